@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, gpu_target_config
 from zerojax.aot._plugin import gpu_devices, tpu_devices
+from zerojax.layout import in_order
 
 _NAME = re.compile(r"(?P<chip>[a-z0-9]+):(?P<dims>\d+(?:x\d+)*?)(?:x(?P<slices>\d+)slices?)?")
 
@@ -61,7 +62,7 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
             f"{topology.num_devices}: choose sizes whose product is {topology.num_devices}."
         )
     devices = _place_tpu(topology, shape) if topology.is_tpu else _place_gpu(topology, shape)
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
+    return in_order(Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(shape)))
 
 
 def parse_topology(name: str) -> Topology:

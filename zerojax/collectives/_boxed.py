@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import opened
-from zerojax.collectives._placement import constrain
+from zerojax.collectives._phases import gather, scatter
 from zerojax.layout import Layout, LeafLayout
-from zerojax.layout._leaf import Entries, as_spec
+from zerojax.layout._leaf import Entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Boxed:
         value: the stored array, whole or partitioned.
         entries: the user's mesh axes per dim.
         dim: the partitioned dim; None where the leaf stays whole.
-        axes: the axes that partition it.
         size: logical size of `dim`, which padding may exceed.
         dtype: dtype that the use asks for; wider than the value's where a cast waits.
         path: for messages.
@@ -41,7 +40,6 @@ class Boxed:
     value: jax.Array
     entries: Entries
     dim: int | None
-    axes: tuple[str, ...]
     size: int
     dtype: Any
     path: str
@@ -62,7 +60,7 @@ class Boxed:
 def box(value: jax.Array, leaf: LeafLayout) -> Boxed:
     """Put a stored parameter into a box."""
     size = 0 if leaf.dim is None else leaf.shape[leaf.dim]
-    return Boxed(value, leaf.entries, leaf.dim, leaf.axes, size, value.dtype, leaf.path)
+    return Boxed(value, leaf.entries, leaf.dim, size, value.dtype, leaf.path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +87,13 @@ class Opening:
 
     def open_box(self, boxed: Boxed) -> jax.Array:
         """Give the logical parameter on every device, gathered if it was partitioned."""
-        whole = as_spec(boxed.entries)
-        entries = list(boxed.entries)
-        if boxed.dim is not None:
-            entries[boxed.dim] = (*entries[boxed.dim], *boxed.axes)
-        cut = as_spec(tuple(entries))
         stored, dtype, dim, size = boxed.value.dtype, boxed.dtype, boxed.dim, boxed.size
         padding = boxed.value.shape[dim] - size if dim is not None else 0
 
         @jax.custom_vjp
         def give(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
-                x = constrain(x, self.layout, whole)
+                x = gather(x, self.layout, boxed.entries, dim)
             if padding:
                 x = jax.lax.slice_in_dim(x, 0, size, axis=dim or 0)
             return checkpoint_name(x.astype(dtype), GATHERED)
@@ -110,11 +103,8 @@ class Opening:
                 widths = [(0, padding if d == dim else 0) for d in range(cotangent.ndim)]
                 cotangent = jnp.pad(cotangent, widths)
             wide = self.reduce_dtype if self.widens(stored) else stored
-            # Asked for shards alone, the partitioner may gather activations instead and compute
-            # each shard's gradient from all examples; asked for the whole sum first, it reduces,
-            # and the compiler makes a reduce-scatter of the sum and the cut.
-            cotangent = constrain(cotangent.astype(wide), self.layout, whole)
-            return (constrain(cotangent, self.layout, cut).astype(stored),)
+            cotangent = scatter(cotangent.astype(wide), self.layout, boxed.entries, dim)
+            return (cotangent.astype(stored),)
 
         give.defvjp(lambda x: (give(x), None), backward)
         out = give(boxed.value)

@@ -27,6 +27,7 @@ from jax.extend import core
 from zerojax._jaxpr import opened, scan_parts
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, box, never_saves_gathered
+from zerojax.collectives._lookup import is_lookup, look_up
 from zerojax.collectives._structural import keep_boxed
 from zerojax.layout import Layout
 
@@ -54,8 +55,12 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
             lambda leaves, *args: loss_fn(layout.structure.unflatten(leaves), *args),
             return_shape=True,
         )(logical, *args)
+        # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed,
+        # and the compiler makes one sum of those of a weight that is used twice.
         boxes = [
-            box(x, leaf) if leaf.dim is not None or opening.widens(x.dtype) else x
+            box(x, leaf)
+            if leaf.dim is not None or not opening.gathers or opening.widens(x.dtype)
+            else x
             for leaf, x in zip(layout.leaves, stored, strict=True)
         ]
         retracer = _Retracer(opening, saved=False, looped=False)
@@ -220,6 +225,8 @@ class _Retracer:
     def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
         wide = self.opening.reduce_dtype
+        if is_lookup(eqn, values, self.opening.layout):
+            return [look_up(eqn, *values, self.opening)]
         boxed = [v for v in values if isinstance(v, Boxed)]
         if not any(self.opening.widens(v.value.dtype) for v in boxed):
             return bind(eqn, [self.opened(v) for v in values])

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax._types import Axes, PyTree
+from zerojax._types import PyTree
+from zerojax.collectives._phases import PerDevice
 from zerojax.collectives._placement import constrain, to_stored
 from zerojax.layout import Layout, LeafLayout
 
@@ -93,54 +94,34 @@ def reduce_once(
 
     Source: arXiv 1910.02054, section 7.2.1.
     """
-    axes = layout.batch_axes
-    num_parts = layout.num_batch_parts
+    devices = PerDevice(layout)
+    axes, num_parts = devices.axes, layout.num_batch_parts
+
+    def total(leaf: LeafLayout, g: jax.Array) -> jax.Array:
+        if leaf.dim is None or not devices.scatters(leaf.dim):
+            return jax.lax.psum(g, axes) / num_parts
+        return devices.sum_over(to_stored(g, leaf), leaf.dim, leaf.dim_parts) / num_parts
 
     def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
         (loss, aux), grads = accumulate(value_and_grad, params, batch, count, dtype)
-        grads = layout.map_leaves(lambda leaf, g: _sum_over(g, leaf, axes) / num_parts, grads)
+        grads = layout.map_leaves(total, grads)
         loss, aux = jax.tree.map(lambda x: _mean(jax.lax.psum(x, axes), num_parts), (loss, aux))
         return (loss, aux), grads
 
-    out_grads = layout.map_leaves(lambda leaf: _out_spec(leaf, axes))
-    value, grads = jax.shard_map(
-        local,
-        mesh=layout.auto_mesh,
-        in_specs=(P(), jax.tree.map(lambda x: P(axes) if x.ndim else P(), batch)),
-        out_specs=(P(), out_grads),
-        axis_names=set(axes),
-        check_vma=False,
-    )(params, batch)
+    def spec(leaf: LeafLayout) -> P:
+        if leaf.dim is None or not scatters(leaf):
+            return P()
+        return devices.spec(leaf.dim, leaf.dim_parts)
+
+    def scatters(leaf: LeafLayout) -> bool:
+        return devices.scatters(leaf.dim)
+
+    batch_specs = jax.tree.map(lambda x: P(axes) if x.ndim else P(), batch)
+    out_specs = (P(), layout.map_leaves(spec))
+    value, grads = devices.run(local, (P(), batch_specs), out_specs, params, batch)
 
     def join(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        g = g.reshape(leaf.stored_shape) if _scatters(leaf, axes) else to_stored(g, leaf)
+        g = g.reshape(leaf.stored_shape) if scatters(leaf) else to_stored(g, leaf)
         return constrain(g, layout, leaf.shard_spec)
 
     return value, layout.map_leaves(join, grads)
-
-
-def _scatters(leaf: LeafLayout, axes: Axes) -> bool:
-    return leaf.dim is not None and set(leaf.axes) <= set(axes)
-
-
-def _sum_over(g: jax.Array, leaf: LeafLayout, axes: Axes) -> jax.Array:
-    """Sum a device's gradient over devices and keep this device's shard.
-
-    The user's axes stay the major ones of the partitioned dim, so it is split in two: `[..., the
-    user's parts, the rest, ...]`, and the rest is scattered.
-    """
-    if not _scatters(leaf, axes):
-        return jax.lax.psum(g, axes)
-    assert leaf.dim is not None
-    g = to_stored(g, leaf)
-    g = g.reshape(*g.shape[: leaf.dim], leaf.dim_parts, -1, *g.shape[leaf.dim + 1 :])
-    g = jax.lax.psum_scatter(g, leaf.axes, scatter_dimension=leaf.dim + 1, tiled=True)
-    rest = tuple(name for name in axes if name not in leaf.axes)
-    return jax.lax.psum(g, rest) if rest else g
-
-
-def _out_spec(leaf: LeafLayout, axes: Axes) -> P:
-    if not _scatters(leaf, axes):
-        return P()
-    assert leaf.dim is not None
-    return P(*[None] * (leaf.dim + 1), leaf.axes)

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from zerojax._types import PyTree
+from zerojax.collectives._phases import gather
 from zerojax.collectives._placement import constrain, store, to_logical, to_stored
 from zerojax.layout import Layout, LeafLayout
-from zerojax.layout._leaf import as_spec
 
 
 def write_back(old: PyTree, new: PyTree, layout: Layout) -> PyTree:
@@ -96,7 +96,7 @@ def _write_leaf(was: jax.Array, x: jax.Array, leaf: LeafLayout, layout: Layout) 
 def _gather(part: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
     """Gather what was cast; the barrier keeps the compiler from casting after the gather."""
     part = jax.lax.optimization_barrier(constrain(part, layout, leaf.shard_spec))
-    return constrain(part, layout, as_spec(leaf.entries))
+    return gather(part, layout, leaf.entries, leaf.dim)
 
 
 def _dim_to_halve(leaf: LeafLayout) -> int | None:

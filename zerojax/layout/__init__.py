@@ -7,6 +7,7 @@ from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._policies import Precision, Rule
 from zerojax.layout._stages import STAGES
+from zerojax.layout._torus import Phases, in_order
 
 __all__ = [
     "STAGES",
@@ -14,8 +15,10 @@ __all__ = [
     "Layout",
     "LeafLayout",
     "OptimizerLayout",
+    "Phases",
     "Precision",
     "Rule",
+    "in_order",
     "make_layout",
     "make_mesh",
 ]

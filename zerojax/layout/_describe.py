@@ -211,6 +211,8 @@ def _notes(layout: Layout, padding: int, of_optimizer: tuple[Rule, ...]) -> tupl
         notes.append(f"{len(small)} leaves with {elements:,} elements stay whole (reasons above)")
     if padding:
         notes.append(f"padding takes {padding:,} B per device")
+    if layout.stage and str(layout.phases):
+        notes.append(str(layout.phases))
     unmatched = (*layout.unmatched_rules, *of_optimizer)
     notes += [f"rule {rule.path!r} of kind {rule.kind!r} matched no leaf" for rule in unmatched]
     return tuple(notes)

@@ -23,6 +23,7 @@ from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
 from zerojax.layout._policies import Precision, Rule
 from zerojax.layout._stacked import stacked_from_loss, stacked_from_shapes
 from zerojax.layout._stages import STAGES, check_stage
+from zerojax.layout._torus import Phases, find_phases
 
 #: Leaves with fewer elements stay whole: a shard of them would be smaller than its message.
 MIN_SIZE = 1024
@@ -62,7 +63,11 @@ class Layout:
     @property
     def num_batch_parts(self) -> int:
         """Count the parts that the batch axes cut a batch into."""
-        return _mesh.num_devices(self.mesh, self.batch_axes)
+        return self.num_parts(self.batch_axes)
+
+    def num_parts(self, axes: Axes) -> int:
+        """Count the parts that some axes of the mesh cut a dim into."""
+        return _mesh.num_devices(self.mesh, axes)
 
     @property
     def num_params(self) -> int:
@@ -73,6 +78,11 @@ class Layout:
     def auto_mesh(self) -> Mesh:
         """The mesh with Auto axes, in which constraints are written."""
         return _mesh.auto_mesh(self.mesh)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """The phases in which leaves are gathered and gradients reduced."""
+        return find_phases(self.mesh, self.axis)
 
     @property
     def platform(self) -> str:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from zerojax._types import Axes
+from zerojax.layout._torus import in_order
 
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
@@ -32,11 +33,13 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
             f"the mesh {dict(axes)} takes {wanted} devices and {len(found)} are there; on a CPU "
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before jax starts"
         )
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=(AxisType.Auto,) * len(axes),
-        devices=found[:wanted],
+    return in_order(
+        jax.make_mesh(
+            tuple(axes.values()),
+            tuple(axes),
+            axis_types=(AxisType.Auto,) * len(axes),
+            devices=found[:wanted],
+        )
     )
 
 

@@ -141,7 +141,12 @@ def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     heads = (batch, num_tokens, config.num_heads, width // config.num_heads)
     qkv = _dense(layer["qkv"], _norm(layer["norm_1"], x))  # [B, T, 3D]
     q, k, v = (part.reshape(heads) for part in jnp.split(qkv, 3, axis=-1))  # [B, T, H, D/H]
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # softmax in fp32
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)  # softmax in fp32
+    if config.remat:
+        # Recomputed for the layer's backward pass, the scores [B, H, T, T] would wait there until
+        # the feed-forward part is done; they are computed once more instead.
+        attend = jax.checkpoint(attend)
+    attended = attend(q, k, v)
     x = x + _dense(layer["proj"], attended.reshape(x.shape))
     hidden = _dense(layer["up"], _norm(layer["norm_2"], x))  # [B, T, 4D]
     return x + _dense(layer["down"], jax.nn.gelu(hidden, approximate=True))

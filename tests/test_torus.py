@@ -1,0 +1,173 @@
+"""Phases: no collective spans a whole TPU torus, and what is computed stays the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import zerojax
+from zerojax.audit import parse_collectives
+from zerojax.layout import _torus, in_order
+from zerojax.layout._torus import SPANS, find_phases, read_digits
+
+V5P, V6E, TPU7X = "TPU v5", "TPU v6 lite", "TPU7x"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What `find_phases` asks of a device."""
+
+    device_kind: str
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    slice_index: int = 0
+    id: int = 0
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+def torus(kind, dims, axes, cores=1, order=None):
+    places = list(itertools.product(*map(range, (*dims, *(1,) * (3 - len(dims))))))
+    chips = [Chip(kind, place, core) for place in places for core in range(cores)]
+    chips = [chips[i] for i in order] if order else chips
+    return Mesh(np.array(chips).reshape(tuple(axes.values())), tuple(axes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "axes", "phases"),
+    [
+        (V5P, (2, 2, 2), {"data": 8}, [["x", "y"], ["z"]]),
+        (V5P, (8, 8, 16), {"data": 1024}, [["x", "y"], ["z"]]),
+        (V5P, (8, 8, 16), {"x": 8, "y": 8, "z": 16}, [["x", "y"], ["z"]]),
+        (V5P, (4, 4, 4), {"data": 32, "model": 2}, [["x", "y"], ["z"]]),
+        (V5P, (4, 4, 4), {"data": 16, "model": 4}, []),
+        (V5P, (2, 2, 1), {"data": 4}, []),
+        (V6E, (16, 16), {"data": 256}, [["x"], ["y"]]),
+        (V6E, (4, 4), {"data": 16}, [["x"], ["y"]]),
+        (V6E, (4, 8), {"data": 32}, []),
+        (V6E, (2, 4), {"data": 8}, []),
+        (V6E, (8, 8), {"data": 32, "model": 2}, []),
+        (V6E, (8, 8), {"data": 8, "model": 8}, []),
+        ("NVIDIA H100 80GB HBM3", (2, 8), {"data": 16}, []),
+    ],
+)
+def test_no_phase_spans_more_than_the_chip_takes(kind, dims, axes, phases):
+    found = find_phases(torus(kind, dims, axes), tuple(a for a in axes if a != "model"))
+    assert [list(dims) for dims in found.dims] == phases
+    assert math.prod(found.mesh.shape.values()) == math.prod(axes.values())
+    assert bool(str(found)) == bool(phases)
+    for phase, names in zip(found.axes, phases, strict=bool(phases)):
+        size = math.prod(found.mesh.shape[axis] for axis in phase)
+        assert math.prod(found.mesh.shape[a] for p in found.axes for a in p) % size == 0
+        assert len(names) <= SPANS[kind].num_dims
+
+
+def test_cores_of_a_chip_are_a_phase_of_their_own():
+    found = find_phases(torus(TPU7X, (4, 4, 4), {"data": 128}, cores=2), ("data",))
+    assert found.dims == (("x", "y", "z"), ("core",))
+    assert dict(found.mesh.shape) == {"data_0": 64, "data_1": 2}
+    assert found.expand(("data",)) == ("data_0", "data_1")
+
+
+def test_devices_in_no_order_are_put_in_order_or_said_to_be_in_none():
+    snake = [4 * x + (y if x % 2 == 0 else 3 - y) for x in range(4) for y in range(4)]
+    mesh = torus(V6E, (4, 4), {"data": 16}, order=snake)
+    assert read_digits(mesh, "data") is None
+    assert "don't lie along the torus" in str(find_phases(mesh, ("data",)))
+    ordered = in_order(mesh)
+    assert [digit.size for digit in read_digits(ordered, "data")] == [4, 4]
+    assert set(ordered.devices.flat) == set(mesh.devices.flat)
+    fine = torus(V6E, (2, 4), {"data": 8}, order=[0, 1, 2, 3, 7, 6, 5, 4])
+    assert in_order(fine) is fine  # one collective may span it, in whatever order
+
+
+def test_a_mesh_over_several_slices_is_left_to_the_compiler():
+    chips = [Chip(V5P, (x, y, z), slice_index=s) for s, x, y, z in np.ndindex(2, 2, 2, 2)]
+    mesh = Mesh(np.array(chips), ("data",))
+    assert find_phases(mesh, ("data",)).axes == (("data",),)
+    assert in_order(mesh) is mesh
+
+
+@pytest.fixture
+def cube(monkeypatch):
+    """Let the eight CPU devices stand in a cube of which a collective may span two dims."""
+    monkeypatch.setitem(SPANS, "cpu", _torus.Span(2))
+    monkeypatch.setattr(_torus, "_place", lambda d: (*np.unravel_index(d.id, (2, 2, 2)), 0))
+
+
+def init(key):
+    keys = jax.random.split(key, 3)
+    return {
+        "embed": jax.random.normal(keys[0], (67, 25)) * 0.3,  # stored padded
+        "stack": {
+            "scale": jnp.ones((3, 25)),
+            "up": jax.random.normal(keys[1], (3, 25, 48)) * 0.2,
+            "down": jax.random.normal(keys[2], (3, 48, 25)) * 0.2,
+        },
+    }
+
+
+def loss_fn(params, tokens):
+    def layer(x, w):
+        return x + jnp.tanh((x * w["scale"]) @ w["up"]) @ w["down"], None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), params["embed"][tokens[:, :-1]], params["stack"])
+    logits = x @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train(mesh, stage, axis="data", **options):
+    tx = optax.adam(1e-2)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    layout = zerojax.make_layout(shapes, mesh, stage=stage, axis=axis, min_size=48)
+    state = zerojax.init_train_state(init, tx, layout, jax.random.key(0))
+    step = zerojax.make_train_step(loss_fn, tx, layout, **options)
+    tokens = jax.random.randint(jax.random.key(1), (32, 9), 0, 67)
+    text = step.lower(state, tokens).compile().as_text()
+    for _ in range(3):
+        state, metrics = step(state, tokens)
+    return layout, parse_collectives(text), zerojax.unpad(state.params, layout), metrics["loss"]
+
+
+MESHES = {
+    "one axis": lambda: (zerojax.make_mesh({"data": 8}), "data"),
+    "Explicit": lambda: (jax.make_mesh((8,), ("data",)), "data"),
+    "an axis per dim": lambda: (zerojax.make_mesh({"x": 2, "y": 2, "z": 2}), ("x", "y", "z")),
+}
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(1, {}), (3, {}), (2, {"accumulate": 2, "reduce": "once"}), (2, {"accumulate": 2})],
+    ids=["stage 1", "stage 3", "once", "each"],
+)
+def test_phases_compute_the_same(cube, kind, stage, options):
+    one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    _, _, expected, loss = train(one, 0)
+    mesh, axis = MESHES[kind]()
+    layout, moves, params, found = train(mesh, stage, axis, **options)
+    assert layout.phases.dims == (("x", "y"), ("z",))
+    # Adam divides by the gradient: three steps of 1e-2 amplify the rounding of small ones.
+    assert abs(float(found) - float(loss)) < 1e-5
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-4)
+    gathers = [c for c in moves.records if c.op == "all-gather" and c.elements >= 256]
+    assert {c.group_size for c in gathers} == {2, 4}, "a gather over all eight devices"
+    assert not moves.unread
+
+
+def test_the_table_tells_of_phases(cube):
+    mesh = zerojax.make_mesh({"data": 8})
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    said = str(zerojax.make_layout(shapes, mesh, stage=2).describe(optax.adam(1e-3)))
+    assert re.search(r"in 2 phases, along x, y, then along z", said)

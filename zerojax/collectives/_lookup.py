@@ -1,0 +1,74 @@
+"""Rows of a partitioned table: the gradient of a lookup, reduced in phases.
+
+The gradient of `table[tokens]` adds rows up. Asked for shards of it in phases, the partitioner may
+gather the activations' gradients instead, or sum whole tables over all devices. Here each device
+adds up the rows of its own tokens, and the sums are scattered phase by phase.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zerojax.collectives._boxed import Boxed, Opening
+from zerojax.collectives._phases import PerDevice
+from zerojax.collectives._placement import constrain
+from zerojax.layout import Layout
+from zerojax.layout._leaf import as_spec
+
+
+def is_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:
+    """Tell whether an equation looks rows of a box up by a batch of indices, in several phases."""
+    if eqn.primitive.name != "gather" or len(layout.phases.axes) < 2:
+        return False
+    table, indices = values
+    numbers = eqn.params["dimension_numbers"]
+    return (
+        isinstance(table, Boxed)
+        and not isinstance(indices, Boxed)
+        and not table.pending
+        and indices.ndim > 1
+        and indices.shape[0] % layout.num_batch_parts == 0
+        and 0 not in numbers.offset_dims
+        and not numbers.operand_batching_dims
+        and PerDevice(layout).scatters(table.dim)
+    )
+
+
+def look_up(eqn: Any, boxed: Boxed, indices: jax.Array, opening: Opening) -> jax.Array:
+    """Open a table and take rows of it; the equation is one of `is_lookup`."""
+    layout, dim = opening.layout, boxed.dim
+    assert dim is not None
+    stored = boxed.value
+    dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype
+    whole = tuple(boxed.size if d == dim else n for d, n in enumerate(stored.shape))
+    devices = PerDevice(layout)
+    parts = layout.num_parts(boxed.entries[dim])
+
+    @jax.custom_vjp
+    def rows(value: jax.Array, indices: jax.Array) -> jax.Array:
+        table = opening.open_box(boxed.moved(value, tuple(range(value.ndim))))
+        return eqn.primitive.bind(table, indices, **eqn.params)
+
+    def local(cotangent: jax.Array, indices: jax.Array) -> jax.Array:
+        def take(table: jax.Array) -> jax.Array:
+            return eqn.primitive.bind(table, indices, **eqn.params)
+
+        transposed = jax.linear_transpose(take, jax.ShapeDtypeStruct(whole, dtype))
+        (g,) = transposed(cotangent.astype(dtype))
+        widths = [(0, new - old) for old, new in zip(whole, stored.shape, strict=True)]
+        return devices.sum_over(jnp.pad(g, widths), dim, parts)
+
+    def backward(indices: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+        batch = P(devices.axes)
+        g = devices.run(local, (batch, batch), devices.spec(dim, parts), cotangent, indices)
+        cut = list(boxed.entries)
+        cut[dim] = (*cut[dim], *layout.axis)
+        g = constrain(g.reshape(stored.shape), layout, as_spec(tuple(cut)))
+        return g.astype(stored.dtype), None
+
+    rows.defvjp(lambda value, indices: (rows(value, indices), indices), backward)
+    return rows(stored, indices)

@@ -1,0 +1,114 @@
+"""Shards to whole and back, in the phases that the layout has found.
+
+Between two phases stands a barrier: without it the compiler would make one collective of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from zerojax._types import Axes
+from zerojax.collectives._placement import constrain
+from zerojax.layout import Layout
+from zerojax.layout._leaf import Entries, as_spec
+
+
+def gather(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> jax.Array:
+    """Gather shards over the axes that ZeRO partitions over.
+
+    Args:
+        x: stored shards, in global view.
+        layout: the placement.
+        entries: the user's own axes per dim; they stay.
+        dim: the partitioned dim; None where there is none.
+    """
+    between = () if dim is None else layout.phases.between(entries, dim)
+    for sharding in reversed(between):
+        x = jax.lax.with_sharding_constraint(x, sharding)
+        x = jax.lax.optimization_barrier(x)
+    return constrain(x, layout, as_spec(entries))
+
+
+def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> jax.Array:
+    """Sum what every device has and keep its shard of the sum.
+
+    Args:
+        x: partial sums or a whole array, in global view.
+        layout: the placement.
+        entries: the user's own axes per dim; they stay.
+        dim: the partitioned dim; None where there is none.
+    """
+    between = () if dim is None else layout.phases.between(entries, dim)
+    if not between:
+        # Asked for shards alone, the partitioner may gather activations instead and compute each
+        # shard's gradient from all examples; asked for the whole sum first, it reduces, and the
+        # compiler makes a reduce-scatter of the sum and the cut.
+        x = constrain(x, layout, as_spec(entries))
+    for sharding in between:
+        x = jax.lax.with_sharding_constraint(x, sharding)
+        x = jax.lax.optimization_barrier(x)
+    if dim is None:
+        return x
+    cut = list(entries)
+    cut[dim] = (*cut[dim], *layout.axis)
+    return constrain(x, layout, as_spec(tuple(cut)))
+
+
+class PerDevice:
+    """Sums of what devices compute each for itself, under `shard_map` over the batch axes.
+
+    Attributes:
+        axes: the batch axes, as the mesh of the phases names them.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.axes: Axes = layout.phases.expand(layout.batch_axes)
+        self._layout = layout
+        self._phases = layout.phases.axes
+        self._names = tuple(name for phase in self._phases for name in phase)
+
+    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
+        """Run a function once per device of the batch axes."""
+        mesh = self._layout.phases.mesh
+        mapped = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.axes),
+            check_vma=False,
+        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return mapped(*args)
+
+    def scatters(self, dim: int | None) -> bool:
+        """Tell whether a leaf that is partitioned along `dim` is summed into shards."""
+        return dim is not None and set(self._names) <= set(self.axes)
+
+    def sum_over(self, x: jax.Array, dim: int, parts: int) -> jax.Array:
+        """Sum stored leaves over devices, each device keeping its shard.
+
+        The user's axes stay the major ones of the partitioned dim, so it is split in two: `[...,
+        the user's parts, the rest, ...]`, and the rest is scattered. Without such axes it is not:
+        behind a dim of one, libtpu makes no reduce-scatter.
+
+        Args:
+            x: a device's own term, of the stored shape.
+            dim: the partitioned dim.
+            parts: parts that the user's axes cut it into.
+        """
+        if parts > 1:
+            x = x.reshape(*x.shape[:dim], parts, -1, *x.shape[dim + 1 :])
+            dim += 1
+        for phase in self._phases:
+            x = jax.lax.psum_scatter(x, phase, scatter_dimension=dim, tiled=True)
+        rest = tuple(name for name in self.axes if name not in self._names)
+        return jax.lax.psum(x, rest) if rest else x
+
+    def spec(self, dim: int, parts: int) -> P:
+        """Give the spec of what `sum_over` returns."""
+        return P(*[None] * (dim + (parts > 1)), self._names)

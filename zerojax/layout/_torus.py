@@ -1,0 +1,250 @@
+"""Phases: a collective over a whole TPU torus, done along some of its dims after the others.
+
+libtpu turns a gather or a reduce-scatter that spans a whole torus into an all-reduce, which moves
+twice the bytes. Along fewer torus dims at a time it keeps them what they are, and the phases
+together move what one collective would: gathering z and then (x, y) sends (Z - 1) / N and then
+(X Y - 1) / X Y of a leaf, in sum (N - 1) / N.
+
+Which groups of dims a collective may span is data, read off compiled programs (`scripts/phases`
+compiles them again). How an axis of the mesh lies on the torus is read off the coordinates that
+TPU devices carry, present or absent alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax._types import Axes
+
+#: Names of torus dims; several devices on one chip (TPU7x) are a dim of their own.
+DIMS = ("x", "y", "z", "core")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What one collective may span on a kind of chip without becoming an all-reduce.
+
+    Attributes:
+        num_dims: number of torus dims that it may always span.
+        sizes: devices along more dims than that, sorted, which were seen to work too.
+    """
+
+    num_dims: int
+    sizes: frozenset[tuple[int, ...]] = frozenset()
+
+
+_FLAT = Span(1, frozenset({(2, 2), (2, 4), (4, 8), (8, 16)}))  # squares from 4 x 4 on don't
+
+#: By `device_kind`, as libtpu 0.0.42 compiles them (`scripts/phases`).
+SPANS: dict[str, Span] = {
+    "TPU v4": Span(2),
+    "TPU v5": Span(2),
+    "TPU v5p": Span(2),
+    "TPU v5 lite": _FLAT,
+    "TPU v5e": _FLAT,
+    "TPU v6 lite": _FLAT,
+    "TPU v6e": _FLAT,
+    "TPU7x": Span(3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Digit:
+    """A part of a mesh axis that runs along one torus dim.
+
+    Attributes:
+        axis: the mesh axis.
+        dim: the torus dim, of `DIMS`.
+        size: devices along it.
+    """
+
+    axis: str
+    dim: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Phases:
+    """In which phases shards are gathered and gradients reduced.
+
+    Attributes:
+        mesh: the layout's mesh with Auto axes, cut so that every phase has axes of its own.
+        axes: axes of that mesh per phase, in the order of a reduction; gathers go the other way.
+        dims: the torus dims of each phase, where there are several: `(("x", "y"), ("z",))`.
+        reason: why there are several, or why there should be and are not.
+        cut: into which axes of `mesh` an axis of the layout's mesh was cut.
+    """
+
+    mesh: Mesh
+    axes: tuple[Axes, ...]
+    dims: tuple[Axes, ...] = ()
+    reason: str = ""
+    cut: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+
+    def expand(self, axes: Iterable[str]) -> Axes:
+        """Name axes of the layout's mesh as `mesh` has them."""
+        return tuple(piece for axis in axes for piece in self.cut.get(axis, (axis,)))
+
+    def __str__(self) -> str:
+        """Say it in one line; empty where a collective does everything at once, as it should."""
+        if not self.dims:
+            return self.reason
+        along = ["along " + ", ".join(dims) for dims in self.dims]
+        return (
+            f"gradients are reduced in {len(along)} phases, {', then '.join(along)}, and shards "
+            f"gathered the other way: {self.reason}"
+        )
+
+    def between(self, entries: Sequence[Axes], dim: int) -> tuple[NamedSharding, ...]:
+        """Give the shardings that a leaf has between whole and shards, in a reduction's order.
+
+        Args:
+            entries: the user's own axes per dim.
+            dim: the partitioned dim.
+        """
+        found = []
+        for count in range(1, len(self.axes)):
+            cut = list(entries)
+            cut[dim] = (*cut[dim], *itertools.chain.from_iterable(self.axes[:count]))
+            found.append(NamedSharding(self.mesh, P(*(names or None for names in cut))))
+        return tuple(found)
+
+
+def find_phases(mesh: Mesh, axes: Axes) -> Phases:
+    """Decide the phases of collectives over some axes of a mesh.
+
+    Args:
+        mesh: the layout's mesh.
+        axes: the axes that ZeRO partitions over, major first.
+    """
+    flat = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    at_once = Phases(flat, (axes,))
+    span = SPANS.get(mesh.devices.flat[0].device_kind)
+    if span is None or not axes or _num_slices(mesh) > 1 or _fits(span, _spanned(mesh, axes)):
+        return at_once
+    digits = [read_digits(mesh, axis) for axis in axes]
+    if None in digits:
+        reason = (
+            "at once, which becomes an all-reduce here: the devices don't lie along the torus in "
+            "order; zerojax.make_mesh places them so"
+        )
+        return dataclasses.replace(at_once, reason=reason)
+    groups = _group(span, [digit for found in digits for digit in found or ()])
+    return _cut(flat, groups)
+
+
+def in_order(mesh: Mesh) -> Mesh:
+    """Give the same mesh with its devices row by row along the torus, where phases need that."""
+    span = SPANS.get(mesh.devices.flat[0].device_kind)
+    if span is None or _num_slices(mesh) > 1:
+        return mesh
+    if all(
+        _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) for axis in mesh.axis_names
+    ):
+        return mesh
+    devices = sorted(mesh.devices.flat, key=_place)
+    ordered = Mesh(
+        np.array(devices).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types
+    )
+    return ordered if all(read_digits(ordered, axis) for axis in mesh.axis_names) else mesh
+
+
+def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:
+    """Say along which torus dims an axis runs, major first; None where it does so in no order."""
+    coords = _coords(mesh)
+    size = mesh.shape[axis]
+    rows = np.moveaxis(coords, mesh.axis_names.index(axis), -2).reshape(-1, size, len(DIMS))
+    found = []
+    for number, dim in enumerate(DIMS):
+        values = rows[..., number]  # [other devices, position along the axis]
+        changes = np.flatnonzero((values != values[:, :1]).any(axis=0))
+        if not len(changes):
+            continue
+        stride = int(changes[0])
+        count = len(np.unique(values[0]))
+        turn = (np.arange(size) // stride) % count * stride
+        if size % (stride * count) or (values != values[:, turn]).any():
+            return None
+        found.append((stride, Digit(axis, dim, count)))
+    found.sort(key=lambda pair: -pair[0])
+    digits = tuple(digit for _, digit in found)
+    return digits if math.prod(digit.size for digit in digits) == size else None
+
+
+def _group(span: Span, digits: Sequence[Digit]) -> list[list[Digit]]:
+    """Part the digits into phases, the first as large as it may be: it moves the most."""
+    groups: list[list[Digit]] = [[]]
+    for digit in digits:
+        sizes: dict[str, int] = {}
+        for member in (*groups[-1], digit):
+            sizes[member.dim] = sizes.get(member.dim, 1) * member.size
+        if _fits(span, sizes):
+            groups[-1].append(digit)
+        else:
+            groups.append([digit])
+    return groups
+
+
+def _cut(mesh: Mesh, groups: list[list[Digit]]) -> Phases:
+    """Cut the axes of a mesh where a phase ends within them."""
+    pieces: dict[str, dict[str, int]] = {axis: {} for axis in mesh.axis_names}
+    phases: list[Axes] = []
+    for number, group in enumerate(groups):
+        names = {digit.axis: f"{digit.axis}_{number}" for digit in group}
+        for axis, name in names.items():
+            pieces[axis][name] = math.prod(digit.size for digit in group if digit.axis == axis)
+        phases.append(tuple(names.values()))
+    sizes = {
+        name: size
+        for axis, cut in pieces.items()
+        for name, size in (cut or {axis: mesh.shape[axis]}).items()
+    }
+    refined = Mesh(
+        mesh.devices.reshape(tuple(sizes.values())),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+    )
+    return Phases(
+        mesh=refined,
+        axes=tuple(phases),
+        dims=tuple(tuple(dict.fromkeys(digit.dim for digit in group)) for group in groups),
+        reason=f"over all of them at once, a {mesh.devices.flat[0].device_kind} all-reduces",
+        cut={axis: tuple(cut) for axis, cut in pieces.items() if cut},
+    )
+
+
+def _fits(span: Span, sizes: dict[str, int]) -> bool:
+    """Tell whether one collective may span these torus dims."""
+    held = tuple(sorted(size for size in sizes.values() if size > 1))
+    return len(held) <= span.num_dims or held in span.sizes
+
+
+def _spanned(mesh: Mesh, axes: Axes) -> dict[str, int]:
+    """Count the places that a group of devices along some axes takes along each torus dim."""
+    coords = _coords(mesh)
+    others = [d for d, name in enumerate(mesh.axis_names) if name not in axes]
+    first = coords[tuple(0 if d in others else slice(None) for d in range(coords.ndim - 1))]
+    flat = first.reshape(-1, len(DIMS))
+    return {dim: len(np.unique(flat[:, number])) for number, dim in enumerate(DIMS)}
+
+
+def _coords(mesh: Mesh) -> np.ndarray:
+    """Give the place of every device on the torus, `[*mesh, len(DIMS)]`."""
+    places = [_place(device) for device in mesh.devices.flat]
+    return np.array(places).reshape(*mesh.devices.shape, len(DIMS))
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    return (*device.coords, device.core_on_chip)
+
+
+def _num_slices(mesh: Mesh) -> int:
+    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
