@@ -1,5 +1,7 @@
 """ZeRO for JAX: model states partitioned over a device mesh."""
 
+from zerojax.aot import topology_mesh
+from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.layout import Layout, Precision, Rule, make_layout, make_mesh
 from zerojax.optim import apply_updates, sharded
 from zerojax.train import (
@@ -12,6 +14,8 @@ from zerojax.train import (
 )
 
 __all__ = [
+    "AuditError",
+    "AuditReport",
     "Layout",
     "Precision",
     "Rule",
@@ -19,10 +23,12 @@ __all__ = [
     "TrainStep",
     "abstract_train_state",
     "apply_updates",
+    "audit",
     "init_train_state",
     "make_layout",
     "make_mesh",
     "make_train_step",
     "sharded",
+    "topology_mesh",
     "unpad",
 ]

@@ -14,6 +14,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 _LIST = re.compile(r"\{(?:\{[\d,\s]*\}(?:,\s*\{[\d,\s]*\})*)?\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_TURNED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}")
 
 
@@ -22,7 +23,7 @@ def parse_groups(text: str, num_devices: int) -> Groups | None:
     """Read the value of `replica_groups=` in any of its spellings, or return None.
 
     The spellings: `{{0,1},{2,3}}`, `{}` (all devices), the iota `[2,4]<=[4,2]T(1,0)`, and mesh axes
-    `mesh['a'=2,'b'=4], device_ids=([8]...) {'b','a':(1)2}`.
+    `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}`.
     """
     if match := _LIST.match(text):
         groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", match[0]))
@@ -72,6 +73,9 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups | No
     ids = np.arange(math.prod(sizes.values()))
     if device_ids and (match := _IOTA.search(device_ids)):
         ids = _iota(match)
+    elif device_ids and (match := _TURNED.fullmatch(device_ids.strip())):
+        ids = np.arange(math.prod(_numbers(match[1]))).reshape(_numbers(match[1]))
+        ids = (ids.transpose(_numbers(match[2])) if match[2] else ids).ravel()
     elif device_ids:
         ids = np.array(_numbers(device_ids))
     if ids.size != math.prod(sizes.values()):

@@ -5,12 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from zerojax.audit._groups import Groups, parse_groups, parse_pairs
 from zerojax.audit._module import Instruction, Module, Shape, parse_module
-from zerojax.audit._walk import OPS, Loop, Site, is_placed, is_sliced, unread_lines, walk
+from zerojax.audit._walk import (
+    OPS,
+    Loop,
+    Site,
+    is_placed,
+    is_sliced,
+    joined_shapes,
+    unread_lines,
+    walk,
+)
 
 _WINDOW = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _WINDOWS = {"ag": "windowed all-gather", "rs": "windowed reduce-scatter"}
@@ -40,6 +50,8 @@ class Collective:
     branches: tuple[tuple[str, int], ...] = ()  # (conditional, branch), outermost first
     is_async: bool = False
     combined: int = 1  # how many tensors the instruction carries
+    part: int = 0  # which of them this is
+    computation: str = ""  # where the instruction stands
     op_name: str = ""
     source: str = ""  # file:line
 
@@ -108,18 +120,28 @@ def parse_collectives(program: str | Module) -> Collectives:
     return Collectives(records=tuple(_name_windows(records)), unread=tuple(unread))
 
 
-def sum_moved(records: Iterable[Collective], depth: int = 0) -> float:
-    """Add the moved elements, with each conditional's worst branch."""
+def sum_moved(
+    records: Iterable[Any],
+    depth: int = 0,
+    value: Callable[[Any], float] = lambda record: record.moved_elements,
+) -> float:
+    """Add the moved elements, or another value, with each conditional's worst branch.
+
+    Args:
+        records: collectives, or anything that has their `branches`.
+        depth: how many conditionals are around.
+        value: what to add.
+    """
     total = 0.0
-    inside: dict[str, dict[int, list[Collective]]] = {}
+    inside: dict[str, dict[int, list[Any]]] = {}
     for record in records:
         if len(record.branches) == depth:
-            total += record.moved_elements
+            total += value(record)
         else:
             name, branch = record.branches[depth]
             inside.setdefault(name, {}).setdefault(branch, []).append(record)
     for branches in inside.values():
-        total += max(sum_moved(branch, depth + 1) for branch in branches.values())
+        total += max(sum_moved(branch, depth + 1, value) for branch in branches.values())
     return total
 
 
@@ -143,23 +165,24 @@ def _read(module: Module, site: Site) -> list[Collective] | None:
         known = [_widen(shape, int(dimension[1]), size) for shape in known]
     if op == "ragged-all-to-all":
         known = known[:1]  # the others are the result's buffer, offsets and sizes
+    joined = _joined(module, site) if op == "all-reduce" and len(known) == 1 else []
+    known = joined or known
     spelling = op
     if site.keeps_part and op == "all-reduce":
         op, spelling = "reduce-scatter", "all-reduce-scatter fusion"
     records = []
     for index, shape in enumerate(known):
-        record = _build(module, site, op, shape, groups, size, index)
+        part, num_parts = (0, 1) if joined else (index, len(known))
+        record = _build(module, site, op, shape, groups, size, part)
         if record is None:
             return None
-        if spelling == "all-reduce" and _keeps_slice(module, site, index, len(known)):
+        if spelling == "all-reduce" and _keeps_slice(module, site, part, num_parts):
             record = dataclasses.replace(record, spelling="all-reduce + slice")
-        elif spelling == "all-reduce" and is_placed(
-            module, site.frame, instruction.operands[index]
-        ):
+        elif spelling == "all-reduce" and is_placed(module, site.frame, instruction.operands[part]):
             record = dataclasses.replace(record, spelling="all-reduce of parts")
         elif spelling != op:
             record = dataclasses.replace(record, spelling=spelling)
-        records.append(dataclasses.replace(record, combined=len(known)))
+        records.append(dataclasses.replace(record, combined=len(known), part=index))
     return records
 
 
@@ -202,6 +225,7 @@ def _build(
         loops=site.loops,
         branches=site.branches,
         is_async=site.is_async,
+        computation=site.frame.computation.name,
         op_name=origin.op_name,
         source=module.source(origin),
     )
@@ -241,6 +265,17 @@ def _keeps_slice(module: Module, site: Site, index: int, num_parts: int) -> bool
     done = [u for u in computation.users.get(instruction.name, []) if u.opcode.endswith("-done")]
     name = done[0].name if done else instruction.name
     return is_sliced(module, site.frame, name, index if num_parts > 1 else None)
+
+
+def _joined(module: Module, site: Site) -> list[Shape]:
+    """List what a GPU joins end to end before it reduces it as one tensor, none elsewhere."""
+    instruction = site.instruction
+    assert instruction is not None
+    (whole,) = site.frame.computation.by_name[instruction.operands[0]].shapes
+    joined = joined_shapes(module, site.frame, instruction.operands[0])
+    if sum(shape.elements for shape in joined) != whole.elements:
+        return []
+    return [Shape(whole.dtype, shape.dims) for shape in joined]
 
 
 def _widen(shape: Shape, dim: int, size: int) -> Shape:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.audit._loops import Frame, trip_count
-from zerojax.audit._module import Computation, Instruction, Module
+from zerojax.audit._module import Computation, Instruction, Module, Shape
 
 OPS = (
     "all-gather",
@@ -116,6 +116,23 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     if index is not None:
         users = [user for user in users if user.attribute("index") == str(index)]
     return bool(users) and all(_slices(module, frame, user, name) for user in users)
+
+
+def joined_shapes(module: Module, frame: Frame, name: str) -> list[Shape]:
+    """List the shapes of the flat tensors that a value joins end to end, none for any other."""
+    instruction = frame.computation.by_name.get(name)
+    while instruction is not None and instruction.opcode in _PASSED_ON:
+        instruction = frame.computation.by_name.get(instruction.operands[0])
+    if instruction is None:
+        return []
+    callee = module.callee(instruction) if instruction.opcode == "fusion" else None
+    if callee is not None:
+        inner = Frame(computation=callee, caller=instruction, parent=frame)
+        return joined_shapes(module, inner, callee.root.name)
+    if instruction.opcode != "concatenate" or len(instruction.shapes[0].dims) != 1:
+        return []
+    operands = [frame.computation.by_name.get(operand) for operand in instruction.operands]
+    return [operand.shapes[0] for operand in operands if operand is not None]
 
 
 def is_placed(module: Module, frame: Frame, name: str) -> bool:

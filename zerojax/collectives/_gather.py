@@ -226,7 +226,8 @@ class _Retracer:
         """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
         wide = self.opening.reduce_dtype
         if is_lookup(eqn, values, self.opening.layout):
-            return [look_up(eqn, *values, self.opening)]
+            table, indices = values
+            return [look_up(eqn, table, indices, self.opening)]
         boxed = [v for v in values if isinstance(v, Boxed)]
         if not any(self.opening.widens(v.value.dtype) for v in boxed):
             return bind(eqn, [self.opened(v) for v in values])

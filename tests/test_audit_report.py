@@ -1,0 +1,202 @@
+"""The report: a program kept and audited again, bytes by kind, tables, JSON and comparisons."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+import pickle
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from rich.console import Console
+
+import zerojax
+from zerojax.audit import Problem, Program, audit
+
+SHAPES = {
+    "bias": jax.ShapeDtypeStruct((64,), jnp.float32),
+    "down": jax.ShapeDtypeStruct((128, 64), jnp.float32),
+    "up": jax.ShapeDtypeStruct((64, 128), jnp.float32),
+}
+PSI = 64 + 2 * 128 * 64
+MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+BATCH = 32
+TX = optax.adam(1e-3)
+
+
+def loss_fn(params, x):
+    y = jnp.tanh(x.astype(params["up"].dtype) @ params["up"]) @ params["down"] + params["bias"]
+    return jnp.mean((y - x).astype(jnp.float32) ** 2)
+
+
+def init():
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), SHAPES)
+
+
+@pytest.fixture(scope="module")
+def layouts(mesh8):
+    return {stage: zerojax.make_layout(SHAPES, mesh8, stage=stage) for stage in (1, 3)}
+
+
+@pytest.fixture(scope="module")
+def lowered(layouts):
+    def lower(stage):
+        state = zerojax.abstract_train_state(init, TX, layouts[stage], precision=MIXED)
+        step = zerojax.make_train_step(loss_fn, TX, layouts[stage], precision=MIXED)
+        return step.lower(state, jax.ShapeDtypeStruct((BATCH, 64), jnp.float32))
+
+    return {stage: lower(stage) for stage in layouts}
+
+
+@pytest.fixture(scope="module")
+def programs(lowered):
+    return {stage: Program.of(one.compile()) for stage, one in lowered.items()}
+
+
+@pytest.fixture(scope="module")
+def reports(programs, layouts):
+    return {stage: audit(programs[stage], layouts[stage]) for stage in layouts}
+
+
+@pytest.fixture
+def broken(programs, layouts):
+    """Give the audit of a program whose donations were struck out."""
+    text = programs[1].text.split("\n", 1)
+    header = text[0].replace("input_output_alias=", "forgotten=")
+    program = dataclasses.replace(programs[1], text=f"{header}\n{text[1]}")
+    return audit(program, layouts[1])
+
+
+# ------------------------------------------------------------------ programs
+
+
+def test_a_program_is_kept_as_json_and_audited_again(programs, layouts, reports):
+    kept = Program.from_json(programs[1].to_json())
+    assert kept == programs[1]
+    assert audit(kept, layouts[1]).to_dict() == reports[1].to_dict()
+
+
+@pytest.mark.parametrize("text", ['{"format": 0}', "[]"])
+def test_another_format_is_refused(text):
+    with pytest.raises(ValueError, match="compile it again"):
+        Program.from_json(text)
+
+
+def test_what_is_not_compiled_is_refused(lowered, layouts):
+    with pytest.raises(TypeError, match=r"got a Lowered; hand over step.lower\(state, batch\)"):
+        audit(lowered[1], layouts[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"accumulate": 0}, "accumulate"), ({"accumulate": True}, "accumulate"),
+     ({"reduce": "twice"}, "'once', 'each' or None")],
+)  # fmt: skip
+def test_options_that_cannot_be_meant_are_refused(programs, layouts, options, message):
+    with pytest.raises(ValueError, match=message):
+        audit(programs[1], layouts[1], **options)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bytes_are_those_that_the_layout_counts(reports, layouts, stage):
+    memory = reports[stage].memory
+    counted = layouts[stage].bytes_per_device(TX, MIXED)
+    assert memory.parameters == counted["parameters"]
+    assert memory.masters == counted["masters"]
+    assert memory.optimizer == counted["optimizer"]
+    assert memory.batch == BATCH * 64 * 4 // 8
+    assert memory.gradients == memory.host == 0
+    assert memory.states == memory.parameters + memory.masters + memory.optimizer
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_theory_is_the_stages_formula(reports, stage):
+    theory = reports[stage].memory.theory
+    low = 2 * PSI / (8 if stage == 3 else 1)
+    assert theory["parameters"] == theory["gradients"] == low
+    assert theory["masters"] == 4 * PSI / 8
+    assert theory["optimizer"] == pytest.approx(8 * PSI / 8, abs=4)  # and a counter
+    assert theory["total"] == sum(theory.values()) - theory["total"]
+
+
+def test_the_peak_is_the_sum_of_its_parts(reports, programs):
+    memory, stats = reports[1].memory, programs[1].statistics
+    parts = stats["argument_size_in_bytes"] + memory.outputs + memory.temporaries
+    assert memory.peak == parts
+    assert memory.peak_over_theory == memory.peak / memory.theory["total"]
+    sizes = [one.bytes for one in memory.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 0
+
+
+def test_states_on_the_host_are_counted_apart(programs, layouts, reports):
+    inputs = tuple(
+        dataclasses.replace(leaf, memory_kind="pinned_host") if leaf.role == "optimizer" else leaf
+        for leaf in programs[1].inputs
+    )
+    memory = audit(dataclasses.replace(programs[1], inputs=inputs), layouts[1]).memory
+    assert (memory.optimizer, memory.host) == (0, reports[1].memory.optimizer)
+
+
+def test_a_backend_without_statistics_is_audited_too(programs, layouts):
+    report = audit(dataclasses.replace(programs[1], statistics={}), layouts[1])
+    assert report.problems == ()
+    assert report.memory.peak == sum(leaf.shard_bytes for leaf in programs[1].inputs)
+
+
+# ------------------------------------------------------------------ output
+
+
+def test_a_report_prints_its_verdict_first(reports, broken):
+    assert str(reports[1]).startswith("clean: ZeRO stage 1 over data (N = 8) on cpu")
+    assert str(broken).startswith("3 problems (donation): ZeRO stage 1")
+    text = str(broken)
+    for word in ("volume", "collectives", "memory", "all-gather", "masters", "peak", "remedy:"):
+        assert word in text
+    out = io.StringIO()
+    Console(file=out, width=160, color_system=None).print(broken)
+    assert out.getvalue() == text
+
+
+def test_a_report_is_json(broken):
+    held = json.loads(broken.to_json())
+    assert held["verdict"] == broken.verdict
+    assert held["volume_by_axis"]["data"]["theory"] == broken.theory_volume
+    assert [p["kind"] for p in held["problems"]] == ["donation"] * 3
+    assert sum(c["moved_elements"] for c in held["collectives"]) / PSI == pytest.approx(
+        broken.volume
+    )
+    assert held["memory"]["theory"]["total"] == broken.memory.theory["total"]
+
+
+def test_a_comparison_shows_what_came_and_went(reports, broken):
+    comparison = reports[1].compare(broken)
+    assert comparison.appeared == broken.problems
+    assert comparison.vanished == ()
+    assert broken.compare(reports[1]).vanished == broken.problems
+    assert "only B: donation" in str(comparison)
+
+
+def test_a_comparison_of_stages_has_both_volumes_and_bytes(reports):
+    rows = {name: (one, other) for name, one, other in reports[1].compare(reports[3]).rows}
+    assert rows["volume (elements per parameter)"] == (reports[1].volume, reports[3].volume)
+    assert rows["parameters (B/device)"][0] > 7 * rows["parameters (B/device)"][1]
+    assert any(name.startswith("all-gather") for name in rows)
+
+
+def test_a_problem_is_a_text_with_parts():
+    parts = {"kind": "a", "where": "b", "expected": "c", "seen": "d", "remedy": "e"}
+    problem = Problem(**parts)
+    assert isinstance(problem, str)
+    assert problem == "a: b: d; expected c\n  remedy: e"
+    assert problem.to_dict() == parts
+    for other in (copy.deepcopy(problem), pickle.loads(pickle.dumps(problem))):
+        assert other == problem
+        assert other.to_dict() == parts

@@ -1,0 +1,136 @@
+"""Checks of the dtypes in which weights are gathered and gradients reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+
+from zerojax.audit._evidence import Evidence, describe_move, whose
+from zerojax.audit._gather_checks import users
+from zerojax.audit._kinds import item_bits
+from zerojax.audit._problems import Problem
+from zerojax.audit._traffic import Move
+from zerojax.audit._uses import PASSED_ON
+
+
+def check_dtype(evidence: Evidence) -> Iterator[Problem]:
+    """What is gathered must be as narrow as what the loss computes with."""
+    found = []
+    for move in evidence.large:
+        narrow = _narrow_bits(evidence, move) if move.role == "gather" else None
+        if narrow is not None and move.record.item_bits > narrow:
+            found.append((move, narrow))
+    if found:
+        moved = sum(move.record.moved_bytes for move, _ in found)
+        saved = sum(m.record.moved_bytes * (1 - bits / m.record.item_bits) for m, bits in found)
+        largest, bits = max(found, key=lambda pair: pair[0].moved)
+        assert largest.match is not None
+        yield Problem(
+            kind="dtype",
+            where=f"{describe_move(largest)}, {whose(evidence, largest)}",
+            expected=f"gathers of {bits}-bit elements, as the parameters are computed with",
+            seen=f"{largest.record.dtype} moved where {bits} bits would do: {moved:,.0f} B in "
+            f"{len(found)} gather(s), of which {saved:,.0f} B in vain",
+            remedy="cast to the parameters' dtype before the gather, with an optimization_barrier "
+            "between them (Precision(params=jnp.bfloat16) does so)",
+        )
+    wide = _wide_reductions(evidence)
+    if wide and not _may_reduce_wide(evidence):
+        largest = max(wide, key=lambda move: move.moved)
+        yield Problem(
+            kind="dtype",
+            where=f"{describe_move(largest)}, {whose(evidence, largest)}",
+            expected="gradients reduced in the dtype that the precision says",
+            seen=f"{largest.record.dtype} reductions of {len(wide)} gradient(s)",
+            remedy="reduce before the cast to the master's dtype, or say Precision(reduce=...)",
+        )
+
+
+def note_dtypes(evidence: Evidence) -> Iterator[str]:
+    """Say which dtypes were not judged, and which are wide on purpose."""
+    wide = _wide_reductions(evidence)
+    if wide and _may_reduce_wide(evidence) and evidence.has_scatter:
+        yield (
+            f"gradients are reduced in {wide[0].record.dtype} ({len(wide)} reductions) while the "
+            "parameters are narrower: exact sums for twice the bytes"
+        )
+    promoted = [
+        move
+        for move in evidence.large
+        if move.role == "gather" and 0 < _own_bits(evidence, move) < move.record.item_bits
+    ]
+    if promoted and not evidence.has_scatter:
+        yield "a CPU moves 16-bit tensors as 32-bit ones, so that dtypes are not judged here"
+
+
+def _own_bits(evidence: Evidence, move: Move) -> int:
+    """Give the bits of the parameters that a move may be of, 0 where that is not known."""
+    if move.match is None or not move.record.dtype.startswith(("f", "bf")):
+        return 0
+    found = [evidence.parameter_bits.get(index, 0) for index in move.match.leaves]
+    return max(found, default=0)
+
+
+def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
+    """Give the bits that would do for a gather, None where they are those that it has."""
+    own = _own_bits(evidence, move)
+    if not own:
+        return None
+    if evidence.has_scatter and own < move.record.item_bits:
+        return own
+    if own < move.record.item_bits:
+        return None  # a CPU's own promotion
+    return _cast_bits(evidence, move)
+
+
+def _cast_bits(evidence: Evidence, move: Move) -> int | None:
+    """Give the bits that every use of a gathered weight casts it to at once, None for as it is."""
+    if not evidence.has_scatter and _is_promoted(evidence, move):
+        return None
+    uses = users(evidence, move)
+    cast = {item_bits(use.casts[0]) if use.casts else move.record.item_bits for use in uses}
+    return max(cast) if cast and max(cast) < move.record.item_bits else None
+
+
+def _is_promoted(evidence: Evidence, move: Move) -> bool:
+    """Tell whether what is moved was widened just before, as a CPU does with 16-bit tensors."""
+    computation = evidence.module.computations.get(move.record.computation)
+    operands = computation.by_name[move.record.name].operands if computation else ()
+    name = operands[min(move.record.part, len(operands) - 1)] if operands else ""
+    while computation is not None and name in computation.by_name:
+        line = computation.by_name[name]
+        callee = evidence.module.callee(line) if line.opcode == "fusion" else None
+        if callee is not None:
+            line = callee.root
+            operands = [callee.by_name.get(operand) for operand in line.operands]
+        else:
+            operands = [computation.by_name.get(operand) for operand in line.operands]
+        if line.opcode == "convert":
+            bits = operands[0].shapes[0].bits if operands[0] is not None else None
+            return bits is not None and bits < move.record.item_bits
+        if line.opcode not in PASSED_ON or callee is not None:
+            return False
+        name = line.operands[0]
+    return False
+
+
+def _wide_reductions(evidence: Evidence) -> list[Move]:
+    return [
+        move
+        for move in evidence.large
+        if move.role in ("reduce", "scatter", "sliced")
+        and 0 < _own_bits(evidence, move) < move.record.item_bits
+    ]
+
+
+def _may_reduce_wide(evidence: Evidence) -> bool:
+    """Tell whether fp32 sums of narrower gradients are what the user asked for, or may be."""
+    precision = evidence.precision
+    if precision is None or not evidence.has_scatter:
+        return True
+    wanted = precision.reduce or (precision.master if evidence.accumulate > 1 else None)
+    return wanted is not None and jnp.dtype(wanted).itemsize >= 4
+
+
+CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {"dtype": check_dtype}

@@ -1,0 +1,166 @@
+"""Everything that a check may look at, worked out once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zerojax.audit._hlo import parse_collectives
+from zerojax.audit._kinds import STATES, Held, classify, item_bits, pairs
+from zerojax.audit._match import Matcher, local_shape
+from zerojax.audit._module import Module, parse_module
+from zerojax.audit._program import Leaf, Program
+from zerojax.audit._theory import Theory
+from zerojax.audit._traffic import Move, moves_of
+from zerojax.layout import Layout, Precision
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evidence:
+    """Hold a program, the layout that it should follow, and what was read off them.
+
+    Attributes:
+        program: the facts.
+        layout: the placement.
+        module: the program's text as a structure.
+        theory: what the step has to move.
+        accumulate: microbatches per step.
+        precision: the user's dtypes; None where they were not given.
+        held: every argument leaf with its kind.
+        moves: every collective with its axes and its leaf.
+        unread: lines with a collective that could not be read.
+    """
+
+    program: Program
+    layout: Layout
+    module: Module
+    theory: Theory
+    accumulate: int
+    precision: Precision | None
+    held: tuple[Held, ...]
+    moves: tuple[Move, ...]
+    unread: tuple[str, ...]
+
+    @classmethod
+    def gather(
+        cls,
+        program: Program,
+        layout: Layout,
+        theory: Theory,
+        accumulate: int,
+        precision: Precision | None,
+    ) -> Evidence:
+        """Read a program."""
+        module = parse_module(program.text)
+        held = classify(program, layout)
+        found = parse_collectives(module)
+        matcher = Matcher(layout, _own_shapes(held, layout))
+        return cls(
+            program=program,
+            layout=layout,
+            module=module,
+            theory=theory,
+            accumulate=accumulate,
+            precision=precision,
+            held=held,
+            moves=moves_of(found.records, program, layout, matcher),
+            unread=found.unread,
+        )
+
+    @property
+    def floor(self) -> int:
+        """The elements below which a tensor raises no problem."""
+        return max(self.layout.min_size, 2)
+
+    @property
+    def has_scatter(self) -> bool:
+        """Tell whether the backend has a reduce-scatter; a CPU's partitioner makes none."""
+        return self.program.platform != "cpu"
+
+    @cached_property
+    def ours(self) -> tuple[Move, ...]:
+        """The moves along the axes of ZeRO and of the batch."""
+        return tuple(move for move in self.moves if move.is_ours)
+
+    @cached_property
+    def large(self) -> tuple[Move, ...]:
+        """Those of them that are worth judging one by one."""
+        return tuple(move for move in self.ours if move.record.elements >= self.floor)
+
+    @cached_property
+    def pairs(self) -> list[tuple[Held, Leaf]]:
+        """Every state argument and the result that takes its place in the next step."""
+        return pairs(self.program, self.held)
+
+    @cached_property
+    def is_step(self) -> bool:
+        """Tell whether the program gives new states for old ones."""
+        return any(one.kind in STATES for one, _ in self.pairs)
+
+    @cached_property
+    def partitioned_elements(self) -> int:
+        """Count the elements per device of the leaves that the layout partitions, stored."""
+        return sum(
+            math.prod(local_shape(leaf, leaf.stored_shape, self.layout))
+            for leaf in self.layout.leaves
+            if leaf.dim is not None
+        )
+
+    @cached_property
+    def parameter_bits(self) -> dict[int, int]:
+        """Map leaves of the layout to the bits of the dtype that their parameter is held in."""
+        return {
+            one.parameter: item_bits(one.leaf.dtype)
+            for one in self.held
+            if one.kind == "parameter" and one.parameter is not None
+        }
+
+    def states(self, *kinds: str) -> list[Held]:
+        """List the arguments of some kinds."""
+        return [one for one in self.held if one.kind in kinds]
+
+    def leaf_names(self, indices: Iterable[int]) -> str:
+        """Name leaves of the layout, the first two of many."""
+        return some([self.layout.leaves[index].path for index in indices], 2)
+
+
+def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
+    """List the shapes, whole and cut, of optimizer leaves that are not shaped like a parameter."""
+    own = []
+    for one in held:
+        like = () if one.parameter is None else layout.leaves[one.parameter]
+        shapes = (like.shape, like.stored_shape) if like else ()
+        if one.kind == "optimizer" and one.elements > 1 and one.leaf.shape not in shapes:
+            own.append(one.leaf)
+    return {shape for leaf in own for shape in (leaf.shape, leaf.shard_shape)}
+
+
+def some(names: Sequence[str], count: int = 3) -> str:
+    """Name the first few of many."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def describe_move(move: Move) -> str:
+    """Name a collective as a person would look for it."""
+    record = move.record
+    loops = [str(loop.trip_count if loop.trip_count is not None else "?") for loop in record.loops]
+    where = f" in a loop of {' x '.join(loops)}" if loops else ""
+    origin = record.source or record.op_name
+    tensor = f"{record.dtype}{list(record.shape)}"
+    return (
+        f"{record.spelling} {tensor} along {' x '.join(move.spans) or 'one device'}{where}"
+        f" ({record.name}{f', {origin}' if origin else ''})"
+    )
+
+
+def whose(evidence: Evidence, move: Move) -> str:
+    """Name the leaves that a collective probably moves."""
+    if move.match is None:
+        return "of no leaf"
+    if not move.match.leaves:
+        return "of the optimizer"
+    names = evidence.leaf_names(move.match.leaves)
+    return f"probably {'a ' + move.match.form + ' of ' if move.match.form != 'leaf' else ''}{names}"

@@ -1,0 +1,197 @@
+"""Checks of when stage 3 gathers: layer by layer, and again for the backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from zerojax.audit._evidence import Evidence, describe_move
+from zerojax.audit._match import Match, key_of, local_shape
+from zerojax.audit._problems import Problem
+from zerojax.audit._traffic import Move
+from zerojax.audit._uses import Use, uses_of
+
+#: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
+#: the first of the backward pass, and keeping those costs nothing.
+KEPT_SHARE = 0.1
+
+
+def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
+    """A layer's weights must be gathered in the loop over layers, not all of them before it."""
+    if not evidence.layout.partitions("parameter"):
+        return
+    found = [move for move in _gathers(evidence) if _is_whole_stack(evidence, move)]
+    if not found:
+        return
+    largest = max(found, key=lambda move: move.record.elements)
+    assert largest.match is not None
+    index = largest.match.leaves[0]
+    leaf = evidence.layout.leaves[index]
+    size = sum(move.record.elements * move.record.item_bits // 8 for move in found)
+    yield Problem(
+        kind="hoisted gather",
+        where=f"{evidence.leaf_names(largest.match.leaves)}: {describe_move(largest)}",
+        expected=f"one layer gathered at a time, {list(leaf.shape[leaf.stacked :])}",
+        seen=f"all {leaf.shape[0]} layers gathered at once: {size:,} B of temporaries",
+        remedy="gather within the scanned, rematerialised layer (make_train_step and "
+        "gather_where_used do), and don't compute with the whole stack outside of it",
+    )
+
+
+def check_kept(evidence: Evidence) -> Iterator[Problem]:
+    """A gathered weight must be given up after the forward pass and gathered again."""
+    if not evidence.layout.partitions("parameter") or not evidence.is_step:
+        return
+    kept: list[tuple[Move, int]] = []
+    for key, moves in _by_leaf(evidence).items():
+        match = moves[0].match
+        assert match is not None
+        stored = _stored(evidence, match) * evidence.accumulate
+        gathered = sum(move.handled for move in moves)
+        if gathered > 1.5 * stored or not _is_reduced(evidence, match):
+            continue
+        layers = match.form == "layer"
+        if layers and _has_whole(evidence, match):
+            kept.append((moves[0], _stored(evidence, match)))
+        elif not layers:
+            both = [move for move in moves if _is_used_in_both(evidence, move)]
+            kept += [(move, math.prod(key)) for move in both]
+    if not kept:
+        return
+    largest = max(kept, key=lambda pair: pair[1])
+    stays = 0 if largest[0].match and largest[0].match.form == "layer" else largest[1]
+    total = sum(size for _, size in kept)
+    if total - stays < KEPT_SHARE * evidence.partitioned_elements:
+        return
+    leaves = [index for move, _ in kept if move.match for index in move.match.leaves]
+    names = evidence.leaf_names(dict.fromkeys(leaves))
+    yield Problem(
+        kind="kept gather",
+        where=f"{names}: {describe_move(largest[0])}",
+        expected="two gathers per microbatch, for the forward and for the backward pass",
+        seen=f"weights gathered once and kept for the backward pass: {total:,} elements stay whole "
+        "on every device",
+        remedy="rematerialise the function in which the weight is gathered (jax.checkpoint around "
+        "the layer, gathering inside of it); make_train_step does so",
+    )
+
+
+def note_stacks(evidence: Evidence) -> Iterator[str]:
+    """Say where stages 1 and 2 gather all layers of a leaf at once."""
+    if evidence.layout.partitions("parameter"):
+        return
+    found = [move for move in _gathers(evidence) if _is_whole_stack(evidence, move)]
+    if found:
+        largest = max(found, key=lambda move: move.record.elements)
+        yield (
+            f"{len(found)} stacked leaves are gathered whole, the largest {describe_move(largest)}:"
+            " a temporary of that size; apply_updates(params, updates, layout) gathers layer by "
+            "layer"
+        )
+
+
+def note_microbatches(evidence: Evidence) -> Iterator[str]:
+    """Say which weights stay whole from one microbatch to the next."""
+    if not evidence.layout.partitions("parameter") or evidence.accumulate == 1:
+        return
+    kept = [
+        moves[0]
+        for moves in _by_leaf(evidence).values()
+        if any(_count(move, evidence.accumulate) == 0 for move in moves)
+    ]
+    if kept:
+        leaves = [index for move in kept if move.match for index in move.match.leaves]
+        names = evidence.leaf_names(dict.fromkeys(leaves))
+        yield (
+            f"{names}: gathered before the loop over microbatches and kept through it, which saves "
+            "volume and costs the memory of whole weights"
+        )
+
+
+def _count(move: Move, length: int) -> int:
+    """Count the loops of a length that a collective stands in."""
+    return [loop.trip_count for loop in move.record.loops].count(length)
+
+
+def users(evidence: Evidence, move: Move) -> list[Use]:
+    """List the first real consumers of what a collective gives."""
+    record = move.record
+    if record.computation not in evidence.module.computations:
+        return []
+    index = record.part if record.combined > 1 else None
+    return uses_of(evidence.module, record.name, record.computation, index)
+
+
+def _gathers(evidence: Evidence) -> list[Move]:
+    return [
+        move
+        for move in evidence.large
+        if move.role == "gather" and move.match is not None and move.match.leaves
+    ]
+
+
+def _is_whole_stack(evidence: Evidence, move: Move) -> bool:
+    """Tell whether a gather gives all layers of a stacked leaf, and can be of no other leaf."""
+    match = move.match
+    if match is None or match.form != "leaf" or not match.leaves:
+        return False
+    return all(
+        evidence.layout.leaves[index].stacked and evidence.layout.leaves[index].shape[0] > 1
+        for index in match.leaves
+    )
+
+
+def _by_leaf(evidence: Evidence) -> dict[tuple, list[Move]]:
+    found: dict[tuple, list[Move]] = {}
+    for move in _gathers(evidence):
+        assert move.match is not None
+        if move.match.form in ("leaf", "layer") and not _is_whole_stack(evidence, move):
+            found.setdefault(move.match.key, []).append(move)
+    return found
+
+
+def _stored(evidence: Evidence, match: Match) -> int:
+    """Count the elements per device of the leaves that a tensor may be of, gathered."""
+    leaves = [evidence.layout.leaves[index] for index in match.leaves]
+    return sum(math.prod(local_shape(leaf, leaf.stored_shape, evidence.layout)) for leaf in leaves)
+
+
+def _is_reduced(evidence: Evidence, match: Match) -> bool:
+    """Tell whether gradients of the leaves are reduced, so that there is a backward pass."""
+    reduced = sum(
+        move.handled
+        for move in evidence.large
+        if move.role in ("scatter", "sliced", "reduce")
+        and move.match is not None
+        and set(move.match.leaves) & set(match.leaves)
+    )
+    return reduced >= 0.5 * _stored(evidence, match)
+
+
+def _has_whole(evidence: Evidence, match: Match) -> bool:
+    """Tell whether a loop carries all layers of a leaf, gathered."""
+    wholes = {
+        key_of(local_shape(leaf, shape, evidence.layout))
+        for leaf in (evidence.layout.leaves[index] for index in match.leaves)
+        for shape in (leaf.shape, leaf.stored_shape)
+    }
+    return any(
+        key_of(shape.dims) in wholes
+        for computation in evidence.module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode == "while"
+        for shape in instruction.shapes
+    )
+
+
+def _is_used_in_both(evidence: Evidence, move: Move) -> bool:
+    """Tell whether one gathered weight is used in the forward and in the backward pass."""
+    names = [use.instruction.op_name for use in users(evidence, move) if use.instruction.op_name]
+    backward = ["transpose(" in name for name in names]
+    return any(backward) and not all(backward)
+
+
+CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
+    "hoisted gather": check_hoisted,
+    "kept gather": check_kept,
+}

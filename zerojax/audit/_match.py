@@ -1,0 +1,166 @@
+"""Which leaf of the layout a collective moves, told by the dims of its tensor. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zerojax._types import Shape
+from zerojax.layout import Layout, LeafLayout
+from zerojax.layout._mesh import num_devices
+
+Key = tuple[int, ...]  # dims above 1, sorted
+
+#: How much longer than a leaf's a dim may be by padding.
+PADDING = 1 / 16
+
+#: How much of a leaf a tensor is, the likeliest first.
+FORMS = ("leaf", "layer", "half", "stage", "optimizer")
+
+
+@dataclass(frozen=True)
+class Match:
+    """Say which leaves a tensor may be, and how much of one it is.
+
+    Attributes:
+        form: "leaf" (whole, or the part of it that the user's own axes leave), "layer" of a stack,
+            "half", "stage" (what a step of a staged gather or reduction moves) or "optimizer" (a
+            leaf of the optimizer's state with dims of its own).
+        leaves: indices of the layout's leaves; several where they look the same.
+        key: the dims that were found, above 1 and sorted.
+    """
+
+    form: str
+    leaves: tuple[int, ...]
+    key: Key
+
+
+class Matcher:
+    """Finds the leaves that a tensor may be; dims may be permuted, split or merged."""
+
+    def __init__(self, layout: Layout, others: Iterable[Shape] = ()) -> None:
+        self._layout = layout
+        self._found: dict[tuple[Shape, bool], Match | None] = {}
+        self._others = [key_of(shape) for shape in others]
+
+    def match(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match | None:
+        """Give what a tensor is, or None where it is no part of a leaf.
+
+        Args:
+            shape: of the tensor.
+            trips: lengths of the loops that it moves in; in a loop as long as a stack of layers is
+                high, a layer is likelier than a leaf that looks like one.
+        """
+        in_layers = bool(self._heights.intersection(trips))
+        if (shape, in_layers) not in self._found:
+            forms = ("layer", "leaf", *FORMS[2:]) if in_layers else FORMS
+            self._found[shape, in_layers] = self._match(key_of(shape), forms)
+        return self._found[shape, in_layers]
+
+    def _match(self, key: Key, forms: Sequence[str]) -> Match | None:
+        for form in forms:
+            if key in self._forms[form]:
+                return self._forms[form][key]
+        size = math.prod(key)
+        for form in forms:
+            for other in self._by_size[form].get(size, ()):
+                if regroups(key, other) or regroups(other, key):
+                    return self._forms[form][other]
+        for form in forms:
+            for other, match in self._forms[form].items():
+                if pads(key, other):
+                    return match
+        return None
+
+    @cached_property
+    def _heights(self) -> set[int | None]:
+        """Collect how high the stacks are."""
+        heights: set[int | None] = set()
+        for leaf in self._layout.leaves:
+            for count in range(1, leaf.stacked + 1):
+                heights |= {leaf.shape[count - 1], math.prod(leaf.shape[:count])}
+        return heights
+
+    @cached_property
+    def _forms(self) -> dict[str, dict[Key, Match]]:
+        """Map every form and its dims to the leaves that have it."""
+        leaves: dict[tuple[str, Key], list[int]] = {}
+        alike: dict[tuple, list[int]] = {}
+        for index, leaf in enumerate(self._layout.leaves):
+            same = (leaf.shape, leaf.stored_shape, leaf.entries, leaf.dim, leaf.stacked)
+            alike.setdefault(same, []).append(index)
+        for indices in alike.values():
+            for form, shape in set(_forms(self._layout.leaves[indices[0]], self._layout)):
+                leaves.setdefault((form, key_of(shape)), []).extend(indices)
+        for key in self._others:
+            leaves.setdefault(("optimizer", key), [])
+        forms: dict[str, dict[Key, Match]] = {form: {} for form in FORMS}
+        for (form, key), indices in leaves.items():
+            forms[form][key] = Match(form, tuple(dict.fromkeys(indices)), key)
+        return forms
+
+    @cached_property
+    def _by_size(self) -> dict[str, dict[int, list[Key]]]:
+        sizes: dict[str, dict[int, list[Key]]] = {form: {} for form in FORMS}
+        for form, keys in self._forms.items():
+            for key in keys:
+                sizes[form].setdefault(math.prod(key), []).append(key)
+        return sizes
+
+
+def key_of(shape: Shape) -> Key:
+    """Sort the dims above 1."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def regroups(parts: Sequence[int], wholes: Sequence[int]) -> bool:
+    """Tell whether some dims can be multiplied together to give others."""
+    if not wholes:
+        return not parts
+    whole, rest = wholes[0], wholes[1:]
+    for count in range(1, len(parts) + 1):
+        for chosen in itertools.combinations(range(len(parts)), count):
+            if math.prod(parts[i] for i in chosen) == whole:
+                left = [size for i, size in enumerate(parts) if i not in chosen]
+                if regroups(left, rest):
+                    return True
+    return False
+
+
+def pads(key: Sequence[int], of: Sequence[int]) -> bool:
+    """Tell whether dims are others with a little padding: a TPU rounds shards up to its tiles."""
+    return len(key) == len(of) and all(
+        size <= longer <= size * (1 + PADDING) for longer, size in zip(key, of, strict=True)
+    )
+
+
+def local_shape(leaf: LeafLayout, shape: Shape, layout: Layout) -> Shape:
+    """Give the part of a leaf that the user's own axes leave to a device."""
+    parts = (num_devices(layout.mesh, names) for names in leaf.entries)
+    return tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
+
+
+def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
+    wholes = {local_shape(leaf, shape, layout) for shape in (leaf.shape, leaf.stored_shape)}
+    for whole in wholes:
+        pieces = {("leaf", whole)}
+        pieces |= {("layer", (1,) * count + whole[count:]) for count in range(1, leaf.stacked + 1)}
+        for dim, size in enumerate(whole):
+            if dim != leaf.dim and size >= 2:
+                for half in (size // 2, size - size // 2):
+                    pieces.add(("half", (*whole[:dim], half, *whole[dim + 1 :])))
+        yield from pieces
+        if leaf.dim is None:
+            continue
+        for form, piece in pieces:
+            size = piece[leaf.dim]
+            for parts in _divisors(leaf.num_shards):
+                if size % parts == 0 and form != "half":
+                    yield "stage", (*piece[: leaf.dim], size // parts, *piece[leaf.dim + 1 :])
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(2, number + 1) if number % d == 0]

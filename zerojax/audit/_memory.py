@@ -1,0 +1,173 @@
+"""What a program takes on one device, by kind, beside the stage's formula. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerojax.audit._evidence import Evidence
+from zerojax.audit._kinds import KINDS, STATES, Held
+from zerojax.audit._module import Computation, Instruction, Module
+from zerojax.layout._mesh import num_devices
+
+#: How kinds of argument are called in a report.
+NAMES = {
+    "parameter": "parameters",
+    "master": "masters",
+    "optimizer": "optimizer",
+    "gradient": "gradients",
+    "batch": "batch",
+    "other": "other",
+}
+_NO_BUFFER = frozenset(
+    {
+        "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional",
+        "call", "after-all", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",
+        "all-reduce-done", "async-update", "async-done", "partition-id", "iota",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temporary:
+    """Name one of the largest results within a program: an instruction, not a buffer's address."""
+
+    name: str
+    shape: str
+    bytes: int
+    op_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Count bytes on one device.
+
+    Attributes:
+        parameters, masters, optimizer, gradients, batch, other: arguments by kind; gradients where
+            they persist from step to step.
+        outputs: results that take no argument's buffer.
+        temporaries: what the step needs beside arguments and results at its peak.
+        peak: all of it at the worst moment, as the compiler says where it does.
+        host: what lies in the host's memory.
+        generated_code: the program itself; not in the peak.
+        theory: the same kinds by the stage's formula, whole / N for what the stage partitions;
+            "gradients" are those of one step, which live while it runs.
+        largest: the largest results of instructions, from the program's text; which of them share
+            a buffer the text does not tell.
+    """
+
+    parameters: int
+    masters: int
+    optimizer: int
+    gradients: int
+    batch: int
+    other: int
+    outputs: int
+    temporaries: int
+    peak: int
+    host: int
+    generated_code: int
+    theory: dict[str, int]
+    largest: tuple[Temporary, ...]
+
+    @property
+    def states(self) -> int:
+        """Add parameters, masters, optimizer states and persisting gradients."""
+        return self.parameters + self.masters + self.optimizer + self.gradients
+
+    @property
+    def peak_over_theory(self) -> float:
+        """Divide the peak by the formula, gradients included."""
+        return self.peak / max(self.theory["total"], 1)
+
+    def to_dict(self) -> dict[str, object]:
+        """Give the counts as plain data."""
+        return dataclasses.asdict(self)
+
+
+def memory_of(evidence: Evidence) -> MemoryReport:
+    """Count what a program takes."""
+    program, stats = evidence.program, evidence.program.statistics
+    device = [one for one in evidence.held if not one.leaf.memory_kind]
+    held = {
+        NAMES[kind]: sum(one.leaf.shard_bytes for one in device if one.kind == kind)
+        for kind in KINDS
+    }
+    on_host = sum(one.leaf.shard_bytes for one in evidence.held if one.leaf.memory_kind)
+    used = [leaf for leaf in program.inputs if leaf.number is not None and not leaf.memory_kind]
+    arguments = stats.get("argument_size_in_bytes", sum(leaf.shard_bytes for leaf in used))
+    outputs = max(stats.get("output_size_in_bytes", 0) - stats.get("alias_size_in_bytes", 0), 0)
+    known = arguments + outputs + stats.get("temp_size_in_bytes", 0)
+    peak = max(known, stats.get("peak_memory_in_bytes", 0))
+    return MemoryReport(
+        **held,
+        outputs=outputs,
+        temporaries=peak - arguments - outputs,
+        peak=peak,
+        host=max(on_host, stats.get("host_argument_size_in_bytes", 0))
+        + stats.get("host_temp_size_in_bytes", 0),
+        generated_code=stats.get("generated_code_size_in_bytes", 0),
+        theory=_theory(evidence),
+        largest=tuple(_largest(evidence.module, 8)),
+    )
+
+
+def _theory(evidence: Evidence) -> dict[str, int]:
+    layout = evidence.layout
+    theory = {}
+    for kind in STATES[:3]:
+        parts = layout.num_shards if layout.partitions(kind) else 1  # type: ignore[arg-type]
+        whole = sum(_whole_bytes(one, evidence) for one in evidence.states(kind))
+        theory[NAMES[kind]] = round(whole / parts)
+    parts = layout.num_shards if layout.partitions("gradient") else 1
+    whole = sum(_whole_bytes(one, evidence) for one in evidence.states("parameter"))
+    theory["gradients"] = round(whole / parts)
+    theory["total"] = sum(theory.values())
+    return theory
+
+
+def _whole_bytes(one: Held, evidence: Evidence) -> float:
+    """Count the bytes of a logical leaf, without padding, over the user's own axes."""
+    item = one.leaf.shard_bytes / max(math.prod(one.leaf.shard_shape), 1)
+    if one.parameter is None:
+        return math.prod(one.leaf.shape) * item
+    own = evidence.layout.leaves[one.parameter]
+    shape = own.shape if one.leaf.shape == own.stored_shape else one.leaf.shape
+    parts = math.prod(num_devices(evidence.layout.mesh, names) for names in own.entries)
+    return math.prod(shape) * item / parts
+
+
+def _largest(module: Module, count: int) -> list[Temporary]:
+    found = [
+        Temporary(name=line.name, shape=_text(line), bytes=size, op_name=line.op_name)
+        for computation in _scheduled(module)
+        for line in computation.instructions
+        if line.opcode not in _NO_BUFFER and (size := _bytes(line))
+    ]
+    return sorted(found, key=lambda one: -one.bytes)[:count]
+
+
+def _scheduled(module: Module) -> Iterator[Computation]:
+    """Visit the computations whose results lie in memory: not what a fusion holds."""
+    seen: set[str] = set()
+    todo = [module.entry.name]
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in module.computations:
+            continue
+        seen.add(name)
+        computation = module.computations[name]
+        yield computation
+        for line in computation.instructions:
+            if line.opcode in ("while", "call", "conditional"):
+                todo += [inner for _, inner in line.called]
+
+
+def _bytes(line: Instruction) -> int:
+    return sum(shape.elements * (shape.bits or 0) // 8 for shape in line.shapes)
+
+
+def _text(line: Instruction) -> str:
+    return ", ".join(f"{shape.dtype}{list(shape.dims)}" for shape in line.shapes[:3])

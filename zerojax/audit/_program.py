@@ -1,0 +1,272 @@
+"""`Program`: the facts of a compiled step, taken once, so that it can be kept and audited again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zerojax._tree import key_name, num_bytes, path_name
+from zerojax._types import Shape
+
+#: What `memory_analysis` is asked for; a backend that lacks one gives 0.
+STATISTICS = (
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+    "peak_memory_in_bytes",
+    "generated_code_size_in_bytes",
+    "host_argument_size_in_bytes",
+    "host_output_size_in_bytes",
+    "host_alias_size_in_bytes",
+    "host_temp_size_in_bytes",
+    "host_generated_code_size_in_bytes",
+)
+
+#: Names under which programs keep the state of an optimizer.
+OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """Hold what is known of one argument or result; `number`, `donated`, `role`: arguments only.
+
+    Attributes:
+        path: slash separated; an argument's begins with its position or its keyword.
+        shape: global shape.
+        dtype: as numpy spells it.
+        shard_shape: shape of one device's part.
+        shard_bytes: bytes of one device's part.
+        spec: the placement, for people.
+        placement: equal numbers are equivalent placements, within one program.
+        weak_type: whether the dtype is a Python scalar's.
+        memory_kind: "device", "pinned_host", ...; empty for the default.
+        number: the entry parameter that it is; None where the program does not use it.
+        donated: whether the caller gave its buffer away.
+        role: "optimizer" within the state of an optax optimizer, else empty.
+    """
+
+    path: str
+    shape: Shape
+    dtype: str
+    shard_shape: Shape
+    shard_bytes: int
+    spec: str
+    placement: int
+    weak_type: bool = False
+    memory_kind: str = ""
+    number: int | None = None
+    donated: bool = False
+    role: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Hold a compiled step as plain data: everything that an audit reads.
+
+    Attributes:
+        text: HLO of the compiled program.
+        platform: "cpu", "gpu" or "tpu".
+        mesh: axis name to size, of the mesh that the arguments lie on; empty where there is none.
+        device_ids: ids of the devices in the program's order.
+        statistics: bytes, named as `memory_analysis` names them.
+        inputs: one leaf per argument leaf, in flattening order.
+        outputs: one leaf per result leaf.
+    """
+
+    text: str
+    platform: str
+    mesh: dict[str, int]
+    device_ids: tuple[int, ...]
+    statistics: dict[str, int]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> Program:
+        """Take the facts from a compiled step.
+
+        Raises:
+            TypeError: it is not compiled; what to call is named.
+            ValueError: the backend gives no text.
+        """
+        if not hasattr(compiled, "memory_analysis") or not hasattr(compiled, "output_shardings"):
+            raise TypeError(
+                f"a compiled step is audited, got a {type(compiled).__name__}; hand over "
+                "step.lower(state, batch).compile()"
+            )
+        text = compiled.as_text()
+        if not text:
+            raise ValueError(
+                "this backend gives no text of its compiled programs (as_text), so nothing can be "
+                "audited; compile the same step for a backend that does"
+            )
+        places = _Placements()
+        inputs = tuple(_inputs(compiled, places))
+        outputs = tuple(_outputs(compiled, places))
+        return cls(
+            text=text,
+            platform=places.platform,
+            mesh=places.mesh,
+            device_ids=places.device_ids,
+            statistics=_statistics(compiled),
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    def to_json(self) -> str:
+        """Write the program as JSON, its text included."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """Read what `to_json` wrote; ValueError for another format."""
+        held = json.loads(text)
+        if not isinstance(held, dict) or held.pop("format", None) != FORMAT:
+            raise ValueError(f"this is not a program of format {FORMAT}; compile it again")
+        held["device_ids"] = tuple(held["device_ids"])
+        for key in ("inputs", "outputs"):
+            held[key] = tuple(map(_leaf_of, held[key]))
+        return cls(**held)
+
+
+class _Placements:
+    """Numbers placements, so that equivalent ones have one number, and remembers the mesh."""
+
+    def __init__(self) -> None:
+        self.mesh: dict[str, int] = {}
+        self.device_ids: tuple[int, ...] = ()
+        self.platform = ""
+        self._numbers: dict[Any, int] = {}
+        self._known: list[tuple[int, Any]] = []
+
+    def number(self, sharding: Any, ndim: int) -> int:
+        """Give the number of a placement, -1 for none."""
+        if sharding is None:
+            return -1
+        key = (ndim, sharding)
+        if key not in self._numbers:
+            self._meet(sharding)
+            for number, (dims, other) in enumerate(self._known):
+                if dims == ndim and sharding.is_equivalent_to(other, ndim):
+                    self._numbers[key] = number
+                    break
+            else:
+                self._known.append(key)
+                self._numbers[key] = len(self._known) - 1
+        return self._numbers[key]
+
+    def memory_kind(self, sharding: Any) -> str:
+        """Name the memory of a placement, nothing for the platform's own."""
+        kind = getattr(sharding, "memory_kind", None) or "device"
+        own = ("device", "unpinned_host") if self.platform == "cpu" else ("device",)
+        return "" if kind in own else kind
+
+    def _meet(self, sharding: Any) -> None:
+        devices = list(sharding.device_set)
+        if isinstance(sharding, NamedSharding) and not self.mesh:
+            self.mesh = dict(sharding.mesh.shape)
+            devices = list(np.asarray(sharding.mesh.devices).flat)
+            self.device_ids = tuple(device.id for device in devices)
+        if not self.platform:
+            platform = str(devices[0].platform)
+            self.platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
+def _inputs(compiled: Any, places: _Placements) -> Iterable[Leaf]:
+    pairs = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    roles = _optimizer_paths(compiled.args_info)
+    numbers = _entry_numbers(compiled, len(pairs))
+    for index, ((path, info), sharding) in enumerate(zip(pairs, shardings, strict=True)):
+        aval = getattr(info, "_aval", info)
+        # The path begins with 0 and a position, or with 1 and a keyword.
+        held = any(path[: len(prefix)] == prefix for prefix in roles)
+        held = held or any(key_name(key) in OPTIMIZER_NAMES for key in path)
+        yield dataclasses.replace(
+            _leaf(path_name(path[1:]), info, aval, sharding, places),
+            number=numbers[index],
+            donated=bool(info.donated),
+            role="optimizer" if held else "",
+        )
+
+
+def _outputs(compiled: Any, places: _Placements) -> Iterable[Leaf]:
+    pairs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
+    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    avals = getattr(compiled._executable, "out_avals", None) or [info for _, info in pairs]
+    for (path, info), aval, sharding in zip(pairs, avals, shardings, strict=True):
+        yield _leaf(path_name(path), info, aval, sharding, places)
+
+
+def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -> Leaf:
+    shape = tuple(info.shape)
+    shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
+    spec = getattr(sharding, "spec", sharding)
+    placement = places.number(sharding, len(shape))
+    return Leaf(
+        path=path,
+        shape=shape,
+        dtype=str(info.dtype),
+        shard_shape=shard,
+        shard_bytes=0 if sharding is None else num_bytes(shard, info.dtype),
+        spec=str(spec).removeprefix("PartitionSpec"),
+        placement=placement,
+        weak_type=bool(getattr(aval, "weak_type", False)),
+        memory_kind=places.memory_kind(sharding),
+    )
+
+
+def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
+    """Say which parameter of the program each argument leaf is: jit drops those it does not use."""
+    executable = compiled._executable
+    constants = len(getattr(getattr(compiled, "_params", None), "const_args", ()))
+    kept = getattr(executable, "_kept_var_idx", None)
+    order = sorted(kept) if kept is not None else range(constants + num_leaves)
+    numbers = {index - constants: number for number, index in enumerate(order)}
+    return [numbers.get(index) for index in range(num_leaves)]
+
+
+def _optimizer_paths(args_info: Any) -> list[tuple[Any, ...]]:
+    """List the paths of nodes that are states of optax optimizers."""
+    arguments = jax.tree_util.tree_flatten_with_path(
+        args_info, is_leaf=lambda node: not any(node is whole for whole in (args_info, *args_info))
+    )[0]
+    found = []
+    for prefix, argument in arguments:
+        pairs = jax.tree_util.tree_flatten_with_path(argument, is_leaf=_is_optimizer_state)[0]
+        found += [(*prefix, *path) for path, node in pairs if _is_optimizer_state(node)]
+    return found
+
+
+def _is_optimizer_state(node: Any) -> bool:
+    if _is_named_tuple(node):
+        return type(node).__module__.split(".")[0] == "optax"
+    # A chain is a plain tuple; states of a user's own transformation stand in it beside optax's.
+    chained = type(node) is tuple and bool(node) and all(map(_is_named_tuple, node))
+    return chained and any(map(_is_optimizer_state, node))
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _statistics(compiled: jax.stages.Compiled) -> dict[str, int]:
+    found = compiled.memory_analysis()
+    if found is None:
+        return {}
+    return {name: int(getattr(found, name, 0)) for name in STATISTICS}
+
+
+def _leaf_of(held: Mapping[str, Any]) -> Leaf:
+    return Leaf(
+        **{**held, "shape": tuple(held["shape"]), "shard_shape": tuple(held["shard_shape"])}
+    )

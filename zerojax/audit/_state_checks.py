@@ -1,0 +1,224 @@
+"""Checks of the states: where they live, whose buffers they take, what the next step is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from zerojax.audit._evidence import Evidence, some
+from zerojax.audit._kinds import STATES, Held
+from zerojax.audit._problems import Problem
+
+#: What to do about a state that lives in the wrong place, by kind.
+_PLACE = {
+    "parameter": "place the parameters as layout.params says, in in_shardings and out_shardings",
+    "master": "place the masters as layout.grads of a stage 2 layout says, or let "
+    "init_train_state and make_train_step hold them",
+    "optimizer": "give jit in_shardings and out_shardings of layout.opt_state(tx), and make the "
+    "state with sharded(tx, layout).init or init_train_state",
+    "gradient": "place persisting gradients as layout.opt_state(tx) says",
+}
+
+
+def check_recognised(evidence: Evidence) -> Iterator[Problem]:
+    """The program must hold the parameters that the layout was made from."""
+    if evidence.states("parameter"):
+        return
+    layout, leaves = evidence.layout, evidence.program.inputs
+    yield Problem(
+        kind="unmatched",
+        where=some([f"{leaf.path} {list(leaf.shape)}" for leaf in leaves]) or "no argument",
+        expected=f"an argument with the layout's {len(layout.leaves)} parameters, the first "
+        f"{layout.leaves[0].path!r} {list(layout.leaves[0].shape)}",
+        seen="no argument tree has the paths and shapes of the layout's parameters",
+        remedy="audit the program with the layout that was made from its parameters",
+    )
+
+
+def check_placement(evidence: Evidence) -> Iterator[Problem]:
+    """Every state must take on a device what the layout gives it."""
+    whole = [one for one in _judged(evidence) if _excess(one) > 0]
+    cut = [
+        one
+        for one in _judged(evidence)
+        if _excess(one) < 0 and not evidence.layout.partitions(_stage_kind(one))
+    ]
+    stage, shards = evidence.layout.stage, evidence.layout.num_shards
+    for kind, group in _by_kind(whole):
+        seen = sum(one.leaf.shard_bytes for one in group)
+        should = sum(_expected_bytes(one) for one in group)
+        yield Problem(
+            kind="placement",
+            where=f"{kind}: {_where(group)}",
+            expected=f"{should:,} B in {list(group[0].shards[0])} as stage {stage} has it over "
+            f"{shards} devices",
+            seen=f"{kind} not partitioned as the layout says: {seen:,} B per device, the first in "
+            f"{list(group[0].leaf.shard_shape)}",
+            remedy=_PLACE[kind],
+        )
+    for kind, group in _by_kind(cut):
+        yield Problem(
+            kind="placement",
+            where=f"{kind}: {_where(group)}",
+            expected=f"whole leaves, as stage {stage} keeps them, the first {_shape(group[0])}",
+            seen=f"{kind} partitioned that the layout keeps whole, the first in "
+            f"{list(group[0].leaf.shard_shape)}",
+            remedy=f"{_PLACE[kind]}; or make the layout of the stage that is meant "
+            f"({'3' if kind == 'parameter' else '1 or more'})",
+        )
+
+
+def check_donation(evidence: Evidence) -> Iterator[Problem]:
+    """A state that the step replaces must give its buffer to what replaces it."""
+    aliased = set(evidence.module.aliases.values())
+    lost = [
+        one
+        for one, _ in evidence.pairs
+        if one.kind in STATES
+        and one.elements >= evidence.floor
+        and one.leaf.number is not None
+        and one.leaf.number not in aliased
+    ]
+    for kind, group in _by_kind(lost):
+        given = [one for one in group if one.leaf.donated]
+        size = sum(one.leaf.shard_bytes for one in group)
+        if given:
+            seen = "donated, but the compiler found no result to write there"
+            remedy = (
+                "give the result the same shape, dtype and sharding as the argument "
+                "(out_shardings), and return the state first"
+            )
+        else:
+            seen = "not donated"
+            number = group[0].leaf.path.split("/")[0]
+            name = f"donate_argnums={number}" if number.isdigit() else f"donate_argnames={number!r}"
+            remedy = f"jax.jit(step, {name}, ...), and use the returned state only"
+        yield Problem(
+            kind="donation",
+            where=f"{kind}: {_where(group)}",
+            expected="the new state written into the old one's buffer (input_output_alias)",
+            seen=f"donation lost: {seen}; {size:,} B per device are held twice",
+            remedy=remedy,
+        )
+
+
+def check_recompile(evidence: Evidence) -> Iterator[Problem]:
+    """A state must come back as it went in, or the second step is compiled anew."""
+    differences: tuple[tuple[str, Callable[[Any], Any], Callable[[Any], str], str], ...] = (
+        (
+            "sharding",
+            lambda leaf: leaf.placement,
+            lambda leaf: leaf.spec,
+            "give jit the same tree as out_shardings that it has as in_shardings",
+        ),
+        (
+            "dtype",
+            lambda leaf: leaf.dtype,
+            lambda leaf: leaf.dtype,
+            "cast the new state to the old one's dtype before it is returned",
+        ),
+        (
+            "weak type",
+            lambda leaf: leaf.weak_type,
+            lambda leaf: f"weak {leaf.dtype}" if leaf.weak_type else leaf.dtype,
+            "start from an array with a dtype (jnp.zeros((), jnp.float32)), not a Python number",
+        ),
+    )
+    for name, value, text, remedy in differences:
+        found = [
+            (one, leaf)
+            for one, leaf in evidence.pairs
+            if one.leaf.placement >= 0 and value(one.leaf) != value(leaf)
+        ]
+        if not found:
+            continue
+        first, result = found[0]
+        kinds = list(dict.fromkeys(one.kind for one, _ in found))
+        yield Problem(
+            kind="recompile",
+            where=f"{', '.join(kinds)}: {_where([one for one, _ in found])}",
+            expected=f"the {name} that the argument has: {text(first.leaf)}",
+            seen=f"the step returns another {name}: {text(result)}; the second step would be "
+            "compiled anew, or refused",
+            remedy=remedy,
+        )
+
+
+def note_placement(evidence: Evidence) -> Iterator[str]:
+    """Say which states live elsewhere than the layout says, at no cost."""
+    for kind, group in _by_kind([one for one in _judged(evidence) if not _excess(one)]):
+        moved = [one for one in group if one.leaf.shard_shape not in one.shards]
+        if moved:
+            yield (
+                f"{kind}: {_where(moved)}: cut along another dim than the layout says "
+                f"({list(moved[0].leaf.shard_shape)} for {list(moved[0].shards[0])}), of the same "
+                "size"
+            )
+    more = [
+        one
+        for one in _judged(evidence)
+        if _excess(one) < 0 and evidence.layout.partitions(_stage_kind(one))
+    ]
+    for kind, group in _by_kind(more):
+        yield f"{kind}: {_where(group)}: partitioned, where the layout keeps the leaf whole"
+
+
+def note_copies(evidence: Evidence) -> Iterator[str]:
+    """Say which trees look like parameters and are none of the states."""
+    copies = [one for one in evidence.held if one.kind == "other" and one.parameter is not None]
+    if copies:
+        yield f"{_where(copies)}: a further tree like the parameters, not judged"
+
+
+def note_dropped(evidence: Evidence) -> Iterator[str]:
+    """Say which states the program does not use: it can't tell where they live."""
+    dropped = [
+        one for one in evidence.states(*STATES) if one.leaf.number is None and one.elements > 1
+    ]
+    if dropped:
+        yield f"{_where(dropped)}: not used by the program, so that their placement is not known"
+
+
+def _judged(evidence: Evidence) -> list[Held]:
+    return [
+        one
+        for one in evidence.states(*STATES)
+        if one.shards and one.leaf.placement >= 0 and one.elements >= evidence.floor
+    ]
+
+
+def _excess(one: Held) -> int:
+    """Say whether a device holds more (1), less (-1) or as much as the layout gives it."""
+    sizes = [math.prod(shape) for shape in one.shards]
+    seen = math.prod(one.leaf.shard_shape)
+    if seen in sizes:
+        return 0
+    return 1 if seen > min(sizes) else -1
+
+
+def _expected_bytes(one: Held) -> int:
+    item = one.leaf.shard_bytes // max(math.prod(one.leaf.shard_shape), 1)
+    return math.prod(one.shards[0]) * item
+
+
+def _stage_kind(one: Held) -> Any:
+    return "optimizer" if one.kind == "gradient" else one.kind
+
+
+def _by_kind(group: Iterable[Held]) -> list[tuple[str, list[Held]]]:
+    kinds: dict[str, list[Held]] = {}
+    for one in group:
+        kinds.setdefault(one.kind, []).append(one)
+    return list(kinds.items())
+
+
+def _where(group: list[Held]) -> str:
+    largest = sorted(group, key=lambda one: -one.elements)
+    if len(group) == 1:
+        return f"{group[0].leaf.path} {_shape(group[0])}"
+    return f"{len(group)} leaves, the largest {largest[0].leaf.path} {_shape(largest[0])}"
+
+
+def _shape(one: Held) -> str:
+    return f"{one.leaf.dtype}{list(one.leaf.shape)}"

@@ -1,0 +1,237 @@
+"""Checks of what moves: how much, in which dtype, and whether ZeRO needs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zerojax.audit._evidence import Evidence, describe_move, whose
+from zerojax.audit._match import local_shape
+from zerojax.audit._problems import Problem
+from zerojax.audit._traffic import Move, judged_elements, moved_elements
+
+#: Volume over theory that is still as good: for partitions gathered at once, and in stages, whose
+#: last step some backends write as an all-reduce.
+TOLERANCE = {"at once": (1.05, 1.10), "in stages": (1.20, 1.25)}
+
+#: The share of Psi from which tensors that no one expected are worth a problem.
+SHARE = 0.01
+
+#: The same for permutes, which libtpu adds to a scatter between slices to pad it.
+SHUFFLED = 0.02
+
+_STAGE = (
+    'let the partition lie along one mesh axis per torus dim (axis=("x", "y", "z")), so that '
+    "gathers and reductions run in stages that the compiler writes as such"
+)
+
+
+def tolerance(evidence: Evidence) -> float:
+    """Give the largest volume over theory that passes."""
+    ours = set(evidence.layout.axis)
+    staged = any(
+        move.role in ("gather", "scatter", "sliced")
+        and move.match is not None
+        and set(move.axes) <= ours
+        and (move.is_partial or set(move.axes) != ours)
+        for move in evidence.large
+    )
+    return TOLERANCE["in stages" if staged else "at once"][evidence.layout.stage == 3]
+
+
+def check_unread(evidence: Evidence) -> Iterator[Problem]:
+    """What could not be read can't be called clean."""
+    for line in evidence.unread:
+        yield Problem(
+            kind="unread",
+            where=line,
+            expected="a collective that the parser knows",
+            seen="a line that names a collective and could not be read",
+            remedy="report it with the program's text (compiled.as_text()); the volume lacks it",
+        )
+    for move in evidence.large:
+        if move.record.trip_count is None:
+            yield Problem(
+                kind="unread",
+                where=describe_move(move),
+                expected="a loop whose length the program says",
+                seen="a collective that runs an unknown number of times, counted once",
+                remedy="use lax.scan or a fori_loop with constant bounds around it",
+            )
+
+
+def check_scatter(evidence: Evidence) -> Iterator[Problem]:
+    """From stage 1 on, gradients of partitioned leaves must be reduce-scattered."""
+    layout, partitioned = evidence.layout, evidence.partitioned_elements
+    summed = set(layout.axis) & set(layout.batch_axes)
+    if not evidence.is_step or not summed or not layout.stage or partitioned < evidence.floor:
+        return
+    accepted = ("scatter",) if evidence.has_scatter else ("scatter", "sliced")
+    reductions = [move for move in evidence.ours if move.role in ("scatter", "sliced", "reduce")]
+    scattered = sum(move.handled for move in reductions if move.role in accepted)
+    if scattered >= partitioned / 2:
+        return
+    rest = sorted(
+        (move for move in reductions if move.role not in accepted), key=lambda move: -move.judged
+    )
+    sliced = sum(move.moved for move in rest if move.role == "sliced")
+    whole = sum(move.moved for move in rest if move.role == "reduce")
+    remedy = (
+        "constrain the gradients to shards, as layout.grads of stage 2 has them (make_train_step "
+        "and sharded(tx, layout) do), and don't compute with whole gradients before"
+    )
+    yield Problem(
+        kind="reduce-scatter",
+        where=describe_move(rest[0]) if rest else "no reduction along the axis",
+        expected=f"{partitioned:,} elements of gradients reduce-scattered along "
+        f"{' x '.join(layout.axis)}, as stage {layout.stage} does",
+        seen=f"the reduce-scatter is missing ({scattered:,.0f} elements); {whole + sliced:,.0f} "
+        "elements per device are moved by all-reduces",
+        remedy=_STAGE if sliced > whole and evidence.program.platform == "tpu" else remedy,
+    )
+
+
+def check_volume(evidence: Evidence) -> Iterator[Problem]:
+    """A device must not move more than the stage's formula."""
+    judged = judged_elements(evidence.large)
+    allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
+    if not evidence.is_step or judged <= allowed:
+        return
+    psi = evidence.layout.num_params
+    offenders = _offenders(evidence)
+    share = f"{judged / evidence.theory.elements:.2f} times " if evidence.theory.elements else ""
+    what = "; ".join(
+        f"{describe_move(move)} moves {excess / psi:.3f} too much, {whose}"
+        for move, excess, whose in offenders[:3]
+    )
+    sliced = any(move.role == "sliced" for move, _, _ in offenders[:3])
+    remedies = {
+        "sliced": _STAGE,
+        "axis": "see the collectives named here: what is gathered again, or reduced whole where a "
+        "shard would do, is moved too often (report.collectives lists all)",
+    }
+    tpu = evidence.program.platform == "tpu"
+    yield Problem(
+        kind="volume",
+        where=what or "all collectives along the axes of ZeRO",
+        expected=f"{evidence.theory.elements / psi:.3f} elements per parameter (stage "
+        f"{evidence.layout.stage}, {evidence.accumulate} microbatches)",
+        seen=f"volume above theory: {judged / psi:.3f}, {share}the formula",
+        remedy=remedies["sliced" if sliced and tpu else "axis"],
+    )
+
+
+def check_activation(evidence: Evidence) -> Iterator[Problem]:
+    """ZeRO moves parameters and gradients; activations stay where they are."""
+    strange = [move for move in evidence.large if move.match is None]
+    gathered = [move for move in strange if move.role == "gather"]
+    reduced = [move for move in strange if move.role in ("reduce", "scatter", "sliced")]
+    heavy = judged_elements(reduced) >= SHARE * _local_elements(evidence)
+    groups = [("gathered", gathered)]
+    groups += [("reduced", reduced)] if evidence.layout.stage == 3 and heavy else []
+    for verb, group in groups:
+        if not group:
+            continue
+        largest = max(group, key=lambda move: move.moved)
+        yield Problem(
+            kind="activation",
+            where=describe_move(largest),
+            expected="a tensor that is a parameter, a gradient, or a layer or part of one",
+            seen=f"an activation is {verb}: {len(group)} tensor(s) that no leaf of the layout "
+            f"looks like, {moved_elements(group):,.0f} elements per device",
+            remedy="constrain the activation to layout.batch where it is made, and the weight it "
+            "meets to P() (gather_where_used and make_train_step do), so that the partitioner "
+            "moves the weight",
+        )
+
+
+def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
+    """ZeRO needs no all-to-all and no permutes along its axes."""
+    found = [move for move in evidence.large if move.role == "shuffle"]
+    if moved_elements(found) < SHUFFLED * _local_elements(evidence) or not found:
+        return
+    largest = max(found, key=lambda move: move.moved)
+    ops = sorted({move.record.op for move in found})
+    yield Problem(
+        kind="shuffle",
+        where=describe_move(largest),
+        expected="gathers and reductions only",
+        seen=f"{len(found)} {' and '.join(ops)}, {moved_elements(found):,.0f} elements per device",
+        remedy="partition states and gradients along the same dim, with ZeRO's axes in the same "
+        "order in every spec (the user's axes first), so that no shard has to change places",
+    )
+
+
+def note_traffic(evidence: Evidence) -> Iterator[str]:
+    """Say what was judged in another way than it is written."""
+    sliced = [move for move in evidence.large if move.role == "sliced"]
+    if sliced and not evidence.has_scatter:
+        yield (
+            f"{len(sliced)} all-reduce + slice count as reduce-scatters: a CPU's partitioner makes "
+            "no others; TPU and GPU have them"
+        )
+    strange = [m for m in evidence.large if m.match is None and m.role not in ("gather", "shuffle")]
+    if strange:
+        largest = max(strange, key=lambda move: move.moved)
+        yield (
+            f"{len(strange)} reductions of tensors that no leaf looks like, the largest "
+            f"{describe_move(largest)}"
+        )
+    if tolerance(evidence) not in TOLERANCE["at once"]:
+        yield f"gathers and reductions run in stages; up to {tolerance(evidence)} of theory passes"
+
+
+def _offenders(evidence: Evidence) -> list[tuple[Move, float, str]]:
+    """List what moves too much, the worst first: a move, its excess in elements, whose it is."""
+    groups = _lookalikes(evidence)
+    seen: dict[tuple[Any, str], list[Move]] = {}
+    for move in evidence.large:
+        group: Any = (move.record.shape, move.record.op)
+        if move.match is not None and move.match.leaves and move.role != "shuffle":
+            group = groups[move.match.leaves[0]]
+        verb = "gather" if move.role == "gather" else "reduction"
+        seen.setdefault((group, verb), []).append(move)
+    theory: dict[tuple[Any, str], float] = {}
+    ring = (evidence.layout.num_shards - 1) / evidence.layout.num_shards
+    for index, leaf in enumerate(evidence.layout.leaves):
+        size = math.prod(local_shape(leaf, leaf.stored_shape, evidence.layout)) * ring
+        gathers = evidence.theory.gathers if leaf.dim is not None else 0
+        reductions = evidence.theory.reductions * (1 if leaf.dim is not None else 2)
+        for verb, count in (("gather", gathers), ("reduction", reductions)):
+            key = (groups[index], verb)
+            theory[key] = theory.get(key, 0.0) + count * size
+    found = [
+        (
+            max(moves, key=lambda move: move.judged),
+            judged_elements(moves) - theory.get(key, 0.0),
+            whose(evidence, max(moves, key=lambda move: move.judged)),
+        )
+        for key, moves in seen.items()
+    ]
+    return sorted((entry for entry in found if entry[1] > 0), key=lambda entry: -entry[1])
+
+
+def _lookalikes(evidence: Evidence) -> list[int]:
+    """Give every leaf the number of a group: leaves that some tensor may be of share one."""
+    groups = list(range(len(evidence.layout.leaves)))
+    matches = {move.match.leaves for move in evidence.large if move.match is not None}
+    for leaves in matches:
+        ids = {groups[index] for index in leaves}
+        if len(ids) > 1:
+            lowest = min(ids)
+            groups = [lowest if number in ids else number for number in groups]
+    return groups
+
+
+def _local_elements(evidence: Evidence) -> float:
+    return sum(math.prod(leaf.shape) / leaf.own_parts for leaf in evidence.layout.leaves)
+
+
+CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
+    "unread": check_unread,
+    "reduce-scatter": check_scatter,
+    "volume": check_volume,
+    "activation": check_activation,
+    "shuffle": check_shuffle,
+}
