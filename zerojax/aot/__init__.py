@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from zerojax.aot._cache import Compilation, ProgramCache, Shortage, digest
+from zerojax.aot._chips import device_memory
+from zerojax.aot._compile import DoesNotFit, compile_lowered, compile_step, describe_shortage
 from zerojax.aot._plugin import MissingCompiler
 from zerojax.aot._topology import Topology, known_topologies, parse_topology, topology_mesh
 
-__all__ = ["MissingCompiler", "Topology", "known_topologies", "parse_topology", "topology_mesh"]
+__all__ = [
+    "Compilation",
+    "DoesNotFit",
+    "MissingCompiler",
+    "ProgramCache",
+    "Shortage",
+    "Topology",
+    "compile_lowered",
+    "compile_step",
+    "describe_shortage",
+    "device_memory",
+    "digest",
+    "known_topologies",
+    "parse_topology",
+    "topology_mesh",
+]

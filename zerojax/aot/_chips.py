@@ -25,10 +25,15 @@ class GpuChip:
 
 @dataclass(frozen=True, kw_only=True)
 class TpuChip:
-    """Describe a TPU generation; libtpu knows the chip itself, so only its tori are named here."""
+    """Describe a TPU generation: its tori and its memory; libtpu knows the rest of the chip.
+
+    `memory` is what libtpu leaves a program of the HBM of one device, in bytes: the figure that it
+    names where it refuses a larger one. What the maker prints stands beside it.
+    """
 
     name: str
     devices_per_chip: int
+    memory: int
     shapes: tuple[str, ...]  # the slices that Google Cloud rents, in chips
     options: tuple[tuple[str, str], ...] = ()  # what libtpu needs beside the name
     source: str
@@ -36,6 +41,8 @@ class TpuChip:
 
 _SPECS = "openxla/xla, xla/backends/gpu/target_config/specs/"
 _CLOUD = "https://cloud.google.com/tpu/docs/"
+_LIMIT = "; memory: libtpu 0.0.42.1 refusing a program"
+_GIB = 2**30
 
 GPU_CHIPS: dict[str, GpuChip] = {
     "a100": GpuChip(
@@ -103,25 +110,49 @@ TPU_CHIPS: dict[str, TpuChip] = {
     "v4": TpuChip(
         name="v4",
         devices_per_chip=1,
+        memory=int(30.75 * _GIB),  # 32 GiB a chip
         shapes=(*_CUBES, "8x16x16", "12x16x16"),
         options=(("chip_config_name", "megacore"),),  # both cores of a chip work as one device
-        source=_CLOUD + "v4",
+        source=_CLOUD + "v4" + _LIMIT,
     ),
-    "v5e": TpuChip(name="v5e", devices_per_chip=1, shapes=("1x1", *_FLAT), source=_CLOUD + "v5e"),
+    "v5e": TpuChip(
+        name="v5e",
+        devices_per_chip=1,
+        memory=int(15.75 * _GIB),  # 16 GiB a chip
+        shapes=("1x1", *_FLAT),
+        source=_CLOUD + "v5e" + _LIMIT,
+    ),
     "v5p": TpuChip(
         name="v5p",
         devices_per_chip=1,
+        memory=int(95.74 * _GIB),  # 95 GiB a chip
         shapes=(*_CUBES, "8x16x16", "16x16x16", "16x16x24"),
-        source=_CLOUD + "v5p",
+        source=_CLOUD + "v5p" + _LIMIT,
     ),
-    "v6e": TpuChip(name="v6e", devices_per_chip=1, shapes=("1x1", *_FLAT), source=_CLOUD + "v6e"),
+    "v6e": TpuChip(
+        name="v6e",
+        devices_per_chip=1,
+        memory=int(31.25 * _GIB),  # 32 GiB a chip
+        shapes=("1x1", *_FLAT),
+        source=_CLOUD + "v6e" + _LIMIT,
+    ),
     "tpu7x": TpuChip(
         name="tpu7x",
         devices_per_chip=2,
+        memory=int(94.75 * _GIB),  # 192 GiB a chip, half of it a device's
         shapes=(*_CUBES, "8x16x16", "16x16x16"),
-        source=_CLOUD + "tpu7x",
+        source=_CLOUD + "tpu7x" + _LIMIT,
     ),
 }
+
+
+def device_memory(chip: str) -> int:
+    """Return the bytes that one device of a chip has: a key of TPU_CHIPS or GPU_CHIPS.
+
+    Of a GPU this is all of it; JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+    otherwise.
+    """
+    return (TPU_CHIPS[chip] if chip in TPU_CHIPS else GPU_CHIPS[chip]).memory
 
 
 def gpu_target_config(chip: GpuChip) -> str:

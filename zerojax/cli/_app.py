@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zerojax.cli._compile import compile_
 from zerojax.cli._errors import Failure, Interrupted
 from zerojax.cli._train import train
 
@@ -17,7 +18,8 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="zerojax",
-    help="ZeRO for JAX: train with optimizer states, gradients and parameters partitioned.",
+    help="ZeRO for JAX: train with optimizer states, gradients and parameters partitioned, and see "
+    "it proved by compiled programs.",
     epilog="`zerojax COMMAND --help` explains a command and gives examples.",
     no_args_is_help=True,
     add_completion=False,
@@ -26,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command(name="compile")(compile_)
 
 
 def _show_version(wanted: bool) -> None:

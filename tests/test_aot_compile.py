@@ -1,0 +1,361 @@
+"""Programs are compiled once, kept whole or not at all, and told apart by all that decides them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import importlib.util
+import json
+import os
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import aot
+from zerojax.aot import DoesNotFit, ProgramCache, compile_lowered, compile_step, device_memory
+from zerojax.aot import _cache as cache_module
+from zerojax.aot import _compile as compile_module
+from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS
+from zerojax.audit import Program
+
+GIB = 2**30
+REFUSED_AT_ONCE = (
+    "Ran out of memory on HBM, the total memory required for HLO temporaries (124.22G) exceeds "
+    "available HBM (15.75G)."
+)
+REFUSED_AFTER_ALL = (
+    "Ran out of memory in memory space hbm. Used 33.00G of 31.25G hbm. Exceeded hbm capacity by "
+    "1.75G."
+)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: pip install zerojax[aot]",
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Count the programs that are really compiled."""
+    calls = []
+    compile_ = jax.stages.Lowered.compile
+
+    def watched(self, *args, **kwargs):
+        calls.append(self)
+        return compile_(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", watched)
+    return calls
+
+
+def lower(mesh, name="x", size=64, function=jnp.tanh, **options):
+    sharding = NamedSharding(mesh, P("data"))
+    arguments = {name: jax.ShapeDtypeStruct((size, 8), jnp.float32, sharding=sharding)}
+    jitted = jax.jit(
+        lambda given: [function(x) for x in given.values()],
+        out_shardings=NamedSharding(mesh, P()), **options,
+    )  # fmt: skip
+    return jitted.lower(arguments)
+
+
+def compilation(text="HloModule empty", shortage=None):
+    program = Program(
+        text=text, platform="cpu", mesh={"data": 8}, device_ids=tuple(range(8)), statistics={},
+        inputs=(), outputs=(),
+    )  # fmt: skip
+    return aot.Compilation(
+        program=None if shortage else program,
+        shortage=shortage,
+        seconds=1.5,
+        compiled_at="2026-01-02T03:04:05+00:00",
+    )
+
+
+# ------------------------------------------------------------------ compiling
+
+
+def test_a_step_is_compiled_once_and_its_facts_are_the_programs(mesh8, folder, compiled):
+    takes = (compile_step, compile_step, lambda step: Program.of(step.compile()))
+    first, second, own = (take(lower(mesh8)) for take in takes)
+    assert len(compiled) == 2, "the second came from the cache"
+    assert len(list(folder.iterdir())) == 1
+    assert first == second
+    # The texts differ in the lines of this file that called the compiler, and in nothing else.
+    assert dataclasses.replace(first, text="") == dataclasses.replace(own, text="")
+    assert first.text.count("\n") > 10
+
+
+def test_without_the_cache_nothing_is_looked_up_or_kept(mesh8, folder, compiled):
+    for _ in range(2):
+        compile_step(lower(mesh8), use_cache=False)
+    assert len(compiled) == 2
+    assert not folder.exists()
+
+
+def test_all_that_decides_a_program_is_in_its_key(mesh8, monkeypatch):
+    turned = Mesh(mesh8.devices[::-1], ("data",), axis_types=mesh8.axis_types)
+    steps = [
+        lower(mesh8),
+        lower(mesh8, size=128),
+        lower(mesh8, function=jnp.sin),
+        lower(mesh8, name="y"),  # the same text; the audit tells leaves by their names
+        lower(turned),
+        lower(mesh8, keep_unused=True, function=lambda x: x + 0),
+        lower(mesh8, compiler_options={"xla_cpu_enable_fast_math": True}),
+    ]
+    keys = [compile_module._key(step) for step in steps]
+    assert keys[0] == compile_module._key(lower(mesh8))
+    for name, value in (("XLA_FLAGS", "--xla_x"), ("JAX_ENABLE_X64", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            keys.append(compile_module._key(steps[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "_version", lambda package: "0")
+        keys.append(compile_module._key(steps[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "_hash_sources", lambda names: "other sources")
+        keys.append(compile_module._key(steps[0]))
+    assert len(set(keys)) == len(keys), keys
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")  # decides no program
+        assert compile_module._key(steps[0]) == keys[0]
+
+
+def test_a_jax_that_does_not_tell_its_options_is_not_cached(mesh8, folder, compiled, monkeypatch):
+    monkeypatch.setattr(compile_module, "_DECIDING", ("_options_of_another_jax", "_device_list"))
+    compile_step(lower(mesh8))
+    assert len(compiled) == 1
+    assert not folder.exists()
+
+
+def test_a_question_stands_for_the_lowering(mesh8, folder):
+    question = aot.digest({"asked": 1})
+    assert ProgramCache().find(question) is None
+    answer = compile_lowered(lower(mesh8), ProgramCache(), question)
+    assert not answer.is_cached
+    found = ProgramCache().find(question)
+    assert found is not None
+    assert found.is_cached
+    assert (found.program, found.compiled_at) == (answer.program, answer.compiled_at)
+    assert question != aot.digest({"asked": 2})
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+@pytest.mark.parametrize(
+    ("message", "needed", "available"),
+    [
+        (REFUSED_AT_ONCE, 124.22 * GIB, 15.75 * GIB),
+        (REFUSED_AFTER_ALL, 33 * GIB, 31.25 * GIB),
+        (REFUSED_AT_ONCE.replace("15.75G", "512.00M"), 124.22 * GIB, 512 * 2**20),
+    ],
+)
+def test_a_refusal_says_what_is_needed_and_what_there_is(
+    mesh8, folder, monkeypatch, message, needed, available
+):
+    def refuse(self):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    for _ in range(2):  # afterwards from the cache
+        with pytest.raises(DoesNotFit, match=r"does not fit: it needs .* too much") as caught:
+            compile_step(lower(mesh8))
+        shortage = caught.value.shortage
+        assert (shortage.needed, shortage.available) == (int(needed), int(available))
+        assert message.split()[0] in shortage.message
+
+
+def test_a_refusal_without_figures_keeps_the_compilers_words(mesh8, folder, monkeypatch):
+    def refuse(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of\nsomething")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(DoesNotFit, match="out of something"):
+        compile_step(lower(mesh8))
+
+
+def test_another_error_of_the_compiler_is_raised_and_not_kept(mesh8, folder, monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_step(lower(mesh8))
+    assert not folder.exists()
+
+
+@needs_libtpu
+def test_libtpu_refuses_with_the_memory_that_the_chips_say():
+    for chip, shape, devices in (("v5e", "2x4", 8), ("v5p", "2x2x1", 4), ("v6e", "2x4", 8)):
+        mesh = aot.topology_mesh(f"{chip}:{shape}", {"data": devices})
+        with pytest.raises(DoesNotFit) as caught:
+            compile_step(lower(mesh, size=devices * 2**33), use_cache=False)
+        assert caught.value.shortage.available == device_memory(chip)
+        assert caught.value.shortage.needed > 2**38
+
+
+def test_every_chip_has_its_memory():
+    printed = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}  # GiB of a device
+    for chip in TPU_CHIPS:
+        assert 0.95 * printed[chip] * GIB < device_memory(chip) < 1.01 * printed[chip] * GIB
+    for chip, figures in GPU_CHIPS.items():
+        assert device_memory(chip) == figures.memory
+
+
+# ------------------------------------------------------------------ the folder
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"ZEROJAX_CACHE": "/kept/here", "XDG_CACHE_HOME": "/xdg"}, "/kept/here"),
+        ({"ZEROJAX_CACHE": "~/here"}, "/home/someone/here"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/zerojax/programs"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/someone/.cache/zerojax/programs"),
+        ({}, "/home/someone/.cache/zerojax/programs"),
+    ],
+)
+def test_the_folder_is_the_users_unless_a_variable_says_otherwise(monkeypatch, variables, expected):
+    monkeypatch.setenv("HOME", "/home/someone")
+    for name in ("ZEROJAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ProgramCache().folder == Path(expected)
+
+
+def test_what_is_kept_comes_back(tmp_path):
+    cache = ProgramCache(tmp_path)
+    refusal = aot.Shortage(needed=2, available=1, message="no")
+    cache.keep("program", compilation())
+    cache.keep("refusal", compilation(shortage=refusal))
+    expected = dataclasses.replace(compilation(), is_cached=True)
+    assert cache.find("program") == expected
+    assert cache.find("refusal") == dataclasses.replace(
+        compilation(shortage=refusal), is_cached=True
+    )
+    assert cache.find("nothing") is None
+    assert not cache.notes
+
+
+def spoil_torn(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def spoil_empty(path):
+    path.write_bytes(b"")
+
+
+def spoil_other(path):
+    path.write_bytes(b"not gzip")
+
+
+def spoil_middle(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:30] + b"\xff" * 30 + data[60:])
+
+
+def spoil_format(path):
+    path.write_bytes(gzip.compress(json.dumps({"format": 0}).encode()))
+
+
+def spoil_fields(path):
+    path.write_bytes(gzip.compress(json.dumps({"format": cache_module.FORMAT}).encode()))
+
+
+def spoil_program(path):
+    held = json.loads(gzip.decompress(path.read_bytes()))
+    path.write_bytes(gzip.compress(json.dumps({**held, "program": "{}"}).encode()))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_torn, spoil_empty, spoil_middle, spoil_other, spoil_format, spoil_fields, spoil_program],
+)
+def test_an_entry_that_cannot_be_read_is_told_and_compiled_again(mesh8, folder, compiled, spoil):
+    compile_step(lower(mesh8))
+    (path,) = folder.iterdir()
+    spoil(path)
+    with pytest.warns(UserWarning, match="can't be read") as caught:
+        compile_step(lower(mesh8))
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert len(compiled) == 2
+    compile_step(lower(mesh8))  # mended
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_and_no_failure(mesh8, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match=r"can't be kept in .*file/cache: Not a directory"):
+        assert compile_step(lower(mesh8)).text
+
+
+def test_an_entry_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    cache = ProgramCache(tmp_path)
+
+    def interrupt(self, target):
+        assert not list(tmp_path.glob("*.json.gz"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache.keep("program", compilation())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_those_that_nobody_asked_for_are_dropped_first(tmp_path):
+    cache = ProgramCache(tmp_path)
+    names = ["a", "b", "c"]
+    for age, name in zip((30, 20, 10), names, strict=True):
+        cache.keep(name, compilation(text=os.urandom(5000).hex()))
+        os.utime(cache._path(name), (1e9 - age, 1e9 - age))
+    size = cache._path("a").stat().st_size
+    cache.find("a")  # asked for just now
+    cache.max_bytes = int(3.5 * size)
+    cache.keep("d", compilation(text=os.urandom(5000).hex()))
+    assert {name for name in "abcd" if cache._path(name).exists()} == {"a", "c", "d"}
+    cache.max_bytes = 0
+    cache.keep("e", compilation())
+    assert {path.name for path in tmp_path.iterdir()} == {"e.json.gz"}, "the newest stays"
+
+
+def test_a_reference_to_what_was_dropped_is_nothing(tmp_path):
+    cache = ProgramCache(tmp_path)
+    cache.refer("question", "program")
+    assert cache.find("question") is None
+    assert not cache.notes
+    cache.keep("program", compilation())
+    assert cache.find("question") is not None
+
+
+def test_the_digest_counts_the_sources_that_are_named(tmp_path, monkeypatch):
+    home = tmp_path / "zerojax"
+    for name in ("a.py", "room/b.py"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text("")
+    monkeypatch.setattr(cache_module, "_HOME", home)
+    before = aot.digest({}), aot.digest({}, "a.py")
+    (home / "room/b.py").write_text("changed")
+    after = aot.digest({}), aot.digest({}, "a.py")
+    assert before[0] != after[0]
+    assert before[1] == after[1]
+
+
+def test_a_quiet_cache_warns_of_nothing(mesh8, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            compile_step(lower(mesh8))

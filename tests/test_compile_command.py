@@ -1,0 +1,350 @@
+"""`zerojax compile` says what it found, refuses in one line, and keeps what it compiled.
+
+Compilers for absent hardware are not needed here: virtual CPU devices stand in their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from zerojax import aot
+from zerojax.cli import _compile as command
+from zerojax.cli import _question as question
+from zerojax.cli import main
+from zerojax.cli._answer import Answer
+from zerojax.cli._compile_options import CompileOptions
+from zerojax.cli._question import read_axes, read_question
+from zerojax.cli._stages_plot import write_stages_plot
+from zerojax.models import gpt
+
+SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)
+OTHER = dataclasses.replace(SMALL, width=32)
+ASKED = ["compile", "--topology", "h100:1x8", "--model", "tiny"]
+REFUSAL = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    "(16.53G) exceeds available HBM (15.75G)."
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Stand in an empty folder, with the cache beside it, and CPU devices in the place of chips."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        question,
+        "topology_mesh",
+        lambda name, axes: jax.make_mesh(
+            tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+        ),
+    )
+    monkeypatch.setattr(question.gpt, "PRESETS", {**gpt.PRESETS, "tiny": SMALL, "other": OTHER})
+    return here
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """List the stages whose programs are really compiled."""
+    calls = []
+    compile_lowered = command.compile_lowered
+
+    def watched(lowered, *rest):
+        calls.append(lowered)
+        return compile_lowered(lowered, *rest)
+
+    monkeypatch.setattr(command, "compile_lowered", watched)
+    return calls
+
+
+def options(**changes):
+    default = {
+        "topology": "h100:1x8", "mesh": None, "model": "tiny", "context": None, "scan": True,
+        "remat": True, "stage": 2, "all_stages": False, "precision": "bf16", "reduce": None,
+        "batch": 1, "accumulate": 1, "optimizer": "adamw", "plot": None, "hlo": None, "json": None,
+        "no_cache": False,
+    }  # fmt: skip
+    return CompileOptions(**{**default, **changes})
+
+
+def refused(stage=0, needed=40 * 2**30, available=32 * 2**30):
+    """Give the answer to a step that a compiler refused."""
+    asked = read_question(options(stage=stage))[0]
+    shortage = aot.Shortage(needed=needed, available=available, message="Ran out of memory")
+    compilation = aot.Compilation(
+        program=None, shortage=shortage, seconds=1.0, compiled_at="2026-01-01T00:00:00+00:00"
+    )
+    return Answer.of(asked, compilation)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("--topology h10:1x8", "Known, nearest first: h100:"),
+        ("--topology h100", "is not a topology"),
+        ("--model gpt2-xxl", "no model named 'gpt2-xxl'; known, nearest first: gpt2-xl"),
+        ("--stage 4", "--stage"),
+        ("--mesh data=4", "has 4 devices, and the topology h100:1x8 has 8"),
+        ("--mesh data=4,model=2", "not cut over an axis 'model'"),
+        ("--axes 8", "give data=8"),
+        ("--mesh data=0", "give data=8"),
+        ("--mesh x=2,x=4", "names the axis 'x' twice"),
+        ("--batch 0", "--batch"),
+        ("--optimizer adamm", "did you mean adamw?"),
+        ("--precision fp8", "fp32, bf16"),
+        ("--reduce twice", "once or each"),
+        ("--reduce once --all-stages", "stage 3 never holds one"),
+        ("--plot stages.pdf", "ends in .png"),
+        ("--plot a-file/below.png", "can't write to --plot a-file/below.png"),
+        ("--hlo a-folder", "can't write to --hlo (stage 2) a-folder"),
+        ("--json a-file/below", "can't write to --json"),
+        ("--json fine.json --hlo a-folder", "can't write to --hlo"),
+        ("--hlo same --json same", "two outputs have one name"),
+        ("--no-such-option", "--no-such-option"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line_before_compiling(
+    folder, capfd, compiled, asked, said
+):
+    (folder / "a-file").write_text("text")
+    (folder / "a-folder").mkdir()
+    assert main([*ASKED, *asked.split()]) == 2
+    out, err = capfd.readouterr()
+    assert said in err
+    assert err.count("\n") == 1
+    assert err.startswith("zerojax: ")
+    assert not out
+    assert not compiled
+    assert {path.name for path in folder.iterdir()} == {"a-file", "a-folder"}
+
+
+def test_a_topology_has_to_be_named(capfd):
+    assert main(["compile"]) == 2
+    assert "--topology" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None, reason="the compiler is installed here"
+)
+def test_a_missing_compiler_names_the_pip_command(monkeypatch, capfd):
+    monkeypatch.setattr(question, "topology_mesh", aot.topology_mesh)
+    assert main(["compile", "--topology", "v6e:2x4"]) == 2
+    err = capfd.readouterr().err
+    assert 'pip install "jax[tpu]==' in err
+    assert "Traceback" not in err
+
+
+def test_axes_of_data_are_read_in_their_order():
+    topology = aot.parse_topology("h100:4x8")
+    assert read_axes(None, topology) == {"data": 32}
+    assert list(read_axes("node=4, data=8", topology).items()) == [("node", 4), ("data", 8)]
+
+
+def test_zero_partitions_over_all_axes_of_the_mesh():
+    asked = read_question(options(mesh="node=2,data=4"))[0]
+    assert asked.layout.axis == ("node", "data")
+    assert asked.layout.num_shards == 8
+
+
+def test_the_help_teaches(capsys):
+    assert main(["compile", "--help"]) == 0
+    out = capsys.readouterr().out
+    for word in ("--all-stages", "zero-170b", "v5p:4x4x8", "adafactor", "ZEROJAX_CACHE", "Exit"):
+        assert word in out
+    assert main(["--help"]) == 0
+    assert "compile" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ what is answered
+
+
+def test_a_step_is_compiled_audited_and_held_against_the_device(folder, capsys):
+    assert main([*ASKED, "--hlo", "out/step.txt", "--json", "step.json", "--plot", "a.png"]) in (
+        0, 1,
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    text = " ".join(out.split())
+    assert f"{gpt.num_params(SMALL):,} parameters, 2 layers scanned, rematerialised" in text
+    assert "8 examples of 16 tokens, adamw, bf16 with fp32 masters" in text
+    assert "stage 2: compiling for h100:1x8 ..." in text
+    assert "ZeRO stage 2 over data (N = 8)" in text  # the audit
+    assert re.search(r"fits: [\d.]+ MiB of a device's 79.11 GiB", text)
+    assert "HloModule" in (folder / "out/step.txt").read_text()
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    held = json.loads((folder / "step.json").read_text())
+    (stage,) = held["stages"]
+    assert held["num_params"] == gpt.num_params(SMALL)
+    assert stage["fits"]
+    assert stage["needed_bytes"] == stage["report"]["memory"]["peak"]
+    assert stage["available_bytes"] == aot.device_memory("h100")
+
+
+def test_the_exit_status_is_1_where_there_are_problems_and_0_where_there_are_none(
+    monkeypatch, capsys
+):
+    problem = zerojax_problem()
+    for problems, status in (((), 0), ((problem,), 1)):
+        audit = command.Answer.of
+
+        def judged(asked, compilation, audit=audit, problems=problems):
+            answer = audit(asked, compilation)
+            report = dataclasses.replace(answer.report, problems=problems)
+            return dataclasses.replace(answer, report=report)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(command.Answer, "of", judged)
+            assert main(ASKED) == status
+        out, err = capsys.readouterr()
+        assert ("1 problem (planted)" in err) == bool(problems)
+        assert ("plant no problems" in out) == bool(problems)
+
+
+def zerojax_problem():
+    from zerojax.audit import Problem
+
+    return Problem(
+        kind="planted", where="here", expected="none", seen="one", remedy="plant no problems"
+    )
+
+
+def test_the_exit_status_is_1_where_the_program_does_not_fit_with_the_figure(monkeypatch, capsys):
+    monkeypatch.setattr(question, "device_memory", lambda chip: 2**20 // 8)
+    assert main(ASKED) == 1
+    out, err = capsys.readouterr()
+    needs = r"does not fit: it needs [\d.]+ MiB of a device's 0.12 MiB, [\d.]+ MiB too much"
+    assert re.search(needs, err)
+    assert "does not fit" in out
+
+
+def test_a_program_that_the_compiler_refuses_for_its_memory_does_not_fit(monkeypatch, capsys):
+    def refuse(self):
+        raise jax.errors.JaxRuntimeError(REFUSAL)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    for _ in range(2):  # a refusal is kept as well
+        assert main([*ASKED, "--plot", "a.png"]) == 1
+        out, err = capsys.readouterr()
+        assert "needs 16.53 GiB of a device's 15.75 GiB, 0.78 GiB too much" in err
+        assert "Traceback" not in err
+        assert "model states alone" in out
+    assert "from the cache" in out
+
+
+def test_another_failure_of_the_compiler_is_one_line(monkeypatch, capsys):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: ptxas\nis broken")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    assert main(ASKED) == 1
+    err = capsys.readouterr().err
+    assert "stage 2: the compiler failed: INTERNAL: ptxas is broken" in err
+
+
+def test_all_stages_are_compared_and_drawn(folder, capsys):
+    assert main([*ASKED, "--all-stages", "--hlo", "step.txt", "--json", "all.json"]) in (0, 1)
+    out = capsys.readouterr().out
+    for row in ("parameters", "optimizer", "peak", "volume by the theory", "collectives"):
+        assert re.search(rf"│ {row} +(│ +[\d.]+ ){{4}}│", out), row
+    assert {path.name for path in folder.iterdir()} == {
+        "step.stage0.txt", "step.stage1.txt", "step.stage2.txt", "step.stage3.txt", "all.json",
+        "tiny.h100-1x8.png",
+    }  # fmt: skip
+    assert "wrote" in out
+    assert "tiny.h100-1x8.png" in out
+    stages = json.loads((folder / "all.json").read_text())["stages"]
+    assert [stage["stage"] for stage in stages] == [0, 1, 2, 3]
+    states = [stage["report"]["memory"]["optimizer"] for stage in stages]
+    assert states[0] > 7 * states[1] == 7 * states[3]
+    assert "stage 2: the same program as stage 1's" in out
+
+
+def test_what_a_problem_shares_between_stages_is_said_once(monkeypatch, capsys):
+    audit = Answer.of
+
+    def judged(asked, compilation):
+        answer = audit(asked, compilation)
+        report = dataclasses.replace(answer.report, problems=(zerojax_problem(),))
+        return dataclasses.replace(answer, report=report)
+
+    monkeypatch.setattr(command.Answer, "of", judged)
+    assert main([*ASKED, "--all-stages"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("plant no problems") == 1
+    assert "stage 0, 1, 2, 3: planted: here" in out
+
+
+def test_a_drawing_shows_refused_stages_and_those_of_unknown_size(folder):
+    answers = [refused(0), refused(1, needed=None, available=None), refused(2)]
+    write_stages_plot(answers, folder / "a.png")
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_gpu_that_is_nearly_full_asks_for_the_variable(monkeypatch):
+    monkeypatch.setattr(question, "device_memory", lambda chip: 2**18)
+    asked = read_question(options())[0]
+    answer = Answer.of(asked, aot.compile_lowered(asked.lower()))
+    peak = answer.report.memory.peak
+    for memory, advised in ((2 * peak, False), (int(1.2 * peak), True), (peak - 1, False)):
+        held = dataclasses.replace(answer, question=dataclasses.replace(asked, memory=memory))
+        assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in held.advice) == advised
+        assert held.fits == (memory >= peak)
+
+
+# ------------------------------------------------------------------ the cache
+
+
+def test_the_same_question_is_answered_from_the_cache_without_tracing(
+    monkeypatch, capsys, compiled
+):
+    first = main([*ASKED, "--json", "1.json"])
+    assert "from the cache" not in capsys.readouterr().out
+    monkeypatch.setattr(question.Question, "lower", None)
+    assert main([*ASKED, "--json", "2.json"]) == first
+    out = capsys.readouterr().out
+    assert re.search(r"stage 2: from the cache, compiled \d{4}-\d\d-\d\d \d\d:\d\d in \d+ s", out)
+    assert len(compiled) == 1
+
+
+def test_every_choice_is_in_the_key_of_a_question():
+    choices = [
+        {}, {"stage": 1}, {"batch": 2}, {"accumulate": 2}, {"accumulate": 2, "reduce": "once"},
+        {"scan": False}, {"remat": False}, {"precision": "fp32"}, {"optimizer": "lion"},
+        {"context": 8}, {"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"mesh": "x=2,y=4"},
+        {"mesh": "x=8"}, {"model": "other"},
+    ]  # fmt: skip
+    keys = [read_question(options(**choice))[0].key for choice in choices]
+    assert len(set(keys)) == len(keys)
+    assert read_question(options(no_cache=True, plot=Path("a.png")))[0].key == keys[0]
+
+
+def test_without_the_cache_it_compiles_again_and_keeps_nothing(tmp_path, compiled):
+    for _ in range(2):
+        main([*ASKED, "--no-cache"])
+    assert len(compiled) == 2
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_torn_entry_is_compiled_again_and_told(tmp_path, capsys, compiled):
+    main(ASKED)
+    for path in (tmp_path / "cache").iterdir():
+        path.write_bytes(path.read_bytes()[:40])
+    capsys.readouterr()
+    main(ASKED)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "can't be read" in out
+    assert "compiling anew" in out
+    assert len(compiled) == 2
+    main(ASKED)
+    assert "from the cache" in capsys.readouterr().out

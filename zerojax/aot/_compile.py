@@ -1,0 +1,150 @@
+"""Compile a lowered step to a `Program`, through the cache."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+
+from zerojax.aot._cache import Compilation, ProgramCache, Shortage, digest
+from zerojax.aot._plugin import quiet_stderr
+from zerojax.audit import Program
+
+# "memory required for HLO temporaries (124.22G) exceeds available HBM (15.75G)", and
+# "Used 33.00G of 15.75G hbm": what libtpu says where a program does not fit.
+_SIZE = r"(\d+(?:\.\d+)?)\s*([KMGTP]?)"
+_REFUSALS = (
+    re.compile(rf"required\D*\({_SIZE}i?B?\) exceeds available\D*\({_SIZE}i?B?\)"),
+    re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B?"),
+)
+#: What decides the target and what is taken from a program; all else shows in the lowered text.
+_SOURCES = ("aot/_chips.py", "aot/_compile.py", "aot/_plugin.py", "audit/_program.py")
+#: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
+_DECIDING = ("_compiler_options_kvs", "_device_list")
+_EXHAUSTED = "RESOURCE_EXHAUSTED"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
+
+
+class DoesNotFit(RuntimeError):
+    """Raised where a compiler refuses a program that exceeds the memory of a device.
+
+    Attributes:
+        shortage: the bytes that it needs and those that there are, where the compiler tells.
+    """
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(describe_shortage(shortage))
+        self.shortage = shortage
+
+
+def compile_step(lowered: jax.stages.Lowered, *, use_cache: bool = True) -> Program:
+    """Compile a lowered step to the facts that `audit` reads; at once where it was compiled before.
+
+    Args:
+        lowered: `step.lower(state, batch)`, for devices that are here or not; of any jitted step.
+        use_cache: whether to look for the program in the folder of `ZEROJAX_CACHE`
+            (`~/.cache/zerojax/programs` by default), and to keep it there.
+
+    Returns:
+        The program as plain data: `audit(program, layout)`. It can't be run. The source lines that
+        it names are those of the time when it was compiled.
+
+    Raises:
+        DoesNotFit: the compiler refuses it for its memory.
+
+    Warns where a kept program can't be read, or this one can't be kept.
+    """
+    cache = ProgramCache() if use_cache else None
+    compilation = compile_lowered(lowered, cache)
+    for note in cache.notes if cache is not None else ():
+        warnings.warn(note, stacklevel=2)
+    if compilation.program is None:
+        assert compilation.shortage is not None
+        raise DoesNotFit(compilation.shortage)
+    return compilation.program
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, cache: ProgramCache | None = None, question: str | None = None
+) -> Compilation:
+    """Compile a lowered step, or take it from the cache.
+
+    Args:
+        lowered: the step.
+        cache: None compiles in any case.
+        question: a second key under which the cache shall know the answer without the lowering.
+    """
+    key = _key(lowered) if cache is not None else None
+    if cache is None or key is None:
+        return _compile(lowered)
+    compilation = cache.find(key)
+    if compilation is None:
+        compilation = _compile(lowered)
+        cache.keep(key, compilation)
+    if question is not None:
+        cache.refer(question, key)
+    return compilation
+
+
+def describe_shortage(shortage: Shortage) -> str:
+    """Say in one line by how much a program does not fit."""
+    needed, available = shortage.needed, shortage.available
+    if needed is None or available is None:
+        return f"does not fit the memory of a device: {shortage.message}"
+    return (
+        f"does not fit: it needs {needed / 2**30:,.2f} GiB of a device's {available / 2**30:,.2f} "
+        f"GiB, {(needed - available) / 2**30:,.2f} GiB too much"
+    )
+
+
+def _compile(lowered: jax.stages.Lowered) -> Compilation:
+    start = time.monotonic()
+    program, shortage = None, None
+    with quiet_stderr():
+        try:
+            program = Program.of(lowered.compile())
+        except jax.errors.JaxRuntimeError as error:
+            if _EXHAUSTED not in str(error):
+                raise
+            shortage = _read_shortage(str(error))
+    return Compilation(
+        program=program,
+        shortage=shortage,
+        seconds=time.monotonic() - start,
+        compiled_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _read_shortage(message: str) -> Shortage:
+    """Read libtpu's refusal of a program; its sizes are in powers of 1024."""
+    message = " ".join(message.split())
+    for pattern in _REFUSALS:
+        if match := pattern.search(message):
+            needed, available = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
+            return Shortage(needed=needed, available=available, message=message)
+    return Shortage(needed=None, available=None, message=message)
+
+
+def _key(lowered: jax.stages.Lowered) -> str | None:
+    """Hash what the compiler is given; None where this jax does not tell it."""
+    options, devices = (getattr(lowered._lowering, name, None) for name in _DECIDING)
+    if options is None or devices is None:
+        return None
+    facts = {
+        "text": lowered.as_text(),
+        "arguments": str(lowered.args_info),  # names of leaves, which the text does not hold
+        "results": str(lowered.out_tree),
+        "options": sorted((str(name), str(value)) for name, value in options),
+        "compiler": str(getattr(devices[0].client, "platform_version", "")),
+        "devices": [_device(device) for device in devices],
+    }
+    return digest(facts, *_SOURCES)
+
+
+def _device(device: Any) -> list[str]:
+    names = ("id", "device_kind", "process_index", "coords", "core_on_chip", "slice_index")
+    return [str(getattr(device, name, None)) for name in names]

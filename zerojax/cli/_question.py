@@ -1,0 +1,186 @@
+"""What `zerojax compile` was asked, checked before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zerojax.aot import Topology, device_memory, digest, parse_topology, topology_mesh
+from zerojax.cli._compile_options import CompileOptions
+from zerojax.cli._optimizers import find_optimizer, make_schedule
+from zerojax.cli._session import PRECISIONS
+from zerojax.layout import Description, Layout, Precision, make_layout
+from zerojax.models import gpt
+from zerojax.train import TrainStep, abstract_train_state, make_train_step
+
+#: What the schedule, the decay and the clipping of the step are; none of them moves a byte.
+STEPS, WARMUP, WEIGHT_DECAY, CLIP_NORM = 1000, 100, 0.1, 1.0
+#: Names that an axis may have: the presets are not cut over axes of any other use.
+DATA_AXES = ("data", "fsdp", "node", "slice", "x", "y", "z")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """A step to compile, for one stage.
+
+    Attributes:
+        memory: bytes of a device.
+        num_examples: in one step, over all devices and microbatches.
+    """
+
+    options: CompileOptions
+    config: gpt.Config
+    topology: Topology
+    memory: int
+    num_examples: int
+    layout: Layout
+    tx: optax.GradientTransformation
+    precision: Precision
+    step: TrainStep
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self.layout.stage
+
+    @property
+    def reduce(self) -> Literal["once", "each"]:
+        """When the step sums gradients over devices."""
+        return "once" if self.step.reduce == "once" else "each"
+
+    @functools.cached_property
+    def description(self) -> Description:
+        """The placement of every leaf, with the bytes by the stage's formula."""
+        return self.layout.describe(self.tx, self.precision)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The digest of all that decides the answer."""
+        options = self.options
+        return digest(
+            {
+                "config": dataclasses.asdict(self.config),
+                "topology": [self.topology.chip, *self.topology.dims, self.topology.num_slices],
+                "mesh": list(self.layout.mesh.shape.items()),
+                "stage": self.stage,
+                "num_examples": self.num_examples,
+                "precision": options.precision,
+                "accumulate": options.accumulate,
+                "reduce": self.reduce,
+                "optimizer": options.optimizer,
+            }
+        )
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace and lower the step."""
+        state = abstract_train_state(
+            functools.partial(gpt.init, self.config), self.tx, self.layout, jax.random.key(0),
+            precision=self.precision,
+        )  # fmt: skip
+        shape = (self.num_examples, self.config.context + 1)
+        batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.batch)
+        return self.step.lower(state, batch)
+
+
+def read_question(options: CompileOptions) -> list[Question]:
+    """Check what was asked, and give a question for each stage.
+
+    Raises:
+        ValueError: an option that can't be met.
+        MissingCompiler: there is no compiler for the topology here.
+    """
+    config = gpt.preset(options.model)
+    config = dataclasses.replace(
+        config, context=options.context or config.context, scan=options.scan, remat=options.remat
+    )
+    choice = find_optimizer(options.optimizer)
+    if options.precision not in PRECISIONS:
+        raise ValueError(f"--precision {options.precision}: give one of {', '.join(PRECISIONS)}")
+    if options.reduce not in (None, "once", "each"):
+        raise ValueError(f"--reduce {options.reduce}: give once or each")
+    if options.reduce == "once" and 3 in options.stages:
+        raise ValueError(
+            "--reduce once needs a whole gradient on each device, and stage 3 never holds one; "
+            "leave it out, or give --stage 1 or 2"
+        )
+    topology = parse_topology(options.topology)
+    axes = read_axes(options.mesh, topology)
+    schedule = make_schedule(choice, None, WARMUP, STEPS, config.width)
+    tx = choice.make(schedule, WEIGHT_DECAY)
+    precision = PRECISIONS[options.precision]
+    mesh = topology_mesh(options.topology, axes)
+    shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    ask = functools.partial(
+        _ask, options, config, topology, shapes, mesh, tuple(axes), tx, precision
+    )
+    return [ask(stage) for stage in options.stages]
+
+
+def read_axes(given: str | None, topology: Topology) -> dict[str, int]:
+    """Read the axes of the mesh, "data=8" or "node=4,data=8"; None is one axis of all devices.
+
+    Raises:
+        ValueError: what is given can't be read, names an axis that is not for data, or has
+            another number of devices than the topology.
+    """
+    if given is None:
+        return {"data": topology.num_devices}
+    axes: dict[str, int] = {}
+    for part in given.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        if match is None or not int(match[2]):
+            raise ValueError(f"--mesh {given}: {part!r} is no axis and size; give data=8, say")
+        if match[1] in axes:
+            raise ValueError(f"--mesh {given} names the axis {match[1]!r} twice")
+        axes[match[1]] = int(match[2])
+    total, there = math.prod(axes.values()), topology.num_devices
+    for name in axes:
+        if name not in DATA_AXES:
+            raise ValueError(
+                f"--mesh {given}: the models of this command are not cut over an axis {name!r}, "
+                f"so its devices would all do the same; give axes of data only "
+                f"({', '.join(DATA_AXES)}), such as data={there}"
+            )
+    if total != there:
+        raise ValueError(
+            f"--mesh {given} has {total} devices, and the topology {topology.name} has {there}; "
+            f"give sizes whose product is {there}"
+        )
+    return axes
+
+
+def _ask(
+    options: CompileOptions,
+    config: gpt.Config,
+    topology: Topology,
+    shapes: Any,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    tx: optax.GradientTransformation,
+    precision: Precision,
+    stage: int,
+) -> Question:
+    layout = make_layout(shapes, mesh, stage=stage, axis=axes)
+    return Question(
+        options=options,
+        config=config,
+        topology=topology,
+        memory=device_memory(topology.chip),
+        num_examples=options.batch * options.accumulate * layout.num_batch_parts,
+        layout=layout,
+        tx=tx,
+        precision=precision,
+        step=make_train_step(
+            functools.partial(gpt.loss, config), tx, layout, precision=precision,
+            accumulate=options.accumulate, reduce=options.reduce,  # pyright: ignore[reportArgumentType]
+            clip_norm=CLIP_NORM,
+        ),
+    )  # fmt: skip
