@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("", "dev")  # each holds those before it
+ENOUGH = {"": ("", "dev"), "dev": ("dev",), "aot": ("aot",)}  # what holds what an extra needs
 
 
 def stamp(folder: Path, holds: str = "") -> str:
@@ -38,7 +38,7 @@ def found(folder: Path) -> str | None:
 
 def ready(folder: Path, extra: str) -> bool:
     """Tell whether nothing is left to do."""
-    enough = [stamp(folder, content(e)) for e in EXTRAS[EXTRAS.index(extra) :]]
+    enough = [stamp(folder, content(e)) for e in ENOUGH[extra]]
     return found(folder) in enough and runs(folder)
 
 

@@ -171,3 +171,27 @@ def test_the_table_tells_of_phases(cube):
     shapes = jax.eval_shape(init, jax.random.key(0))
     said = str(zerojax.make_layout(shapes, mesh, stage=2).describe(optax.adam(1e-3)))
     assert re.search(r"in 2 phases, along x, y, then along z", said)
+
+
+@pytest.mark.parametrize("dims", [(None, "model"), ("model", None)], ids=["beside", "on top"])
+def test_reduced_once_beside_model_parallelism_nothing_is_made_whole(dims):
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    shapes = {"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+    layout = zerojax.make_layout(
+        shapes, mesh, stage=1, specs={"w": jax.sharding.PartitionSpec(*dims)}
+    )
+    tx = optax.adam(1e-2)
+    state = zerojax.abstract_train_state(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tx, layout
+    )
+    step = zerojax.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, layout, accumulate=2, reduce="once"
+    )
+    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=layout.batch)
+    found = parse_collectives(step.lower(state, batch).compile().as_text())
+    # A device has half of w and sends 3/4 of that: twice for the sum (an all-reduce on the CPU),
+    # once for the gather; made whole along `model`, it would send another half.
+    gathers = [c for c in found.records if c.op == "all-gather" and c.elements > 1024]
+    assert [c.elements for c in gathers] == [64 * 64]
+    weights = [c.moved_elements for c in found.records if c.elements > 1024]
+    assert sum(weights) == pytest.approx(64 * 64 * 3 / 4 * 3)

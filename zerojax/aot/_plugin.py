@@ -30,7 +30,9 @@ _TPU_ENVIRONMENT = {
 _DEVICE_FILES = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
 _CUDA_MODULES = ("xla_cuda13", "xla_cuda12")
 _NVCC_MODULES = ("cu13", "cuda_nvcc")  # where jax itself looks for ptxas and libdevice
-_NOISE = re.compile(r"cudart_stub\.cc|absl::InitializeLog\(\)|InitGoogle\(\)|hlo_rematerialization\.cc")
+_NOISE = re.compile(
+    r"cudart_stub\.cc|absl::InitializeLog\(\)|InitGoogle\(\)|hlo_rematerialization\.cc"
+)
 
 
 class MissingCompiler(RuntimeError):

@@ -17,7 +17,6 @@ from zerojax.collectives._boxed import Boxed, Opening
 from zerojax.collectives._phases import PerDevice
 from zerojax.collectives._placement import constrain
 from zerojax.layout import Layout
-from zerojax.layout._leaf import as_spec
 
 
 def is_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:
@@ -34,7 +33,7 @@ def is_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:
         and indices.shape[0] % layout.num_batch_parts == 0
         and 0 not in numbers.offset_dims
         and not numbers.operand_batching_dims
-        and PerDevice(layout).scatters(table.dim)
+        and PerDevice(layout).scatters(table.dim, table.entries)
     )
 
 
@@ -46,7 +45,6 @@ def look_up(eqn: Any, boxed: Boxed, indices: jax.Array, opening: Opening) -> jax
     dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype
     whole = tuple(boxed.size if d == dim else n for d, n in enumerate(stored.shape))
     devices = PerDevice(layout)
-    parts = layout.num_parts(boxed.entries[dim])
 
     @jax.custom_vjp
     def rows(value: jax.Array, indices: jax.Array) -> jax.Array:
@@ -60,14 +58,12 @@ def look_up(eqn: Any, boxed: Boxed, indices: jax.Array, opening: Opening) -> jax
         transposed = jax.linear_transpose(take, jax.ShapeDtypeStruct(whole, dtype))
         (g,) = transposed(cotangent.astype(dtype))
         widths = [(0, new - old) for old, new in zip(whole, stored.shape, strict=True)]
-        return devices.sum_over(jnp.pad(g, widths), dim, parts)
+        return devices.sum_over(jnp.pad(g, widths), dim)
 
     def backward(indices: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
         batch = P(devices.axes)
-        g = devices.run(local, (batch, batch), devices.spec(dim, parts), cotangent, indices)
-        cut = list(boxed.entries)
-        cut[dim] = (*cut[dim], *layout.axis)
-        g = constrain(g.reshape(stored.shape), layout, as_spec(tuple(cut)))
+        g = devices.run(local, (batch, batch), devices.spec(dim), cotangent, indices)
+        g = constrain(g, layout, P(*[None] * dim, layout.axis))
         return g.astype(stored.dtype), None
 
     rows.defvjp(lambda value, indices: (rows(value, indices), indices), backward)

@@ -85,30 +85,26 @@ class PerDevice:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return mapped(*args)
 
-    def scatters(self, dim: int | None) -> bool:
-        """Tell whether a leaf that is partitioned along `dim` is summed into shards."""
-        return dim is not None and set(self._names) <= set(self.axes)
+    def scatters(self, dim: int | None, entries: Entries) -> bool:
+        """Tell whether a leaf is summed straight into shards.
 
-    def sum_over(self, x: jax.Array, dim: int, parts: int) -> jax.Array:
+        A leaf that the user cuts too is not: the partitioner would make it whole along the user's
+        axes before it sums.
+        """
+        return dim is not None and not any(entries) and set(self._names) <= set(self.axes)
+
+    def sum_over(self, x: jax.Array, dim: int) -> jax.Array:
         """Sum stored leaves over devices, each device keeping its shard.
-
-        The user's axes stay the major ones of the partitioned dim, so it is split in two: `[...,
-        the user's parts, the rest, ...]`, and the rest is scattered. Without such axes it is not:
-        behind a dim of one, libtpu makes no reduce-scatter.
 
         Args:
             x: a device's own term, of the stored shape.
             dim: the partitioned dim.
-            parts: parts that the user's axes cut it into.
         """
-        if parts > 1:
-            x = x.reshape(*x.shape[:dim], parts, -1, *x.shape[dim + 1 :])
-            dim += 1
         for phase in self._phases:
             x = jax.lax.psum_scatter(x, phase, scatter_dimension=dim, tiled=True)
         rest = tuple(name for name in self.axes if name not in self._names)
         return jax.lax.psum(x, rest) if rest else x
 
-    def spec(self, dim: int, parts: int) -> P:
+    def spec(self, dim: int) -> P:
         """Give the spec of what `sum_over` returns."""
-        return P(*[None] * (dim + (parts > 1)), self._names)
+        return P(*[None] * dim, self._names)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
-from zerojax.collectives._phases import PerDevice
+from zerojax.collectives._phases import PerDevice, scatter
 from zerojax.collectives._placement import constrain, to_stored
 from zerojax.layout import Layout, LeafLayout
 
@@ -97,10 +97,16 @@ def reduce_once(
     devices = PerDevice(layout)
     axes, num_parts = devices.axes, layout.num_batch_parts
 
+    def scatters(leaf: LeafLayout) -> bool:
+        return devices.scatters(leaf.dim, leaf.entries)
+
     def total(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        if leaf.dim is None or not devices.scatters(leaf.dim):
-            return jax.lax.psum(g, axes) / num_parts
-        return devices.sum_over(to_stored(g, leaf), leaf.dim, leaf.dim_parts) / num_parts
+        if leaf.dim is not None and scatters(leaf):
+            return devices.sum_over(to_stored(g, leaf), leaf.dim) / num_parts
+        return g[None] / num_parts  # summed outside, where the user's own axes are known
+
+    def spec(leaf: LeafLayout) -> P:
+        return devices.spec(leaf.dim) if leaf.dim is not None and scatters(leaf) else P(axes)
 
     def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
         (loss, aux), grads = accumulate(value_and_grad, params, batch, count, dtype)
@@ -108,20 +114,13 @@ def reduce_once(
         loss, aux = jax.tree.map(lambda x: _mean(jax.lax.psum(x, axes), num_parts), (loss, aux))
         return (loss, aux), grads
 
-    def spec(leaf: LeafLayout) -> P:
-        if leaf.dim is None or not scatters(leaf):
-            return P()
-        return devices.spec(leaf.dim, leaf.dim_parts)
-
-    def scatters(leaf: LeafLayout) -> bool:
-        return devices.scatters(leaf.dim)
-
     batch_specs = jax.tree.map(lambda x: P(axes) if x.ndim else P(), batch)
     out_specs = (P(), layout.map_leaves(spec))
     value, grads = devices.run(local, (P(), batch_specs), out_specs, params, batch)
 
     def join(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        g = g.reshape(leaf.stored_shape) if scatters(leaf) else to_stored(g, leaf)
-        return constrain(g, layout, leaf.shard_spec)
+        if scatters(leaf):
+            return constrain(g, layout, leaf.shard_spec)
+        return scatter(to_stored(g.sum(0), leaf), layout, leaf.entries, leaf.dim)
 
     return value, layout.map_leaves(join, grads)

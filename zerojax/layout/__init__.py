@@ -7,9 +7,11 @@ from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._policies import Precision, Rule
 from zerojax.layout._stages import STAGES
-from zerojax.layout._torus import Phases, in_order
+from zerojax.layout._torus import DIMS, SPANS, Phases, in_order
 
 __all__ = [
+    "DIMS",
+    "SPANS",
     "STAGES",
     "Description",
     "Layout",

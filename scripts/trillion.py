@@ -1,0 +1,71 @@
+"""Compile a step of a GPT with 1.008e12 parameters for 1,024 TPUs, on a laptop, and audit it.
+
+    scripts/trillion                # makes an environment with the compilers first
+    python scripts/trillion.py      # in an environment of your own, after pip install '.[aot]'
+
+128 layers of width 25,600, vocabulary 50,304, context 2,048, one example per chip, layers
+rematerialised, bf16 parameters with fp32 masters and Adam, ZeRO stage 3 on v5p:8x8x16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+import zerojax
+from zerojax.models import gpt
+
+PRECISION = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+TX = optax.adamw(1e-4)
+GIB = 2**30
+
+
+def main() -> None:
+    """Compile, audit and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--topology", default="v5p:8x8x16", help="1,024 devices or others")
+    parser.add_argument("--layers", type=int, default=128)
+    parser.add_argument("--width", type=int, default=25_600)
+    args = parser.parse_args()
+    config = gpt.Config(
+        num_layers=args.layers, width=args.width, num_heads=args.width // 128,
+        vocab_size=50_304, context=2_048,
+    )  # fmt: skip
+    console = Console()
+    num_devices = zerojax.aot.parse_topology(args.topology).num_devices
+    mesh = zerojax.topology_mesh(args.topology, {"data": num_devices})
+    init = functools.partial(gpt.init, config)
+    key = jax.random.key(0)
+    layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=3)
+    state = zerojax.abstract_train_state(init, TX, layout, key, precision=PRECISION)
+    shape = (num_devices, config.context + 1)
+    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
+    step = zerojax.make_train_step(
+        functools.partial(gpt.loss, config), TX, layout, precision=PRECISION
+    )
+    start = time.monotonic()
+    with console.status(f"compiling {layout.num_params:,} parameters for {args.topology}"):
+        compiled = step.lower(state, batch).compile()
+    seconds = time.monotonic() - start
+    report = zerojax.audit(compiled, layout)
+    console.print(report)
+    if str(layout.phases):
+        console.print(str(layout.phases), style="dim")
+    console.print(
+        f"{layout.num_params:.4g} parameters on {args.topology} ({num_devices} chips): traced and "
+        f"compiled in {seconds:.0f} s, {report.volume:.3f} Psi moved per chip and step, peak "
+        f"{report.memory.peak / GIB:.1f} GiB per chip"
+    )
+    report.raise_if_problems()
+
+
+if __name__ == "__main__":
+    main()
