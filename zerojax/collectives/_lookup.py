@@ -21,12 +21,14 @@ from zerojax.layout import Layout
 
 def is_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:
     """Tell whether an equation looks rows of a box up by a batch of indices, in several phases."""
-    if eqn.primitive.name != "gather" or len(layout.phases.axes) < 2:
+    if eqn.primitive.name != "gather":
         return False
     table, indices = values
     numbers = eqn.params["dimension_numbers"]
     return (
         isinstance(table, Boxed)
+        and table.dim is not None
+        and layout.phases.reduces(table.value.shape, table.dim)
         and not isinstance(indices, Boxed)
         and not table.pending
         and indices.ndim > 1

@@ -42,7 +42,9 @@ def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> 
         entries: the user's own axes per dim; they stay.
         dim: the partitioned dim; None where there is none.
     """
-    between = () if dim is None else layout.phases.between(entries, dim)
+    between = ()
+    if dim is not None and layout.phases.reduces(x.shape, dim):
+        between = layout.phases.between(entries, dim)
     if not between:
         # Asked for shards alone, the partitioner may gather activations instead and compute each
         # shard's gradient from all examples; asked for the whole sum first, it reduces, and the

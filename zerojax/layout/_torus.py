@@ -27,6 +27,8 @@ from zerojax._types import Axes
 #: Names of torus dims; several devices on one chip (TPU7x) are a dim of their own.
 DIMS = ("x", "y", "z", "core")
 
+LANES = 128  #: elements of a TPU tile along the minor dim
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -102,6 +104,15 @@ class Phases:
             f"gradients are reduced in {len(along)} phases, {', then '.join(along)}, and shards "
             f"gathered the other way: {self.reason}"
         )
+
+    def reduces(self, shape: Sequence[int], dim: int) -> bool:
+        """Tell whether a gradient of this shape is reduce-scattered in phases.
+
+        Along the minor dim libtpu scatters whole tiles of `LANES`; else a phase is an all-reduce.
+        """
+        first = math.prod(self.mesh.shape[name] for name in self.axes[0])
+        minor = dim == len(shape) - 1 and len(shape) > 1
+        return len(self.axes) > 1 and not (minor and shape[dim] % (first * LANES))
 
     def between(self, entries: Sequence[Axes], dim: int) -> tuple[NamedSharding, ...]:
         """Give the shardings that a leaf has between whole and shards, in a reduction's order.
