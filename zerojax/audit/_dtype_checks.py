@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 
-from zerojax.audit._evidence import Evidence, describe_move, whose
+from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
 from zerojax.audit._gather_checks import users
 from zerojax.audit._kinds import item_bits
 from zerojax.audit._problems import Problem
-from zerojax.audit._traffic import Move
+from zerojax.audit._traffic import Move, judged_elements
 from zerojax.audit._uses import PASSED_ON
 
 
@@ -21,7 +21,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
         narrow = _narrow_bits(evidence, move) if move.role == "gather" else None
         if narrow is not None and move.record.item_bits > narrow:
             found.append((move, narrow))
-    if found:
+    if _is_relevant(evidence, [move for move, _ in found]):
         moved = sum(move.record.moved_bytes for move, _ in found)
         saved = sum(m.record.moved_bytes * (1 - bits / m.record.item_bits) for m, bits in found)
         largest, bits = max(found, key=lambda pair: pair[0].moved)
@@ -36,7 +36,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
             "between them (Precision(params=jnp.bfloat16) does so)",
         )
     wide = _wide_reductions(evidence)
-    if wide and not _may_reduce_wide(evidence):
+    if _is_relevant(evidence, wide) and not _may_reduce_wide(evidence):
         largest = max(wide, key=lambda move: move.moved)
         yield Problem(
             kind="dtype",
@@ -50,7 +50,13 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
 def note_dtypes(evidence: Evidence) -> Iterator[str]:
     """Say which dtypes were not judged, and which are wide on purpose."""
     wide = _wide_reductions(evidence)
-    if wide and _may_reduce_wide(evidence) and evidence.has_scatter:
+    if wide and evidence.has_scatter and not _is_relevant(evidence, wide):
+        largest = max(wide, key=lambda move: move.moved)
+        yield (
+            f"{len(wide)} reductions of small tensors in {largest.record.dtype}, the largest "
+            f"{name_move(largest)}"
+        )
+    elif wide and _may_reduce_wide(evidence) and evidence.has_scatter:
         yield (
             f"gradients are reduced in {wide[0].record.dtype} ({len(wide)} reductions) while the "
             "parameters are narrower: exact sums for twice the bytes"
@@ -62,6 +68,11 @@ def note_dtypes(evidence: Evidence) -> Iterator[str]:
     ]
     if promoted and not evidence.has_scatter:
         yield "a CPU moves 16-bit tensors as 32-bit ones, so that dtypes are not judged here"
+
+
+def _is_relevant(evidence: Evidence, moves: list[Move]) -> bool:
+    """Tell whether moves are a share of all worth a problem: models keep norms and biases wide."""
+    return bool(moves) and judged_elements(moves) >= SHARE * evidence.theory.elements
 
 
 def _own_bits(evidence: Evidence, move: Move) -> int:

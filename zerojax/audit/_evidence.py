@@ -11,10 +11,14 @@ from zerojax.audit._hlo import parse_collectives
 from zerojax.audit._kinds import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher, local_shape
 from zerojax.audit._module import Module, parse_module
+from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Leaf, Program
 from zerojax.audit._theory import Theory
 from zerojax.audit._traffic import Move, moves_of
 from zerojax.layout import Layout, Precision
+
+#: The share of what a step has to move from which what no one expected is worth a problem.
+SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +69,7 @@ class Evidence:
             accumulate=accumulate,
             precision=precision,
             held=held,
-            moves=moves_of(found.records, program, layout, matcher),
+            moves=find_padding(moves_of(found.records, program, layout, matcher), matcher),
             unread=found.unread,
         )
 
@@ -143,17 +147,20 @@ def some(names: Sequence[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + more
 
 
-def describe_move(move: Move) -> str:
-    """Name a collective as a person would look for it."""
+def name_move(move: Move) -> str:
+    """Say what a collective moves, and how often."""
     record = move.record
-    loops = [str(loop.trip_count if loop.trip_count is not None else "?") for loop in record.loops]
+    loops = ["?" if count is None else str(count) for count in move.trips]
     where = f" in a loop of {' x '.join(loops)}" if loops else ""
-    origin = record.source or record.op_name
     tensor = f"{record.dtype}{list(record.shape)}"
-    return (
-        f"{record.spelling} {tensor} along {' x '.join(move.spans) or 'one device'}{where}"
-        f" ({record.name}{f', {origin}' if origin else ''})"
-    )
+    return f"{record.spelling} {tensor} along {' x '.join(move.spans) or 'one device'}{where}"
+
+
+def describe_move(move: Move) -> str:
+    """Name a collective as a person would look for it, with the last folders of its source."""
+    record = move.record
+    origin = "/".join(record.source.split("/")[-3:]) or record.op_name
+    return f"{name_move(move)} ({record.name}{f', {origin}' if origin else ''})"
 
 
 def whose(evidence: Evidence, move: Move) -> str:

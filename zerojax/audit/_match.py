@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,11 +32,13 @@ class Match:
             leaf of the optimizer's state with dims of its own).
         leaves: indices of the layout's leaves; several where they look the same.
         key: the dims that were found, above 1 and sorted.
+        alike: leaves that it may be in any form.
     """
 
     form: str
     leaves: tuple[int, ...]
     key: Key
+    alike: tuple[int, ...]
 
 
 class Matcher:
@@ -75,6 +78,20 @@ class Matcher:
                     return match
         return None
 
+    def match_longer(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match | None:
+        """Give the leaf whose dims a tensor has but for one, which is up to twice as long."""
+        key = key_of(shape)
+        forms = ("layer", "leaf") if self._heights.intersection(trips) else ("leaf", "layer")
+        found: list[tuple[int, Match]] = []
+        for form in (*forms, "stage"):
+            for other, match in self._forms[form].items():
+                left, right = Counter(key) - Counter(other), Counter(other) - Counter(key)
+                if left.total() == right.total() == 1:
+                    longer, size = next(iter(left)), next(iter(right))
+                    if size < longer <= 2 * size:
+                        found.append((math.prod(other), match))
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
     @cached_property
     def _heights(self) -> set[int | None]:
         """Collect how high the stacks are."""
@@ -97,9 +114,13 @@ class Matcher:
                 leaves.setdefault((form, key_of(shape)), []).extend(indices)
         for key in self._others:
             leaves.setdefault(("optimizer", key), [])
+        alike_by_key: dict[Key, set[int]] = {}
+        for (_, key), indices in leaves.items():
+            alike_by_key.setdefault(key, set()).update(indices)
         forms: dict[str, dict[Key, Match]] = {form: {} for form in FORMS}
         for (form, key), indices in leaves.items():
-            forms[form][key] = Match(form, tuple(dict.fromkeys(indices)), key)
+            found = tuple(dict.fromkeys(indices))
+            forms[form][key] = Match(form, found, key, tuple(sorted(alike_by_key[key])))
         return forms
 
     @cached_property
@@ -155,10 +176,10 @@ def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
         yield from pieces
         if leaf.dim is None:
             continue
-        for form, piece in pieces:
+        for _, piece in pieces:
             size = piece[leaf.dim]
             for parts in _divisors(leaf.num_shards):
-                if size % parts == 0 and form != "half":
+                if size % parts == 0:
                     yield "stage", (*piece[: leaf.dim], size // parts, *piece[leaf.dim + 1 :])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -100,11 +101,14 @@ def memory_of(evidence: Evidence) -> MemoryReport:
     arguments = stats.get("argument_size_in_bytes", sum(leaf.shard_bytes for leaf in used))
     outputs = max(stats.get("output_size_in_bytes", 0) - stats.get("alias_size_in_bytes", 0), 0)
     known = arguments + outputs + stats.get("temp_size_in_bytes", 0)
-    peak = max(known, stats.get("peak_memory_in_bytes", 0))
+    told = stats.get("peak_memory_in_bytes", 0)
+    # A TPU fits a program by this figure, and its temporaries can add up to more: not all of them
+    # live at once. A CPU's figure leaves temporaries out.
+    peak = told if told and program.platform != "cpu" else max(known, told)
     return MemoryReport(
         **held,
         outputs=outputs,
-        temporaries=peak - arguments - outputs,
+        temporaries=max(peak - arguments - outputs, 0),
         peak=peak,
         host=max(on_host, stats.get("host_argument_size_in_bytes", 0))
         + stats.get("host_temp_size_in_bytes", 0),
@@ -170,4 +174,15 @@ def _bytes(line: Instruction) -> int:
 
 
 def _text(line: Instruction) -> str:
-    return ", ".join(f"{shape.dtype}{list(shape.dims)}" for shape in line.shapes[:3])
+    """Write the shapes of a result, the largest first; of a tuple not what is next to nothing."""
+    sizes = Counter(
+        (shape.elements, f"{shape.dtype}{list(shape.dims)}") for shape in line.shapes
+    ).items()
+    ordered = sorted(sizes, key=lambda item: -item[0][0])
+    least = ordered[0][0][0] / 100 if ordered else 0
+    texts = [
+        f"{count} x {text}" if count > 1 else text
+        for (elements, text), count in ordered
+        if elements >= least
+    ]
+    return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from zerojax.audit._compare import Comparison
@@ -18,7 +17,15 @@ from zerojax.audit._evidence import Evidence
 from zerojax.audit._hlo import Collective
 from zerojax.audit._memory import MemoryReport
 from zerojax.audit._problems import AuditError, Problem
-from zerojax.audit._traffic import Move, judged_elements, moved_elements
+from zerojax.audit._tables import (
+    collective_table,
+    hanging,
+    largest_table,
+    memory_table,
+    problem_grid,
+    volume_table,
+)
+from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
 from zerojax.layout import Layout
 
 
@@ -43,8 +50,9 @@ class AuditReport:
         title: stage, mesh and platform in one line.
         volume: elements moved per device and step over the number of parameters, along the axes of
             ZeRO and of the batch.
-        judged_volume: the same with all-reduces of which a part is kept counted as
-            reduce-scatters, where the backend has no others (a CPU).
+        judged_volume: the same without the compiler's padding, and where the backend has no
+            reduce-scatters (a CPU), with all-reduces of which a part is kept counted as such.
+        padding_volume: what the compiler adds to fit its tiles.
         theory_volume: what the layout has to move, leaf by leaf: leaves that stay whole, padding,
             microbatches and further batch axes included.
         paper_volume: the paper's plain number, 2 or 3 times (N-1)/N.
@@ -60,6 +68,7 @@ class AuditReport:
     title: str
     volume: float
     judged_volume: float
+    padding_volume: float
     theory_volume: float
     paper_volume: float
     volume_by_axis: dict[str, AxisVolume]
@@ -95,6 +104,7 @@ class AuditReport:
             "verdict": self.verdict,
             "volume": self.volume,
             "judged_volume": self.judged_volume,
+            "padding_volume": self.padding_volume,
             "theory_volume": self.theory_volume,
             "paper_volume": self.paper_volume,
             "volume_by_axis": {k: dataclasses.asdict(v) for k, v in self.volume_by_axis.items()},
@@ -113,12 +123,14 @@ class AuditReport:
         """Print the verdict, the problems, and what moves and stays."""
         yield Text(self.verdict, style="bold red" if self.problems else "bold green")
         for problem in self.problems:
-            yield Text(str(problem), style="red")
-        yield _volume_table(self)
-        yield _collective_table(self.moves)
-        yield _memory_table(self.memory)
+            yield Text(problem.kind, style="bold red")
+            yield problem_grid(problem)
+        yield volume_table(self)
+        yield collective_table(self.moves)
+        yield memory_table(self.memory)
+        yield largest_table(self.memory)
         for note in self.notes:
-            yield Text(f"note: {note}")
+            yield hanging("note:", note)
 
     def __str__(self) -> str:
         """Render the report as plain text."""
@@ -136,6 +148,7 @@ def build_report(
         title=_title(evidence.layout, evidence),
         volume=moved_elements(evidence.ours) / psi,
         judged_volume=judged_elements(evidence.ours) / psi,
+        padding_volume=padding_elements(evidence.ours) / psi,
         theory_volume=evidence.theory.elements / psi,
         paper_volume=evidence.theory.paper / psi,
         volume_by_axis=_by_axis(evidence, psi),
@@ -194,69 +207,3 @@ def _record(move: Move) -> dict[str, Any]:
         "op_name": record.op_name,
         "source": record.source,
     }
-
-
-def _volume_table(report: AuditReport) -> Table:
-    table = Table(title="volume: elements / parameter", title_justify="left")
-    for name in ("axis", "seen", "theory", "seen / theory"):
-        table.add_column(name, justify="left" if name == "axis" else "right")
-    for axis, volume in report.volume_by_axis.items():
-        if volume.theory is None:
-            table.add_row(axis, f"{volume.seen:.4f}", "not judged", "")
-        else:
-            ratio = f"{volume.seen / volume.theory:.3f}" if volume.theory else "-"
-            table.add_row(axis, f"{volume.seen:.4f}", f"{volume.theory:.4f}", ratio)
-    if report.judged_volume != report.volume:
-        ratio = f"{report.judged_volume / report.theory_volume:.3f}" if report.theory_volume else ""
-        table.add_row(
-            "as judged", f"{report.judged_volume:.4f}", f"{report.theory_volume:.4f}", ratio
-        )
-    if abs(report.paper_volume - report.theory_volume) > 5e-5:
-        table.add_row("the paper's number", "", f"{report.paper_volume:.4f}", "")
-    return table
-
-
-def _collective_table(moves: Iterable[Move]) -> Table:
-    groups: dict[tuple[str, str, str], list[Move]] = {}
-    for move in moves:
-        key = (move.record.spelling, " x ".join(move.spans), move.record.dtype)
-        groups.setdefault(key, []).append(move)
-    table = Table(title="collectives", title_justify="left")
-    for name in ("what", "along", "dtype"):
-        table.add_column(name)
-    for name in ("in the text", "per step", "largest (elements)", "moved (B/device)"):
-        table.add_column(name, justify="right")
-    ordered = sorted(groups.items(), key=lambda item: -moved_elements(item[1]))
-    for (spelling, axes, dtype), group in ordered:
-        runs = [move.record.trip_count for move in group]
-        runs = "?" if None in runs else f"{sum(run or 0 for run in runs):,}"
-        size = sum(move.record.moved_bytes for move in group)
-        largest = max(move.record.elements for move in group)
-        table.add_row(spelling, axes, dtype, str(len(group)), runs, f"{largest:,}", f"{size:,.0f}")
-    return table
-
-
-def _memory_table(memory: MemoryReport) -> Table:
-    table = Table(title="memory (B per device)", title_justify="left")
-    for name in ("what", "seen", "theory", "seen / theory"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-
-    def row(name: str, seen: int, theory: int | None = None, mark: str = "") -> None:
-        ratio = f"{seen / theory:.3f}" if theory and seen else ""
-        known = "" if theory is None else f"{theory:,}{mark}"
-        table.add_row(name, f"{seen:,}", known, ratio)
-
-    for name in ("parameters", "masters", "optimizer"):
-        if getattr(memory, name) or memory.theory[name]:
-            row(name, getattr(memory, name), memory.theory[name])
-    if memory.gradients:
-        row("gradients", memory.gradients)
-    row("gradients of a step", 0, memory.theory["gradients"], " (in temporaries)")
-    for name in ("batch", "other", "outputs", "temporaries"):
-        row(name, getattr(memory, name))
-    row("peak", memory.peak, memory.theory["total"])
-    if memory.host:
-        row("host", memory.host)
-    for one in memory.largest[:3]:
-        table.add_row(Text(f"  {one.name}: {one.shape}"), f"{one.bytes:,}", "", "")
-    return table

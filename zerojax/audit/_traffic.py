@@ -33,8 +33,9 @@ class Move:
         role: gather, scatter (any spelling of a reduce-scatter), sliced (an all-reduce of which
             each device keeps one part), reduce (an all-reduce), or shuffle (all else).
         match: the leaves that the tensor may be; None for an activation.
-        judged: elements as they are judged: where the backend has no reduce-scatter, an all-reduce
-            of which a part is kept counts as one.
+        judged: elements as they are judged: without padding, and where the backend has no
+            reduce-scatter, an all-reduce of which a part is kept counts as one.
+        padding: elements that the compiler adds to fit its tiles.
     """
 
     record: Collective
@@ -44,11 +45,17 @@ class Move:
     role: Role
     match: Match | None
     judged: float
+    padding: float = 0.0
 
     @property
     def branches(self) -> tuple[tuple[str, int], ...]:
         """Return the conditionals around it."""
         return self.record.branches
+
+    @property
+    def trips(self) -> tuple[int | None, ...]:
+        """Return the lengths of the loops around it, outermost first."""
+        return tuple(loop.trip_count for loop in self.record.loops)
 
     @property
     def is_partial(self) -> bool:
@@ -120,6 +127,11 @@ def judged_elements(moves: Iterable[Move]) -> float:
 def moved_elements(moves: Iterable[Move]) -> float:
     """Add what a device sends, with each conditional's worst branch."""
     return sum_moved(moves, value=lambda move: move.moved)
+
+
+def padding_elements(moves: Iterable[Move]) -> float:
+    """Add what the compiler adds, with each conditional's worst branch."""
+    return sum_moved(moves, value=lambda move: move.padding)
 
 
 class _AxisFinder:

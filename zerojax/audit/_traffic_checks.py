@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zerojax.audit._evidence import Evidence, describe_move, whose
+from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
 from zerojax.audit._match import local_shape
 from zerojax.audit._problems import Problem
-from zerojax.audit._traffic import Move, judged_elements, moved_elements
+from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
 
 #: Volume over theory that is still as good: for partitions gathered at once, and in stages, whose
 #: last step some backends write as an all-reduce.
 TOLERANCE = {"at once": (1.05, 1.10), "in stages": (1.20, 1.25)}
 
-#: The share of Psi from which tensors that no one expected are worth a problem.
-SHARE = 0.01
+#: How much padding may add to the volume of theory.
+PADDED = 0.15
 
 #: The same for permutes, which libtpu adds to a scatter between slices to pad it.
 SHUFFLED = 0.02
@@ -94,18 +94,21 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
 
 def check_volume(evidence: Evidence) -> Iterator[Problem]:
     """A device must not move more than the stage's formula."""
+    if not evidence.is_step:
+        return
+    yield from _check_padding(evidence)
     judged = judged_elements(evidence.large)
-    allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
-    if not evidence.is_step or judged <= allowed:
+    if not _is_too_much(evidence):
         return
     psi = evidence.layout.num_params
-    offenders = _offenders(evidence)
+    offenders = _offenders(evidence)[:3]
+    offenders = [entry for entry in offenders if entry[1] >= offenders[0][1] / 10]
     share = f"{judged / evidence.theory.elements:.2f} times " if evidence.theory.elements else ""
     what = "; ".join(
         f"{describe_move(move)} moves {excess / psi:.3f} too much, {whose}"
-        for move, excess, whose in offenders[:3]
+        for move, excess, whose in offenders
     )
-    sliced = any(move.role == "sliced" for move, _, _ in offenders[:3])
+    sliced = any(move.role == "sliced" for move, _, _ in offenders)
     remedies = {
         "sliced": _STAGE,
         "axis": "see the collectives named here: what is gathered again, or reduced whole where a "
@@ -119,6 +122,32 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
         f"{evidence.layout.stage}, {evidence.accumulate} microbatches)",
         seen=f"volume above theory: {judged / psi:.3f}, {share}the formula",
         remedy=remedies["sliced" if sliced and tpu else "axis"],
+    )
+
+
+def _is_too_much(evidence: Evidence) -> bool:
+    """Tell whether the volume is above what passes."""
+    allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
+    return judged_elements(evidence.large) > allowed
+
+
+def _check_padding(evidence: Evidence) -> Iterator[Problem]:
+    """What a compiler adds to fit its tiles is not the step's fault, but may cost too much."""
+    padded = [move for move in evidence.large if move.padding]
+    total = padding_elements(padded)
+    if total <= PADDED * evidence.theory.elements + evidence.floor:
+        return
+    largest = max(padded, key=lambda move: move.padding)
+    psi = evidence.layout.num_params
+    yield Problem(
+        kind="volume",
+        where=f"{describe_move(largest)}, {whose(evidence, largest)}",
+        expected=f"at most {PADDED:.0%} of theory ({evidence.theory.elements / psi:.3f}) for "
+        "padding",
+        seen=f"the compiler pads what it moves: {len(padded)} collective(s) move {total / psi:.3f} "
+        "elements per parameter for it",
+        remedy=f"make the partitioned dims multiples of {128 * evidence.layout.num_shards} (a "
+        "shard of 128 rows), or partition over fewer devices",
     )
 
 
@@ -148,7 +177,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
 
 def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
     """ZeRO needs no all-to-all and no permutes along its axes."""
-    found = [move for move in evidence.large if move.role == "shuffle"]
+    found = [move for move in evidence.large if move.role == "shuffle" and not move.padding]
     if moved_elements(found) < SHUFFLED * _local_elements(evidence) or not found:
         return
     largest = max(found, key=lambda move: move.moved)
@@ -176,10 +205,45 @@ def note_traffic(evidence: Evidence) -> Iterator[str]:
         largest = max(strange, key=lambda move: move.moved)
         yield (
             f"{len(strange)} reductions of tensors that no leaf looks like, the largest "
-            f"{describe_move(largest)}"
+            f"{name_move(largest)}"
         )
     if tolerance(evidence) not in TOLERANCE["at once"]:
         yield f"gathers and reductions run in stages; up to {tolerance(evidence)} of theory passes"
+
+
+def note_excess(evidence: Evidence) -> Iterator[str]:
+    """Say which leaves move more than theory, where all together pass."""
+    least = SHARE * evidence.theory.elements
+    excess = [entry for entry in _offenders(evidence) if entry[1] >= least]
+    if not evidence.is_step or not excess or _is_too_much(evidence):
+        return
+    psi = evidence.layout.num_params
+    for move, elements, _ in excess[:3]:
+        known = move.match is not None and move.match.leaves
+        leaf = evidence.leaf_names(move.match.leaves) if move.match and known else "no leaf"
+        yield (
+            f"{leaf}: {elements / psi:.3f} elements per parameter more than theory, as in "
+            f"{name_move(move)}"
+        )
+
+
+def note_padding(evidence: Evidence) -> Iterator[str]:
+    """Say how much of what moves is padding."""
+    padded = [move for move in evidence.large if move.padding]
+    if not padded or not evidence.theory.elements:
+        return
+    share = padding_elements(padded) / evidence.theory.elements
+    scatters = [move for move in padded if move.role != "shuffle"]
+    largest = max(scatters, key=lambda move: move.padding)
+    assert largest.match is not None
+    permutes = len(padded) - len(scatters)
+    more = f", and {permutes} permute(s) put the rows in place" if permutes else ""
+    yield (
+        f"the compiler pads {len(scatters)} collective(s), such as "
+        f"{largest.record.dtype}{list(largest.record.shape)} for a tensor of "
+        f"{' x '.join(map(str, largest.match.key))}{more}: {share:.1%} of theory more, of which up "
+        f"to {PADDED:.0%} pass"
+    )
 
 
 def _offenders(evidence: Evidence) -> list[tuple[Move, float, str]]:
@@ -215,7 +279,7 @@ def _offenders(evidence: Evidence) -> list[tuple[Move, float, str]]:
 def _lookalikes(evidence: Evidence) -> list[int]:
     """Give every leaf the number of a group: leaves that some tensor may be of share one."""
     groups = list(range(len(evidence.layout.leaves)))
-    matches = {move.match.leaves for move in evidence.large if move.match is not None}
+    matches = {move.match.alike for move in evidence.large if move.match is not None}
     for leaves in matches:
         ids = {groups[index] for index in leaves}
         if len(ids) > 1:

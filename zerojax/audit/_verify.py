@@ -32,6 +32,8 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _state_checks.note_copies,
     _state_checks.note_dropped,
     _traffic_checks.note_traffic,
+    _traffic_checks.note_excess,
+    _traffic_checks.note_padding,
     _dtype_checks.note_dtypes,
     _gather_checks.note_stacks,
     _gather_checks.note_microbatches,

@@ -1,0 +1,127 @@
+"""How a report is laid out, for a width of 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from zerojax.audit._memory import NAMES, MemoryReport
+from zerojax.audit._problems import Problem
+from zerojax.audit._traffic import Move, moved_elements
+
+if TYPE_CHECKING:
+    from zerojax.audit._report import AuditReport
+
+#: The part of the peak from which on something small has a row of its own.
+LEAST = 0.001
+
+
+def problem_grid(problem: Problem) -> Table:
+    """Lay out the parts of a problem."""
+    grid = Table.grid(padding=(0, 1), pad_edge=True)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="red")
+    for name in ("where", "seen", "expected", "remedy"):
+        grid.add_row(f"{name}:", Text(getattr(problem, name)))
+    return grid
+
+
+def hanging(label: str, text: str) -> Table:
+    """Lay out a text whose further lines are indented."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    grid.add_row(label, Text(text))
+    return grid
+
+
+def volume_table(report: AuditReport) -> Table:
+    """Lay out what moves beside theory, by axis."""
+    table = _table("volume (elements per parameter)", 1, "axis", "seen", "theory", "seen / theory")
+    for axis, volume in report.volume_by_axis.items():
+        if volume.theory is None:
+            table.add_row(axis, f"{volume.seen:.4f}", "not judged", "")
+        else:
+            ratio = f"{volume.seen / volume.theory:.3f}" if volume.theory else "-"
+            table.add_row(axis, f"{volume.seen:.4f}", f"{volume.theory:.4f}", ratio)
+    theory = report.theory_volume
+    if report.padding_volume:
+        ratio = f"{report.padding_volume / theory:.3f}" if theory else ""
+        table.add_row("of which padding", f"{report.padding_volume:.4f}", "", ratio)
+    if report.judged_volume != report.volume:
+        ratio = f"{report.judged_volume / theory:.3f}" if theory else ""
+        table.add_row("as judged", f"{report.judged_volume:.4f}", f"{theory:.4f}", ratio)
+    if abs(report.paper_volume - theory) > 5e-5:
+        table.add_row("the paper's number", "", f"{report.paper_volume:.4f}", "")
+    return table
+
+
+def collective_table(moves: Iterable[Move]) -> Table:
+    """Lay out collectives by spelling, axes and dtype, the heaviest first."""
+    groups: dict[tuple[str, str, str], list[Move]] = {}
+    for move in moves:
+        key = (move.record.spelling, " x ".join(move.spans), move.record.dtype)
+        groups.setdefault(key, []).append(move)
+    table = _table(
+        "collectives", 3, "what", "along", "dtype", "sites", "per step", "largest", "B / device"
+    )
+    table.caption = "largest: elements; B / device: bytes that a device sends in a step"
+    table.caption_justify = "left"
+    ordered = sorted(groups.items(), key=lambda item: -moved_elements(item[1]))
+    for (spelling, axes, dtype), group in ordered:
+        runs = [move.record.trip_count for move in group]
+        runs = "?" if None in runs else f"{sum(run or 0 for run in runs):,}"
+        size = sum(move.record.moved_bytes for move in group)
+        largest = max(move.record.elements for move in group)
+        table.add_row(spelling, axes, dtype, str(len(group)), runs, f"{largest:,}", f"{size:,.0f}")
+    return table
+
+
+def memory_table(memory: MemoryReport) -> Table:
+    """Lay out the bytes of one device by kind, beside theory."""
+    table = _table("memory (B per device)", 1, "what", "seen", "theory", "seen / theory")
+
+    def row(name: str, seen: int | None, theory: int | None = None) -> None:
+        ratio = f"{seen / theory:.3f}" if theory and seen else ""
+        texts = ["" if count is None else f"{count:,}" for count in (seen, theory)]
+        table.add_row(name, *texts, ratio)
+
+    for name in ("parameters", "masters", "optimizer"):
+        if getattr(memory, name) or memory.theory[name]:
+            row(name, getattr(memory, name), memory.theory[name])
+    if memory.gradients:
+        row("gradients", memory.gradients)
+    row("gradients of a step", None, memory.theory["gradients"])
+    rest = {name: getattr(memory, name) for name in (NAMES["batch"], NAMES["other"], "outputs")}
+    for name, count in rest.items():
+        if count >= LEAST * memory.peak:
+            row(name, count)
+    small = {name: count for name, count in rest.items() if 0 < count < LEAST * memory.peak}
+    if small:
+        row(", ".join(small), sum(small.values()))
+    row("temporaries, with gradients", memory.temporaries)
+    row("peak", memory.peak, memory.theory["total"])
+    if memory.host:
+        row("host", memory.host)
+    return table
+
+
+def largest_table(memory: MemoryReport) -> Table:
+    """Lay out the largest results of instructions."""
+    table = _table("largest results (some share a buffer)", 2, "what", "of", "B")
+    for column in table.columns[:2]:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    for one in memory.largest[:3]:
+        table.add_row(Text(one.shape), Text(one.name), f"{one.bytes:,}")
+    return table
+
+
+def _table(title: str, num_texts: int, *names: str) -> Table:
+    """Make a table whose first columns are texts and whose others are figures."""
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number < num_texts else "right")
+    return table
