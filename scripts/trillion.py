@@ -19,6 +19,7 @@ import optax
 from rich.console import Console
 
 import zerojax
+from zerojax.aot import parse_topology
 from zerojax.models import gpt
 
 PRECISION = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
@@ -40,7 +41,8 @@ def main() -> None:
         vocab_size=50_304, context=2_048,
     )  # fmt: skip
     console = Console()
-    num_devices = zerojax.aot.parse_topology(args.topology).num_devices
+    console = Console(width=max(console.width, 110))  # its tables are wide
+    num_devices = parse_topology(args.topology).num_devices
     mesh = zerojax.topology_mesh(args.topology, {"data": num_devices})
     init = functools.partial(gpt.init, config)
     key = jax.random.key(0)

@@ -58,12 +58,12 @@ def program_of(rows=ROWS, *, padded=None, back=0, dtype="bf16", bias="f32", time
   %zero.{i} = s32[] constant(0)
   ROOT %cut.{i} = {dtype}[{part},{COLS}] dynamic-slice(%all-reduce.{i}, %zero.{i}, %zero.{i}), dynamic_slice_sizes={{{part},{COLS}}}
 }}
-"""
+"""  # noqa: E501
         for i in range(times)
     )
     permute = f"""  %rest = {dtype}[{back},{COLS}] slice(%scatter.0), slice={{[0:{back}], [0:{COLS}]}}
   %moved = {dtype}[{back},{COLS}] collective-permute(%rest), source_target_pairs={PAIRS}
-"""
+"""  # noqa: E501
     text = f"""HloModule step, input_output_alias={{ {{0}}: (0, {{}}, may-alias), {{1}}: (1, {{}}, may-alias) }}, num_partitions={N}
 
 %add (a: f32[], b: f32[]) -> f32[] {{
