@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,6 +16,7 @@ WIDTH, HIDDEN, LAYERS, BATCH = 64, 128, 4, 96  # no activation has the shape of 
 PAIR = {"down": (HIDDEN, WIDTH), "up": (WIDTH, HIDDEN)}
 STACK = {name: (LAYERS, *shape) for name, shape in PAIR.items()}
 LIST = {f"layer{i}": PAIR for i in range(LAYERS)}
+TREES = {"pair": PAIR, "stack": STACK, "list": LIST}
 TX = optax.adam(1e-3)
 STACKED = (zerojax.Rule(path=".", stacked=1),)
 
@@ -22,6 +25,12 @@ def shapes_of(tree, dtype=jnp.float32):
     return jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, dtype), tree, is_leaf=lambda x: isinstance(x, tuple)
     )
+
+
+@functools.cache
+def layout_of(mesh, stage, tree="pair"):
+    rules = STACKED if tree == "stack" else ()
+    return zerojax.make_layout(shapes_of(TREES[tree]), mesh, stage=stage, rules=rules)
 
 
 def constrain(tree, mesh, *spec):

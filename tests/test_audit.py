@@ -14,15 +14,12 @@ import pytest
 from audit_programs import (
     BATCH,
     HIDDEN,
-    LIST,
-    PAIR,
-    STACK,
-    STACKED,
     WIDTH,
     compile_step,
     constrain,
     kinds,
     layer,
+    layout_of,
     mse,
     only,
     pair_loss,
@@ -37,16 +34,7 @@ from zerojax.audit import CHECKS, AuditError, Program, audit
 
 @pytest.fixture(scope="module")
 def make(mesh8):
-    """Give layouts by stage and tree, made once."""
-
-    @functools.cache
-    def make(stage, tree="pair"):
-        shapes = shapes_of({"pair": PAIR, "stack": STACK, "list": LIST}[tree])
-        return zerojax.make_layout(
-            shapes, mesh8, stage=stage, rules=STACKED if tree == "stack" else ()
-        )
-
-    return make
+    return functools.partial(layout_of, mesh8)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -250,6 +251,57 @@ def test_bytes_equal_the_formula_where_all_shapes_divide(stage, mesh8):
     assert held["total"] == sum(v for k, v in held.items() if k != "total")
     described = layout.describe(optax.adam(1e-3), mixed)
     assert abs(described.theory["total"] - held["total"]) <= count
+
+
+def without_devices(**axes):
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_mesh_without_devices_is_placed_and_counted_as_one_with_them(stage):
+    params = shapes(up=(64, 256), odd=(1009, 3), whole=(64,)) | {
+        "blocks": shapes(norm=(6, 64), w=(6, 64, 64))
+    }
+    specs = {"up": P(None, "model"), "odd": P(), "whole": P(), "blocks": P()}
+    axes, tx = {"data": 4, "model": 2}, optax.adafactor(1e-3)
+    mixed = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+    there, absent = (
+        zerojax.make_layout(params, mesh, stage=stage, specs=specs)
+        for mesh in (zerojax.make_mesh(axes), without_devices(**axes))
+    )
+    assert absent.bytes_per_device(tx, mixed) == there.bytes_per_device(tx, mixed)
+    assert str(absent.describe(tx, mixed)) == str(there.describe(tx, mixed))
+    for of in (lambda x: x.params, lambda x: x.grads, lambda x: x.opt_state(tx)):
+        specs_of = [jax.tree.map(lambda s: s.spec, of(layout)) for layout in (absent, there)]
+        assert specs_of[0] == specs_of[1]
+    assert (absent.num_shards, absent.num_batch_parts) == (4, 4)
+    assert absent.auto_mesh.shape == absent.mesh.shape
+
+
+def test_a_mesh_without_devices_may_be_larger_than_any_that_is_here():
+    mesh = AbstractMesh((1024,), ("data",), axis_types=(AxisType.Explicit,))
+    layout = zerojax.make_layout(shapes(w=(4096, 64)), mesh, stage=3)
+    held = layout.bytes_per_device(optax.adam(1e-3))
+    part = 4096 * 64 * 4 // 1024
+    assert held["total"] == 4 * part + 4  # parameter, gradient, two moments; Adam's count
+    assert layout.params["w"].shard_shape((4096, 64)) == (4, 64)
+    assert layout.auto_mesh.are_all_axes_auto
+    assert [axes for phase in layout.phases.axes for axes in phase] == ["data"]
+
+
+def test_a_step_over_a_mesh_without_devices_is_refused_with_the_remedy():
+    def init():
+        return {"w": jnp.ones((64, 64))}
+
+    layout = zerojax.make_layout(jax.eval_shape(init), without_devices(data=8), stage=2)
+    tx = optax.adam(1e-3)
+    step = zerojax.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx, layout)
+    state = zerojax.abstract_train_state(init, tx, layout)
+    batch = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    asked = (lambda: layout.platform, lambda: layout.devices, lambda: step.lower(state, batch))
+    for ask in asked:
+        with pytest.raises(ValueError, match=r"'data': 8.* no devices .*zerojax\.make_mesh"):
+            ask()
 
 
 def test_padding_is_bounded_and_reported(mesh8):

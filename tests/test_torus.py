@@ -90,6 +90,13 @@ def test_devices_in_no_order_are_put_in_order_or_said_to_be_in_none():
     assert in_order(fine) is fine  # one collective may span it, in whatever order
 
 
+def test_an_axis_of_one_device_does_not_keep_a_mesh_out_of_order():
+    shuffled = [*range(0, 16, 2), *range(1, 16, 2)]
+    mesh = torus(V6E, (4, 4), {"data": 16, "model": 1}, order=shuffled)
+    assert read_digits(mesh, "data") is None
+    assert read_digits(in_order(mesh), "data") is not None
+
+
 def test_a_mesh_over_several_slices_is_left_to_the_compiler():
     chips = [Chip(V5P, (x, y, z), slice_index=s) for s, x, y, z in np.ndindex(2, 2, 2, 2)]
     mesh = Mesh(np.array(chips), ("data",))

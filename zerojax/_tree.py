@@ -1,4 +1,4 @@
-"""Leaf paths, byte counts and path-aware maps over pytrees."""
+"""Leaf paths, byte counts, dtypes and path-aware maps over pytrees."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ def num_bytes(shape: Shape, dtype: Any) -> int:
         held = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return num_bytes(held.shape, held.dtype)
     return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def floating_dtype(own: Any, wanted: Any) -> Any:
+    """Give the dtype that a leaf gets: the wanted one, if any, where its own is floating."""
+    return wanted if wanted is not None and jnp.issubdtype(own, jnp.floating) else own
 
 
 def as_shapes(tree: PyTree) -> PyTree:

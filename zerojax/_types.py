@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 PyTree: TypeAlias = Any
 TreeDef: TypeAlias = Any  #: what jax.tree.structure returns
@@ -27,3 +28,4 @@ Shape: TypeAlias = tuple[int, ...]
 Axes: TypeAlias = tuple[str, ...]
 LossFn: TypeAlias = Callable[..., Any]
 ShapeDtype: TypeAlias = jax.ShapeDtypeStruct
+AnyMesh: TypeAlias = Mesh | AbstractMesh  #: with devices, or with sizes alone

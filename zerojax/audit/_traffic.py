@@ -142,10 +142,10 @@ class _AxisFinder:
     """
 
     def __init__(self, program: Program, layout: Layout) -> None:
-        mesh = layout.mesh
-        self._sizes = dict(mesh.shape)
+        devices = layout.devices
+        self._sizes = dict(layout.mesh.shape)
         self._known: dict[tuple[Groups, bool], tuple[str, ...]] = {}
-        own = [int(device.id) for device in mesh.devices.flat]
+        own = [int(device.id) for device in devices.flat]
         theirs = list(program.device_ids)
         if theirs and len(theirs) != len(own):
             raise ValueError(
@@ -155,8 +155,8 @@ class _AxisFinder:
         position = {device: at for at, device in enumerate(own)}
         same = not theirs or theirs == own or set(theirs) != set(own)
         self._order = None if same else [position[device] for device in theirs]
-        slices = [getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat]
-        self._slices = np.array(slices).reshape(mesh.devices.shape)
+        slices = [getattr(device, "slice_index", 0) or 0 for device in devices.flat]
+        self._slices = np.array(slices).reshape(devices.shape)
 
     def spans(self, record: Collective) -> tuple[str, ...]:
         """Name the axes along which a collective moves."""

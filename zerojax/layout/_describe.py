@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._tree import num_bytes, num_elements
+from zerojax._tree import floating_dtype, num_bytes, num_elements
 from zerojax._types import Kind
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def describe(
         _row(
             leaf.path,
             leaf,
-            _cast(leaf.dtype, precision.params),
+            floating_dtype(leaf.dtype, precision.params),
             count.states(leaf) | count.optimizer(by_owner.get(number, [])),
         )
         for number, leaf in enumerate(layout.leaves)
@@ -156,10 +156,10 @@ class _Count:
 
     def states(self, leaf: LeafLayout) -> dict[str, int]:
         """Count a parameter, its gradient and its master."""
-        low = _cast(leaf.dtype, self.precision.params)
+        low = floating_dtype(leaf.dtype, self.precision.params)
         dtypes: dict[Kind, Any] = {"parameter": low, "gradient": low}
         if self.precision.master is not None:
-            dtypes["master"] = _cast(leaf.dtype, self.precision.master)
+            dtypes["master"] = floating_dtype(leaf.dtype, self.precision.master)
         return {
             key: self._held(
                 leaf, key, dtypes[kind], self.layout.partitions(kind),
@@ -189,10 +189,6 @@ def _row(path: str, leaf: LeafLayout, dtype: Any, held: dict[str, int]) -> Row:
     spec = str(leaf.shard_spec).removeprefix("PartitionSpec")
     kind = jnp.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
     return Row(path, leaf.shape, leaf.stored_shape, kind, spec, held, leaf.reason)
-
-
-def _cast(own: Any, wanted: Any) -> Any:
-    return wanted if wanted is not None and jnp.issubdtype(own, jnp.floating) else own
 
 
 def _title(layout: Layout) -> str:

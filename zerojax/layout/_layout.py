@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,12 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, num_elements, path_name
-from zerojax._types import Axes, Kind, LossFn, PyTree, Shape, TreeDef
+from zerojax._types import AnyMesh, Axes, Kind, LossFn, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._describe import Description, describe
 from zerojax.layout._leaf import NO_DIM, Entries, LeafLayout, as_entries, choose_dim
@@ -34,7 +36,7 @@ class Layout:
     """The placement of parameters, gradients, optimizer states and batches over a mesh.
 
     Attributes:
-        mesh: the mesh that the user gave.
+        mesh: the mesh that the user gave, with devices or (`AbstractMesh`) without.
         stage: 0 to 3, arXiv 1910.02054 section 5.
         axis: mesh axes that ZeRO partitions over, major first.
         batch_axes: mesh axes that cut the batch.
@@ -45,7 +47,7 @@ class Layout:
         min_size: leaves with fewer elements stay whole.
     """
 
-    mesh: Mesh
+    mesh: AnyMesh
     stage: int
     axis: Axes
     batch_axes: Axes
@@ -69,13 +71,18 @@ class Layout:
         """Count the parts that some axes of the mesh cut a dim into."""
         return _mesh.num_devices(self.mesh, axes)
 
+    def local_shape(self, leaf: LeafLayout, shape: Shape) -> Shape:
+        """Give the part of a leaf that the user's own axes leave to a device."""
+        parts = map(self.num_parts, leaf.entries)
+        return tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
+
     @property
     def num_params(self) -> int:
         """Psi: the number of logical parameters."""
         return sum(num_elements(leaf.shape) for leaf in self.leaves)
 
     @cached_property
-    def auto_mesh(self) -> Mesh:
+    def auto_mesh(self) -> AnyMesh:
         """The mesh with Auto axes, in which constraints are written."""
         return _mesh.auto_mesh(self.mesh)
 
@@ -85,9 +92,14 @@ class Layout:
         return find_phases(self.mesh, self.axis)
 
     @property
+    def devices(self) -> np.ndarray:
+        """The devices of the mesh, in its shape; a ValueError where the mesh has none."""
+        return _mesh.devices_of(self.mesh)
+
+    @property
     def platform(self) -> str:
-        """Name the backend of the mesh's devices: "cpu", "gpu" or "tpu"."""
-        platform = str(self.mesh.devices.flat[0].platform)
+        """Name the backend of the devices: "cpu", "gpu" or "tpu"; a ValueError without any."""
+        platform = str(self.devices.flat[0].platform)
         return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
     def partitions(self, kind: Kind) -> bool:
@@ -191,7 +203,7 @@ class Layout:
 
 def make_layout(
     params: PyTree,
-    mesh: Mesh,
+    mesh: AnyMesh,
     *,
     stage: int,
     axis: str | Sequence[str] = "data",
@@ -207,7 +219,7 @@ def make_layout(
 
     Args:
         params: the parameters as arrays or `ShapeDtypeStruct`s, in any pytree.
-        mesh: devices, with Auto or Explicit axes.
+        mesh: devices, with Auto or Explicit axes; an `AbstractMesh` to place and count without.
         stage: 0 to 3, arXiv 1910.02054 section 5.
         axis: mesh axis that ZeRO partitions over, or several, major first.
         batch_axes: mesh axes that cut the batch; `axis` by default.
@@ -266,7 +278,7 @@ def place(
     entries: Entries,
     stacked: int,
     rule: Rule | None,
-    mesh: Mesh,
+    mesh: AnyMesh,
     axes: Axes,
     stage: int,
     min_size: int,
@@ -338,7 +350,7 @@ def _broadcast(specs: PyTree, params: PyTree, structure: Any) -> list[P | None]:
     return flat
 
 
-def _user_entries(name: str, spec: P | None, shape: Shape, mesh: Mesh) -> Entries:
+def _user_entries(name: str, spec: P | None, shape: Shape, mesh: AnyMesh) -> Entries:
     """Check the user's spec of one leaf."""
     if spec is None:
         return ((),) * len(shape)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from zerojax._types import Axes
+from zerojax._types import AnyMesh, Axes
 from zerojax.layout._torus import in_order
 
 
@@ -43,7 +44,7 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
     )
 
 
-def as_axes(axis: str | Sequence[str] | None, mesh: Mesh, what: str) -> Axes:
+def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:
     """Return axis names as a tuple, or raise a ValueError that names those the mesh has."""
     axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
@@ -56,11 +57,22 @@ def as_axes(axis: str | Sequence[str] | None, mesh: Mesh, what: str) -> Axes:
     return axes
 
 
-def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
+def num_devices(mesh: AnyMesh, axes: Sequence[str]) -> int:
     """Count the devices along some axes."""
     return math.prod(mesh.shape[name] for name in axes)
 
 
-def auto_mesh(mesh: Mesh) -> Mesh:
-    """Return the same devices with Auto axes."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """Return the same mesh with Auto axes."""
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def devices_of(mesh: AnyMesh) -> np.ndarray:
+    """Give the devices of a mesh, or raise a ValueError where it has none."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the layout's mesh {dict(mesh.shape)} is an AbstractMesh, which has no devices and "
+            "serves to place, count and describe; to compile or audit a step, give make_layout a "
+            "mesh of zerojax.make_mesh, or of zerojax.aot.topology_mesh for absent hardware"
+        )
+    return mesh.devices

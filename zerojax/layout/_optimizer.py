@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._tree import num_elements, path_name
+from zerojax._tree import floating_dtype, num_elements, path_name
 from zerojax._types import TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import LeafLayout, choose_dim
@@ -52,7 +52,7 @@ def optimizer_layout(
         ValueError: the leaf fits more than one placement; its path and the remedy are named.
     """
     shapes = layout.map_leaves(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _optimizer_dtype(leaf.dtype, dtype))
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, floating_dtype(leaf.dtype, dtype))
     )
     pairs, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, shapes))
     found = [leaf for _, leaf in pairs]
@@ -71,11 +71,6 @@ def optimizer_layout(
             leaves.append(_place_by_rule(name, leaf, owner, layout, rule))
     unmatched = tuple(rule for rule in rules if rule not in used)
     return OptimizerLayout(structure, tuple(leaves), unmatched)
-
-
-def _optimizer_dtype(own: Any, wanted: Any) -> Any:
-    """Give the dtype in which the optimizer sees a parameter."""
-    return wanted if wanted is not None and jnp.issubdtype(own, jnp.floating) else own
 
 
 def _place(

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._types import Axes
+from zerojax._types import AnyMesh, Axes
 
 #: Names of torus dims; several devices on one chip (TPU7x) are a dim of their own.
 DIMS = ("x", "y", "z", "core")
@@ -85,7 +85,7 @@ class Phases:
         cut: into which axes of `mesh` an axis of the layout's mesh was cut.
     """
 
-    mesh: Mesh
+    mesh: AnyMesh
     axes: tuple[Axes, ...]
     dims: tuple[Axes, ...] = ()
     reason: str = ""
@@ -129,15 +129,17 @@ class Phases:
         return tuple(found)
 
 
-def find_phases(mesh: Mesh, axes: Axes) -> Phases:
+def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:
     """Decide the phases of collectives over some axes of a mesh.
 
     Args:
-        mesh: the layout's mesh.
+        mesh: the layout's mesh; without devices it lies on no torus.
         axes: the axes that ZeRO partitions over, major first.
     """
-    flat = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    flat = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     at_once = Phases(flat, (axes,))
+    if isinstance(mesh, AbstractMesh):
+        return at_once
     span = SPANS.get(mesh.devices.flat[0].device_kind)
     if span is None or not axes or _num_slices(mesh) > 1 or _fits(span, _spanned(mesh, axes)):
         return at_once
@@ -149,7 +151,7 @@ def find_phases(mesh: Mesh, axes: Axes) -> Phases:
         )
         return dataclasses.replace(at_once, reason=reason)
     groups = _group(span, [digit for found in digits for digit in found or ()])
-    return _cut(flat, groups)
+    return _cut(mesh, groups)
 
 
 def in_order(mesh: Mesh) -> Mesh:
@@ -158,14 +160,16 @@ def in_order(mesh: Mesh) -> Mesh:
     if span is None or _num_slices(mesh) > 1:
         return mesh
     if all(
-        _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) for axis in mesh.axis_names
+        _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) is not None
+        for axis in mesh.axis_names
     ):
         return mesh
     devices = sorted(mesh.devices.flat, key=_place)
     ordered = Mesh(
         np.array(devices).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types
     )
-    return ordered if all(read_digits(ordered, axis) for axis in mesh.axis_names) else mesh
+    digits = [read_digits(ordered, axis) for axis in mesh.axis_names]
+    return mesh if None in digits else ordered
 
 
 def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:

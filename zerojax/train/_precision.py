@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax._tree import floating_dtype
 from zerojax._types import PyTree
 from zerojax.layout import Precision
 
@@ -14,11 +15,6 @@ from zerojax.layout import Precision
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     """Cast the floating leaves of a tree; None casts nothing."""
     return jax.tree.map(lambda x: x.astype(floating_dtype(x.dtype, dtype)), tree)
-
-
-def floating_dtype(own: Any, wanted: Any) -> Any:
-    """Give the dtype that a leaf gets: the wanted one if it is floating, else its own."""
-    return wanted if wanted is not None and jnp.issubdtype(own, jnp.floating) else own
 
 
 def updated_dtype(precision: Precision) -> Any:
