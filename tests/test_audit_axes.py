@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.audit import audit
 from zerojax.audit._match import Matcher, pads, regroups
-from zerojax.audit._theory import theory_of
+from zerojax.planner import theory_of
 
 ROWS, COLS, BATCH = 128, 96, 64
 WEIGHT = {"w": jax.ShapeDtypeStruct((ROWS, COLS), jnp.float32)}

@@ -1,9 +1,10 @@
 """ZeRO for JAX: model states partitioned over a device mesh."""
 
-from zerojax.aot import topology_mesh
+from zerojax.aot import search_plans, topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.layout import Layout, Precision, Rule, make_layout, make_mesh
 from zerojax.optim import apply_updates, sharded
+from zerojax.planner import Hardware, Plan, Transformer, max_params, model_state_bytes, plan
 from zerojax.train import (
     TrainState,
     TrainStep,
@@ -16,11 +17,14 @@ from zerojax.train import (
 __all__ = [
     "AuditError",
     "AuditReport",
+    "Hardware",
     "Layout",
+    "Plan",
     "Precision",
     "Rule",
     "TrainState",
     "TrainStep",
+    "Transformer",
     "abstract_train_state",
     "apply_updates",
     "audit",
@@ -28,6 +32,10 @@ __all__ = [
     "make_layout",
     "make_mesh",
     "make_train_step",
+    "max_params",
+    "model_state_bytes",
+    "plan",
+    "search_plans",
     "sharded",
     "topology_mesh",
     "unpad",

@@ -1,4 +1,4 @@
-"""Parts of traced programs whose spelling differs between versions of jax."""
+"""Traced programs: what versions of jax spell differently, and equations run again."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
     return len(consts), len(carry)
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Run one equation on arrays."""
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerojax.planner._hardware import HARDWARE, find_hardware
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuChip:
-    """Describe a GPU to XLA's compiler; memory in bytes, bandwidth in bytes per second."""
+    """Describe a GPU to XLA's compiler as XLA's own file does; bytes, and bytes per second."""
 
     name: str
     compute_capability: str  # "9.0a": the letter stands for the architecture's own instructions
@@ -28,7 +30,7 @@ class TpuChip:
     """Describe a TPU generation: its tori and its memory; libtpu knows the rest of the chip.
 
     `memory` is what libtpu leaves a program of the HBM of one device, in bytes: the figure that it
-    names where it refuses a larger one. What the maker prints stands beside it.
+    names where it refuses a larger one. It and all but the options are the planner's.
     """
 
     name: str
@@ -40,15 +42,12 @@ class TpuChip:
 
 
 _SPECS = "openxla/xla, xla/backends/gpu/target_config/specs/"
-_CLOUD = "https://cloud.google.com/tpu/docs/"
-_LIMIT = "; memory: libtpu 0.0.42.1 refusing a program"
-_GIB = 2**30
 
 GPU_CHIPS: dict[str, GpuChip] = {
     "a100": GpuChip(
         name="NVIDIA A100-SXM4-80GB",
         compute_capability="8.0",
-        memory=85_100_068_864,
+        memory=HARDWARE["a100"].memory,
         bandwidth=2_039_040_000_000,
         cores=108,
         fpus_per_core=64,
@@ -62,7 +61,7 @@ GPU_CHIPS: dict[str, GpuChip] = {
     "h100": GpuChip(
         name="NVIDIA H100 80GB HBM3",
         compute_capability="9.0a",
-        memory=84_942_979_072,
+        memory=HARDWARE["h100"].memory,
         bandwidth=3_352_320_000_000,
         cores=132,
         fpus_per_core=128,
@@ -76,7 +75,7 @@ GPU_CHIPS: dict[str, GpuChip] = {
     "h200": GpuChip(
         name="NVIDIA H200 141GB HBM3e",
         compute_capability="9.0a",
-        memory=151_397_597_184,
+        memory=HARDWARE["h200"].memory,
         bandwidth=4_800_000_000_000,
         cores=132,
         fpus_per_core=128,
@@ -90,7 +89,7 @@ GPU_CHIPS: dict[str, GpuChip] = {
     "b200": GpuChip(
         name="NVIDIA B200",
         compute_capability="10.0a",
-        memory=191_514_411_008,
+        memory=HARDWARE["b200"].memory,
         bandwidth=7_672_320_000_000,
         cores=148,
         fpus_per_core=128,
@@ -103,46 +102,27 @@ GPU_CHIPS: dict[str, GpuChip] = {
     ),
 }
 
-_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+
+def _tpu(name: str, options: tuple[tuple[str, str], ...] = ()) -> TpuChip:
+    """Take a TPU as the planner has it, by the name that libtpu knows."""
+    one = find_hardware(name)
+    return TpuChip(
+        name=name,
+        devices_per_chip=one.devices_per_chip,
+        memory=one.memory,
+        shapes=one.slices,
+        options=options,
+        source=one.source,
+    )
+
 
 TPU_CHIPS: dict[str, TpuChip] = {
-    "v4": TpuChip(
-        name="v4",
-        devices_per_chip=1,
-        memory=int(30.75 * _GIB),  # 32 GiB a chip
-        shapes=(*_CUBES, "8x16x16", "12x16x16"),
-        options=(("chip_config_name", "megacore"),),  # both cores of a chip work as one device
-        source=_CLOUD + "v4" + _LIMIT,
-    ),
-    "v5e": TpuChip(
-        name="v5e",
-        devices_per_chip=1,
-        memory=int(15.75 * _GIB),  # 16 GiB a chip
-        shapes=("1x1", *_FLAT),
-        source=_CLOUD + "v5e" + _LIMIT,
-    ),
-    "v5p": TpuChip(
-        name="v5p",
-        devices_per_chip=1,
-        memory=int(95.74 * _GIB),  # 95 GiB a chip
-        shapes=(*_CUBES, "8x16x16", "16x16x16", "16x16x24"),
-        source=_CLOUD + "v5p" + _LIMIT,
-    ),
-    "v6e": TpuChip(
-        name="v6e",
-        devices_per_chip=1,
-        memory=int(31.25 * _GIB),  # 32 GiB a chip
-        shapes=("1x1", *_FLAT),
-        source=_CLOUD + "v6e" + _LIMIT,
-    ),
-    "tpu7x": TpuChip(
-        name="tpu7x",
-        devices_per_chip=2,
-        memory=int(94.75 * _GIB),  # 192 GiB a chip, half of it a device's
-        shapes=(*_CUBES, "8x16x16", "16x16x16"),
-        source=_CLOUD + "tpu7x" + _LIMIT,
-    ),
+    # Both cores of a v4 chip work as one device.
+    "v4": _tpu("v4", options=(("chip_config_name", "megacore"),)),
+    "v5e": _tpu("v5e"),
+    "v5p": _tpu("v5p"),
+    "v6e": _tpu("v6e"),
+    "tpu7x": _tpu("tpu7x"),
 }
 
 

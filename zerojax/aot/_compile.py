@@ -22,7 +22,13 @@ _REFUSALS = (
     re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B?"),
 )
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
-_SOURCES = ("aot/_chips.py", "aot/_compile.py", "aot/_plugin.py", "audit/_program.py")
+_SOURCES = (
+    "aot/_chips.py",
+    "aot/_compile.py",
+    "aot/_plugin.py",
+    "audit/_program.py",
+    "planner/_hardware.py",
+)
 #: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
 _DECIDING = ("_compiler_options_kvs", "_device_list")
 _EXHAUSTED = "RESOURCE_EXHAUSTED"

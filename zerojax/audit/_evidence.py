@@ -9,13 +9,13 @@ from functools import cached_property
 
 from zerojax.audit._hlo import parse_collectives
 from zerojax.audit._kinds import STATES, Held, classify, item_bits, pairs
-from zerojax.audit._match import Matcher, local_shape
+from zerojax.audit._match import Matcher
 from zerojax.audit._module import Module, parse_module
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Leaf, Program
-from zerojax.audit._theory import Theory
 from zerojax.audit._traffic import Move, moves_of
 from zerojax.layout import Layout, Precision
+from zerojax.planner import Theory
 
 #: The share of what a step has to move from which what no one expected is worth a problem.
 SHARE = 0.01
@@ -107,7 +107,7 @@ class Evidence:
     def partitioned_elements(self) -> int:
         """Count the elements per device of the leaves that the layout partitions, stored."""
         return sum(
-            math.prod(local_shape(leaf, leaf.stored_shape, self.layout))
+            math.prod(self.layout.local_shape(leaf, leaf.stored_shape))
             for leaf in self.layout.leaves
             if leaf.dim is not None
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from zerojax.audit._evidence import Evidence, describe_move, name_move
-from zerojax.audit._match import Match, key_of, local_shape
+from zerojax.audit._match import Match, key_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
 from zerojax.audit._uses import Use, uses_of
@@ -158,7 +158,7 @@ def _by_leaf(evidence: Evidence) -> dict[tuple, list[Move]]:
 def _stored(evidence: Evidence, match: Match) -> int:
     """Count the elements per device of the leaves that a tensor may be of, gathered."""
     leaves = [evidence.layout.leaves[index] for index in match.leaves]
-    return sum(math.prod(local_shape(leaf, leaf.stored_shape, evidence.layout)) for leaf in leaves)
+    return sum(math.prod(evidence.layout.local_shape(leaf, leaf.stored_shape)) for leaf in leaves)
 
 
 def _is_reduced(evidence: Evidence, match: Match) -> bool:
@@ -176,7 +176,7 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
 def _has_whole(evidence: Evidence, match: Match) -> bool:
     """Tell whether a loop carries all layers of a leaf, gathered."""
     wholes = {
-        key_of(local_shape(leaf, shape, evidence.layout))
+        key_of(evidence.layout.local_shape(leaf, shape))
         for leaf in (evidence.layout.leaves[index] for index in match.leaves)
         for shape in (leaf.shape, leaf.stored_shape)
     }

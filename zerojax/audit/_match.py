@@ -11,7 +11,6 @@ from functools import cached_property
 
 from zerojax._types import Shape
 from zerojax.layout import Layout, LeafLayout
-from zerojax.layout._mesh import num_devices
 
 Key = tuple[int, ...]  # dims above 1, sorted
 
@@ -158,14 +157,8 @@ def pads(key: Sequence[int], of: Sequence[int]) -> bool:
     )
 
 
-def local_shape(leaf: LeafLayout, shape: Shape, layout: Layout) -> Shape:
-    """Give the part of a leaf that the user's own axes leave to a device."""
-    parts = (num_devices(layout.mesh, names) for names in leaf.entries)
-    return tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
-
-
 def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
-    wholes = {local_shape(leaf, shape, layout) for shape in (leaf.shape, leaf.stored_shape)}
+    wholes = {layout.local_shape(leaf, shape) for shape in (leaf.shape, leaf.stored_shape)}
     for whole in wholes:
         pieces = {("leaf", whole)}
         pieces |= {("layer", (1,) * count + whole[count:]) for count in range(1, leaf.stacked + 1)}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
-from zerojax.audit._match import local_shape
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
 
@@ -274,7 +273,7 @@ def _offenders(evidence: Evidence) -> list[tuple[Move, float, str]]:
     theory: dict[tuple[Any, str], float] = {}
     ring = (evidence.layout.num_shards - 1) / evidence.layout.num_shards
     for index, leaf in enumerate(evidence.layout.leaves):
-        size = math.prod(local_shape(leaf, leaf.stored_shape, evidence.layout)) * ring
+        size = math.prod(evidence.layout.local_shape(leaf, leaf.stored_shape)) * ring
         gathers = evidence.theory.gathers if leaf.dim is not None else 0
         reductions = evidence.theory.reductions * (1 if leaf.dim is not None else 2)
         for verb, count in (("gather", gathers), ("reduction", reductions)):

@@ -12,8 +12,8 @@ from zerojax.audit._memory import memory_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._program import Program
 from zerojax.audit._report import AuditReport, build_report
-from zerojax.audit._theory import Reduce, theory_of
 from zerojax.layout import Layout, Precision
+from zerojax.planner import Reduce, theory_of
 
 #: Every kind of problem and the function that looks for it.
 CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax._jaxpr import opened, scan_parts
+from zerojax._jaxpr import bind, opened, scan_parts
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, box, never_saves_gathered
 from zerojax.collectives._lookup import is_lookup, look_up
@@ -68,13 +68,6 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
         return jax.tree.unflatten(jax.tree.structure(out), map(retracer.opened, flat))
 
     return wrapped
-
-
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Run one equation on arrays."""
-    with eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 class _Retracer:

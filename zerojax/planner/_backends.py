@@ -1,0 +1,45 @@
+"""How compilers of a kind of hardware use memory, each as compiled programs showed it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """How a compiler departs from the plain rules.
+
+    Attributes:
+        fuses_operands: whether an elementwise operation is merged into the one dot product that
+            reads it (TPU); else operands of a dot product lie in memory (GPU, CPU).
+        fuses_lookups: whether what a gather reads is merged into it (GPU).
+        fuses_one_hot: whether a scatter of one element per row is merged into the sum that it goes
+            to, as a comparison with an index (TPU); else it is written in the sum's place.
+        splits_contraction: output tiles below which a dot product is split along what it sums over
+            to keep all cores busy; where that does not divide, padded copies of both operands are
+            made first (GPU; 0 elsewhere).
+        prefetches: whether the gather of the next weight is under way while one is used (GPU).
+    """
+
+    fuses_operands: bool
+    fuses_lookups: bool
+    fuses_one_hot: bool
+    splits_contraction: int
+    prefetches: bool
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "gpu": Backend(
+        fuses_operands=False, fuses_lookups=True, fuses_one_hot=False, splits_contraction=132,
+        prefetches=True,
+    ),
+    "tpu": Backend(
+        fuses_operands=True, fuses_lookups=False, fuses_one_hot=True, splits_contraction=0,
+        prefetches=False,
+    ),
+    "cpu": Backend(
+        fuses_operands=False, fuses_lookups=True, fuses_one_hot=False, splits_contraction=0,
+        prefetches=False,
+    ),
+}  # fmt: skip

@@ -1,0 +1,178 @@
+"""`Choices`: what a search found, ranked; what it rejected, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from zerojax.planner._report import Plan
+
+#: Rows that a table shows.
+_ROWS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejected:
+    """A family that no microbatch makes fit: its smallest plan, beside the limit.
+
+    Attributes:
+        plan: the plan of its family that needs least.
+        limit: bytes per device that there were.
+    """
+
+    plan: Plan
+    limit: float
+
+    @property
+    def needed(self) -> int:
+        """Bytes per device that it would have needed."""
+        return self.plan.bytes.total
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return f"{describe(self.plan)}: needs {gigabytes(self.needed)} of {gigabytes(self.limit)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What a compiler said of a choice.
+
+    Attributes:
+        peak: bytes of a device that the compiled step takes; None where it was not compiled.
+        note: the audit's verdict, or why there is none.
+    """
+
+    peak: int | None
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices(Sequence[Plan]):
+    """Plans that fit, fastest first: one for each family, with its fastest microbatch.
+
+    Attributes:
+        plans: the choices.
+        tried: all that was planned, microbatches that were not chosen included.
+        rejected: families that do not fit, the nearest first.
+        limit: bytes per device.
+        verified: what the compiler said, by the index of the choice.
+    """
+
+    plans: tuple[Plan, ...]
+    tried: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    limit: float
+    verified: dict[int, Verified] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+        """Give a choice by its rank."""
+        return self.plans[index]
+
+    def __iter__(self) -> Iterator[Plan]:
+        """Go through the choices, fastest first."""
+        return iter(self.plans)
+
+    @property
+    def pareto(self) -> tuple[Plan, ...]:
+        """Plans than which none is both faster and smaller, fastest first; all fit the limit."""
+        front: list[Plan] = []
+        fitting = [plan for plan in self.tried if plan.bytes.total <= self.limit]
+        for plan in sorted(fitting, key=lambda plan: (plan.step_time, plan.bytes.total)):
+            if not front or plan.bytes.total < front[-1].bytes.total:
+                front.append(plan)
+        return tuple(front)
+
+    def to_json(self) -> str:
+        """Write choices, front and rejected families as JSON."""
+        data = {
+            "limit": self.limit,
+            "choices": [plan.to_dict() for plan in self.plans],
+            "pareto": [plan.to_dict() for plan in self.pareto],
+            "rejected": [str(one) for one in self.rejected],
+            "verified": {number: dataclasses.asdict(one) for number, one in self.verified.items()},
+        }
+        return json.dumps(data, indent=2)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the best choices, the front and what was rejected."""
+        yield self._table(f"fastest of {len(self)} that fit {gigabytes(self.limit)}", self.plans)
+        yield self._table("none is both faster and smaller", self.pareto, verified=False)
+        for number, one in self.verified.items():
+            yield Text(f"choice {number + 1}: {one.note}")
+        for one in self.rejected[:_ROWS]:
+            yield Text(f"rejected: {one}")
+        if len(self.rejected) > _ROWS:
+            yield Text(f"and {len(self.rejected) - _ROWS} more")
+
+    def __str__(self) -> str:
+        """Render the tables as plain text."""
+        out = io.StringIO()
+        Console(file=out, width=140, color_system=None).print(self)
+        return out.getvalue()
+
+    def _compiled(self, number: int) -> str:
+        """Write a compiled peak beside the planned one."""
+        one = self.verified.get(number)
+        if one is None or one.peak is None:
+            return "-"
+        return f"{one.peak / 1e9:,.3f} ({one.peak / self.plans[number].bytes.total:.3f})"
+
+    def _table(self, title: str, plans: Sequence[Plan], *, verified: bool = True) -> Table:
+        table = Table(title=title, title_justify="left")
+        for name in ("stage", "N", "groups", "model", "remat", "on the host"):
+            table.add_column(name)
+        for name in ("microbatch", "GB", "ms", "bound by", "volume"):
+            table.add_column(name, justify="right")
+        shows = verified and bool(self.verified)
+        if shows:
+            table.add_column("compiled GB", justify="right")
+        for number, plan in enumerate(plans[:_ROWS]):
+            copies = plan.num_devices // (plan.num_shards * plan.model_axis)
+            row = [
+                str(plan.stage), f"{plan.num_shards:,}", f"{copies:,}", str(plan.model_axis),
+                (plan.remat or "-") + (" Pa" if plan.partitions_activations else ""),
+                ", ".join(plan.offload) or "-",
+                f"{plan.accumulate} x {plan.count:g}", f"{plan.bytes.total / 1e9:,.3f}",
+                f"{1e3 * plan.step_time:,.3f}", plan.bound_by, f"{plan.volume:.3f}",
+            ]  # fmt: skip
+            if shows:
+                row.append(self._compiled(number))
+            table.add_row(*row)
+        return table
+
+
+def describe(plan: Plan) -> str:
+    """Name a family in a few words."""
+    parts = [f"stage {plan.stage}", f"N = {plan.num_shards:,}"]
+    if plan.model_axis > 1:
+        parts.append(f"model axis {plan.model_axis}")
+    if plan.remat:
+        parts.append(f"remat={plan.remat!r}")
+    if plan.partitions_activations:
+        parts.append("Pa")
+    if plan.offload:
+        parts.append(f"{' and '.join(plan.offload)} on the host")
+    if plan.accumulate > 1:
+        parts.append(f"{plan.accumulate} microbatches")
+    return ", ".join(parts)
+
+
+def gigabytes(size: float) -> str:
+    """Write bytes in GB (1e9), and to the byte, so that they can be asked for."""
+    return f"{size / 1e9:,.3f} GB ({size:,.0f} B)"

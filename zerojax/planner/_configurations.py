@@ -1,0 +1,66 @@
+"""The combinations of ZeRO-DP and ZeRO-R that the paper measures: C1 to C5.
+
+Source: arXiv 1910.02054, table 3 and figure 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Choose what is partitioned and where activation checkpoints lie.
+
+    Attributes:
+        stage: the ZeRO stage.
+        partitioned_checkpoints: Pa: checkpoints are partitioned over the model axis.
+        offloaded_checkpoints: the `+cpu` of Pa+cpu: checkpoints lie in the host's memory.
+        constant_buffers: CB: temporary buffers do not grow with the model. Under XLA there is no
+            fused buffer to bound; what a step holds besides states is what the compiler plans.
+        defragmented: MD: long-lived tensors lie together. XLA assigns every buffer of a step
+            before it runs, which is the same thing.
+        reported_params: the largest model that the paper trained with it, in parameters; None where
+            it does not say.
+    """
+
+    stage: int
+    partitioned_checkpoints: bool = False
+    offloaded_checkpoints: bool = False
+    constant_buffers: bool = True
+    defragmented: bool = True
+    reported_params: float | None = None
+
+
+#: The paper's five, each with the largest model of figure 6: a model axis of 16 and a fixed batch.
+#: That of C3 is read off the figure; the text names the others.
+CONFIGURATIONS: Mapping[str, Configuration] = MappingProxyType(
+    {
+        "C1": Configuration(stage=1, reported_params=40e9),
+        "C2": Configuration(stage=1, partitioned_checkpoints=True, reported_params=60e9),
+        "C3": Configuration(stage=2, reported_params=50e9),
+        "C4": Configuration(stage=2, partitioned_checkpoints=True, reported_params=140e9),
+        "C5": Configuration(
+            stage=2,
+            partitioned_checkpoints=True,
+            offloaded_checkpoints=True,
+            reported_params=150e9,
+        ),
+    }
+)
+
+
+def find_configuration(configuration: str | Configuration) -> Configuration:
+    """Return the configuration of that name, or the one given.
+
+    Raises:
+        ValueError: no configuration has that name; the message lists those known.
+    """
+    if isinstance(configuration, Configuration):
+        return configuration
+    if configuration not in CONFIGURATIONS:
+        known = ", ".join(CONFIGURATIONS)
+        raise ValueError(f"no configuration named {configuration!r}; known: {known}")
+    return CONFIGURATIONS[configuration]

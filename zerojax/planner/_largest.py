@@ -1,0 +1,195 @@
+"""The largest model that memory holds: the paper's table 2 and figure 6, for any hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+from zerojax.planner._configurations import Configuration, find_configuration
+from zerojax.planner._counts import as_amount, as_count, as_share
+from zerojax.planner._formulas import ADAM_BYTES, model_state_bytes
+from zerojax.planner._hardware import Hardware, find_hardware
+from zerojax.planner._transformer import FAMILY, Remat, Transformer
+
+#: What the paper's own runs reached of the memory that its formulas fill: at stage 1, measured over
+#: theoretical size is 0.82 in all rows of table 2. The rest were buffers and fragments.
+PAPER_USABLE = 0.82
+
+
+def memory_bytes(memory: float | str | Hardware) -> float:
+    """Return the bytes of one device: those given, or those of hardware or its name.
+
+    Raises:
+        ValueError: bytes that are not above 0, or hardware that is unknown.
+    """
+    if isinstance(memory, str | Hardware):
+        return float(find_hardware(memory).memory)
+    return as_amount("memory", memory, above_zero=True)
+
+
+def max_params(
+    memory: float | str | Hardware,
+    *,
+    stage: int,
+    num_shards: int,
+    model_axis: int = 1,
+    optimizer_bytes_per_param: float = ADAM_BYTES,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+    usable: float = 1.0,
+) -> int:
+    """Return the most parameters whose model states fit, activations left out.
+
+    Memory over the bytes that a parameter takes on a device, times the model axis. Source: arXiv
+    1910.02054, table 2, its theoretical half (32 GB, N = 64).
+
+    Args:
+        memory: bytes of one device, or hardware, or its name.
+        stage: 0 to 3.
+        num_shards: N; devices are N times the model axis.
+        model_axis: devices over which model parallelism cuts every parameter.
+        optimizer_bytes_per_param: K.
+        param_bytes: bytes of a parameter that the loss reads.
+        grad_bytes: bytes of a gradient.
+        usable: the share of memory that states may take; the paper's runs reached PAPER_USABLE.
+
+    Raises:
+        ValueError: a count is not whole and positive, or not one parameter fits.
+    """
+    limit = memory_bytes(memory) * as_share("usable", usable)
+    each = model_state_bytes(
+        1,
+        stage=stage,
+        num_shards=num_shards,
+        optimizer_bytes_per_param=optimizer_bytes_per_param,
+        param_bytes=param_bytes,
+        grad_bytes=grad_bytes,
+    ) / as_count("model_axis", model_axis)
+    if limit < each:
+        raise ValueError(f"{limit:g} usable bytes hold no parameter; one takes {each:g}")
+    return int(limit / each)
+
+
+def max_transformer(
+    memory: float | str | Hardware,
+    configuration: str | Configuration,
+    *,
+    num_shards: int,
+    batch: int,
+    model_axis: int = 1,
+    num_tokens: int | None = None,
+    like: Transformer | None = None,
+    remat: Remat = "full",
+    optimizer_bytes_per_param: float = ADAM_BYTES,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+    usable: float = 1.0,
+) -> Transformer:
+    """Return the largest GPT that fits with the activations of a fixed batch.
+
+    Source: arXiv 1910.02054, figure 6 (V100 32 GB, a model axis of 16).
+
+    Args: those of `max_params`, with devices N times the model axis, and
+        memory: where it is hardware, offloaded checkpoints have to fit in its host's memory; bytes
+            alone say nothing of that.
+        configuration: C1 to C5, or one of your own.
+        batch: sequences in the microbatch of a device, or of its group along the model axis.
+        num_tokens: tokens in a sequence; None is the context.
+        like: a GPT whose number of layers is the only thing to change, as the paper varies it at
+            a width of 8192; None looks among all that `Transformer.of` gives.
+        remat: what is computed again.
+
+    Raises:
+        ValueError: a count is not whole and positive, hardware or configuration is unknown, or
+            the smallest of these GPTs does not fit; the message says what it takes.
+    """
+    limit, host_limit = memory_bytes(memory) * as_share("usable", usable), _host_bytes(memory)
+    choice = find_configuration(configuration)
+    model_axis = as_count("model_axis", model_axis)
+    state_bytes = functools.partial(
+        model_state_bytes,
+        stage=choice.stage,
+        num_shards=num_shards,
+        optimizer_bytes_per_param=optimizer_bytes_per_param,
+        param_bytes=param_bytes,
+        grad_bytes=grad_bytes,
+    )
+
+    def taken(model: Transformer) -> tuple[float, float]:  # on the device, on the host
+        activations = model.activation_bytes(
+            batch,
+            num_tokens=num_tokens,
+            remat=remat,
+            model_axis=model_axis,
+            partitioned=choice.partitioned_checkpoints,
+            offloaded=choice.offloaded_checkpoints,
+        )
+        return state_bytes(model.num_params) / model_axis + activations.total, activations.host
+
+    def fits(model: Transformer) -> bool:
+        device, host = taken(model)
+        return device <= limit and host <= host_limit
+
+    ranges = _family_ranges() if like is None else [(like, 1, None)]
+    for member, least, most in ranges:
+        layers = _most_layers(member, most, fits)
+        if layers >= least:
+            return dataclasses.replace(member, num_layers=layers)
+    smallest = dataclasses.replace(ranges[-1][0], num_layers=1)
+    raise ValueError(_shortage(smallest, *taken(smallest), limit, host_limit))
+
+
+def _shortage(
+    smallest: Transformer, device: float, host: float, limit: float, host_limit: float
+) -> str:
+    where, room, taken = "usable", limit, device
+    if device <= limit:
+        where, room, taken = "of the host's", host_limit, host
+    return (
+        f"no GPT fits in {room:g} {where} bytes: the smallest, of {smallest.num_params:,} "
+        f"parameters, takes {math.ceil(taken):,}; give more memory or shards, or a smaller batch"
+    )
+
+
+def _host_bytes(memory: float | str | Hardware) -> float:
+    if isinstance(memory, str | Hardware):
+        return float(find_hardware(memory).host_memory)
+    return math.inf
+
+
+def _family_ranges() -> list[tuple[Transformer, int, int | None]]:
+    """List each width's GPT with the fewest and most layers that FAMILY has it at; widest first."""
+    ranges: list[tuple[Transformer, int, int | None]] = []
+    below = 0.0
+    for i, member in enumerate(FAMILY):
+        wider = FAMILY[i + 1] if i + 1 < len(FAMILY) else None
+        if wider is not None and wider.width == member.width:
+            continue
+        most = None
+        end = math.inf
+        if wider is not None:  # halfway between the two, by ratio, as Transformer.of decides
+            end = math.sqrt(member.num_params * wider.num_params)
+            most = math.floor((end - member.end_params) / member.layer_params)
+        least = max(1, math.ceil((below - member.end_params) / member.layer_params))
+        ranges.append((member, least, most))
+        below = end
+    return ranges[::-1]
+
+
+def _most_layers(member: Transformer, most: int | None, fits: Callable[[Transformer], bool]) -> int:
+    """Find the most layers that fit, at most `most`; 0 where one does not fit."""
+
+    def ok(layers: int) -> bool:
+        return fits(dataclasses.replace(member, num_layers=layers))
+
+    low, high = 0, 1  # low fits, or is 0
+    while (most is None or high <= most) and ok(high):
+        low, high = high, 2 * high
+    if most is not None:
+        high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if ok(middle) else (low, middle)
+    return low

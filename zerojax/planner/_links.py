@@ -1,0 +1,281 @@
+"""The network: how long collectives over axes of a mesh keep fast and slow links busy.
+
+Latency is left out, so what is said of small tensors is too good. A device of every group sends and
+receives at the same time, as all of a mesh does in a step of ZeRO.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+from zerojax._types import Axes
+from zerojax.layout import SPANS
+from zerojax.layout._torus import Span
+from zerojax.planner._counts import as_amount, as_count
+from zerojax.planner._hardware import Hardware, find_hardware
+from zerojax.planner._slice import Stretch, lay_axes, torus_shape
+
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """For how long links are busy.
+
+    Attributes:
+        fast: those within a domain: a node, a slice.
+        slow: those between domains.
+    """
+
+    fast: float = 0.0
+    slow: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        """Add the times of one collective after another."""
+        return Seconds(self.fast + other.fast, self.slow + other.slow)
+
+    def __mul__(self, times: float) -> Seconds:
+        """Multiply, as the time of a tensor so many times as large."""
+        return Seconds(self.fast * times, self.slow * times)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a collective that goes along some torus dims, or through a switch, at once.
+
+    Attributes:
+        num_devices: devices that take part.
+        bandwidth: bytes/s that each of them receives.
+        dims: the torus dims, in words; empty for a switch.
+    """
+
+    num_devices: int
+    bandwidth: float
+    dims: tuple[str, ...] = ()
+
+
+class Network:
+    """The links that a mesh of devices has.
+
+    Devices are numbered row by row over the axes, major first, and a domain (a node, a slice) takes
+    consecutive ones: minor axes lie within it, major ones cross. Where an axis does both, each
+    domain takes the largest divisor of it that fits, so 12 devices are two nodes' 6 of 8.
+
+    Args:
+        hardware: a name of `HARDWARE` or a `Hardware`.
+        axes: sizes of the mesh axes, major first.
+
+    Attributes:
+        hardware: the hardware.
+        axes: the sizes, by name.
+        within: how many devices along each axis a domain has.
+        across: how many domains each axis crosses.
+        torus: chips along each dim of a slice; empty where a switch joins the devices.
+
+    Raises:
+        ValueError: unknown hardware, or a size that counts nothing.
+    """
+
+    def __init__(self, hardware: str | Hardware, axes: Mapping[str, int]) -> None:
+        self.hardware = find_hardware(hardware)
+        self.axes = {
+            name: as_count(f"the size of mesh axis {name!r}", n) for name, n in axes.items()
+        }
+        self.within = _within(self.hardware.domain, self.axes)
+        self.across = {name: size // self.within[name] for name, size in self.axes.items()}
+        num_devices = math.prod(self.within.values())
+        self.torus = torus_shape(self.hardware, num_devices)
+        cores = num_devices // math.prod(self.torus) if self.torus else 1
+        self._dims = (*self.torus, cores)
+        self._stretches = lay_axes(self._dims, self.within) if self.torus else {}
+        self._rates: dict[tuple[Axes, Collective], Seconds] = {}
+
+    @property
+    def num_devices(self) -> int:
+        """Count the devices."""
+        return math.prod(self.axes.values())
+
+    @property
+    def num_domains(self) -> int:
+        """Count the nodes or slices."""
+        return math.prod(self.across.values())
+
+    def seconds(
+        self, axes: str | Sequence[str], num_bytes: float, collective: Collective = "all-gather"
+    ) -> Seconds:
+        """Return for how long a collective keeps links busy.
+
+        Through a switch, a group of n devices, m of them in each domain, forms NCCL's rings: each
+        device receives S (n - 1) / n bytes, and the m cards of a domain share what enters it,
+        S (n - 1) / n / m each (nccl-tests, doc/PERFORMANCE.md). On a torus a phase over p devices
+        takes S (p - 1) / p over the bandwidth of its dims together (`gather_time`) and leaves S / p
+        to the next; the network between slices has what the last one leaves. An all-reduce is both,
+        a reduce-scatter and a gather, and on a torus needs no phases.
+
+        Args:
+            axes: one mesh axis or several, major first.
+            num_bytes: S: the whole tensor, gathered or before it is scattered.
+            collective: "all-gather", "reduce-scatter" (which takes the same) or "all-reduce".
+
+        Raises:
+            ValueError: an unknown axis or collective, or a negative number of bytes.
+        """
+        size = as_amount("num_bytes", num_bytes)
+        names = self._known(axes)
+        rate = self._rates.get((names, collective))
+        if rate is None:
+            rate = self._rates[names, collective] = self._rate(names, collective)
+        return rate * size
+
+    def phases(
+        self, axes: str | Sequence[str], collective: Collective = "all-gather"
+    ) -> tuple[Phase, ...]:
+        """Give the phases of a collective within a domain, in a reduction's order.
+
+        On a torus they are those of `layout.find_phases`: gathers and reduce-scatters span as many
+        dims at once as `layout.SPANS` allows, all-reduces all of them. Over several slices zerojax
+        leaves the order to the compiler, which is taken to do the same.
+        """
+        names = self._known(axes)
+        if collective not in get_args(Collective):
+            known = ", ".join(get_args(Collective))
+            raise ValueError(f"{collective!r} is no collective that is planned: {known} are")
+        if not self.torus:
+            n = math.prod(self.within[name] for name in names)
+            return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
+        stretches = [stretch for name in names for stretch in self._stretches[name]]
+        groups = [stretches] if collective == "all-reduce" else self._group(stretches)
+        return tuple(self._phase(group) for group in groups if group)
+
+    def describe(self) -> str:
+        """Say in a few lines what the mesh lies on: domains, the torus, and each axis's links."""
+        one, count = self.hardware, self.num_domains
+        kind = ("slice" if self.torus else "node") + ("s" if count > 1 else "")
+        size = f"{self.num_devices // count}"
+        if self.torus:
+            size = f"{'x'.join(map(str, self.torus))} chips ({size} devices)"
+        lines = [f"{one.name}: {count} {kind} of {size}"]
+        for name, length in self.axes.items():
+            links = [
+                f"{phase.num_devices} within"
+                + (f" along {', '.join(phase.dims)}" if phase.dims else "")
+                + f" at {phase.bandwidth / 1e9:g} GB/s"
+                for phase in self.phases(name)
+            ]
+            if self.across[name] > 1:
+                links.append(f"{self.across[name]} across at {one.slow_bandwidth / 1e9:g} GB/s")
+            lines.append(f"{name} ({length}): {', '.join(links) or 'no links'}")
+        return "\n".join(lines)
+
+    def _rate(self, names: Axes, collective: Collective) -> Seconds:
+        """Give the seconds per byte of the whole tensor."""
+        phases = self.phases(names, collective)
+        within = math.prod(self.within[name] for name in names)
+        across = math.prod(self.across[name] for name in names)
+        slow = self.hardware.slow_bandwidth
+        if self.torus:
+            fast, left = 0.0, 1.0
+            for phase in phases:
+                fast += left * (1 - 1 / phase.num_devices) / phase.bandwidth
+                left /= phase.num_devices
+            rate = Seconds(fast, left * (1 - 1 / across) / slow)
+        else:
+            moved = 1 - 1 / (within * across)
+            rate = Seconds(
+                moved / self.hardware.link_bandwidth if within > 1 else 0.0,
+                moved / within / slow if across > 1 else 0.0,
+            )
+        return rate * 2 if collective == "all-reduce" else rate
+
+    def _group(self, stretches: Sequence[Stretch]) -> list[list[Stretch]]:
+        """Part stretches into phases, the first as large as it may be: it moves the most."""
+        kinds = self.hardware.device_kinds
+        span = next((SPANS[kind] for kind in kinds if kind in SPANS), None)
+        if span is None or _fits(span, stretches):
+            return [list(stretches)]
+        groups: list[list[Stretch]] = [[]]
+        for stretch in stretches:
+            if _fits(span, (*groups[-1], stretch)):
+                groups[-1].append(stretch)
+            else:
+                groups.append([stretch])
+        return groups
+
+    def _phase(self, group: Sequence[Stretch]) -> Phase:
+        """Give the bandwidth of a phase that goes along some dims at once."""
+        sizes, rates, words = [], [], []
+        for dim in dict.fromkeys(stretch.dim for stretch in group):
+            along = [stretch for stretch in group if stretch.dim == dim]
+            rate, word = self._along(dim, along)
+            sizes.append(math.prod(stretch.size for stretch in along))
+            rates.append(rate)
+            words.append(word)
+        n = math.prod(sizes)
+        return Phase(n, (1 - 1 / n) / gather_time(sizes, rates), tuple(words))
+
+    def _along(self, dim: int, stretches: Sequence[Stretch]) -> tuple[float, str]:
+        """Give what a device receives along one dim, and the dim in words."""
+        if dim == len(self.torus):
+            return self.hardware.chip_bandwidth, "the chip"
+        members = math.prod(stretch.size for stretch in stretches)
+        extent = max(stretch.stride * stretch.size for stretch in stretches)
+        ring = extent == self._dims[dim] and extent % self.hardware.wrap == 0
+        # The end of a line has one neighbour and receives everything from there. Groups that lie
+        # between each other's members share the links: extent / members of them.
+        share = members / extent / (1 if ring else 2)
+        return self.hardware.link_bandwidth * share, "xyz"[dim] + (" (ring)" if ring else "")
+
+    def _known(self, axes: str | Sequence[str]) -> Axes:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self.axes:
+                known = ", ".join(self.axes) or "none"
+                raise ValueError(f"the mesh has no axis {name!r}; its axes are: {known}")
+        return tuple(dict.fromkeys(names))
+
+
+def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:
+    """Return the seconds per byte of a gather that goes along several dims at once.
+
+    Parts of the tensor take the dims in different orders, so that all are busy. Whatever the
+    orders, the links of any few dims, p of n devices, bring at least (p - 1) / n of the tensor; the
+    loads of all orders, mixed, are just those that respect this (it is supermodular), so the best
+    mixture is held up by the worst few dims alone: where none is much narrower than the others, by
+    all of them together.
+
+    Args:
+        sizes: devices along each dim.
+        bandwidths: bytes/s that a device receives along each.
+    """
+    dims = range(len(sizes))
+    return max(
+        (math.prod(sizes[dim] for dim in few) - 1) / sum(bandwidths[dim] for dim in few)
+        for count in range(1, len(sizes) + 1)
+        for few in itertools.combinations(dims, count)
+    ) / math.prod(sizes)
+
+
+def _fits(span: Span, stretches: Sequence[Stretch]) -> bool:
+    """Tell whether one collective may span these stretches."""
+    sizes: dict[int, int] = {}
+    for stretch in stretches:
+        sizes[stretch.dim] = sizes.get(stretch.dim, 1) * stretch.size
+    held = tuple(sorted(sizes.values()))
+    return len(held) <= span.num_dims or held in span.sizes
+
+
+def _within(domain: int, axes: Mapping[str, int]) -> dict[str, int]:
+    """Give each axis, minor ones first, as much of a domain as divides it."""
+    found: dict[str, int] = {}
+    room = domain
+    for name, size in reversed(list(axes.items())):
+        if size <= room:
+            found[name], room = size, room // size
+        else:  # what is more major than an axis that crosses domains crosses them too
+            found[name] = max(n for n in range(1, room + 1) if size % n == 0)
+            room = 1
+    return {name: found[name] for name in axes}

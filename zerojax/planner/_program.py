@@ -1,0 +1,340 @@
+"""A traced loss with its gradient as one flat list of operations per loop: what the planner reads.
+
+Calls are written out in their place, operations that nothing needs are dropped, and every value
+knows its bytes as a line in the number of examples, so that one trace answers for every batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from zerojax._jaxpr import opened, scan_parts
+
+#: Primitives that only name or look at their operand's buffer in another way.
+VIEWS = frozenset(
+    {
+        "bitcast_convert_type", "copy", "copy_p", "expand_dims", "name", "optimization_barrier",
+        "pvary", "reduce_precision", "reshape", "sharding_constraint", "squeeze", "stop_gradient",
+    }
+)  # fmt: skip
+#: Primitives that are kernels of their own: their operands and results lie in memory.
+OPAQUE = frozenset(
+    {
+        "dot_general", "ragged_dot_general", "conv_general_dilated", "sort", "top_k", "cumsum",
+        "cumlogsumexp", "cummax", "cummin", "cumprod", "fft", "cholesky", "triangular_solve",
+        "eigh", "lu", "qr", "svd", "reduce_window", "reduce_window_sum", "select_and_scatter_add",
+        "random_bits", "threefry2x32", "custom_call", "ffi_call", "pure_callback", "pallas_call",
+    }
+)  # fmt: skip
+#: What `jax.checkpoint` is called in a trace, by versions of jax.
+REMATERIALISED = frozenset({"remat2", "remat", "checkpoint"})
+#: Plain calls: what runs is what they hold.
+PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+#: All that is written out in its place.
+CALLS = REMATERIALISED | PLAIN_CALLS | {
+    "custom_jvp_call", "custom_vjp_call", "custom_jvp_call_jaxpr", "custom_vjp_call_jaxpr",
+    "shard_map",
+}  # fmt: skip
+LOOPS = frozenset({"scan", "while", "cond"})
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A quantity that grows with the examples in a device's microbatch: fixed + each * examples."""
+
+    fixed: float
+    each: float = 0.0
+
+    def at(self, examples: float) -> float:
+        """Give the quantity for a number of examples."""
+        return self.fixed + self.each * examples
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program: the shape that the trace saw, and what grows with the examples."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: Line
+    dims: tuple[Line, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: the primitive's.
+        kind: "view", "fused" (an elementwise operation that compilers merge with its neighbours),
+            "reduce" (merged with what comes before it), "gather", "scatter", "kernel" or "loop".
+        inputs: indices of values; None for a literal.
+        outputs: indices of values.
+        bodies: of a scan, a while loop or the branches of a cond.
+        length: how often a scan runs; of a while loop nobody knows, and 1 is taken.
+        num_consts, num_carry: of a scan.
+        region: the rematerialised call that it was written out of, None outside of any.
+        flops: floating-point operations of dot products and convolutions; multiply and add are two.
+        is_wide: whether these are in fp32 or wider.
+        contracted: the elements that a dot product sums over; 0 for anything else.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    bodies: tuple[Program, ...] = ()
+    length: Line = Line(1.0)
+    num_consts: int = 0
+    num_carry: int = 0
+    region: int | None = None
+    flops: Line = Line(0.0)
+    is_wide: bool = False
+    contracted: Line = Line(0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """Operations in order; inputs and outputs are indices of values."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+
+    def carried_elements(self, examples: float) -> float:
+        """Count the elements that scanned layers hand on to each other in a forward pass.
+
+        A forward scan is one that stacks what a later scan reads.
+        """
+        read = {v for op in self.ops if op.name == "scan" for v in op.inputs}
+        total = 0.0
+        for op in self.ops:
+            if op.name == "scan" and read.intersection(op.outputs[op.num_carry :]):
+                for v in op.outputs[: op.num_carry]:
+                    value = self.values[v]
+                    size = getattr(value.dtype, "itemsize", 1) or 1
+                    total += op.length.at(examples) * value.bytes.at(examples) / size
+        return total
+
+
+def read_program(
+    jaxpr: core.ClosedJaxpr, other: core.ClosedJaxpr, batches: tuple[int, int]
+) -> Program:
+    """Flatten a jaxpr that was traced twice, for two numbers of examples.
+
+    Args:
+        jaxpr: traced for `batches[0]` examples.
+        other: traced for `batches[1]`.
+        batches: the two numbers of examples, the first the smaller.
+
+    Raises:
+        ValueError: the two are not the same operations, or an array grows with more than one dim.
+    """
+    return _Reader(batches).read((jaxpr.jaxpr, other.jaxpr))
+
+
+class _Reader:
+    """Flattens one scope; both traces are walked in step."""
+
+    def __init__(self, batches: tuple[int, int]) -> None:
+        self._batches = batches
+        self._values: list[Value] = []
+        self._ops: list[Op] = []
+        self._num_regions = 0
+
+    def read(self, pair: tuple[Any, Any]) -> Program:
+        """Flatten the pair of jaxprs."""
+        env: dict[Any, int | None] = {}
+        for one, two in _zip(pair, "constvars"):
+            env[one] = self._new(one, two)
+        inputs = []
+        for one, two in _zip(pair, "invars"):
+            env[one] = self._new(one, two)
+            inputs.append(env[one])
+        self._run(pair, env, None)
+        outputs = tuple(_read(env, var) for var in pair[0].outvars)
+        ops = _needed(self._ops, outputs)
+        return Program(tuple(self._values), ops, tuple(inputs), outputs)
+
+    def _run(self, pair: tuple[Any, Any], env: dict[Any, int | None], region: int | None) -> None:
+        for one, two in _zip(pair, "eqns"):
+            name = one.primitive.name
+            if name != two.primitive.name:
+                raise ValueError(f"{name} for one batch is {two.primitive.name} for another")
+            if (held := _called(one, two)) is not None:
+                inner_region = region
+                if name in REMATERIALISED:
+                    self._num_regions += 1
+                    inner_region = self._num_regions
+                self._call(one, held, env, inner_region)
+            else:
+                self._op(one, two, env, region)
+
+    def _call(
+        self, eqn: Any, pair: tuple[Any, Any], env: dict[Any, int | None], region: int | None
+    ) -> None:
+        """Write a call out in its place."""
+        inner: dict[Any, int | None] = {}
+        for one, two in _zip(pair, "constvars"):
+            inner[one] = self._new(one, two)
+        for var, given in zip(pair[0].invars, eqn.invars, strict=True):
+            inner[var] = _read(env, given)
+        self._run(pair, inner, region)
+        for var, result in zip(eqn.outvars, pair[0].outvars, strict=True):
+            env[var] = _read(inner, result)
+
+    def _op(self, one: Any, two: Any, env: dict[Any, int | None], region: int | None) -> None:
+        name, params = one.primitive.name, one.params
+        inputs = tuple(_read(env, var) for var in one.invars)
+        outputs = []
+        for var, twin in zip(one.outvars, two.outvars, strict=True):
+            env[var] = self._new(var, twin)
+            outputs.append(env[var])
+        bodies, consts, carry = (), 0, 0
+        if name == "scan":
+            bodies = (self._body(params["jaxpr"], two.params["jaxpr"]),)
+            consts, carry = scan_parts(params)
+        elif name == "while":
+            bodies = (self._body(params["body_jaxpr"], two.params["body_jaxpr"]),)
+            consts = params["cond_nconsts"] + params["body_nconsts"]
+            carry = len(one.outvars)
+        elif name == "cond":
+            branches = zip(params["branches"], two.params["branches"], strict=True)
+            bodies = tuple(self._body(a, b) for a, b in branches)
+        self._ops.append(
+            Op(
+                name=name,
+                kind=_kind(name, bool(bodies)),
+                inputs=inputs,
+                outputs=tuple(outputs),
+                bodies=bodies,
+                length=self._line(
+                    *(e.params["length"] if name == "scan" else 1 for e in (one, two))
+                ),
+                num_consts=consts,
+                num_carry=carry,
+                region=region,
+                flops=self._line(_flops(one), _flops(two)),
+                contracted=self._line(_contracted(one), _contracted(two)),
+                is_wide=name in _PRODUCTS
+                and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
+            )
+        )
+
+    def _body(self, one: Any, two: Any) -> Program:
+        return _Reader(self._batches).read((opened(one)[0], opened(two)[0]))
+
+    def _new(self, var: Any, twin: Any) -> int:
+        aval = var.aval
+        shape, other = (getattr(a, "shape", ()) for a in (aval, twin.aval))
+        dims = tuple(self._line(*sizes) for sizes in zip(shape, other, strict=True))
+        dtype = getattr(aval, "dtype", None)
+        if sum(dim.each != 0 for dim in dims) > 1:
+            raise ValueError(
+                f"an array of {dtype}{list(shape)} for {self._batches[0]} examples is "
+                f"{list(other)} for {self._batches[1]}, which grows faster than the batch"
+            )
+        line = self._line(_num_bytes(aval), _num_bytes(twin.aval))
+        self._values.append(Value(shape, dtype, line, dims))
+        return len(self._values) - 1
+
+    def _line(self, one: float, two: float) -> Line:
+        if one == two:
+            return Line(float(one))
+        few, many = self._batches
+        each = (two - one) / (many - few)
+        return Line(one - each * few, each)
+
+
+def _zip(pair: tuple[Any, Any], name: str) -> Iterator[tuple[Any, Any]]:
+    one, two = (getattr(jaxpr, name) for jaxpr in pair)
+    if len(one) != len(two):
+        raise ValueError(f"{len(one)} {name} for one batch are {len(two)} for another")
+    return zip(one, two, strict=True)
+
+
+def _read(env: dict[Any, int | None], atom: Any) -> int | None:
+    return None if isinstance(atom, core.Literal) else env[atom]
+
+
+def _called(one: Any, two: Any) -> tuple[Any, Any] | None:
+    """Give the jaxprs that an equation calls once, None where it is no plain call."""
+    if one.primitive.name not in CALLS:
+        return None
+    return opened(called(one))[0], opened(called(two))[0]
+
+
+def called(eqn: Any) -> Any:
+    """Give the jaxpr that a call holds."""
+    return next(eqn.params[key] for key in _CALLED if key in eqn.params)
+
+
+def _kind(name: str, is_loop: bool) -> str:
+    if is_loop:
+        return "loop"
+    if name in VIEWS:
+        return "view"
+    if name.startswith("scatter"):
+        return "scatter"
+    if name == "gather":
+        return "gather"
+    if name in OPAQUE or name.startswith("random_"):
+        return "kernel"
+    if name.startswith(("reduce_", "argm")):
+        return "reduce"
+    return "fused"
+
+
+def _num_bytes(aval: Any) -> float:
+    dtype = getattr(aval, "dtype", None)
+    size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
+    return math.prod(getattr(aval, "shape", ())) * size
+
+
+def _contracted(eqn: Any) -> int:
+    """Count the elements that a dot product sums over; 0 for anything else."""
+    if eqn.primitive.name == "dot_general":
+        (dims, _), _ = eqn.params["dimension_numbers"]
+    elif eqn.primitive.name == "ragged_dot_general":
+        (dims, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    else:
+        return 0
+    return math.prod(eqn.invars[0].aval.shape[d] for d in dims)
+
+
+def _flops(eqn: Any) -> float:
+    """Count the operations of a dot product or a convolution; the rest is next to nothing."""
+    name = eqn.primitive.name
+    out = 2.0 * math.prod(eqn.outvars[0].aval.shape)
+    if name == "dot_general":
+        return out * _contracted(eqn)
+    if name == "ragged_dot_general":  # groups share the rows: where these are summed over, once
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        (summed, _), _ = ragged.dot_dimension_numbers
+        shares = set(ragged.lhs_ragged_dimensions) & set(summed)
+        num_groups = eqn.invars[2].aval.shape[-1] if shares else 1
+        return out * _contracted(eqn) / num_groups
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        features = eqn.params["dimension_numbers"].rhs_spec[0]
+        return out * math.prod(kernel) / kernel[features]
+    return 0.0
+
+
+def _needed(ops: Sequence[Op], outputs: Sequence[int | None]) -> tuple[Op, ...]:
+    """Drop operations whose results nobody reads."""
+    live = set(outputs)
+    kept = []
+    for op in reversed(ops):
+        if live.intersection(op.outputs):
+            kept.append(op)
+            live.update(op.inputs)
+    return tuple(reversed(kept))

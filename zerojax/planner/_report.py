@@ -1,0 +1,276 @@
+"""`Plan`: what a step will hold, move and take; it prints as tables and keeps as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from zerojax._types import Axes
+from zerojax.planner._hardware import Hardware
+from zerojax.planner._placement import MODEL
+from zerojax.planner._remat import Remat
+from zerojax.planner._time import COMPUTE, FAST, HOST, MEMORY, SLOW, StepTime
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedBytes:
+    """Count bytes on one device.
+
+    Attributes:
+        parameters: as the step holds them between steps.
+        gradients: as the stage partitions them; they live while the step runs.
+        optimizer: optimizer states with the masters, as the paper's K counts them.
+        masters: the masters' part of it.
+        total: the peak of the step.
+        host: what the host keeps for the device.
+        theory: model states by the stage's formula, whole / N for what it partitions.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    masters: int
+    total: int
+    host: int
+    theory: int
+
+    @property
+    def states(self) -> int:
+        """Add parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def activations(self) -> int:
+        """Count what the peak has beyond the model states: activations, gathered weights, buffers.
+
+        0 where a gradient takes the buffer of a weight that is no longer needed, so that the states
+        are never all there at once.
+        """
+        return max(self.total - self.states, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A planned training step.
+
+    Attributes:
+        stage: 0 to 3.
+        num_params: Psi.
+        num_devices: all devices.
+        num_shards: N; fewer than the devices that the model axis leaves are hybrid sharding.
+        model_axis: devices of model parallelism.
+        hardware: the device.
+        network: how the mesh lies on its links, in words.
+        accumulate: microbatches per step.
+        count: units in a device's microbatch.
+        unit: what they are: examples, sequences or tokens.
+        source: where activations and products are known from.
+        remat: what is computed again in the backward pass; None is as the model has it.
+        offload: what the host keeps.
+        partitions_activations: Pa.
+        overlap: the share of communication that is taken to run beside computation.
+        bytes: of one device.
+        peak_at: what is computed when the most lies in memory.
+        largest: the largest values then, with their bytes.
+        volume_by_axes: elements that a device moves per step, over Psi, by mesh axes.
+        flops: of products, per device and step.
+        time: of a step.
+        compute_bound_at: units in a device's microbatch from which on products take longest;
+            infinite where they never do.
+    """
+
+    stage: int
+    num_params: int
+    num_devices: int
+    num_shards: int
+    model_axis: int
+    hardware: Hardware
+    network: str
+    accumulate: int
+    count: float
+    unit: str
+    source: str
+    remat: Remat | None
+    offload: tuple[str, ...]
+    partitions_activations: bool
+    overlap: float
+    bytes: PlannedBytes
+    peak_at: str
+    largest: tuple[tuple[str, float], ...]
+    volume_by_axes: dict[Axes, float]
+    flops: float
+    time: StepTime
+    compute_bound_at: float
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step, at least."""
+        return self.time.step
+
+    @property
+    def bound_by(self) -> str:
+        """What a step waits for."""
+        return self.time.bound_by
+
+    @property
+    def volume(self) -> float:
+        """Elements that a device moves per step, over the parameters."""
+        return sum(self.volume_by_axes.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.bytes.total <= self.hardware.memory
+
+    @property
+    def title(self) -> str:
+        """Say in one line what is planned."""
+        parts = [f"ZeRO stage {self.stage}, {self.num_params:,} parameters"]
+        parts.append(f"{self.num_devices:,} x {self.hardware.name}")
+        copies = self.num_devices // (self.num_shards * self.model_axis)
+        shards = f"N = {self.num_shards:,}"
+        parts.append(shards + (f" in each of {copies:,} groups" if copies > 1 else ""))
+        if self.model_axis > 1:
+            parts.append(f"model axis {self.model_axis}")
+        if self.accumulate > 1:
+            parts.append(f"{self.accumulate} microbatches")
+        if self.partitions_activations:
+            parts.append("checkpoints partitioned")
+        if self.offload:
+            parts.append(f"{' and '.join(self.offload)} on the host")
+        return ", ".join(parts)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Say what the figures rest on."""
+        found = [
+            f"activations and products: {self.source}",
+            f"time: at peak rates, a lower bound; {self.overlap:.0%} of what can overlap does",
+        ]
+        if self.model_axis > 1:
+            kept = "is cut too" if self.partitions_activations else "stays whole"
+            found.append(
+                "model parallelism cuts what lies within layers, as Megatron-LM does; what they "
+                f"hand on {kept}"
+            )
+            if not any(MODEL in axes for axes in self.volume_by_axes):
+                found.append(
+                    "what model parallelism moves is not known, and not counted: that takes layers "
+                    "that are scanned, a transformer, or tokens_per_device"
+                )
+        if "optimizer" in self.offload:
+            found.append(
+                "the update waits for its traffic with the host, whose computing is not counted"
+            )
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the figures as plain data; an infinite one is None."""
+        data = dataclasses.asdict(self)
+        data["volume_by_axes"] = {",".join(k): v for k, v in self.volume_by_axes.items()}
+        data["hardware"] = self.hardware.name
+        data["bytes"] |= {"states": self.bytes.states, "activations": self.bytes.activations}
+        data |= {
+            "volume": self.volume, "fits": self.fits, "memory": self.hardware.memory,
+            "assumptions": self.assumptions,
+        }  # fmt: skip
+        if math.isinf(self.compute_bound_at):
+            data["compute_bound_at"] = None
+        return data
+
+    def to_json(self) -> str:
+        """Write the figures as JSON; bytes, seconds, elements over parameters."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print tables of bytes and time, and what they rest on."""
+        yield Text(self.title, style="bold")
+        yield self._bytes_table()
+        yield self._time_table()
+        for line in self._notes():
+            yield Text(line)
+
+    def __str__(self) -> str:
+        """Render the plan as plain text."""
+        out = io.StringIO()
+        Console(file=out, width=120, color_system=None).print(self)
+        return out.getvalue()
+
+    def _bytes_table(self) -> Table:
+        table = Table()
+        for name in ("one device holds", "GB (1e9)", "GiB", "of its memory"):
+            table.add_column(name, justify="left" if name == "one device holds" else "right")
+        memory = self.hardware.memory
+        rows = {
+            "parameters": self.bytes.parameters,
+            "optimizer states and masters": self.bytes.optimizer,
+            "gradients": self.bytes.gradients,
+            "activations and buffers": self.bytes.activations,
+        }
+        for name, size in rows.items():
+            table.add_row(name, *_sizes(size, memory))
+        table.add_section()
+        style = "bold green" if self.fits else "bold red"
+        table.add_row("peak", *_sizes(self.bytes.total, memory), style=style)
+        table.add_row("the device", *_sizes(memory, memory))
+        if self.bytes.host:
+            table.add_row("on the host", *_sizes(self.bytes.host, self.hardware.host_memory))
+        return table
+
+    def _time_table(self) -> Table:
+        table = Table()
+        table.add_column("a step")
+        table.add_column("ms", justify="right")
+        table.add_column("", justify="left")
+        time = self.time
+        tera = self.flops / 1e12
+        rows = {
+            COMPUTE: (
+                time.compute,
+                f"{tera:,.3g} TFLOP at {self.hardware.flops / 1e12:,.0f} TFLOP/s",
+            ),
+            MEMORY: (time.memory, f"at {self.hardware.hbm_bandwidth / 1e9:,.0f} GB/s"),
+            FAST: (time.fast, f"at {self.hardware.link_bandwidth / 1e9:,.0f} GB/s"),
+            SLOW: (time.slow, f"at {self.hardware.slow_bandwidth / 1e9:,.1f} GB/s a device"),
+            HOST: (time.host, f"at {self.hardware.host_bandwidth / 1e9:,.0f} GB/s"),
+        }
+        for name, (seconds, rate) in rows.items():
+            if seconds:
+                style = "bold" if name == self.bound_by else ""
+                table.add_row(name, f"{1e3 * seconds:,.3f}", rate, style=style)
+        table.add_section()
+        table.add_row("step", f"{1e3 * time.step:,.3f}", f"bound by {self.bound_by}", style="bold")
+        return table
+
+    def _notes(self) -> list[str]:
+        lines = []
+        moved = [f"{v:.4f} along {' x '.join(k)}" for k, v in self.volume_by_axes.items()]
+        if moved:
+            lines.append(
+                f"moves per device and step, in elements per parameter: {', '.join(moved)}"
+            )
+        if self.flops:
+            lines.append(self._batch_note())
+        if not self.fits:
+            excess = self.bytes.total - self.hardware.memory
+            lines.append(f"does not fit: {excess / GIB:,.2f} GiB too much")
+        return [*lines, *self.assumptions]
+
+    def _batch_note(self) -> str:
+        held = f"{self.count:,.6g} {self.unit}{'s' if self.count != 1 else ''} in a microbatch"
+        if math.isinf(self.compute_bound_at):
+            return f"{held}; no batch makes it compute-bound: its operations wait for memory"
+        return f"{held}; compute-bound from {self.compute_bound_at:,.3g} on"
+
+
+def _sizes(size: int, of: int) -> tuple[str, str, str]:
+    return f"{size / 1e9:,.3f}", f"{size / GIB:,.3f}", f"{size / of:.1%}"

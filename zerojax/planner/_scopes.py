@@ -1,0 +1,344 @@
+"""Which values of a traced program lie in memory, and when each is read for the last time. Pure.
+
+A compiler merges elementwise operations with their neighbours, lets a result take the place of an
+operand that is read for the last time, and frees what nobody reads any more. What of this does not
+depend on the sizes that a stage or a batch changes is worked out here, once per program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from zerojax.planner._backends import Backend
+from zerojax.planner._program import Op, Program
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An operation that runs by itself.
+
+    Attributes:
+        op: its index.
+        results: values that it leaves in memory.
+        dies: values that are freed after it.
+        takes_over: those of them whose buffers its results may take.
+        reads: buffers and parameters that it reads.
+    """
+
+    op: int
+    results: tuple[int, ...]
+    dies: tuple[int, ...]
+    takes_over: tuple[int, ...]
+    reads: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What of a program does not depend on sizes that a stage or a batch changes.
+
+    Attributes:
+        steps: the operations that run, in order.
+        owner: values that are a parameter seen in another way, with that parameter.
+        gradients: values that become a gradient by elementwise operations, with that gradient.
+        uses: parameter, first and last operation of each stretch in which it has to be whole.
+        padded: dot products whose operands may be padded, from when on the copies can be made.
+        makers: the primitive that made a value.
+    """
+
+    steps: tuple[Step, ...]
+    owner: dict[int, int]
+    gradients: dict[int, int]
+    uses: tuple[tuple[int, int, int], ...]
+    padded: tuple[tuple[int, int], ...]
+    makers: dict[int, str]
+
+
+class Analysis:
+    """Decides what lies in memory, and when it is read last."""
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: tuple[int, ...],
+        gradients: tuple[int, ...],
+        pairs: tuple[tuple[int, int], ...],
+        backend: Backend,
+    ) -> None:
+        self.program = program
+        self.backend = backend
+        self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
+        self.owner = self._owners(parameters)
+        self.root = self._roots()
+        self.readers = self._readers()
+        self.results = {self.root_of(v) for v in program.outputs if v is not None}
+        self.summed = self._sums()
+        #: sums that a scatter is written into, in memory
+        self.written = set() if backend.fuses_one_hot else set(self.summed.values())
+        self.gradient = self._gradients(gradients)
+        self.differentiated = self._differentiated(pairs)
+        self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
+        self.sources: dict[int, frozenset[int]] = {}
+        self._trace_sources()
+
+    def root_of(self, value: int) -> int:
+        """Follow views to the buffer."""
+        while value in self.root:
+            value = self.root[value]
+        return value
+
+    def scope(self) -> Scope:
+        """Put it together."""
+        reads = {t: self._reads(t) for t in range(len(self.program.ops)) if self._runs(t)}
+        last: dict[int, int] = {}
+        for t, values in reads.items():
+            for v in values:
+                last[v] = t
+        for parameter, t in self.differentiated.items():
+            last[parameter] = max(t, last.get(parameter, 0))
+        dies: dict[int, list[int]] = {}
+        for v, t in last.items():
+            if v not in self.results:
+                dies.setdefault(t, []).append(v)
+        steps = []
+        for t, read in reads.items():
+            op = self.program.ops[t]
+            results = tuple(v for v in op.outputs if self.root_of(v) == v and v in self.stored)
+            gone = tuple(dies.get(t, ()))
+            unread = tuple(v for v in results if v not in last and v not in self.results)
+            steps.append(Step(t, results, gone + unread, self._takes_over(op, gone), read))
+        makers = {v: self.program.ops[t].name for v, t in self.maker.items()}
+        uses = self._uses(reads)
+        padded = tuple((self._ready(t), t) for t in reads if self._pads(self.program.ops[t]))
+        return Scope(tuple(steps), self.owner, self.gradient, uses, padded, makers)
+
+    def _ready(self, t: int) -> int:
+        """Give the operation that makes the later operand of another."""
+        made = [
+            self.maker.get(self.root_of(v), 0)
+            for v in self.program.ops[t].inputs[:2]
+            if v is not None
+        ]
+        return max(made, default=0)
+
+    def _owners(self, parameters: tuple[int, ...]) -> dict[int, int]:
+        """Tell which values are a parameter and no other array, elementwise: cast, sliced, viewed.
+
+        What is larger than the parameter, a bias for every token, is a value of its own.
+        """
+        owner = {v: v for v in parameters}
+        for op in self.program.ops:
+            if op.kind not in ("view", "fused"):
+                continue
+            found = {owner.get(v) for v in op.inputs if v is not None and self._is_array(v)}
+            if len(found) == 1 and (one := found.pop()) is not None:
+                owner |= {v: one for v in op.outputs if self._elements(v) <= self._elements(one)}
+        return owner
+
+    def _is_array(self, value: int) -> bool:
+        return self._elements(value) > 1
+
+    def _elements(self, value: int) -> int:
+        return math.prod(self.program.values[value].shape)
+
+    def _roots(self) -> dict[int, int]:
+        return {
+            result: operand
+            for op in self.program.ops
+            if op.kind == "view"
+            for operand, result in zip(op.inputs, op.outputs, strict=False)
+            if operand is not None
+        }
+
+    def _readers(self) -> dict[int, list[int]]:
+        """List the operations that read each buffer, views left out."""
+        readers: dict[int, list[int]] = {}
+        for t, op in enumerate(self.program.ops):
+            if op.kind != "view":
+                for v in op.inputs:
+                    if v is not None:
+                        readers.setdefault(self.root_of(v), []).append(t)
+        return readers
+
+    def _sums(self) -> dict[int, int]:
+        """Find scatters into zeros whose only reader adds them to something: written there."""
+        found = {}
+        for t, op in enumerate(self.program.ops):
+            if op.kind != "scatter" or op.inputs[0] is None or not self._is_constant(op.inputs[0]):
+                continue
+            if self.backend.fuses_one_hot and not self._is_one_hot(op):
+                continue
+            readers = self.readers.get(op.outputs[0], [])
+            if len(readers) == 1 and self.program.ops[readers[0]].name in ("add", "add_any"):
+                found[t] = readers[0]
+        return found
+
+    def _is_constant(self, value: int) -> bool:
+        t = self.maker.get(self.root_of(value))
+        if t is None:
+            return False
+        op = self.program.ops[t]
+        return op.kind == "fused" and not any(
+            v is not None and self._is_array(v) for v in op.inputs
+        )
+
+    def _gradients(self, gradients: tuple[int, ...]) -> dict[int, int]:
+        """Go back from each gradient through operations that keep its elements."""
+        found: dict[int, int] = {}
+        for wanted in gradients:
+            todo = [wanted]
+            while todo:
+                v = todo.pop()
+                if v in found or v in self.owner:
+                    continue
+                found[v] = wanted
+                op = self.program.ops[self.maker[v]] if v in self.maker else None
+                if op is not None and op.kind in ("view", "fused"):
+                    size = self._elements(v)
+                    todo += [i for i in op.inputs if i is not None and self._elements(i) == size]
+        return found
+
+    def _differentiated(self, pairs: tuple[tuple[int, int], ...]) -> dict[int, int]:
+        """Tell when each parameter's gradient is there; until then its weight may be needed."""
+        found = {}
+        for parameter, gradient in pairs:
+            t = self.maker.get(self.root_of(gradient))
+            while t is not None and self.program.ops[t].kind == "fused" and t not in self.written:
+                made = [
+                    self.maker[self.root_of(v)]
+                    for v in self.program.ops[t].inputs
+                    if v in self.gradient and self.root_of(v) in self.maker
+                ]
+                t = max(made, default=None) if made else None
+            if t is not None:
+                found[parameter] = t
+        return found
+
+    def _is_stored(self, value: int) -> bool:
+        """Tell whether a value gets a buffer of its own."""
+        t = self.maker.get(value)
+        if t is None or value in self.root or value in self.owner:
+            return False
+        op = self.program.ops[t]
+        if op.kind == "scatter":
+            return t not in self.summed
+        if op.kind != "fused" or value in self.results:
+            return True
+        return t in self.written or self._is_operand(value)
+
+    def _is_one_hot(self, op: Op) -> bool:
+        """Tell whether a scatter writes one element of each row."""
+        into, _, updates = op.inputs
+        if into is None or updates is None:
+            return False
+        *_, columns = self.program.values[into].shape or (1,)
+        return self._elements(updates) * columns == self._elements(into)
+
+    def _is_operand(self, value: int) -> bool:
+        """Tell whether an elementwise result is read by something that wants it in memory."""
+        kernels = 0
+        for t in self.readers.get(value, ()):
+            op = self.program.ops[t]
+            if op.kind == "loop":
+                return True
+            if op.kind == "gather" and not self.backend.fuses_lookups:
+                return True
+            if op.kind == "scatter" and t not in self.summed:
+                return True
+            if op.kind == "kernel":
+                if op.name != "dot_general" or not self.backend.fuses_operands:
+                    return True
+                kernels += 1
+        return kernels > 1
+
+    def _runs(self, t: int) -> bool:
+        """Tell whether an operation runs by itself, not merged into those that read it."""
+        op = self.program.ops[t]
+        if op.kind == "view":
+            return False
+        return op.kind == "loop" or any(v in self.stored for v in op.outputs)
+
+    def _reads(self, t: int) -> frozenset[int]:
+        """List the buffers and parameters that an operation that runs reads."""
+        op = self.program.ops[t]
+        found: set[int] = set()
+        for v in op.inputs:
+            if v is not None:
+                found |= self._behind(v, merges=op.kind in ("fused", "reduce"))
+        for scatter, add in self.summed.items():
+            if add == t:
+                for v in self.program.ops[scatter].inputs[1:]:
+                    if v is not None:
+                        found |= self._behind(v, merges=True)
+        return frozenset(found)
+
+    def _behind(self, value: int, *, merges: bool) -> frozenset[int]:
+        """List what is read for a value: its buffer, or where it has none, what it is made from.
+
+        An elementwise result that lies in memory for a kernel is computed again for operations that
+        are merged, where what it is made from takes less.
+        """
+        v = self.root_of(value)
+        if v in self.owner:
+            return frozenset({self.owner[v]})
+        t = self.maker.get(v)
+        if t is None:
+            return frozenset({v})
+        if v in self.stored:
+            if not (merges and self.program.ops[t].kind == "fused") or t in self.written:
+                return frozenset({v})
+            behind = self.sources[v]
+            own = self._size(v)
+            return behind if sum(self._size(b) for b in behind) < own else frozenset({v})
+        return self.sources[v]
+
+    def _trace_sources(self) -> None:
+        """List for every value the buffers that it is made from, in order."""
+        for op in self.program.ops:
+            if op.kind == "loop":
+                continue
+            found: set[int] = set()
+            for v in op.inputs:
+                if v is not None:
+                    found |= self._behind(v, merges=True)
+            self.sources |= dict.fromkeys(op.outputs, frozenset(found))
+
+    def _size(self, value: int) -> float:
+        line = self.program.values[value].bytes
+        return 0.0 if value in self.owner else line.fixed + line.each
+
+    def _takes_over(self, op: Op, gone: tuple[int, ...]) -> tuple[int, ...]:
+        """List the dying operands whose buffers the results may take."""
+        if op.kind in ("fused", "scatter"):
+            return gone
+        if op.kind == "loop" and op.name != "cond":
+            carried = op.inputs[op.num_consts : op.num_consts + op.num_carry]
+            roots = {self.root_of(v) for v in carried if v is not None}
+            return tuple(v for v in gone if v in roots)
+        return ()
+
+    def _pads(self, op: Op) -> bool:
+        """Tell whether an operation is a dot product that may be split along its contraction."""
+        return self.backend.splits_contraction > 0 and op.name == "dot_general"
+
+    def _uses(self, reads: Mapping[int, frozenset[int]]) -> tuple[tuple[int, int, int], ...]:
+        """List when parameters have to be whole.
+
+        Within one rematerialised call a gathered weight serves the recomputation and the backward
+        pass; elsewhere each use gathers for itself.
+        """
+        spans: dict[tuple[int, object], list[int]] = {}
+        owners = set(self.owner.values())
+        latest: dict[int, tuple[int, object]] = {}
+        for t, values in reads.items():
+            op = self.program.ops[t]
+            if op.kind == "loop":
+                continue
+            for v in values & owners:
+                key = (v, ("region", op.region) if op.region is not None else ("op", t))
+                spans.setdefault(key, []).append(t)
+                latest[v] = key
+        for owner, key in latest.items():
+            if (t := self.differentiated.get(owner)) is not None and t > min(spans[key]):
+                spans[key].append(t)
+        return tuple((owner, min(ts), max(ts)) for (owner, _), ts in spans.items())

@@ -1,0 +1,140 @@
+"""The slice of a torus: its shape, and how mesh axes lie along its dims."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zerojax.planner._counts import as_count
+from zerojax.planner._hardware import Hardware, find_hardware
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a mesh axis that runs along one dim of a torus.
+
+    Attributes:
+        axis: the mesh axis.
+        dim: the number of the torus dim.
+        size: members along it.
+        stride: places from one member to the next.
+    """
+
+    axis: str
+    dim: int
+    size: int
+    stride: int
+
+
+def torus_shape(hardware: str | Hardware, num_devices: int) -> tuple[int, ...]:
+    """Return the slice of a torus that one would rent for so many devices.
+
+    It is the one on the hardware's list; where none has so many chips, the one whose dims together
+    are widest (a line counts half a ring) and, of these, nearest to a cube. An odd number of
+    devices takes one of each chip.
+
+    Args:
+        hardware: a name of `HARDWARE` or a `Hardware`.
+        num_devices: devices of one slice.
+
+    Returns:
+        Chips along each dim; empty for hardware without a torus.
+
+    Raises:
+        ValueError: unknown hardware, a number that counts nothing, or more than a slice may have.
+    """
+    one, count = find_hardware(hardware), as_count("num_devices", num_devices)
+    if not one.torus:
+        return ()
+    if count > one.domain:
+        raise ValueError(
+            f"a slice of {one.name} has at most {one.domain} devices, got {count}: ask for the "
+            "shape of one of several slices"
+        )
+    return _shape(one, count // math.gcd(count, one.devices_per_chip))
+
+
+def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
+    """Lay mesh axes along the dims of a torus: on whole dims where that works, else on parts.
+
+    `zerojax.make_mesh` and `jax.experimental.mesh_utils.create_device_mesh` do nearly the same.
+
+    Args:
+        shape: chips along each dim, and devices of a chip.
+        axes: sizes of mesh axes, major first, whose product is that of `shape`.
+
+    Returns:
+        The stretches of each axis, major first.
+    """
+    found = _lay_whole(shape, axes)
+    return found if found is not None else _lay_parts(shape, axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(hardware: Hardware, num_chips: int) -> tuple[int, ...]:
+    for name in hardware.slices:
+        listed = tuple(int(dim) for dim in name.split("x"))
+        if math.prod(listed) == num_chips:
+            return listed
+
+    def rank(shape: tuple[int, ...]) -> tuple[float, int]:
+        width = sum(0.5 if dim % hardware.wrap else 1.0 for dim in shape if dim > 1)
+        return -width, sum(shape)
+
+    return min(_factorizations(num_chips, hardware.torus), key=rank)
+
+
+def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
+    """List the ways to write a number as a product, factors in rising order."""
+    if num_factors == 1:
+        return [(number,)]
+    return [
+        (factor, *rest)
+        for factor in range(1, math.isqrt(number) + 1)
+        if number % factor == 0
+        for rest in _factorizations(number // factor, num_factors - 1)
+        if rest[0] >= factor
+    ]
+
+
+def _lay_whole(
+    shape: Sequence[int], axes: Mapping[str, int]
+) -> dict[str, tuple[Stretch, ...]] | None:
+    """Give each axis whole dims, minor axes first and as many dims as possible."""
+    free = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
+    found: dict[str, tuple[Stretch, ...]] = {}
+    for axis, size in reversed(list(axes.items())):
+        choices = (
+            dims
+            for count in range(len(free), -1, -1)
+            for dims in itertools.combinations(free, count)
+            if math.prod(shape[dim] for dim in dims) == size
+        )
+        dims = next(choices, None)
+        if dims is None:
+            return None
+        free = [dim for dim in free if dim not in dims]
+        found[axis] = tuple(Stretch(axis, dim, shape[dim], 1) for dim in sorted(dims))
+    return {axis: found[axis] for axis in axes}
+
+
+def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
+    """Give each axis what divides it of what is left of each dim, minor axes first.
+
+    The devices of a chip (the last dim) go first, then dims from the first on, as jax has it.
+    """
+    taken = [1] * len(shape)
+    found: dict[str, tuple[Stretch, ...]] = {}
+    for axis, size in reversed(list(axes.items())):
+        pieces, left = [], size
+        for dim in (len(shape) - 1, *range(len(shape) - 1)):
+            part = math.gcd(left, shape[dim] // taken[dim])
+            if part > 1:
+                pieces.append(Stretch(axis, dim, part, taken[dim]))
+                taken[dim] *= part
+                left //= part
+        found[axis] = tuple(sorted(pieces, key=lambda piece: piece.dim))
+    return {axis: found[axis] for axis in axes}

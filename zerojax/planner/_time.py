@@ -1,0 +1,144 @@
+"""How long a step takes at the least, and what it waits for: a roofline over device and links.
+
+Every rate is the hardware's peak, so the time is a lower bound. What runs beside what is an
+assumption, stated by `overlap`: 1 hides communication behind computation as far as it goes, 0 adds
+both up.
+
+Source: Williams et al., "Roofline", CACM 52(4), 2009.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from zerojax._types import Axes
+from zerojax.planner._links import Collective, Network, Seconds
+from zerojax.planner._volume import Theory
+from zerojax.planner._work import Work
+
+COMPUTE, MEMORY, FAST, SLOW, HOST = (
+    "compute", "memory bandwidth", "fast links", "slow links", "host link",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        compute: products at the peak rate.
+        memory: all traffic with the device's memory, the optimizer's included.
+        busy: each operation's longer of the two, added up, and the optimizer's update.
+        fast: links within a node or slice.
+        slow: links between nodes or slices.
+        host: the link to the host.
+        waiting: the part of it that nothing can run beside: the host's update.
+        step: all of it, overlapped as far as is assumed.
+        bound_by: what takes longest.
+    """
+
+    compute: float
+    memory: float
+    busy: float
+    fast: float
+    slow: float
+    host: float
+    waiting: float
+    step: float
+    bound_by: str
+
+
+def step_time(
+    work: Work, update: float, links: Seconds, host: float, waiting: float, overlap: float
+) -> StepTime:
+    """Put the parts of a step together.
+
+    Args:
+        work: of all microbatches.
+        update: seconds of the optimizer's traffic with the device's memory.
+        links: seconds that links are busy.
+        host: seconds that the link to the host is busy.
+        waiting: those of them in which the device waits: gradients go to the host when they are
+            all there, and the next step needs the parameters that come back.
+        overlap: the share of the shorter that is hidden behind the longer.
+    """
+    compute = work.flops_seconds
+    memory = work.hbm_seconds + update
+    busy = work.seconds + update
+    parts = {COMPUTE: compute, MEMORY: memory, FAST: links.fast, SLOW: links.slow, HOST: host}
+    moving = _beside(links.fast, links.slow, overlap)
+    step = _beside(_beside(busy, moving, overlap), host - waiting, overlap) + waiting
+    return StepTime(
+        compute=compute, memory=memory, busy=busy, fast=links.fast, slow=links.slow, host=host,
+        waiting=waiting, step=step, bound_by=max(parts, key=lambda name: parts[name]),
+    )  # fmt: skip
+
+
+def _beside(one: float, other: float, overlap: float) -> float:
+    return one + other - overlap * min(one, other)
+
+
+def link_seconds(
+    theory: Theory,
+    network: Network,
+    *,
+    gathered: float,
+    reduced: float,
+    model: tuple[str, float] | None = None,
+) -> Seconds:
+    """Add up the time of a step's collectives.
+
+    Args:
+        theory: elements by axes, as a device moves them.
+        network: the links.
+        gathered: bytes of a parameter's element.
+        reduced: bytes of a gradient's element.
+        model: the axis of model parallelism and the bytes that a device moves along it.
+    """
+
+    def total(parts: Mapping[Axes, float], width: float, op: Collective) -> Seconds:
+        seconds = Seconds()
+        for axes, elements in parts.items():
+            size = math.prod(network.axes[name] for name in axes)
+            times = 2 if op == "all-reduce" else 1  # an all-reduce moves everything twice
+            whole = elements * width * size / (size - 1) / times  # undo (n - 1) / n
+            seconds += network.seconds(axes, whole, op)
+        return seconds
+
+    seconds = total(theory.gathered, gathered, "all-gather")
+    seconds += total(theory.scattered, reduced, "reduce-scatter")
+    seconds += total(theory.summed, reduced, "all-reduce")
+    if model is not None:
+        axis, moved = model
+        seconds += total({(axis,): moved}, 1.0, "all-reduce")
+    return seconds
+
+
+def compute_bound_count(few: StepTime, many: StepTime, counts: tuple[float, float]) -> float:
+    """Give the count from which on products take longest; infinite where they never do.
+
+    Every part of a step is a line in the count.
+
+    Args:
+        few: the time of a step of microbatches of `counts[0]`.
+        many: of `counts[1]`.
+        counts: two counts.
+    """
+    width = counts[1] - counts[0]
+
+    def line(part: str) -> tuple[float, float]:
+        one, two = getattr(few, part), getattr(many, part)
+        each = (two - one) / width
+        return one - each * counts[0], each
+
+    fixed, each = line("compute")
+    needed = 0.0
+    for part in ("memory", "fast", "slow", "host"):
+        other_fixed, other_each = line(part)
+        if each > other_each:
+            needed = max(needed, (other_fixed - fixed) / (each - other_each))
+        elif getattr(few, part) > 0:
+            return math.inf
+    return needed

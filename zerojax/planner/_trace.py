@@ -1,0 +1,121 @@
+"""A loss traced for planning: its gradient as a `Program`, for any number of examples."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from zerojax._tree import as_shapes, flatten_with_names, floating_dtype
+from zerojax._types import LossFn, PyTree
+from zerojax.planner._program import Program, read_program
+from zerojax.planner._remat import Remat, check_remat, has_layers, rematerialised
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+    """The gradient of a loss as operations on shapes.
+
+    Attributes:
+        loss_fn: the user's function.
+        params: shapes of the parameters in the dtype that the loss reads.
+        batch: shapes of a batch.
+        num_examples: the leading dim of the batch.
+        remat: what is computed again; None is as the model has it.
+        has_aux: whether the loss returns more than a scalar.
+    """
+
+    loss_fn: LossFn
+    params: PyTree
+    batch: PyTree
+    num_examples: int
+    remat: Remat | None
+    has_aux: bool
+
+    @cached_property
+    def program(self) -> Program:
+        """The operations, sizes as lines over the number of examples."""
+        few = max(self.num_examples, 2)  # a batch of one may be another program
+        sizes = (few, 2 * few)
+        one, two = map(self._jaxpr, sizes)
+        try:
+            return read_program(one, two, sizes)
+        except ValueError as error:
+            raise ValueError(
+                f"the loss can't be planned, which takes the same operations for {sizes[0]} "
+                f"examples as for {sizes[1]}, on arrays twice as large: {error}; give plan() "
+                "tokens_per_device instead of loss_fn, or write the loss so"
+            ) from None
+
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether the loss has layers that can be rematerialised otherwise."""
+        return has_layers(jax.make_jaxpr(self.loss_fn)(self.params, self.batch))
+
+    def _jaxpr(self, examples: int) -> Any:
+        def sized(x: Any) -> Any:
+            shape = (examples, *x.shape[1:]) if x.shape else ()
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        loss_fn = self.loss_fn
+        if self.remat is not None:
+            loss_fn = rematerialised(loss_fn, self.remat)
+        gradient = jax.value_and_grad(loss_fn, has_aux=self.has_aux)
+
+        def flat(params: PyTree, batch: PyTree) -> list[Any]:
+            value, grads = gradient(params, batch)
+            loss, *aux = jax.tree.leaves(value)
+            return [loss, *jax.tree.leaves(grads), *aux]
+
+        closed = jax.make_jaxpr(flat)(self.params, jax.tree.map(sized, self.batch))
+        # What nobody reads, in loops too, no compiler computes.
+        wanted = [True] * len(closed.jaxpr.outvars)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+        return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def trace_loss(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    dtype: Any = None,
+    remat: Remat | None = None,
+    has_aux: bool = False,
+) -> Trace:
+    """Trace a loss for planning.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)`, as the train step takes it.
+        params: arrays or shapes.
+        batch: arrays or shapes; the leading dim of each leaf counts examples.
+        dtype: dtype of the floating parameters that the loss reads; None is their own.
+        remat: what is computed again in the backward pass; None is as the model has it.
+        has_aux: whether `loss_fn` returns more than the loss.
+
+    Raises:
+        ValueError: leaves of the batch have different leading dims, there is no such remat, or the
+            model has no layers to rematerialise.
+    """
+    check_remat(remat)
+    names, leaves, _ = flatten_with_names(batch)
+    sizes = {name: x.shape[0] for name, x in zip(names, leaves, strict=True) if x.shape}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            "the leading dim of every leaf of the batch counts its examples, and these differ: "
+            + (", ".join(f"{name} has {size}" for name, size in sizes.items()) or "there is none")
+        )
+    read = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, floating_dtype(x.dtype, dtype)), as_shapes(params)
+    )
+    trace = Trace(loss_fn, read, as_shapes(batch), next(iter(sizes.values())), remat, has_aux)
+    if remat in ("dots", "full") and not trace.has_layers:
+        raise ValueError(
+            f"remat={remat!r} needs to know what a layer is: scan over the layers, or wrap one in "
+            "jax.checkpoint"
+        )
+    return trace

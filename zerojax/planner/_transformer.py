@@ -1,0 +1,252 @@
+"""A GPT as five numbers: what it counts, keeps and computes, where no model is at hand to trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Literal, get_args
+
+from zerojax.planner._activations import (
+    block_elements,
+    checkpoint_bytes,
+    layer_activation_bytes,
+)
+from zerojax.planner._counts import as_count
+
+#: What the backward pass computes again: nothing; the attention scores; all but the products with
+#: weights; each layer from its input.
+Remat = Literal["none", "attention", "dots", "full"]
+
+_LOGIT_BYTES = 4 + 2  # fp32 for the loss, 16 bits out of the product
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationBytes:
+    """Hold the bytes of activations per device, at the most that a step needs.
+
+    Attributes:
+        kept: what every layer keeps from the forward to the backward pass, on the device.
+        working: what the layer whose gradient is computed has beside it.
+        logits: in fp32 and in 16 bits.
+        host: what is kept in the host's memory instead.
+    """
+
+    kept: float
+    working: float
+    logits: float
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return the peak on the device: the loss is done before the first layer goes backward."""
+        return self.kept + max(self.working, self.logits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """Describe a GPT: pre-LN, a feed-forward part of 4h, learned positions, a tied head.
+
+    Attributes:
+        num_layers: L.
+        width: h.
+        num_heads: a; it divides the width.
+        context: C, the tokens of a sequence.
+        vocab_size: V.
+
+    Raises:
+        ValueError: a count is not whole and positive, or the heads do not divide the width.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    context: int = 1024
+    vocab_size: int = 50257
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            # A frozen instance's own counts, 1e3 made 1000.
+            count = as_count(f"Transformer: {field.name}", getattr(self, field.name))
+            object.__setattr__(self, field.name, count)
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"Transformer: num_heads={self.num_heads} does not divide width={self.width}; "
+                "each head takes an equal part of the width"
+            )
+
+    @property
+    def num_params(self) -> int:
+        """Count the parameters: L (12 h^2 + 13 h) + (V + C + 2) h; the tied head counts once."""
+        return self.num_layers * self.layer_params + self.end_params
+
+    @property
+    def layer_params(self) -> int:
+        """Count one layer's parameters: 12 h^2 + 13 h."""
+        return 12 * self.width**2 + 13 * self.width
+
+    @property
+    def end_params(self) -> int:
+        """Count the parameters outside of the layers: (V + C + 2) h."""
+        return (self.vocab_size + self.context + 2) * self.width
+
+    @classmethod
+    def of(
+        cls, num_params: float, *, context: int | None = None, vocab_size: int | None = None
+    ) -> Transformer:
+        """Return a plausible GPT of about that many parameters.
+
+        It has width and heads of the member of FAMILY whose size is nearest (by ratio), and the
+        number of layers that brings it nearest to `num_params`: within 5% from 1e8 parameters on,
+        coarser below, and never smaller than one layer of the narrowest.
+
+        Args:
+            num_params: the size to reach.
+            context: tokens of a sequence; None takes the member's.
+            vocab_size: words; None takes the member's.
+
+        Raises:
+            ValueError: a count is not whole and positive.
+        """
+        psi = as_count("num_params", num_params)
+        member = min(FAMILY, key=lambda known: abs(math.log(known.num_params / psi)))
+        member = dataclasses.replace(
+            member,
+            context=member.context if context is None else context,
+            vocab_size=member.vocab_size if vocab_size is None else vocab_size,
+        )
+        layers = (psi - member.end_params) / member.layer_params
+        return dataclasses.replace(member, num_layers=max(1, round(layers)))
+
+    def activation_bytes(
+        self,
+        batch: int,
+        *,
+        num_tokens: int | None = None,
+        remat: Remat = "full",
+        model_axis: int = 1,
+        sequence_parallel: bool = False,
+        partitioned: bool = False,
+        offloaded: bool = False,
+    ) -> ActivationBytes:
+        """Return the bytes of activations per device, by Megatron's formulas.
+
+        Assumed: 16 bits and dropout as in arXiv 2205.05198, one checkpoint per layer, scores that
+        are written out (no flash attention), a model axis that cuts layers and vocabulary. What JAX
+        keeps of a model without remat is about twice that, norms and softmax in fp32 (the package's
+        GPT: 172 bytes per b*s*h where the formula says 74); trace the model where that matters.
+
+        Args:
+            batch: sequences in a device's microbatch; with a model axis, in that of its group.
+            num_tokens: tokens in a sequence; None is the context.
+            remat: what is computed again.
+            model_axis: t, devices along the model axis.
+            sequence_parallel: cut along the tokens what the model axis would leave whole.
+            partitioned: Pa, keep each checkpoint (a layer's input) in t parts.
+            offloaded: the cpu of Pa+cpu, keep checkpoints in the host's memory.
+
+        Raises:
+            ValueError: a count is not whole and positive, no such `remat`, or checkpoints are to be
+                partitioned or offloaded where nothing is computed again.
+        """
+        _check_remat(remat)
+        if remat in ("none", "attention") and (partitioned or offloaded):
+            raise ValueError(
+                f"remat={remat!r} keeps no checkpoints to partition or offload; "
+                "say remat='full' or 'dots'"
+            )
+        num_tokens = self.context if num_tokens is None else num_tokens
+        sizes = {"batch": batch, "num_tokens": num_tokens, "width": self.width}
+        axis = as_count("model_axis", model_axis)
+        bsh = block_elements(**sizes)
+        layer = functools.partial(
+            layer_activation_bytes,
+            **sizes,
+            num_heads=self.num_heads,
+            model_axis=axis,
+            sequence_parallel=sequence_parallel,
+        )
+        whole = layer(recompute="none")
+        kept, checkpoints = 0.0, 0.0  # of a layer, beside its input; the inputs of all
+        if remat == "none" or remat == "attention":
+            kept = layer(recompute=remat)
+        else:
+            cut = axis if partitioned or sequence_parallel else 1
+            checkpoints = checkpoint_bytes(**sizes, num_layers=self.num_layers, model_axis=cut)
+        if remat == "dots":
+            # Outputs of the products whose value the derivative reads: q, k, v and the 4h, cut by
+            # the model axis, and the attention's, which is not.
+            kept = bsh * (2 / (axis if sequence_parallel else 1) + (6 + 8) / axis)
+        return ActivationBytes(
+            kept=self.num_layers * kept + (0.0 if offloaded else checkpoints),
+            working=whole - kept,
+            logits=_LOGIT_BYTES * bsh / self.width * self.vocab_size / axis,
+            host=checkpoints if offloaded else 0.0,
+        )
+
+    def flops_per_token(self, *, num_tokens: int | None = None, remat: Remat = "none") -> float:
+        """Return the FLOPs that a step computes per token: about 6 Psi + 12 L h s.
+
+        A forward pass multiplies a token by 12 L h^2 + V h weights and by s keys and values in each
+        layer (all of them: masked scores are computed too); the backward pass computes twice that.
+        Recomputation adds the layers' forward pass (`full`) or its scores (`attention`, `dots`).
+        Biases, norms and the look-up of words count nothing, for which 6 Psi would count 0.1%.
+
+        Args:
+            num_tokens: s, tokens in a sequence; None is the context.
+            remat: what is computed again.
+
+        Source: arXiv 2104.04473, section 3 and appendix: 96 L h^2 (1 + s/6h + V/16Lh) for `full`.
+
+        Raises:
+            ValueError: a count is not whole and positive, or no such `remat`.
+        """
+        _check_remat(remat)
+        s = self.context if num_tokens is None else as_count("num_tokens", num_tokens)
+        weights = 2 * 12 * self.num_layers * self.width**2
+        scores = 4 * self.num_layers * self.width * s
+        again = {"none": 0, "attention": scores, "dots": scores, "full": weights + scores}
+        head = 2 * self.vocab_size * self.width
+        return float(3 * (weights + scores + head) + again[remat])
+
+
+def _check_remat(remat: Remat) -> None:
+    if remat not in get_args(Remat):
+        raise ValueError(f"remat must be one of {get_args(Remat)}, got {remat!r}")
+
+
+def _bytes_gpt(num_layers: int, width: int, num_heads: int) -> Transformer:
+    """Make a small GPT that reads bytes: a vocabulary of words would outweigh its layers."""
+    return Transformer(
+        num_layers=num_layers, width=width, num_heads=num_heads, context=64, vocab_size=256
+    )
+
+
+#: Sizes that were trained, from which `Transformer.of` reads how wide a GPT of a given size is:
+#: small ones of bytes, GPT-2, ZeRO's figure 2 and table 4 (whose 4096 for 40B and 60B is a slip for
+#: 6144: 12 L h^2), and ZeRO-Infinity's table 1 with heads that divide the width.
+FAMILY: tuple[Transformer, ...] = (
+    _bytes_gpt(1, 32, 2),
+    _bytes_gpt(2, 64, 2),
+    _bytes_gpt(4, 128, 4),
+    _bytes_gpt(8, 256, 4),
+    _bytes_gpt(12, 384, 6),
+    Transformer(num_layers=12, width=768, num_heads=12),
+    Transformer(num_layers=24, width=1024, num_heads=16),
+    Transformer(num_layers=36, width=1280, num_heads=20),
+    Transformer(num_layers=48, width=1600, num_heads=25),
+    Transformer(num_layers=72, width=3072, num_heads=24),
+    Transformer(num_layers=62, width=4096, num_heads=32),
+    Transformer(num_layers=88, width=6144, num_heads=32),
+    Transformer(num_layers=132, width=6144, num_heads=32),
+    Transformer(num_layers=100, width=8192, num_heads=64),
+    Transformer(num_layers=125, width=8192, num_heads=64),
+    Transformer(num_layers=150, width=8192, num_heads=64),
+    Transformer(num_layers=175, width=8192, num_heads=64),
+    Transformer(num_layers=212, width=8192, num_heads=64),
+    Transformer(num_layers=124, width=18432, num_heads=144),
+    Transformer(num_layers=128, width=25600, num_heads=160),
+    Transformer(num_layers=174, width=49152, num_heads=384),
+    Transformer(num_layers=200, width=65536, num_heads=512),
+    Transformer(num_layers=205, width=90112, num_heads=704),
+)
