@@ -11,6 +11,7 @@ import typer
 
 from zerojax.cli._compile import compile_
 from zerojax.cli._errors import Failure, Interrupted
+from zerojax.cli._plan import plan
 from zerojax.cli._train import train
 
 # typer names one of its usage errors in public; that one's base is all of them.
@@ -18,8 +19,6 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="zerojax",
-    help="ZeRO for JAX: train with optimizer states, gradients and parameters partitioned, and see "
-    "it proved by compiled programs.",
     epilog="`zerojax COMMAND --help` explains a command and gives examples.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command()(plan)
 app.command(name="compile")(compile_)
 
 
@@ -50,7 +50,7 @@ def zerojax(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Train under ZeRO (arXiv 1910.02054): model states partitioned over a device mesh."""
+    """Partition model states over a device mesh: train, plan, compile, audit under ZeRO stages."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

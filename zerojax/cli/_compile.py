@@ -10,6 +10,7 @@ import jax
 
 from zerojax.aot import Compilation, MissingCompiler, ProgramCache, compile_lowered
 from zerojax.cli import _compile_options as o
+from zerojax.cli import _step_options as s
 from zerojax.cli._answer import Answer
 from zerojax.cli._compile_screen import CompileScreen
 from zerojax.cli._errors import Failure, refusing
@@ -21,20 +22,20 @@ from zerojax.cli._question import Question, read_question
 def compile_(
     topology: o.TopologyName,
     mesh: o.MeshAxes = None,
-    model: o.Model = "gpt2-small",
-    context: o.Context = None,
+    model: s.Model[str] = "gpt2-small",
+    context: s.Context = None,
     scan: o.Scan = True,
     remat: o.Remat = True,
-    stage: o.Stage = 2,
+    stage: s.Stage[int] = 2,
     all_stages: o.AllStages = False,
-    precision: o.PrecisionName = "bf16",
-    reduce: o.Reduce = None,
+    precision: s.PrecisionName = "bf16",
+    reduce: s.Reduce = None,
     batch: o.Batch = 1,
-    accumulate: o.Accumulate = 1,
-    optimizer: o.Optimizer = "adamw",
-    plot: o.Plot = None,
+    accumulate: s.Accumulate = 1,
+    optimizer: s.Optimizer = "adamw",
+    plot: s.Plot = None,
     hlo: o.Hlo = None,
-    json: o.Json = None,
+    json: s.Json = None,
     no_cache: o.NoCache = False,
 ) -> None:
     """Compile a training step for hardware that is not here, and audit it.

@@ -1,4 +1,4 @@
-"""The options of `zerojax compile`: their names, limits and help."""
+"""The options of `zerojax compile` alone: their names, limits and help."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from zerojax.cli._optimizers import OPTIMIZERS
-from zerojax.models import gpt
+from zerojax.cli._step_options import MODEL, OUTPUT, TRAINING, ZERO
 
-HARDWARE, MODEL, ZERO, STEP, OUTPUT = "Hardware", "Model", "ZeRO", "Step", "Output"
+HARDWARE = "Hardware"
 
 TopologyName = Annotated[
     str,
@@ -35,16 +34,6 @@ MeshAxes = Annotated[
         rich_help_panel=HARDWARE,
     ),
 ]
-Model = Annotated[
-    str,
-    typer.Option(metavar="NAME", help=f"A GPT: {', '.join(gpt.PRESETS)}.", rich_help_panel=MODEL),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Tokens of an example.", show_default="the model's own", rich_help_panel=MODEL
-    ),
-]
 Scan = Annotated[
     bool,
     typer.Option(
@@ -61,60 +50,19 @@ Remat = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
-Stage = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=3,
-        metavar="0|1|2|3",
-        help="What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, "
-        "2 also gradients, 3 also parameters.",
-        rich_help_panel=ZERO,
-    ),
-]
 AllStages = Annotated[
     bool,
     typer.Option(
-        "--all-stages", help="Compile stages 0 to 3, and compare them.", rich_help_panel=ZERO
-    ),
-]
-PrecisionName = Annotated[
-    str,
-    typer.Option(
-        metavar="bf16|fp32",
-        help="bf16 parameters and gradients with partitioned fp32 masters, or fp32.",
-        rich_help_panel=ZERO,
-    ),
-]
-Reduce = Annotated[
-    str | None,
-    typer.Option(
-        metavar="once|each",
-        help="Sum gradients over devices once per step, or for each microbatch.",
-        show_default="once at stages 0 and 1 with several microbatches, else each",
+        "--all-stages",
+        help="Compile stages 0 to 3, compare them, and draw bytes and volume: to --plot, or to "
+        "MODEL.TOPOLOGY.png.",
         rich_help_panel=ZERO,
     ),
 ]
 Batch = Annotated[
     int,
     typer.Option(
-        min=1, help="Examples that each device takes in a microbatch.", rich_help_panel=STEP
-    ),
-]
-Accumulate = Annotated[
-    int, typer.Option(min=1, help="Microbatches per step.", rich_help_panel=STEP)
-]
-Optimizer = Annotated[
-    str,
-    typer.Option(metavar="NAME", help=f"Optax's {', '.join(OPTIMIZERS)}.", rich_help_panel=STEP),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.png",
-        help="Draw bytes and volume.",
-        show_default="with --all-stages, MODEL.TOPOLOGY.png",
-        rich_help_panel=OUTPUT,
+        min=1, help="Examples that each device takes in a microbatch.", rich_help_panel=TRAINING
     ),
 ]
 Hlo = Annotated[
@@ -124,10 +72,6 @@ Hlo = Annotated[
         help="Keep the text of the compiled program; with --all-stages, a file for each stage.",
         rich_help_panel=OUTPUT,
     ),
-]
-Json = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Keep the report as JSON.", rich_help_panel=OUTPUT),
 ]
 NoCache = Annotated[
     bool,

@@ -29,7 +29,7 @@ class CompileScreen:
     def start(self, question: Question) -> None:
         """Show model, hardware, mesh and step."""
         options, layout, config = question.options, question.layout, question.config
-        devices = layout.mesh.devices
+        devices = layout.devices
         axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
         layers = f"{config.num_layers} layers " + ("scanned" if config.scan else "in a list")
         layers += ", rematerialised" if config.remat else ", activations kept"

@@ -38,10 +38,12 @@ class Choice:
 
 
 def _named(names: frozenset[str]) -> Callable[[PyTree], PyTree]:
-    """Mark the leaves whose last key is one of the names."""
+    """Mark the leaves whose last key is one of the names; a lone leaf has none."""
 
     def mark(params: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: bool(path) and path[-1].key in names, params
+        )
 
     return mark
 

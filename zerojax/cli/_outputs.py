@@ -29,8 +29,7 @@ class Outputs:
         plot = options.plot
         if plot is None and options.all_stages:
             plot = Path(f"{options.model}.{options.topology.replace(':', '-')}.png".lower())
-        if plot is not None and plot.suffix.lower() != ".png":
-            raise ValueError(f"--plot {plot}: give a name that ends in .png")
+        check_png(plot)
         hlo = {}
         if options.hlo is not None:
             hlo = {stage: _of_stage(options.hlo, stage, options) for stage in options.stages}
@@ -49,7 +48,7 @@ class Outputs:
         named |= {f"--hlo (stage {stage})": path for stage, path in self.hlo.items()}
         for option, path in named.items():
             if path is not None:
-                _check(option, path)
+                check_file(option, path)
 
     def write(self, answers: Sequence[Answer]) -> list[Path]:
         """Write the files and list them."""
@@ -69,11 +68,26 @@ class Outputs:
         return written
 
 
+def check_png(plot: Path | None) -> None:
+    """Refuse a drawing under another ending than .png.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ValueError(f"--plot {plot}: give a name that ends in .png")
+
+
 def _of_stage(path: Path, stage: int, options: CompileOptions) -> Path:
     return path.with_name(f"{path.stem}.stage{stage}{path.suffix}") if options.all_stages else path
 
 
-def _check(option: str, path: Path) -> None:
+def check_file(option: str, path: Path) -> None:
+    """See that a file can be written, and leave nothing behind.
+
+    Raises:
+        OSError: it can't be.
+    """
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from zerojax.checkpoint import find_checkpoints, read_manifest, restore
 from zerojax.cli._devices import find_devices, memory_per_device
 from zerojax.cli._evaluate import Evaluation
 from zerojax.cli._optimizers import find_optimizer, make_schedule
-from zerojax.cli._options import Options
+from zerojax.cli._train_options import Options
 from zerojax.data import BatchIterator, Corpus, load_corpus, make_batches
 from zerojax.layout import STAGES, Description, Layout, Precision, make_layout, make_mesh
 from zerojax.models import gpt
@@ -71,7 +71,7 @@ class Session:
     @property
     def devices(self) -> list[Any]:
         """The devices in the order of the mesh."""
-        return list(self.layout.mesh.devices.flat)
+        return list(self.layout.devices.flat)
 
     @property
     def tokens_per_step(self) -> int:

@@ -43,7 +43,7 @@ def write_stages_plot(answers: Sequence[Answer], path: Path) -> None:
     figure.suptitle(
         f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
         f"{options.optimizer}, compiled for {options.topology} "
-        f"({layout.mesh.devices.size} x {layout.mesh.devices.flat[0].device_kind})"
+        f"({layout.devices.size} x {layout.devices.flat[0].device_kind})"
     )
     figure.legend(
         handles=_legend(answers), frameon=False, loc="outside lower center", ncols=4,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from zerojax.cli import _options as o
+from zerojax.cli import _step_options as s
+from zerojax.cli import _train_options as o
 from zerojax.cli._errors import refusing
 from zerojax.cli._loop import run
 from zerojax.cli._screen import Screen
@@ -15,16 +16,16 @@ from zerojax.cli._session import prepare, take_up
 
 def train(
     ctx: typer.Context,
-    model: o.Model = "tiny",
-    context: o.Context = None,
-    stage: o.Stage = 2,
+    model: s.Model[str] = "tiny",
+    context: s.Context = None,
+    stage: s.Stage[int] = 2,
     devices: o.Devices = None,
-    precision: o.PrecisionName = "fp32",
+    precision: s.PrecisionName = "fp32",
     layout: o.ShowLayout = False,
     steps: o.Steps = 200,
     batch_size: o.BatchSize = None,
-    accumulate: o.Accumulate = 1,
-    optimizer: o.Optimizer = "adamw",
+    accumulate: s.Accumulate = 1,
+    optimizer: s.Optimizer = "adamw",
     lr: o.LearningRate = None,
     warmup: o.Warmup = None,
     weight_decay: o.WeightDecay = 0.1,
@@ -39,7 +40,7 @@ def train(
     save_every: o.SaveEvery = None,
     resume: o.Resume = False,
 ) -> None:
-    """Train a GPT on text under a ZeRO stage.
+    """Train a GPT on the bytes of text under a ZeRO stage.
 
     Shows the bytes that one device holds of each kind, beside the theory and beside plain data
     parallelism; trains; evaluates on held-out text; writes metrics.jsonl and training.png to the

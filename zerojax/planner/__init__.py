@@ -12,6 +12,7 @@ from zerojax.planner._remat import Remat, rematerialised
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import Space, search
 from zerojax.planner._slice import torus_shape
+from zerojax.planner._sweep import sweep
 from zerojax.planner._time import StepTime
 from zerojax.planner._transformer import Transformer
 from zerojax.planner._volume import Reduce, Theory, theory_of
@@ -45,6 +46,7 @@ __all__ = [
     "rematerialised",
     "search",
     "step_volume",
+    "sweep",
     "theory_of",
     "torus_shape",
 ]

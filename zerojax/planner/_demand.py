@@ -357,7 +357,7 @@ class Remembered:
     def work(self, given: Conditions, count: float) -> Work:
         """Count products and traffic, once."""
         weights = sum(leaf.gathered for leaf in given.leaves)
-        key = ("work", given.model_axis, weights, count)
+        key = ("work", weights, *self._key(given, count))
         return self._recall(key, lambda: self.demand.work(given, count))
 
     def model_elements(self, given: Conditions, count: float) -> float:

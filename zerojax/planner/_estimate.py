@@ -206,8 +206,9 @@ class _Part:
     @property
     def update_bytes(self) -> float:
         """Count the optimizer's traffic with the device's memory: states are read and written."""
-        counted = self.states.bytes
-        return 2 * self.on_device + counted["gradients"] + counted["parameters"]
+        leaves = self.given.leaves
+        read = sum(leaf.gradient for leaf in leaves)
+        return 2 * self.on_device + read + self.states.bytes["parameters"]
 
     @property
     def update_traffic(self) -> float:

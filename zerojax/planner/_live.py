@@ -280,10 +280,13 @@ class _Run:
     def _result(
         self, value: int, op: Op, sizes: Sequence[float], marked: Mapping[int, Leaf]
     ) -> float:
-        """Count a result; the gradients that a loop stacks are shards already."""
-        if op.kind == "loop" and value in marked and value not in op.outputs[: op.num_carry]:
-            return min(sizes[value], marked[value].gradient)
-        return sizes[value]
+        """Count a result; gradients that a loop stacks, or that are only viewed, are shards."""
+        if value not in marked:
+            return sizes[value]
+        stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
+        given = [v for v in op.inputs if v is not None]
+        viewed = op.kind == "fused" and len(given) == 1 and given[0] in marked
+        return min(sizes[value], marked[value].gradient) if stacked or viewed else sizes[value]
 
     def _inside(
         self,

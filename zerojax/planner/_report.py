@@ -268,7 +268,7 @@ class Plan:
     def _batch_note(self) -> str:
         held = f"{self.count:,.6g} {self.unit}{'s' if self.count != 1 else ''} in a microbatch"
         if math.isinf(self.compute_bound_at):
-            return f"{held}; no batch makes it compute-bound: its operations wait for memory"
+            return f"{held}; no batch makes it compute-bound: what it waits for grows as fast"
         return f"{held}; compute-bound from {self.compute_bound_at:,.3g} on"
 
 

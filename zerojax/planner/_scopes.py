@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from zerojax.planner._backends import Backend
 from zerojax.planner._program import Op, Program
 
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """An operation that runs by itself.

@@ -1,4 +1,4 @@
-"""The options of `zerojax train`: their names, limits and help."""
+"""The options of `zerojax train` alone: their names, limits and help."""
 
 from __future__ import annotations
 
@@ -8,51 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from zerojax.cli._optimizers import OPTIMIZERS
-from zerojax.models import gpt
+from zerojax.cli._step_options import OUTPUT, TRAINING, ZERO
 
-MODEL, ZERO, TRAINING, DATA, OUTPUT = "Model", "ZeRO", "Training", "Data", "Output"
+DATA = "Data"
 
-Model = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help=f"A GPT: {', '.join(gpt.PRESETS)}. It reads bytes, whatever its vocabulary.",
-        rich_help_panel=MODEL,
-    ),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Tokens that the model sees at once.", show_default="the model's own",
-        rich_help_panel=MODEL,
-    ),
-]  # fmt: skip
-Stage = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=3,
-        metavar="0|1|2|3",
-        help="What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, "
-        "2 also gradients, 3 also parameters.",
-        rich_help_panel=ZERO,
-    ),
-]
 Devices = Annotated[
     int | None,
     typer.Option(
         min=1,
         help="Devices to train on: real ones where there are some, else virtual ones on the CPU.",
         show_default="all real ones, or 8 virtual ones",
-        rich_help_panel=ZERO,
-    ),
-]
-PrecisionName = Annotated[
-    str,
-    typer.Option(
-        metavar="fp32|bf16",
-        help="fp32, or bf16 parameters and gradients with partitioned fp32 masters.",
         rich_help_panel=ZERO,
     ),
 ]
@@ -70,15 +35,6 @@ BatchSize = Annotated[
         help="Examples per step, over all devices and microbatches together.",
         show_default="about 32",
         rich_help_panel=TRAINING,
-    ),
-]
-Accumulate = Annotated[
-    int, typer.Option(min=1, help="Microbatches per step.", rich_help_panel=TRAINING)
-]
-Optimizer = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help=f"Optax's {', '.join(OPTIMIZERS)}.", rich_help_panel=TRAINING
     ),
 ]
 LearningRate = Annotated[
