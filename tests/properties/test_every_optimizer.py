@@ -25,22 +25,28 @@ NUM_STEPS = 5
 SUPPORTED = [case for case in TABLE if case.unsupported is None]
 
 
+@functools.cache
+def drawn():
+    return example_params()
+
+
 def fast(params):
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
+@functools.cache
+def draw(number, shape):
+    keys = jax.random.split(jax.random.key(100 + number), 3)
+    return (
+        jax.random.uniform(keys[0], shape, minval=0.5, maxval=1.5),
+        jax.random.normal(keys[1], shape),
+        0.3 * jax.random.normal(keys[2], (NUM_STEPS, *shape)),
+    )
+
+
 def problem(params):
     """Draw the constants of a loss without sums over dims: its gradients are equal to the bit."""
-
-    def draw(number, p):
-        keys = jax.random.split(jax.random.key(100 + number), 3)
-        return (
-            jax.random.uniform(keys[0], p.shape, minval=0.5, maxval=1.5),
-            jax.random.normal(keys[1], p.shape),
-            0.3 * jax.random.normal(keys[2], (NUM_STEPS, *p.shape)),
-        )
-
-    return [draw(number, p) for number, p in enumerate(jax.tree.leaves(params))]
+    return [draw(number, p.shape) for number, p in enumerate(jax.tree.leaves(params))]
 
 
 def loss_fn(constants, step, params):
@@ -86,9 +92,17 @@ def held_by_one_device(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+def planned(layout, case, precision=None):
+    """Plan what a device holds, on a mesh that has no devices."""
+    return zerojax.plan(
+        layout.shapes, case.make(), stage=layout.stage, num_devices=8, hardware="h100",
+        precision=precision, rules=layout.rules, min_size=layout.min_size,
+    ).bytes  # fmt: skip
+
+
 def make_layout(case, mesh, stage):
     return zerojax.make_layout(
-        fast(case.params(example_params())),
+        fast(case.params(drawn())),
         mesh,
         stage=stage,
         min_size=16,
@@ -98,7 +112,7 @@ def make_layout(case, mesh, stage):
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=lambda case: case.name)
 def test_five_steps_equal_the_unsharded_run_and_bytes_are_as_predicted(case, mesh8):
-    params = case.params(example_params())
+    params = case.params(drawn())
     constants = problem(fast(params))
     want, _ = five_steps(case, case.make(), params, constants)
     for stage in (0, 1, 2, 3):
@@ -116,6 +130,25 @@ def test_five_steps_equal_the_unsharded_run_and_bytes_are_as_predicted(case, mes
             predicted = layout.bytes_per_device(case.make(), stored=False)
             assert held_by_one_device(state) == predicted["optimizer"], f"stage {stage}"
             assert held_by_one_device(placed) == predicted["parameters"], f"stage {stage}"
+            assert held_by_one_device(state) == planned(layout, case).optimizer, f"stage {stage}"
+
+
+@pytest.mark.parametrize("name", ["adamw", "sm3", "split_real_and_imaginary"])  # each `params`
+@pytest.mark.parametrize("master", [None, jnp.float32], ids=["plain", "with masters"])
+def test_a_train_state_holds_what_is_planned_to_the_byte(name, master, mesh8):
+    (case,) = [case for case in TABLE if case.name == name]
+    low = None if master is None else jnp.bfloat16
+    precision = zerojax.Precision(params=low, master=master)
+    for stage in (0, 1, 2, 3):
+        layout = make_layout(case, mesh8, stage)
+        state = zerojax.init_train_state(
+            lambda: case.params(drawn()), case.make(), layout, precision=precision
+        )
+        found = planned(layout, case, precision)
+        masters = 0 if state.masters is None else held_by_one_device(state.masters)
+        assert held_by_one_device(state.params) == found.parameters, f"stage {stage}"
+        assert masters == found.masters, f"stage {stage}"
+        assert held_by_one_device(state.opt_state) + masters == found.optimizer, f"stage {stage}"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +156,7 @@ def test_five_steps_equal_the_unsharded_run_and_bytes_are_as_predicted(case, mes
 )
 def test_what_cannot_be_supported_raises_and_says_so(case, mesh8):
     layout = make_layout(case, mesh8, 1)
-    params = case.params(example_params())
+    params = case.params(drawn())
     tx = zerojax.sharded(case.make(), layout)
     grads = fast(params)
     if case.name == "differentially_private_aggregate":

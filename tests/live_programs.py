@@ -1,0 +1,48 @@
+"""Small programs whose peaks and products one adds up by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.planner._live import Leaf, Simulation
+from zerojax.planner._program import read_program
+from zerojax.planner._trace import trace_loss
+
+N = 4  # shards
+LOSS = 4  # bytes of a loss: it is there from the forward pass on
+WIDE = 128  # a matrix of this width is large enough that its gather counts
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def leaves_of(params, stage=0, parts=1):
+    """Give fp32 leaves as a layout would: all dims divide."""
+
+    def leaf(number, x):
+        whole = 4 * x.size / parts
+        held = whole / N if stage == 3 else whole
+        gradient = whole / N if stage else whole
+        return Leaf(number, held, whole, gradient, stage == 3, parts)
+
+    return [leaf(number, x) for number, x in enumerate(jax.tree.leaves(params))]
+
+
+def handmade(function, params, *batch):
+    """Flatten `loss, *gradients = function(params, *batch)`, batch shapes without examples."""
+
+    def trace(count):
+        given = [shape(count, *x.shape, dtype=x.dtype) for x in batch]
+        return jax.make_jaxpr(function)(params, *given)
+
+    return read_program(trace(2), trace(4), (2, 4))
+
+
+def peak(loss, params, batch, examples, platform="cpu", stage=0, *, frees=False, **options):
+    """Give the bytes of the peak; `loss` is a loss, or a program that was made by hand."""
+    program = trace_loss(loss, params, batch).program if callable(loss) else loss
+    leaves = leaves_of(params, stage, options.pop("parts", 1))
+    found = Simulation(program, platform).peak(leaves, examples, frees=frees, **options)
+    return found.bytes
