@@ -356,12 +356,17 @@ def test_a_peak_names_its_largest_values_as_large_as_they_are():
     assert sizes["input float32[4, 64, 192]"] == 4 * 4 * 64 * 192
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     assert sum(sizes.values()) <= found.bytes
+
+
+def test_a_peak_names_gathered_weights_where_there_are_some():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    w = shape(WIDE, WIDE)
+    simulation = Simulation(trace_loss(loss, w, shape(4, WIDE)).program, "cpu")
     whole, cut = (
-        Simulation(trace_loss(chain, CHAIN, shape(4, 8)).program, "cpu").peak(
-            leaves_of(CHAIN, stage), 16, frees=False
-        )
-        for stage in (0, 3)
+        dict(simulation.peak(leaves_of(w, stage), 4, frees=False).alive) for stage in (0, 3)
     )
     gathered = "gathered parameters and padded copies"
-    assert gathered not in dict(whole.alive)
-    assert dict(cut.alive)[gathered] == 4 * WIDE**2
+    assert gathered not in whole
+    assert cut[gathered] == 4 * WIDE**2

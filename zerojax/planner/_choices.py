@@ -114,7 +114,10 @@ class Choices(Sequence[Plan]):
         yield self._table(f"fastest of {len(self)} that fit {gigabytes(self.limit)}", self.plans)
         yield self._table("none is both faster and smaller", self.pareto, verified=False)
         for number, one in self.verified.items():
-            yield Text(f"choice {number + 1}: {one.note}")
+            if one.peak is not None:
+                yield Text(f"choice {number + 1}: {gigabytes(one.peak)} compiled: {one.note}")
+            elif number < _ROWS:
+                yield Text(f"choice {number + 1}: {one.note}")
         for one in self.rejected[:_ROWS]:
             yield Text(f"rejected: {one}")
         if len(self.rejected) > _ROWS:
