@@ -23,7 +23,7 @@ from zerojax.cli._answer import Answer
 from zerojax.cli._compile_options import CompileOptions
 from zerojax.cli._question import read_axes, read_question
 from zerojax.cli._stages_plot import write_stages_plot
-from zerojax.models import gpt
+from zerojax.models import _gpt_config, gpt
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)
 OTHER = dataclasses.replace(SMALL, width=32)
@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
             tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
         ),
     )
-    monkeypatch.setattr(question.gpt, "PRESETS", {**gpt.PRESETS, "tiny": SMALL, "other": OTHER})
+    monkeypatch.setattr(_gpt_config, "PRESETS", {**gpt.PRESETS, "tiny": SMALL, "other": OTHER})
     return here
 
 
@@ -69,7 +69,9 @@ def compiled(monkeypatch):
 def options(**changes):
     default = {
         "topology": "h100:1x8", "mesh": None, "model": "tiny", "context": None, "scan": True,
-        "remat": True, "stage": 2, "all_stages": False, "precision": "bf16", "reduce": None,
+        "remat": None, "stage": 2, "all_stages": False, "config": None, "model_axis": None,
+        "sequence_parallel": False, "remat_policy": None, "offload": (), "loss_chunk": None,
+        "precision": "bf16", "reduce": None,
         "batch": 1, "accumulate": 1, "optimizer": "adamw", "plot": None, "hlo": None, "json": None,
         "no_cache": False,
     }  # fmt: skip
@@ -97,7 +99,7 @@ def refused(stage=0, needed=40 * 2**30, available=32 * 2**30):
         ("--model gpt2-xxl", "no model named 'gpt2-xxl'; known, nearest first: gpt2-xl"),
         ("--stage 4", "--stage"),
         ("--mesh data=4", "has 4 devices, and the topology h100:1x8 has 8"),
-        ("--mesh data=4,model=2", "not cut over an axis 'model'"),
+        ("--mesh data=4,expert=2", "not cut over an axis 'expert'"),
         ("--axes 8", "give data=8"),
         ("--mesh data=0", "give data=8"),
         ("--mesh x=2,x=4", "names the axis 'x' twice"),
@@ -322,7 +324,10 @@ def test_every_choice_is_in_the_key_of_a_question():
         {}, {"stage": 1}, {"batch": 2}, {"accumulate": 2}, {"accumulate": 2, "reduce": "once"},
         {"scan": False}, {"remat": False}, {"precision": "fp32"}, {"optimizer": "lion"},
         {"context": 8}, {"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"mesh": "x=2,y=4"},
-        {"mesh": "x=8"}, {"model": "other"},
+        {"mesh": "x=8"}, {"model": "other"}, {"model_axis": 2}, {"mesh": "model=2,data=4"},
+        {"stage": None, "config": "C4", "model_axis": 2}, {"config": "C4"}, {"config": "C5"},
+        {"model_axis": 2, "sequence_parallel": True}, {"remat_policy": "dots"},
+        {"offload": ("optimizer",)}, {"offload": ("activations",)}, {"loss_chunk": 32},
     ]  # fmt: skip
     keys = [read_question(options(**choice))[0].key for choice in choices]
     assert len(set(keys)) == len(keys)

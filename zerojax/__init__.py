@@ -3,6 +3,7 @@
 from zerojax.aot import search_plans, topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.layout import Layout, Precision, Rule, make_layout, make_mesh
+from zerojax.memory import OffloadPolicy, RematPolicy, checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
 from zerojax.planner import Hardware, Plan, Transformer, max_params, model_state_bytes, plan
 from zerojax.train import (
@@ -19,8 +20,10 @@ __all__ = [
     "AuditReport",
     "Hardware",
     "Layout",
+    "OffloadPolicy",
     "Plan",
     "Precision",
+    "RematPolicy",
     "Rule",
     "TrainState",
     "TrainStep",
@@ -28,6 +31,7 @@ __all__ = [
     "abstract_train_state",
     "apply_updates",
     "audit",
+    "checkpoint_names",
     "init_train_state",
     "make_layout",
     "make_mesh",
@@ -35,6 +39,7 @@ __all__ = [
     "max_params",
     "model_state_bytes",
     "plan",
+    "rematerialised",
     "search_plans",
     "sharded",
     "topology_mesh",

@@ -26,6 +26,7 @@ _SOURCES = (
     "aot/_chips.py",
     "aot/_compile.py",
     "aot/_plugin.py",
+    "audit/_fragmentation.py",
     "audit/_program.py",
     "planner/_hardware.py",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerojax.audit._compare import Comparison
+from zerojax.audit._fragmentation import Fragmentation
 from zerojax.audit._groups import mesh_axes
 from zerojax.audit._hlo import Collective, Collectives, parse_collectives
 from zerojax.audit._memory import MemoryReport
@@ -20,6 +21,7 @@ __all__ = [
     "Collective",
     "Collectives",
     "Comparison",
+    "Fragmentation",
     "Leaf",
     "Loop",
     "MemoryReport",

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.audit._evidence import Evidence
+from zerojax.audit._fragmentation import Fragmentation, fragmentation_of, results_apart
+from zerojax.audit._host import HOST_MEMORY, held_on_host
 from zerojax.audit._kinds import KINDS, STATES, Held
 from zerojax.audit._module import Computation, Instruction, Module
 from zerojax.layout._mesh import num_devices
@@ -22,6 +24,7 @@ NAMES = {
     "batch": "batch",
     "other": "other",
 }
+_HOST_ARGUMENTS = "host_argument_size_in_bytes"
 _NO_BUFFER = frozenset(
     {
         "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional",
@@ -49,11 +52,15 @@ class MemoryReport:
         parameters, masters, optimizer, gradients, batch, other: arguments by kind; gradients where
             they persist from step to step.
         outputs: results that take no argument's buffer.
+        reused: results that take the buffer of an argument, which donation saves.
         temporaries: what the step needs beside arguments and results at its peak.
         peak: all of it at the worst moment, as the compiler says where it does.
         host: what lies in the host's memory.
         generated_code: the program itself; not in the peak.
-        theory: the same kinds by the stage's formula, whole / N for what the stage partitions;
+        fragmentation: what the plan of the temporaries loses; None where the compiler does not
+            tell.
+        theory: the same kinds by the stage's formula, whole / N for what the stage partitions,
+            without what lives in the host's memory;
             "gradients" are those of one step, which live while it runs.
         largest: the largest results of instructions, from the program's text; which of them share
             a buffer the text does not tell.
@@ -66,10 +73,12 @@ class MemoryReport:
     batch: int
     other: int
     outputs: int
+    reused: int
     temporaries: int
     peak: int
     host: int
     generated_code: int
+    fragmentation: Fragmentation | None
     theory: dict[str, int]
     largest: tuple[Temporary, ...]
 
@@ -91,28 +100,36 @@ class MemoryReport:
 def memory_of(evidence: Evidence) -> MemoryReport:
     """Count what a program takes."""
     program, stats = evidence.program, evidence.program.statistics
-    device = [one for one in evidence.held if not one.leaf.memory_kind]
+    far = held_on_host(evidence)
+    away = {id(one) for one in far}
     held = {
-        NAMES[kind]: sum(one.leaf.shard_bytes for one in device if one.kind == kind)
+        NAMES[kind]: sum(
+            one.leaf.shard_bytes
+            for one in evidence.held
+            if one.kind == kind and id(one) not in away
+        )
         for kind in KINDS
     }
-    on_host = sum(one.leaf.shard_bytes for one in evidence.held if one.leaf.memory_kind)
+    on_host = sum(one.leaf.shard_bytes for one in far)
     used = [leaf for leaf in program.inputs if leaf.number is not None and not leaf.memory_kind]
     arguments = stats.get("argument_size_in_bytes", sum(leaf.shard_bytes for leaf in used))
-    outputs = max(stats.get("output_size_in_bytes", 0) - stats.get("alias_size_in_bytes", 0), 0)
+    outputs = results_apart(stats)
     known = arguments + outputs + stats.get("temp_size_in_bytes", 0)
     told = stats.get("peak_memory_in_bytes", 0)
     # A TPU fits a program by this figure, and its temporaries can add up to more: not all of them
     # live at once. A CPU's figure leaves temporaries out.
     peak = told if told and program.platform != "cpu" else max(known, told)
+    # The figure adds what the host's memory holds, all the time as an argument or now and then.
+    peak = min(max(peak - host, 0), known) if (host := stats.get(_HOST_ARGUMENTS, 0)) else peak
     return MemoryReport(
         **held,
         outputs=outputs,
+        reused=stats.get("alias_size_in_bytes", 0),
         temporaries=max(peak - arguments - outputs, 0),
         peak=peak,
-        host=max(on_host, stats.get("host_argument_size_in_bytes", 0))
-        + stats.get("host_temp_size_in_bytes", 0),
+        host=max(on_host, stats.get(_HOST_ARGUMENTS, 0)) + stats.get("host_temp_size_in_bytes", 0),
         generated_code=stats.get("generated_code_size_in_bytes", 0),
+        fragmentation=fragmentation_of(program.platform, stats),
         theory=_theory(evidence),
         largest=tuple(_largest(evidence.module, 8)),
     )
@@ -120,10 +137,12 @@ def memory_of(evidence: Evidence) -> MemoryReport:
 
 def _theory(evidence: Evidence) -> dict[str, int]:
     layout = evidence.layout
+    far = {id(one) for one in held_on_host(evidence)}
     theory = {}
     for kind in STATES[:3]:
         parts = layout.num_shards if layout.partitions(kind) else 1  # type: ignore[arg-type]
-        whole = sum(_whole_bytes(one, evidence) for one in evidence.states(kind))
+        near = (one for one in evidence.states(kind) if id(one) not in far)
+        whole = sum(_whole_bytes(one, evidence) for one in near)
         theory[NAMES[kind]] = round(whole / parts)
     parts = layout.num_shards if layout.partitions("gradient") else 1
     whole = sum(_whole_bytes(one, evidence) for one in evidence.states("parameter"))
@@ -148,7 +167,7 @@ def _largest(module: Module, count: int) -> list[Temporary]:
         Temporary(name=line.name, shape=_text(line), bytes=size, op_name=line.op_name)
         for computation in _scheduled(module)
         for line in computation.instructions
-        if line.opcode not in _NO_BUFFER and (size := _bytes(line))
+        if line.opcode not in _NO_BUFFER and HOST_MEMORY not in line.type and (size := _bytes(line))
     ]
     return sorted(found, key=lambda one: -one.bytes)[:count]
 

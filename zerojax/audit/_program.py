@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from zerojax._tree import key_name, num_bytes, path_name
 from zerojax._types import Shape
+from zerojax.audit._fragmentation import LIVE, most_alive
 
 #: What `memory_analysis` is asked for; a backend that lacks one gives 0.
 STATISTICS = (
@@ -77,7 +78,8 @@ class Program:
         platform: "cpu", "gpu" or "tpu".
         mesh: axis name to size, of the mesh that the arguments lie on; empty where there is none.
         device_ids: ids of the devices in the program's order.
-        statistics: bytes, named as `memory_analysis` names them.
+        statistics: bytes, named as `memory_analysis` names them, and what its record of the
+            simulated heap says where it has one.
         inputs: one leaf per argument leaf, in flattening order.
         outputs: one leaf per result leaf.
     """
@@ -263,7 +265,10 @@ def _statistics(compiled: jax.stages.Compiled) -> dict[str, int]:
     found = compiled.memory_analysis()
     if found is None:
         return {}
-    return {name: int(getattr(found, name, 0)) for name in STATISTICS}
+    statistics = {name: int(getattr(found, name, 0)) for name in STATISTICS}
+    # A CPU hands over a plan without a heap, and a compiler for absent devices none.
+    live = most_alive(getattr(found, "serialized_buffer_assignment_proto", b""))
+    return statistics if live is None else statistics | {LIVE: live}
 
 
 def _leaf_of(held: Mapping[str, Any]) -> Leaf:

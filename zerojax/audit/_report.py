@@ -15,11 +15,13 @@ from rich.text import Text
 from zerojax.audit._compare import Comparison
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._hlo import Collective
+from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import MemoryReport
 from zerojax.audit._problems import AuditError, Problem
 from zerojax.audit._tables import (
     collective_table,
     hanging,
+    host_table,
     largest_table,
     memory_table,
     problem_grid,
@@ -59,6 +61,7 @@ class AuditReport:
         volume_by_axis: seen and theory by mesh axis, "data" or "data x model" for one collective
             along both.
         memory: bytes on one device by kind.
+        host_traffic: bytes between one device and its host in a step.
         problems: what is wrong; each a text with `kind`, `where`, `expected`, `seen`, `remedy`.
         notes: what is worth knowing and no failure.
         collectives: every collective of the program.
@@ -73,6 +76,7 @@ class AuditReport:
     paper_volume: float
     volume_by_axis: dict[str, AxisVolume]
     memory: MemoryReport
+    host_traffic: HostTraffic
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     collectives: tuple[Collective, ...]
@@ -109,6 +113,7 @@ class AuditReport:
             "paper_volume": self.paper_volume,
             "volume_by_axis": {k: dataclasses.asdict(v) for k, v in self.volume_by_axis.items()},
             "memory": self.memory.to_dict(),
+            "host_traffic": self.host_traffic.to_dict(),
             "problems": [problem.to_dict() for problem in self.problems],
             "notes": list(self.notes),
             "collectives": [_record(move) for move in self.moves],
@@ -129,6 +134,8 @@ class AuditReport:
         yield collective_table(self.moves)
         yield memory_table(self.memory)
         yield largest_table(self.memory)
+        if self.host_traffic.total:
+            yield host_table(self.host_traffic)
         for note in self.notes:
             yield hanging("note:", note)
 
@@ -140,7 +147,11 @@ class AuditReport:
 
 
 def build_report(
-    evidence: Evidence, memory: MemoryReport, problems: tuple[Problem, ...], notes: Iterable[str]
+    evidence: Evidence,
+    memory: MemoryReport,
+    host_traffic: HostTraffic,
+    problems: tuple[Problem, ...],
+    notes: Iterable[str],
 ) -> AuditReport:
     """Put a report together."""
     psi = max(evidence.layout.num_params, 1)
@@ -153,6 +164,7 @@ def build_report(
         paper_volume=evidence.theory.paper / psi,
         volume_by_axis=_by_axis(evidence, psi),
         memory=memory,
+        host_traffic=host_traffic,
         problems=problems,
         notes=tuple(notes),
         collectives=tuple(move.record for move in evidence.moves),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import NAMES, MemoryReport
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move, moved_elements
@@ -104,8 +105,24 @@ def memory_table(memory: MemoryReport) -> Table:
         row(", ".join(small), sum(small.values()))
     row("temporaries, with gradients", memory.temporaries)
     row("peak", memory.peak, memory.theory["total"])
+    if memory.reused:
+        row("saved by donation", memory.reused)
+    lost = memory.fragmentation
+    told = "not told by this compiler" if lost is None else f"{lost.fraction:.2%}"
+    table.add_row("fragmentation of temporaries", told, "", "")
     if memory.host:
         row("host", memory.host)
+    return table
+
+
+def host_table(traffic: HostTraffic) -> Table:
+    """Lay out what moves between a device and its host, beside theory."""
+    table = _table("host (B per device and step)", 1, "what", "seen", "theory", "seen / theory")
+    table.add_row("to the host", f"{traffic.to_host:,}", "", "")
+    table.add_row("from the host", f"{traffic.from_host:,}", "", "")
+    if traffic.theory:
+        ratio = f"{traffic.updated / traffic.theory:.3f}"
+        table.add_row("the host's update", f"{traffic.updated:,}", f"{traffic.theory:,}", ratio)
     return table
 
 

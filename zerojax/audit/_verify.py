@@ -8,6 +8,7 @@ import jax
 
 from zerojax.audit import _dtype_checks, _gather_checks, _state_checks, _traffic_checks
 from zerojax.audit._evidence import Evidence
+from zerojax.audit._host import check_host_traffic, traffic_of
 from zerojax.audit._memory import memory_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._program import Program
@@ -23,6 +24,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     **_traffic_checks.CHECKS,
     **_dtype_checks.CHECKS,
     **_gather_checks.CHECKS,
+    "host traffic": check_host_traffic,
     "recompile": _state_checks.check_recompile,
 }
 
@@ -78,4 +80,4 @@ def audit(
     evidence = Evidence.gather(program, layout, theory, accumulate, precision)
     problems = tuple(problem for check in CHECKS.values() for problem in check(evidence))
     notes = tuple(note for find in NOTES for note in find(evidence))
-    return build_report(evidence, memory_of(evidence), problems, notes)
+    return build_report(evidence, memory_of(evidence), traffic_of(evidence), problems, notes)

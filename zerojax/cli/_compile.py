@@ -10,6 +10,7 @@ import jax
 
 from zerojax.aot import Compilation, MissingCompiler, ProgramCache, compile_lowered
 from zerojax.cli import _compile_options as o
+from zerojax.cli import _residual_options as r
 from zerojax.cli import _step_options as s
 from zerojax.cli._answer import Answer
 from zerojax.cli._compile_screen import CompileScreen
@@ -25,9 +26,15 @@ def compile_(
     model: s.Model[str] = "gpt2-small",
     context: s.Context = None,
     scan: o.Scan = True,
-    remat: o.Remat = True,
-    stage: s.Stage[int] = 2,
+    remat: r.KeepsRemat = None,
+    remat_policy: r.RematName = None,
+    loss_chunk: r.LossChunk = None,
+    stage: s.Stage = None,
     all_stages: o.AllStages = False,
+    config: r.Config = None,
+    model_axis: r.ModelAxis = None,
+    sequence_parallel: r.SequenceParallel = False,
+    offload: r.Offload = None,
     precision: s.PrecisionName = "bf16",
     reduce: s.Reduce = None,
     batch: o.Batch = 1,
@@ -38,7 +45,7 @@ def compile_(
     json: s.Json = None,
     no_cache: o.NoCache = False,
 ) -> None:
-    """Compile a training step for hardware that is not here, and audit it.
+    r"""Compile a training step for hardware that is not here, and audit it.
 
     Nothing is run and no accelerator is needed: the compilers of TPUs and GPUs work on any Linux
     machine (`pip install 'zerojax[aot]'`). The compiled program itself shows whether ZeRO took
@@ -52,21 +59,31 @@ def compile_(
     what can't be done.
 
     Examples: GPT-2 XL on a node of eight H100s; all stages side by side on eight TPU chips, with a
-    drawing; a hundred billion parameters on a pod slice; and what a compiler makes of it all.
+    drawing; a hundred billion parameters on a pod slice; the same on GPUs as the paper did, 16 of
+    them to a layer; and what a compiler makes of it all.
 
     ```
     zerojax compile --model gpt2-xl --topology h100:1x8 --stage 2
     zerojax compile --model gpt2-xl --topology v6e:2x4 --all-stages
     zerojax compile --model zero-100b --topology v5p:4x4x8 --stage 3 --batch 2
+    zerojax compile --model zero-100b --topology h100:50x8 --mesh data=25,model=16 \
+        --config C4 --batch 16
     zerojax compile --topology h100:4x8 --stage 1 --accumulate 8 --hlo step.txt
     ```
     """
     options = o.CompileOptions(
         topology=topology, mesh=mesh, model=model, context=context, scan=scan, remat=remat,
-        stage=stage, all_stages=all_stages, precision=precision, reduce=reduce, batch=batch,
+        remat_policy=remat_policy, loss_chunk=loss_chunk, stage=stage, all_stages=all_stages,
+        config=config, model_axis=model_axis, sequence_parallel=sequence_parallel,
+        offload=tuple(offload or ()), precision=precision, reduce=reduce, batch=batch,
         accumulate=accumulate, optimizer=optimizer, plot=plot, hlo=hlo, json=json,
         no_cache=no_cache,
     )  # fmt: skip
+    _run(options)
+
+
+def _run(options: o.CompileOptions) -> None:
+    """Read the question, answer it, and show and write the answers."""
     screen = CompileScreen()
     with refusing():
         try:
@@ -78,7 +95,7 @@ def compile_(
     screen.start(questions[0])
     answers = _answer_all(questions, screen)
     screen.compiled(answers)
-    if all_stages:
+    if options.all_stages:
         screen.compare(answers)
     else:
         screen.show(answers[0])

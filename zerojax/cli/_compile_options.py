@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from zerojax.cli._residual_options import Residual, find_remat
 from zerojax.cli._step_options import MODEL, OUTPUT, TRAINING, ZERO
 
 HARDWARE = "Hardware"
@@ -29,8 +30,9 @@ MeshAxes = Annotated[
         "--mesh",
         "--axes",
         metavar="AXIS=SIZE,...",
-        help="Axes of the mesh, major first. ZeRO partitions over all of them.",
-        show_default="data=all devices",
+        help="Axes of the mesh, major first. ZeRO partitions over all of them but model, the axis "
+        "of model parallelism: data=4,model=2 is --model-axis 2.",
+        show_default="data=all devices, or what --model-axis leaves",
         rich_help_panel=HARDWARE,
     ),
 ]
@@ -39,14 +41,6 @@ Scan = Annotated[
     typer.Option(
         "--scan/--no-scan",
         help="Layers stacked and scanned, or a Python list of them, which compiles far longer.",
-        rich_help_panel=MODEL,
-    ),
-]
-Remat = Annotated[
-    bool,
-    typer.Option(
-        "--remat/--no-remat",
-        help="Recompute each layer in the backward pass, or keep its activations.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -62,7 +56,9 @@ AllStages = Annotated[
 Batch = Annotated[
     int,
     typer.Option(
-        min=1, help="Examples that each device takes in a microbatch.", rich_help_panel=TRAINING
+        min=1,
+        help="Examples that each device, or group along the model axis, takes in a microbatch.",
+        rich_help_panel=TRAINING,
     ),
 ]
 Hlo = Annotated[
@@ -92,9 +88,15 @@ class CompileOptions:
     model: str
     context: int | None
     scan: bool
-    remat: bool
-    stage: int
+    remat: bool | None
+    remat_policy: str | None
+    loss_chunk: int | None
+    stage: int | None
     all_stages: bool
+    config: str | None
+    model_axis: int | None
+    sequence_parallel: bool
+    offload: tuple[str, ...]
     precision: str
     reduce: str | None
     batch: int
@@ -106,6 +108,20 @@ class CompileOptions:
     no_cache: bool
 
     @property
+    def residual(self) -> Residual:
+        """What was asked for beside the model states; a ValueError where it can't be meant."""
+        return Residual(
+            config=self.config, model_axis=self.model_axis,
+            sequence_parallel=self.sequence_parallel,
+            remat_policy=find_remat(self.remat, self.remat_policy), offload=self.offload,
+            loss_chunk=self.loss_chunk,
+        )  # fmt: skip
+
+    @property
     def stages(self) -> tuple[int, ...]:
-        """The stages to compile."""
-        return (0, 1, 2, 3) if self.all_stages else (self.stage,)
+        """The stages to compile; a ValueError where two options name different ones."""
+        if not self.all_stages:
+            return (self.residual.stage(self.stage),)
+        if self.config is not None:
+            raise ValueError(f"--config {self.config} is of one stage: leave --all-stages out")
+        return (0, 1, 2, 3)

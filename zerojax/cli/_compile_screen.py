@@ -33,6 +33,7 @@ class CompileScreen:
         axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
         layers = f"{config.num_layers} layers " + ("scanned" if config.scan else "in a list")
         layers += ", rematerialised" if config.remat else ", activations kept"
+        chosen = question.residual.in_words()
         precision = {"bf16": "bf16 with fp32 masters"}.get(options.precision, options.precision)
         batch = f"{question.num_examples} examples of {config.context} tokens"
         if options.accumulate > 1:
@@ -41,7 +42,7 @@ class CompileScreen:
             "model": f"{options.model}, {layout.num_params:,} parameters, {layers}",
             "hardware": f"{options.topology}: {devices.size} x {devices.flat[0].device_kind}, "
             f"{in_words(question.memory)} each",
-            "mesh": axes,
+            "mesh": axes + (f"; {chosen}" if chosen else ""),
             "step": f"{batch}, {options.optimizer}, {precision}",
         }
         for name, text in rows.items():

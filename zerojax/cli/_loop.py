@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from zerojax._types import PyTree
 from zerojax.checkpoint import save
 from zerojax.cli._errors import Failure, Interrupted, refusing
 from zerojax.cli._evaluate import bits, sample
@@ -17,6 +18,7 @@ from zerojax.cli._plot import write_plot
 from zerojax.cli._record import Record
 from zerojax.cli._screen import Screen
 from zerojax.cli._session import Session
+from zerojax.memory import HOST_MEMORY
 from zerojax.train import TrainState
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
@@ -57,7 +59,7 @@ class _Training:
         self.session = session
         self.screen = screen
         self.state = state
-        self.held = held_bytes(state)
+        self.held, self.on_host = held_bytes(state)
         self.number = self.saved = session.first_step
         self.record = Record(session.options.out / "metrics.jsonl", session.first_step)
         self.evaluated = max(self.record.column("validation_bits_per_byte")[0], default=-1)
@@ -68,7 +70,7 @@ class _Training:
 
     def run(self) -> None:
         """Train to the end, or until Ctrl-C or a loss that is not finite."""
-        self.screen.held(self.held)
+        self.screen.held(self.held, self.on_host)
         try:
             with Interrupt() as interrupt:
                 with self.screen.training():
@@ -190,14 +192,20 @@ class _Training:
         )
 
 
-def held_bytes(state: TrainState) -> dict[str, int]:
-    """Measure what the first device really holds between steps, by kind."""
+def held_bytes(state: TrainState) -> tuple[dict[str, int], int]:
+    """Measure what the first device really holds between steps, by kind, and the host for it."""
     kinds = {
         "parameters": state.params,
         "masters": state.masters,
         "optimizer": state.opt_state,
     }
-    return {
-        kind: sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
-        for kind, tree in kinds.items()
-    }
+
+    def count(tree: PyTree, *, hosted: bool) -> int:
+        return sum(
+            x.addressable_data(0).nbytes
+            for x in jax.tree.leaves(tree)
+            if (x.sharding.memory_kind == HOST_MEMORY) == hosted
+        )
+
+    held = {kind: count(tree, hosted=False) for kind, tree in kinds.items()}
+    return held, count(state, hosted=True)

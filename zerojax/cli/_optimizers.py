@@ -30,11 +30,13 @@ class Choice:
         rate: the learning rate that suits a model of `BASE_WIDTH`.
         by_width: whether wider models want a rate that is smaller in proportion, as Adam's kind
             does (arXiv 2203.03466, table 3).
+        elementwise: whether it computes every element for itself, so that a host can do it.
     """
 
     make: Callable[[optax.Schedule, float], optax.GradientTransformation]
     rate: float
     by_width: bool
+    elementwise: bool
 
 
 def _named(names: frozenset[str]) -> Callable[[PyTree], PyTree]:
@@ -93,12 +95,12 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
 
 OPTIMIZERS: MappingProxyType[str, Choice] = MappingProxyType(
     {
-        "adamw": Choice(make=_adamw, rate=3e-3, by_width=True),
-        "adafactor": Choice(make=_adafactor, rate=3e-3, by_width=True),
-        "lion": Choice(make=_lion, rate=5e-4, by_width=True),
-        "lamb": Choice(make=_lamb, rate=1e-2, by_width=False),
-        "muon": Choice(make=_muon, rate=3e-3, by_width=True),
-        "sgd": Choice(make=_sgd, rate=1e-1, by_width=False),
+        "adamw": Choice(make=_adamw, rate=3e-3, by_width=True, elementwise=True),
+        "adafactor": Choice(make=_adafactor, rate=3e-3, by_width=True, elementwise=False),
+        "lion": Choice(make=_lion, rate=5e-4, by_width=True, elementwise=True),
+        "lamb": Choice(make=_lamb, rate=1e-2, by_width=False, elementwise=False),
+        "muon": Choice(make=_muon, rate=3e-3, by_width=True, elementwise=False),
+        "sgd": Choice(make=_sgd, rate=1e-1, by_width=False, elementwise=True),
     }
 )
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from zerojax.aot import MissingCompiler
 from zerojax.cli import _plan_options as o
+from zerojax.cli import _residual_options as r
 from zerojax.cli import _step_options as s
 from zerojax.cli._errors import Failure, refusing
 from zerojax.cli._largest_question import find_largest
@@ -26,15 +27,16 @@ def plan(
     params: o.Params = None,
     model: s.Model[str | None] = None,
     context: s.Context = None,
-    remat: o.KeepsRemat = None,
-    remat_policy: o.RematName = None,
+    remat: r.KeepsRemat = None,
+    remat_policy: r.RematName = None,
     hardware: o.HardwareName = "h100",
     devices: o.Devices = 8,
     memory_limit: o.MemoryLimit = None,
-    stage: s.Stage[int | None] = None,
+    stage: s.PlannedStage = None,
+    config: r.Config = None,
     shards: o.Shards = None,
-    model_axis: o.ModelAxis = None,
-    offload: o.Offload = None,
+    model_axis: r.ModelAxis = None,
+    offload: r.Offload = None,
     precision: s.PrecisionName = "bf16",
     reduce: s.Reduce = None,
     batch: o.Batch = 1,
@@ -50,8 +52,8 @@ def plan(
 
     Without --stage, all four stages are shown side by side: what one device holds of each kind, the
     sum by ZeRO's formula, the planned peak, what a device moves, how long a step takes at least and
-    what it waits for. With --stage, one of them in full. GB are 1e9 bytes; hardware is h100 unless
-    you say otherwise.
+    what it waits for. With --stage or --config, one of them in full. GB are 1e9 bytes; hardware is
+    h100 unless you say otherwise.
 
     A model is traced; a bare number of parameters goes by formulas. Either way nothing is computed
     and no accelerator is touched.
@@ -60,13 +62,14 @@ def plan(
     --memory-limit that nothing meets: then the smallest need and how it is met are named.
 
     Examples: the paper's figure 1; GPT-2 XL on a node, with a drawing; one stage in full, 4
-    examples a device, sharded within each node; the fastest way to train under a limit; the largest
-    models of a chip; and the figures as JSON.
+    examples a device, sharded within each node; the paper's C4 as it was run; the fastest way to
+    train under a limit; the largest models of a chip; and the figures as JSON.
 
     ```
     zerojax plan --params 7.5e9 --devices 64
     zerojax plan --model gpt2-xl --devices 8 --plot gpt2-xl.png
     zerojax plan --model zero-8b --devices 64 --stage 3 --shards 8 --batch 4
+    zerojax plan --model zero-100b --devices 400 --config C4 --model-axis 16 --batch 16
     zerojax plan --model gpt2-xl --batch 8 --search --memory-limit 20GB
     zerojax plan --largest --hardware v5p
     zerojax plan --params 1T --devices 1024 --hardware b200 --json -
@@ -74,21 +77,16 @@ def plan(
     """
     options = o.PlanOptions(
         params=params, model=model, context=context, remat=remat, remat_policy=remat_policy,
-        hardware=hardware, devices=devices, memory_limit=memory_limit, stage=stage, shards=shards,
-        model_axis=model_axis, offload=tuple(offload or ()), precision=precision, reduce=reduce,
-        batch=batch, accumulate=accumulate, optimizer=optimizer, search=search, verify=verify,
-        largest=largest, json=json, plot=plot,
+        hardware=hardware, devices=devices, memory_limit=memory_limit, stage=stage, config=config,
+        shards=shards, model_axis=model_axis, offload=tuple(offload or ()), precision=precision,
+        reduce=reduce, batch=batch, accumulate=accumulate, optimizer=optimizer, search=search,
+        verify=verify, largest=largest, json=json, plot=plot,
     )  # fmt: skip
     _stay_on_cpu()
     with refusing():
         question = read_plan_question(options)
     screen = PlanScreen(quiet=options.prints_json)
-    if largest:
-        answer = _show_largest
-    elif search:
-        answer = _show_choices
-    else:
-        answer = _show_stages
+    answer = _show_largest if largest else _show_choices if search else _show_stages
     with screen.shown():
         answer(question, screen)
 

@@ -6,19 +6,16 @@ import dataclasses
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
+from zerojax.cli._residual_options import Residual, find_remat
 from zerojax.cli._step_options import MODEL, OUTPUT, TRAINING, ZERO
 from zerojax.planner import HARDWARE as KNOWN
-from zerojax.planner import Remat as RematPolicy
 from zerojax.planner import as_amount, as_count
 
 HARDWARE, SEARCH = "Hardware", "Other questions"
-#: What the host can keep.
-OFFLOADS = ("optimizer", "activations")
-REMATS = get_args(RematPolicy)
 MOST_PARAMS = 10**18
 _POWERS = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -32,26 +29,6 @@ Params = Annotated[
         metavar="COUNT",
         help="A number of parameters, 7.5e9 or 7.5B, in the place of a model: a plausible GPT of "
         "that size is planned by formulas.",
-        rich_help_panel=MODEL,
-    ),
-]
-KeepsRemat = Annotated[
-    bool | None,
-    typer.Option(
-        "--remat/--no-remat",
-        help="Recompute each layer in the backward pass, or keep its activations.",
-        show_default="remat",
-        rich_help_panel=MODEL,
-    ),
-]
-RematName = Annotated[
-    str | None,
-    typer.Option(
-        "--remat-policy",
-        metavar="|".join(REMATS),
-        help="What is recomputed: nothing, all but products with weights, or each layer from its "
-        "input.",
-        show_default="as the model has it: full; --search tries all",
         rich_help_panel=MODEL,
     ),
 ]
@@ -83,24 +60,6 @@ Shards = Annotated[
         rich_help_panel=ZERO,
     ),
 ]
-ModelAxis = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Devices of model parallelism, which share each layer and the examples of one.",
-        show_default="1; --search tries more, unless --shards is given",
-        rich_help_panel=ZERO,
-    ),
-]
-Offload = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="|".join(OFFLOADS),
-        help="What the host keeps; may be given twice.",
-        show_default="nothing; --search tries all",
-        rich_help_panel=ZERO,
-    ),
-]
 Batch = Annotated[
     int,
     typer.Option(
@@ -116,7 +75,7 @@ Search = Annotated[
         "--search",
         help="Search for the fastest way to train under the memory limit: stage, shard group, "
         "model axis, recomputation, what the host keeps, microbatches. Options that are given "
-        "hold.",
+        "hold, and --shards holds the model axis as well.",
         rich_help_panel=SEARCH,
     ),
 ]
@@ -171,6 +130,7 @@ class PlanOptions:
     devices: int
     memory_limit: str | None
     stage: int | None
+    config: str | None
     shards: int | None
     model_axis: int | None
     offload: tuple[str, ...]
@@ -186,9 +146,19 @@ class PlanOptions:
     plot: Path | None
 
     @property
+    def residual(self) -> Residual:
+        """What was asked for beside the model states; a ValueError where it can't be meant."""
+        return Residual(
+            config=self.config, model_axis=self.model_axis, offload=self.offload,
+            remat_policy=find_remat(self.remat, self.remat_policy),
+        )  # fmt: skip
+
+    @property
     def stages(self) -> tuple[int, ...]:
-        """The stages to plan."""
-        return (0, 1, 2, 3) if self.stage is None else (self.stage,)
+        """The stages to plan; a ValueError where two options name different ones."""
+        if self.stage is None and self.config is None:
+            return (0, 1, 2, 3)
+        return (self.residual.stage(self.stage),)
 
     @property
     def prints_json(self) -> bool:

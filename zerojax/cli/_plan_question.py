@@ -15,8 +15,9 @@ from zerojax._types import LossFn, PyTree
 from zerojax.aot import search_plans
 from zerojax.cli._optimizers import find_optimizer, make_schedule
 from zerojax.cli._outputs import check_file, check_png
-from zerojax.cli._plan_options import OFFLOADS, REMATS, PlanOptions, read_bytes, read_count
+from zerojax.cli._plan_options import PlanOptions, read_bytes, read_count
 from zerojax.cli._question import STEPS, WARMUP, WEIGHT_DECAY
+from zerojax.cli._residual_options import find_remat
 from zerojax.cli._session import PRECISIONS
 from zerojax.layout import Precision
 from zerojax.models import gpt
@@ -85,8 +86,14 @@ class PlanQuestion:
             model_axis=self.model_axis, loss_fn=self.loss_fn, batch=self.batch(self.num_examples),
             transformer=self.told, tokens_per_device=self._tokens(options.batch),
             accumulate=options.accumulate, reduce=options.reduce,  # pyright: ignore[reportArgumentType]
-            remat=self.remat, offload=options.offload,  # pyright: ignore[reportArgumentType]
+            remat=self.remat, offload=options.residual.on_host,  # pyright: ignore[reportArgumentType]
+            partition_activations=self.cuts_checkpoints,
         )  # fmt: skip
+
+    @property
+    def cuts_checkpoints(self) -> bool:
+        """Whether checkpoints are cut (Pa): over a model axis of one device nothing is."""
+        return self.options.residual.cuts_checkpoints and self.model_axis > 1
 
     def search(self) -> Choices:
         """Search among all that the options leave open, and compile the winners if asked to.
@@ -147,8 +154,7 @@ def read_plan_question(options: PlanOptions) -> PlanQuestion:
     choice = find_optimizer(options.optimizer)
     if options.precision not in PRECISIONS:
         raise ValueError(f"--precision {options.precision}: give one of {', '.join(PRECISIONS)}")
-    if unknown := sorted(set(options.offload) - set(OFFLOADS)):
-        raise ValueError(f"--offload {unknown[0]}: the host can keep {' and '.join(OFFLOADS)}")
+    options.residual.stage(options.stage)
     params, config, transformer = _read_model(options)
     width = 1 if config is None else config.width
     one = config or transformer
@@ -201,11 +207,18 @@ def _check_question(options: PlanOptions) -> None:
             "--search moves activations to the host where layers are recomputed from their inputs: "
             "leave --no-remat and --remat-policy out, or --offload activations"
         )
+    if options.config is not None and (options.search or options.plot is not None):
+        given = "--search goes through" if options.search else "--plot draws"
+        raise ValueError(
+            f"--config {options.config} is of one stage, and {given} all of them: give one of the "
+            "two options"
+        )
     if options.largest:
         given = {
             "--params": options.params, "--model": options.model, "--stage": options.stage,
-            "--shards": options.shards, "--search": options.search or None,
-            "--plot": options.plot, "--remat-policy": options.remat_policy,
+            "--config": options.config, "--shards": options.shards,
+            "--search": options.search or None, "--plot": options.plot,
+            "--remat-policy": options.remat_policy,
             "--remat/--no-remat": options.remat, "--offload": options.offload or None,
             "--reduce": options.reduce, "--accumulate": options.accumulate if
             options.accumulate > 1 else None,
@@ -247,17 +260,8 @@ def _read_model(
 
 
 def _read_remat(options: PlanOptions) -> str | None:
-    policy = options.remat_policy
-    if policy is not None and policy not in REMATS:
-        raise ValueError(f"--remat-policy {policy}: give one of {', '.join(REMATS)}")
-    if options.remat is None:
-        return policy
-    if policy is not None and options.remat == (policy == "none"):
-        given = "--remat" if options.remat else "--no-remat"
-        raise ValueError(f"{given} and --remat-policy {policy} contradict each other: give one")
-    if not options.remat:
-        return "none"
-    return policy or ("full" if options.search else None)
+    found = find_remat(options.remat, options.remat_policy)
+    return "full" if found is None and options.remat and options.search else found
 
 
 def shortage(plans: Sequence[Plan]) -> str | None:

@@ -206,7 +206,9 @@ def _step(question: PlanQuestion) -> str:
     text = f"{question.num_examples:,} examples of {question.context:,} tokens"
     if options.accumulate > 1 and not options.search:
         text += f" in {options.accumulate} microbatches"
-    return f"{text}, {options.optimizer}, {PRECISIONS.get(options.precision, options.precision)}"
+    text += f", {options.optimizer}, {PRECISIONS.get(options.precision, options.precision)}"
+    # What else the plan holds is in its title.
+    return f"{text}, configuration {options.config}" if options.config is not None else text
 
 
 def _by_shape(question: PlanQuestion) -> list[str]:

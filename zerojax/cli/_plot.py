@@ -34,7 +34,7 @@ def write_plot(session: Session, record: Record, held: dict[str, int]) -> Path:
     options = session.options
     figure.suptitle(
         f"{options.model}: {session.layout.num_params:,} parameters, {options.optimizer}, "
-        f"{options.precision}, ZeRO stage {options.stage} on {len(session.devices)} devices"
+        f"{options.precision}, ZeRO stage {session.layout.stage} on {len(session.devices)} devices"
     )
     path = options.out / "training.png"
     FigureCanvasAgg(figure).print_figure(path, dpi=130)

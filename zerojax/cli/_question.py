@@ -16,14 +16,16 @@ from jax.sharding import Mesh
 from zerojax.aot import Topology, device_memory, digest, parse_topology, topology_mesh
 from zerojax.cli._compile_options import CompileOptions
 from zerojax.cli._optimizers import find_optimizer, make_schedule
+from zerojax.cli._residual_options import MODEL_AXIS, Residual
 from zerojax.cli._session import PRECISIONS
 from zerojax.layout import Description, Layout, Precision, make_layout
+from zerojax.memory import OffloadPolicy, RematPolicy
 from zerojax.models import gpt
 from zerojax.train import TrainStep, abstract_train_state, make_train_step
 
 #: What the schedule, the decay and the clipping of the step are; none of them moves a byte.
 STEPS, WARMUP, WEIGHT_DECAY, CLIP_NORM = 1000, 100, 0.1, 1.0
-#: Names that an axis may have: the presets are not cut over axes of any other use.
+#: Names that an axis may have: the presets are cut over one axis beside those of data.
 DATA_AXES = ("data", "fsdp", "node", "slice", "x", "y", "z")
 
 
@@ -32,11 +34,13 @@ class Question:
     """A step to compile, for one stage.
 
     Attributes:
+        residual: what was asked for beside the model states.
         memory: bytes of a device.
         num_examples: in one step, over all devices and microbatches.
     """
 
     options: CompileOptions
+    residual: Residual
     config: gpt.Config
     topology: Topology
     memory: int
@@ -44,6 +48,8 @@ class Question:
     layout: Layout
     tx: optax.GradientTransformation
     precision: Precision
+    remat: RematPolicy | None
+    offload: OffloadPolicy | None
     step: TrainStep
 
     @property
@@ -70,12 +76,15 @@ class Question:
                 "config": dataclasses.asdict(self.config),
                 "topology": [self.topology.chip, *self.topology.dims, self.topology.num_slices],
                 "mesh": list(self.layout.mesh.shape.items()),
+                "axis": self.layout.axis,
                 "stage": self.stage,
                 "num_examples": self.num_examples,
                 "precision": options.precision,
                 "accumulate": options.accumulate,
                 "reduce": self.reduce,
                 "optimizer": options.optimizer,
+                "remat": self.remat and dataclasses.asdict(self.remat),
+                "offload": self.offload and dataclasses.asdict(self.offload),
             }
         )
 
@@ -83,7 +92,7 @@ class Question:
         """Trace and lower the step."""
         state = abstract_train_state(
             functools.partial(gpt.init, self.config), self.tx, self.layout, jax.random.key(0),
-            precision=self.precision,
+            precision=self.precision, offload=self.offload,
         )  # fmt: skip
         shape = (self.num_examples, self.config.context + 1)
         batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.batch)
@@ -97,42 +106,78 @@ def read_question(options: CompileOptions) -> list[Question]:
         ValueError: an option that can't be met.
         MissingCompiler: there is no compiler for the topology here.
     """
+    residual, stages = options.residual, options.stages
     config = gpt.preset(options.model)
     config = dataclasses.replace(
-        config, context=options.context or config.context, scan=options.scan, remat=options.remat
+        config, context=options.context or config.context, scan=options.scan
     )
     choice = find_optimizer(options.optimizer)
     if options.precision not in PRECISIONS:
         raise ValueError(f"--precision {options.precision}: give one of {', '.join(PRECISIONS)}")
     if options.reduce not in (None, "once", "each"):
         raise ValueError(f"--reduce {options.reduce}: give once or each")
-    if options.reduce == "once" and 3 in options.stages:
+    if options.reduce == "once" and 3 in stages:
         raise ValueError(
             "--reduce once needs a whole gradient on each device, and stage 3 never holds one; "
             "leave it out, or give --stage 1 or 2"
         )
     topology = parse_topology(options.topology)
-    axes = read_axes(options.mesh, topology)
-    schedule = make_schedule(choice, None, WARMUP, STEPS, config.width)
-    tx = choice.make(schedule, WEIGHT_DECAY)
-    precision = PRECISIONS[options.precision]
+    axes = read_axes(options.mesh, topology, residual)
+    residual = dataclasses.replace(residual, model_axis=axes.get(MODEL_AXIS))
+    config = residual.model(config)
     mesh = topology_mesh(options.topology, axes)
-    shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
-    ask = functools.partial(
-        _ask, options, config, topology, shapes, mesh, tuple(axes), tx, precision
-    )
-    return [ask(stage) for stage in options.stages]
+    schedule = make_schedule(choice, None, WARMUP, STEPS, config.width)
+    common = {
+        "options": options,
+        "residual": residual,
+        "config": config,
+        "topology": topology,
+        "memory": device_memory(topology.chip),
+        "tx": choice.make(schedule, WEIGHT_DECAY),
+        "precision": PRECISIONS[options.precision],
+        "remat": residual.remat(),
+        "offload": residual.offloads(choice, list(mesh.devices.flat)),
+    }
+    return [_of_stage(mesh, stage, common) for stage in stages]
 
 
-def read_axes(given: str | None, topology: Topology) -> dict[str, int]:
+def read_axes(
+    given: str | None, topology: Topology, residual: Residual | None = None
+) -> dict[str, int]:
     """Read the axes of the mesh, "data=8" or "node=4,data=8"; None is one axis of all devices.
 
+    Args:
+        given: as the user wrote it.
+        topology: whose devices they share out.
+        residual: options that may ask for a model axis, which comes last where it is not named.
+
     Raises:
-        ValueError: what is given can't be read, names an axis that is not for data, or has
-            another number of devices than the topology.
+        ValueError: what is given can't be read, names an axis of another use, contradicts the
+            model axis, or has another number of devices than the topology.
     """
+    residual = residual or Residual()
+    there = topology.num_devices
     if given is None:
-        return {"data": topology.num_devices}
+        return residual.axes(there)
+    axes = _parse_axes(given, there)
+    asked = residual.model_axis
+    if asked is not None and asked != axes.get(MODEL_AXIS, asked):
+        raise ValueError(
+            f"--mesh {given} and --model-axis {asked} name different sizes of the model axis: give "
+            "one of them"
+        )
+    axes |= {name: size for name, size in residual.model_axes.items() if name not in axes}
+    if math.prod(axes.values()) != there:
+        beside = f" and --model-axis {asked}" if asked is not None else ""
+        raise ValueError(
+            f"--mesh {given}{beside} has {math.prod(axes.values())} devices, and the topology "
+            f"{topology.name} has {there}; give sizes whose product is {there}"
+        )
+    return axes
+
+
+def _parse_axes(given: str, num_devices: int) -> dict[str, int]:
+    """Read names and sizes."""
     axes: dict[str, int] = {}
     for part in given.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
@@ -141,46 +186,33 @@ def read_axes(given: str | None, topology: Topology) -> dict[str, int]:
         if match[1] in axes:
             raise ValueError(f"--mesh {given} names the axis {match[1]!r} twice")
         axes[match[1]] = int(match[2])
-    total, there = math.prod(axes.values()), topology.num_devices
     for name in axes:
-        if name not in DATA_AXES:
+        if name not in (*DATA_AXES, MODEL_AXIS):
             raise ValueError(
                 f"--mesh {given}: the models of this command are not cut over an axis {name!r}, "
-                f"so its devices would all do the same; give axes of data only "
-                f"({', '.join(DATA_AXES)}), such as data={there}"
+                f"so its devices would all do the same; give axes of data "
+                f"({', '.join(DATA_AXES)}) and the axis {MODEL_AXIS}, such as data={num_devices}"
             )
-    if total != there:
-        raise ValueError(
-            f"--mesh {given} has {total} devices, and the topology {topology.name} has {there}; "
-            f"give sizes whose product is {there}"
-        )
-    return axes
+    return axes if set(axes) != {MODEL_AXIS} else {"data": 1, **axes}
 
 
-def _ask(
-    options: CompileOptions,
-    config: gpt.Config,
-    topology: Topology,
-    shapes: Any,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    tx: optax.GradientTransformation,
-    precision: Precision,
-    stage: int,
-) -> Question:
-    layout = make_layout(shapes, mesh, stage=stage, axis=axes)
-    return Question(
-        options=options,
-        config=config,
-        topology=topology,
-        memory=device_memory(topology.chip),
-        num_examples=options.batch * options.accumulate * layout.num_batch_parts,
-        layout=layout,
-        tx=tx,
-        precision=precision,
-        step=make_train_step(
-            functools.partial(gpt.loss, config), tx, layout, precision=precision,
-            accumulate=options.accumulate, reduce=options.reduce,  # pyright: ignore[reportArgumentType]
-            clip_norm=CLIP_NORM,
-        ),
+def _of_stage(mesh: Mesh, stage: int, common: dict[str, Any]) -> Question:
+    """Make the layout and the step of a stage, from what all stages have in common."""
+    options, config, precision = common["options"], common["config"], common["precision"]
+    shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    layout = make_layout(
+        shapes, mesh, stage=stage,
+        axis=[name for name in mesh.axis_names if name != MODEL_AXIS],
+        specs=None if config.model_axis is None else gpt.specs(config),
     )  # fmt: skip
+    step = make_train_step(
+        functools.partial(gpt.loss, config), common["tx"], layout, precision=precision,
+        accumulate=options.accumulate, reduce=options.reduce, clip_norm=CLIP_NORM,
+        remat=common["remat"], offload=common["offload"],
+    )  # fmt: skip
+    return Question(
+        layout=layout,
+        num_examples=options.batch * options.accumulate * layout.num_batch_parts,
+        step=step,
+        **common,
+    )

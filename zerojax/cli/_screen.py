@@ -53,8 +53,9 @@ class Screen:
         devices = session.devices
         kind = "virtual CPU devices" if devices[0].platform == "cpu" else devices[0].device_kind
         axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
+        chosen = options.residual.in_words()
         rows = {
-            "mesh": f"{len(devices)} {kind} ({axes})",
+            "mesh": f"{len(devices)} {kind} ({axes})" + (f"; {chosen}" if chosen else ""),
             "model": f"{options.model}, {layout.num_params:,} parameters, {options.precision}",
             "data": f"{corpus.source}: {corpus.num_files:,} files, {decimal(corpus.num_bytes)}, "
             f"{decimal(corpus.held_out.size)} of them held out",
@@ -83,12 +84,12 @@ class Screen:
         else:  # as wide as it is, for a file or a pipe
             self.console.print(str(session.description), soft_wrap=True, markup=False)
 
-    def held(self, held: dict[str, int]) -> None:
-        """Show what the first device really holds."""
+    def held(self, held: dict[str, int], on_host: int = 0) -> None:
+        """Show what the first device really holds, and what the host keeps for it."""
         kinds = ", ".join(f"{kind} {decimal(count)}" for kind, count in held.items() if count)
         self.console.print(
             f"[bold]measured:[/] device 0 holds {decimal(sum(held.values()))} between steps "
-            f"({kinds})",
+            f"({kinds})" + (f", and {decimal(on_host)} in the host's memory" if on_host else ""),
             soft_wrap=True,
         )
 
@@ -157,7 +158,8 @@ def bytes_table(session: Session) -> Table:
         title_style="bold",
     )
     table.add_column("kind")
-    for name in ("this run", "theory", "plain data parallel", "saved"):
+    plainly = "plain data parallel" if layout.num_shards == len(session.devices) else "stage 0"
+    for name in ("this run", "theory", plainly, "saved"):
         table.add_column(name, justify="right")
     for kind, count in description.bytes.items():
         if plain[kind]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from rich.filesize import decimal
 
 from zerojax.checkpoint import find_checkpoints, read_manifest, restore
@@ -20,6 +21,7 @@ from zerojax.cli._optimizers import find_optimizer, make_schedule
 from zerojax.cli._train_options import Options
 from zerojax.data import BatchIterator, Corpus, load_corpus, make_batches
 from zerojax.layout import STAGES, Description, Layout, Precision, make_layout, make_mesh
+from zerojax.memory import OffloadPolicy
 from zerojax.models import gpt
 from zerojax.train import (
     TrainState,
@@ -40,6 +42,7 @@ class Session:
 
     Attributes:
         options: with every choice made that decides what is learned.
+        offload: what the host keeps of the state.
         stage_bytes: bytes per device by kind, for each stage.
         batch_size: examples per step.
         rates: the learning rate of each step.
@@ -55,6 +58,7 @@ class Session:
     layout: Layout
     tx: optax.GradientTransformation
     precision: Precision
+    offload: OffloadPolicy | None
     step: TrainStep
     description: Description
     stage_bytes: dict[int, dict[str, int]]
@@ -86,14 +90,16 @@ class Session:
         """
         if self.checkpoint is None:
             return None
-        like = abstract_train_state(*self._initial(), precision=self.precision)
+        like = abstract_train_state(
+            *self._initial(), precision=self.precision, offload=self.offload
+        )
         state = restore(self.checkpoint, self.layout, like)
         self.batches.set_state(dict(read_manifest(self.checkpoint).metadata["data"]))
         return state
 
     def initialise(self) -> TrainState:
         """Initialise the state from the seed."""
-        return init_train_state(*self._initial(), precision=self.precision)
+        return init_train_state(*self._initial(), precision=self.precision, offload=self.offload)
 
     def _initial(self) -> tuple[Any, ...]:
         init = functools.partial(gpt.init, self.config)
@@ -133,9 +139,10 @@ def prepare(options: Options, checkpoint: Path | None) -> Session:
         ValueError: an option that can't be met, data that is missing or too short.
         OSError: the folder for the results can't be written to.
     """
+    residual = options.residual
+    options = dataclasses.replace(options, stage=residual.stage(options.stage))
     config = gpt.preset(options.model)
-    if options.context is not None:
-        config = dataclasses.replace(config, context=options.context)
+    config = dataclasses.replace(config, context=options.context or config.context)
     choice = find_optimizer(options.optimizer)
     if options.precision not in PRECISIONS:
         raise ValueError(f"--precision {options.precision}: give one of {', '.join(PRECISIONS)}")
@@ -145,18 +152,18 @@ def prepare(options: Options, checkpoint: Path | None) -> Session:
     warmup = options.steps // 10 if options.warmup is None else options.warmup
     schedule = make_schedule(choice, options.lr, warmup, options.steps, config.width)
     tx = choice.make(schedule, options.weight_decay)
+    devices = find_devices(options.devices)
+    axes = residual.axes(len(devices))
+    config, remat = residual.model(config), residual.remat()
     corpus = load_corpus(options.data, context=config.context)
 
-    devices = find_devices(options.devices)
-    batch_size = _batch_size(options, len(devices))
+    offload = residual.offloads(choice, devices)
+    batch_size = _batch_size(options, axes["data"])
     options = dataclasses.replace(options, batch_size=batch_size)
-    mesh = make_mesh({"data": len(devices)}, devices=devices)
-    key = jax.random.key(options.seed)
-    shapes = jax.eval_shape(functools.partial(gpt.init, config), key)
-    layouts = {stage: make_layout(shapes, mesh, stage=stage) for stage in STAGES}
-    layout = layouts[options.stage]
+    layouts = _layouts(config, make_mesh(axes, devices=devices))
+    layout = layouts[residual.stage(options.stage)]
     description = layout.describe(tx, precision)
-    _check_memory(description, devices, options)
+    _check_memory(description, devices, options, offload)
     _check_writable(options.out)
     loss = functools.partial(gpt.loss, config)
     return Session(
@@ -175,9 +182,10 @@ def prepare(options: Options, checkpoint: Path | None) -> Session:
         layout=layout,
         tx=tx,
         precision=precision,
+        offload=offload,
         step=make_train_step(
             loss, tx, layout, precision=precision, accumulate=options.accumulate,
-            clip_norm=options.clip_norm or None,
+            clip_norm=options.clip_norm or None, remat=remat, offload=offload,
         ),
         description=description,
         stage_bytes={stage: x.bytes_per_device(tx, precision) for stage, x in layouts.items()},
@@ -188,24 +196,38 @@ def prepare(options: Options, checkpoint: Path | None) -> Session:
     )  # fmt: skip
 
 
-def _batch_size(options: Options, num_devices: int) -> int:
-    """Give the examples per step, which devices and microbatches must divide."""
-    multiple = num_devices * options.accumulate
+def _layouts(config: gpt.Config, mesh: Mesh) -> dict[int, Layout]:
+    """Place the model under every stage."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(gpt.init, config), key)
+    specs = None if config.model_axis is None else gpt.specs(config)
+    return {stage: make_layout(shapes, mesh, stage=stage, specs=specs) for stage in STAGES}
+
+
+def _batch_size(options: Options, num_parts: int) -> int:
+    """Give the examples per step, which devices along data and microbatches must divide."""
+    multiple = num_parts * options.accumulate
     if options.batch_size is None:
         return -(-BATCH_SIZE // multiple) * multiple
     if options.batch_size % multiple:
         near = -(-options.batch_size // multiple) * multiple
+        what = "devices" if options.residual.num_parts == 1 else "groups along the model axis"
         times = f" times {options.accumulate} microbatches" if options.accumulate > 1 else ""
         raise ValueError(
-            f"--batch-size {options.batch_size} can't be split evenly over {num_devices} devices"
+            f"--batch-size {options.batch_size} can't be split evenly over {num_parts} {what}"
             f"{times}; give a multiple of {multiple}, such as {near}"
         )
     return options.batch_size
 
 
-def _check_memory(description: Description, devices: list[Any], options: Options) -> None:
+def _check_memory(
+    description: Description, devices: list[Any], options: Options, offload: OffloadPolicy | None
+) -> None:
     """Refuse a model whose states alone are larger than a device."""
     there, needed = memory_per_device(devices), description.bytes["total"]
+    if offload is not None and devices[0].platform != "cpu":  # whose host is the device
+        kinds = {"optimizer": "optimizer", "master": "masters"}
+        needed -= sum(description.bytes[kinds[kind]] for kind in offload.kinds if kind in kinds)
     if there is not None and needed > there:
         raise ValueError(
             f"--model {options.model} at stage {options.stage} takes {decimal(needed)} of model "

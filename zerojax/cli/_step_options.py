@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,17 +25,22 @@ Context = Annotated[
         min=1, help="Tokens of an example.", show_default="the model's own", rich_help_panel=MODEL
     ),
 ]
-Stage = Annotated[
-    Given,
-    typer.Option(
+
+
+def _stage(default: str) -> Any:
+    return typer.Option(
         min=0,
         max=3,
         metavar="0|1|2|3",
         help="What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, "
         "2 also gradients, 3 also parameters.",
+        show_default=default,
         rich_help_panel=ZERO,
-    ),
-]
+    )
+
+
+Stage = Annotated[int | None, _stage("2, or the configuration's")]
+PlannedStage = Annotated[int | None, _stage("all, or the configuration's")]
 PrecisionName = Annotated[
     str,
     typer.Option(

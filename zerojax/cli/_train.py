@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from zerojax.cli import _residual_options as r
 from zerojax.cli import _step_options as s
 from zerojax.cli import _train_options as o
 from zerojax.cli._errors import refusing
@@ -18,7 +19,13 @@ def train(
     ctx: typer.Context,
     model: s.Model[str] = "tiny",
     context: s.Context = None,
-    stage: s.Stage[int] = 2,
+    remat_policy: r.RematName = None,
+    loss_chunk: r.LossChunk = None,
+    stage: s.Stage = None,
+    config: r.Config = None,
+    model_axis: r.ModelAxis = None,
+    sequence_parallel: r.SequenceParallel = False,
+    offload: r.Offload = None,
     devices: o.Devices = None,
     precision: s.PrecisionName = "fp32",
     layout: o.ShowLayout = False,
@@ -51,18 +58,21 @@ def train(
     what real ones would.
 
     Examples: the tiny model on Python's standard library; everything partitioned, with the reason
-    for each leaf; text of one's own, with checkpoints; and going on from them, also on another
-    number of devices.
+    for each leaf; the paper's configuration C4, with each layer shared by two devices; text of
+    one's own, with checkpoints; and going on from them, also on another number of devices.
 
     ```
     zerojax train
     zerojax train --stage 3 --precision bf16 --layout
+    zerojax train --config C4 --model-axis 2
     zerojax train --data 'books/*.txt' --steps 2000 --save-every 500 --out runs/books
     zerojax train --resume --steps 4000 --out runs/books
     ```
     """
     options = o.Options(
-        model=model, context=context, stage=stage, devices=devices, precision=precision,
+        model=model, context=context, stage=stage, config=config, model_axis=model_axis,
+        sequence_parallel=sequence_parallel, remat_policy=remat_policy,
+        offload=tuple(offload or ()), loss_chunk=loss_chunk, devices=devices, precision=precision,
         layout=layout, steps=steps, batch_size=batch_size, accumulate=accumulate,
         optimizer=optimizer, lr=lr, warmup=warmup, weight_decay=weight_decay, clip_norm=clip_norm,
         seed=seed, data=tuple(data or ()), eval_every=eval_every, eval_windows=eval_windows,

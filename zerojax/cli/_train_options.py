@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zerojax.cli._residual_options import Residual
 from zerojax.cli._step_options import OUTPUT, TRAINING, ZERO
 
 DATA = "Data"
@@ -142,8 +143,11 @@ Resume = Annotated[
 #: Options that decide what is learned; a checkpoint keeps them and `--resume` takes them up.
 KEPT = (
     "model", "context", "stage", "precision", "batch_size", "accumulate", "optimizer", "lr",
-    "weight_decay", "clip_norm", "seed", "data", "save_every",
+    "weight_decay", "clip_norm", "seed", "data", "save_every", "config", "model_axis",
+    "sequence_parallel", "remat_policy", "offload", "loss_chunk",
 )  # fmt: skip
+#: Options of several values, which JSON has as lists.
+SEVERAL = ("data", "offload")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +156,13 @@ class Options:
 
     model: str
     context: int | None
-    stage: int
+    stage: int | None
+    config: str | None
+    model_axis: int | None
+    sequence_parallel: bool
+    remat_policy: str | None
+    offload: tuple[str, ...]
+    loss_chunk: int | None
     devices: int | None
     precision: str
     layout: bool
@@ -174,13 +184,32 @@ class Options:
     save_every: int | None
     resume: bool
 
+    @property
+    def residual(self) -> Residual:
+        """What was asked for beside the model states; a ValueError where it can't be meant."""
+        return Residual(
+            config=self.config, model_axis=self.model_axis,
+            sequence_parallel=self.sequence_parallel, remat_policy=self.remat_policy,
+            offload=self.offload, loss_chunk=self.loss_chunk,
+        )  # fmt: skip
+
     def kept(self) -> dict[str, Any]:
         """Give what a checkpoint keeps, fit for JSON."""
         return {name: getattr(self, name) for name in KEPT}
 
     def taking_up(self, kept: dict[str, Any], given: frozenset[str]) -> Options:
-        """Take the options of an earlier run, apart from those that were given now."""
-        taken = {name: kept[name] for name in KEPT if name in kept and name not in given}
-        if "data" in taken:
-            taken["data"] = tuple(taken["data"])
+        """Take the options of an earlier run, apart from those that were given now.
+
+        A stage that is given takes the place of a configuration of another one, and a configuration
+        that of a stage.
+        """
+        left = set(given)
+        if "config" in given:
+            left.add("stage")
+        elif "stage" in given and kept.get("stage") != self.stage:
+            left.add("config")
+        taken = {name: kept[name] for name in KEPT if name in kept and name not in left}
+        for name in SEVERAL:
+            if name in taken:
+                taken[name] = tuple(taken[name])
         return dataclasses.replace(self, **taken)

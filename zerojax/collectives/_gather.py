@@ -51,10 +51,12 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
             jax.ShapeDtypeStruct(leaf.shape, x.dtype)
             for leaf, x in zip(layout.leaves, stored, strict=True)
         ]
-        traced, out = jax.make_jaxpr(
-            lambda leaves, *args: loss_fn(layout.structure.unflatten(leaves), *args),
-            return_shape=True,
-        )(logical, *args)
+        # On a mesh that is set, a model may place its activations over axes that are its own.
+        with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
+            traced, out = jax.make_jaxpr(
+                lambda leaves, *args: loss_fn(layout.structure.unflatten(leaves), *args),
+                return_shape=True,
+            )(logical, *args)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed,
         # and the compiler makes one sum of those of a weight that is used twice.
         boxes = [

@@ -5,7 +5,7 @@ all parameters beside the old ones. How a gather can end in the old parameter's 
 by reading the buffer assignment of compiled steps:
 
 * A stacked leaf is gathered layer by layer in a loop that updates the old leaf in place, so the
-  temporary is one layer. That holds on every backend.
+  temporary is one layer, or as many as fit a bucket. That holds on every backend.
 * A leaf of its own: a GPU (and the CPU) writes a plain gather over the donated parameter. On a TPU
   only an in-place update does, and one update of the whole leaf is folded away; two halves are not.
 """
@@ -18,12 +18,13 @@ from typing import Any
 import jax
 
 from zerojax._types import PyTree
+from zerojax.collectives._buckets import layers_per_bucket
 from zerojax.collectives._phases import gather
 from zerojax.collectives._placement import constrain, store, to_logical, to_stored
 from zerojax.layout import Layout, LeafLayout
 
 
-def write_back(old: PyTree, new: PyTree, layout: Layout) -> PyTree:
+def write_back(old: PyTree, new: PyTree, layout: Layout, bucket_bytes: int | None = None) -> PyTree:
     """Gather updated shards into the buffers of the old parameters.
 
     The shards are cast to the parameters' dtype before they move.
@@ -32,6 +33,8 @@ def write_back(old: PyTree, new: PyTree, layout: Layout) -> PyTree:
         old: whole logical parameters, as stages 0 to 2 keep them.
         new: logical leaves cut into shards, possibly in a wider dtype.
         layout: the placement.
+        bucket_bytes: most bytes of stacked layers that are gathered together; None gathers one
+            layer at a time.
     """
     olds, news = layout.structure.flatten_up_to(old), layout.structure.flatten_up_to(new)
     out = list(olds)
@@ -48,6 +51,7 @@ def write_back(old: PyTree, new: PyTree, layout: Layout) -> PyTree:
             [layout.leaves[n] for n in numbers],
             num_layers,
             layout,
+            bucket_bytes,
         )
         for number, x in zip(numbers, written, strict=True):
             out[number] = x
@@ -60,21 +64,39 @@ def _write_stack(
     leaves: Sequence[LeafLayout],
     num_layers: int,
     layout: Layout,
+    bucket_bytes: int | None,
 ) -> list[jax.Array]:
-    """Gather leaves that are stacked equally high, layer by layer."""
+    """Gather leaves that are stacked equally high, some layers at a time."""
     stored = [store(x, leaf, layout) for x, leaf in zip(news, leaves, strict=True)]
+    count = layers_per_bucket(leaves, [x.dtype.itemsize for x in olds], bucket_bytes)
 
-    def write(layer: Any, held: list[jax.Array]) -> list[jax.Array]:
+    # A TPU gathers several layers at once for no more memory than one by one; a GPU would transpose
+    # whole stacks for that, but combines what it gathers one by one.
+    at_once = count if layout.platform == "tpu" else 1
+
+    def write(start: Any, count: int, held: Sequence[jax.Array]) -> list[jax.Array]:
         out = []
         for was, x, leaf in zip(held, stored, leaves, strict=True):
-            part = jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=True).astype(was.dtype)
+            part = jax.lax.dynamic_slice_in_dim(x, start, count, 0).astype(was.dtype)
             whole = _gather(part, leaf, layout)
             if leaf.is_padded:
-                whole = jax.lax.slice(whole, [0] * whole.ndim, (1, *leaf.shape[1:]))
-            out.append(jax.lax.dynamic_update_slice_in_dim(was, whole, layer, 0))
+                whole = jax.lax.slice(whole, [0] * whole.ndim, (count, *leaf.shape[1:]))
+            out.append(jax.lax.dynamic_update_slice_in_dim(was, whole, start, 0))
         return out
 
-    return jax.lax.fori_loop(0, num_layers, write, list(olds))
+    def write_group(start: Any, count: int, held: Sequence[jax.Array]) -> list[jax.Array]:
+        for first in range(0, count, at_once):
+            held = write(start + first, min(at_once, count - first), held)
+        return list(held)
+
+    rest = num_layers % count
+    held = jax.lax.fori_loop(
+        0,
+        num_layers // count,
+        lambda group, held: write_group(group * count, count, held),
+        list(olds),
+    )
+    return write_group(num_layers - rest, rest, held)
 
 
 def _write_leaf(was: jax.Array, x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:

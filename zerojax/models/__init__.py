@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from . import gpt, mlp
+from .cross_entropy import chunked_cross_entropy
 
-__all__ = ["gpt", "mlp"]
+__all__ = ["chunked_cross_entropy", "gpt", "mlp"]

@@ -2,63 +2,48 @@
 
 Shapes: B batch, T tokens, D width, H heads, V vocabulary, C context, L layers. With `scan=True`
 every leaf of `params["blocks"]` is stacked on dim 0, [L, ...]; with `scan=False` it is a list of L
-trees.
+trees. The columns of `qkv` lie head by head, [H, 3, D/H]: equal parts of them are whole heads.
+
+With a `model_axis`, `specs` says how parameters are cut over it, as Megatron-LM does, and
+activations are placed wherever a mesh with that axis is set: by `jax.set_mesh`, or in the step of
+zerojax.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from ._gpt_config import PRESETS, Config, check_parts, preset
+from ._megatron import ModelParallel
+from .cross_entropy import chunked_cross_entropy
+
+__all__ = [
+    "PRESETS",
+    "Config",
+    "apply",
+    "check_parts",
+    "generate",
+    "init",
+    "loss",
+    "num_params",
+    "preset",
+    "specs",
+]
 
 Params = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Say what the model is; `dtype` is what it computes in, None for its parameters' dtype.
-
-    `init_scale` is the standard deviation of the first weights: 0.02 suits GPT-2's widths, narrow
-    models learn sooner from more. `remat` recomputes each layer in the backward pass. Norms,
-    softmax and loss compute in fp32 whatever `dtype` is.
-
-    Raises:
-        ValueError: a size is not positive, or the heads do not divide the width.
-    """
-
-    num_layers: int
-    width: int
-    num_heads: int
-    vocab_size: int
-    context: int
-    init_scale: float = 0.02
-    dtype: DTypeLike | None = None
-    scan: bool = True
-    remat: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "width", "num_heads", "vocab_size", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"gpt.Config: {name} is {getattr(self, name)}; give at least 1")
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width}; "
-                "each head takes an equal part of the width"
-            )
 
 
 def num_params(config: Config) -> int:
     """Count the parameters: L*(12*D^2 + 13*D) + (V + C + 2)*D; the tied head counts once."""
     block = 12 * config.width**2 + 13 * config.width
-    ends = config.vocab_size + config.context + 2
+    ends = config.vocab_rows + config.context + 2
     return config.num_layers * block + ends * config.width
 
 
@@ -69,10 +54,35 @@ def init(config: Config, key: jax.Array) -> Params:
     init_block = functools.partial(_init_block, config)
     blocks = jax.vmap(init_block)(keys) if config.scan else [init_block(k) for k in keys]
     return {
-        "embed": _normal(embed_key, config.vocab_size, config.width, config.init_scale),
+        "embed": _normal(embed_key, config.vocab_rows, config.width, config.init_scale),
         "positions": _normal(position_key, config.context, config.width, config.init_scale),
         "blocks": blocks,
         "norm": _init_norm(config.width),
+    }
+
+
+def specs(config: Config) -> Params:
+    """Give the PartitionSpecs of the parameters over `model_axis`, for `make_layout(specs=)`.
+
+    `qkv` and `up` are cut by columns, `proj` and `down` by rows, `embed` by rows of the vocabulary;
+    norms, positions and the biases of rows are whole.
+
+    Source: arXiv 1909.08053, section 3.
+    """
+    axis = config.model_axis
+    layers = (None,) if config.scan else ()
+    by_columns = {"kernel": P(*layers, None, axis), "bias": P(*layers, axis)}
+    by_rows = {"kernel": P(*layers, axis, None), "bias": P()}
+    norm = {"scale": P(), "bias": P()}
+    block = {
+        "norm_1": norm, "norm_2": norm,
+        "qkv": by_columns, "proj": by_rows, "up": by_columns, "down": by_rows,
+    }  # fmt: skip
+    return {
+        "embed": P(axis, None),
+        "positions": P(),
+        "blocks": block if config.scan else [block] * config.num_layers,
+        "norm": norm,
     }
 
 
@@ -104,9 +114,17 @@ def _normal(key: jax.Array, rows: int, columns: int, scale: float) -> jax.Array:
 def apply(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     """Return fp32 logits [B, T, V] for tokens [B, T]; row t predicts the token at t + 1.
 
+    Rows that `vocab_multiple` adds have logits of minus infinity.
+
     Raises:
-        ValueError: T exceeds the context.
+        ValueError: T exceeds the context, or the model axis does not divide the heads.
     """
+    return _logits(config, *_features(config, params, tokens))
+
+
+def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what the head multiplies: features [B, T, D] and the embedding [V, D]."""
+    check_parts(config, config.parallel.num_parts)
     num_tokens = tokens.shape[1]
     if num_tokens > config.context:
         raise ValueError(
@@ -115,12 +133,21 @@ def apply(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
         )
     dtype = params["embed"].dtype if config.dtype is None else config.dtype
     embed = params["embed"].astype(dtype)
-    x = embed[tokens] + params["positions"][:num_tokens].astype(dtype)  # [B, T, D]
-    x = _blocks(config, params["blocks"], x)
-    x = _norm(params["norm"], x)
+    place = config.parallel
+    # Each device looks among its own rows, and what it has not is summed up: asked for less than
+    # the whole, the partitioner would gather the table.
+    x = place.residual(place.whole(embed[tokens])) + params["positions"][:num_tokens].astype(dtype)
+    x = _blocks(config, params["blocks"], x)  # [B, T, D]
+    return place.gathered(_norm(params["norm"], x)), embed
+
+
+def _logits(config: Config, x: jax.Array, embed: jax.Array) -> jax.Array:
     # The product in `dtype`, then the cast: asking the product itself for fp32 makes its transpose
     # multiply fp32 by `dtype`, for which compilers widen (and may gather) the embedding in fp32.
-    return jnp.einsum("btd,vd->btv", x, embed).astype(jnp.float32)
+    logits = config.parallel.cut(jnp.einsum("btd,vd->btv", x, embed), -1).astype(jnp.float32)
+    if config.vocab_rows == config.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(config.vocab_rows) < config.vocab_size, logits, -jnp.inf)
 
 
 def _blocks(config: Config, blocks: Any, x: jax.Array) -> jax.Array:
@@ -137,19 +164,28 @@ def _blocks(config: Config, blocks: Any, x: jax.Array) -> jax.Array:
 
 
 def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    place = config.parallel
     batch, num_tokens, width = x.shape
-    heads = (batch, num_tokens, config.num_heads, width // config.num_heads)
-    qkv = _dense(layer["qkv"], _norm(layer["norm_1"], x))  # [B, T, 3D]
-    q, k, v = (part.reshape(heads) for part in jnp.split(qkv, 3, axis=-1))  # [B, T, H, D/H]
+    heads = (batch, num_tokens, config.num_heads, 3 * width // config.num_heads)
+    qkv = _dense(layer["qkv"], place.gathered(_norm(layer["norm_1"], x)))  # [B, T, 3D]
+    qkv = place.cut(qkv.reshape(heads), 2)  # [B, T, H, 3D/H]
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)  # softmax in fp32
     if config.remat:
         # Recomputed for the layer's backward pass, the scores [B, H, T, T] would wait there until
         # the feed-forward part is done; they are computed once more instead.
         attend = jax.checkpoint(attend)
-    attended = attend(q, k, v)
-    x = x + _dense(layer["proj"], attended.reshape(x.shape))
-    hidden = _dense(layer["up"], _norm(layer["norm_2"], x))  # [B, T, 4D]
-    return x + _dense(layer["down"], jax.nn.gelu(hidden, approximate=True))
+    attended = attend(*jnp.split(qkv, 3, axis=-1))  # [B, T, H, D/H]
+    attended = checkpoint_name(place.cut(attended.reshape(x.shape), -1), "attention")
+    x = x + _by_rows(place, layer["proj"], attended)
+    hidden = _dense(layer["up"], place.gathered(_norm(layer["norm_2"], x)))  # [B, T, 4D]
+    hidden = checkpoint_name(place.cut(hidden, -1), "hidden")
+    return x + _by_rows(place, layer["down"], jax.nn.gelu(hidden, approximate=True))
+
+
+def _by_rows(place: ModelParallel, params: Params, x: jax.Array) -> jax.Array:
+    """Multiply by a weight cut by rows; the devices' sums are added before the bias is, once."""
+    out = place.residual(x @ params["kernel"].astype(x.dtype))
+    return out + params["bias"].astype(x.dtype)
 
 
 def _dense(params: Params, x: jax.Array) -> jax.Array:
@@ -169,10 +205,23 @@ def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     """Return the mean next-token cross-entropy of tokens [B, T + 1], fp32, in nats a token.
 
     Raises:
-        ValueError: T exceeds the context.
+        ValueError: T exceeds the context, or the model axis does not divide the heads.
     """
-    logits = apply(config, params, tokens[:, :-1])  # [B, T, V]
-    wanted = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    x, embed = _features(config, params, tokens[:, :-1])
+    if config.loss_chunk is not None:
+        place = config.parallel
+        nats = chunked_cross_entropy(
+            x, embed, tokens[:, 1:], chunk=config.loss_chunk, vocab_size=config.vocab_size,
+            num_shards=place.num_parts, num_groups=place.num_groups(x.shape[0]),
+        )  # fmt: skip
+        return jnp.mean(nats)
+    targets = tokens[:, 1:, None]  # [B, T, 1]
+    logits = _logits(config, x, embed)  # [B, T, V]
+    if config.parallel.num_parts == 1:
+        wanted = jnp.take_along_axis(logits, targets, axis=-1)[..., 0]
+    else:  # each device looks among its own part of the vocabulary
+        own = targets == jnp.arange(config.vocab_rows)
+        wanted = jnp.where(own, logits, 0.0).sum(-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - wanted)
 
 
@@ -228,50 +277,3 @@ def _generate(
 
     _, tokens = jax.lax.scan(step, (window, size), jax.random.split(key, num_tokens))
     return tokens.T
-
-
-def _gpt2(num_layers: int, width: int, num_heads: int) -> Config:
-    return Config(
-        num_layers=num_layers, width=width, num_heads=num_heads, vocab_size=50257, context=1024
-    )
-
-
-# `tiny` reads bytes. The `zero-` models are those of the ZeRO paper's figure 2 (arXiv 1910.02054)
-# and 13B, its largest without model parallelism. Its table 4 prints a width of 4096 for 40B and 60B
-# where 12*L*D^2 asks for 6144.
-PRESETS: Mapping[str, Config] = MappingProxyType(
-    {
-        "tiny": Config(
-            num_layers=4, width=128, num_heads=4, vocab_size=256, context=64, init_scale=0.05
-        ),
-        "gpt2-small": _gpt2(12, 768, 12),
-        "gpt2-medium": _gpt2(24, 1024, 16),
-        "gpt2-large": _gpt2(36, 1280, 20),
-        "gpt2-xl": _gpt2(48, 1600, 25),
-        "zero-8b": _gpt2(72, 3072, 24),
-        "zero-13b": _gpt2(62, 4096, 32),
-        "zero-40b": _gpt2(88, 6144, 32),
-        "zero-60b": _gpt2(132, 6144, 32),
-        "zero-80b": _gpt2(100, 8192, 64),
-        "zero-100b": _gpt2(125, 8192, 64),
-        "zero-120b": _gpt2(150, 8192, 64),
-        "zero-140b": _gpt2(175, 8192, 64),
-        "zero-170b": _gpt2(212, 8192, 64),
-    }
-)
-
-
-def preset(name: str) -> Config:
-    """Return the configuration of that name.
-
-    Raises:
-        ValueError: the name is unknown; the message lists the known ones, nearest first.
-    """
-    if name in PRESETS:
-        return PRESETS[name]
-
-    def distance(known: str) -> float:
-        return -difflib.SequenceMatcher(None, name.lower(), known).ratio()
-
-    known = ", ".join(sorted(PRESETS, key=distance))
-    raise ValueError(f"no model named {name!r}; known, nearest first: {known}")

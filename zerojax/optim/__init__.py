@@ -1,5 +1,6 @@
 """The optax wrapper."""
 
+from zerojax.optim._offloaded import Hosted, OffloadedUpdate, hosted_leaves
 from zerojax.optim._sharded import (
     apply_updates,
     as_transformation,
@@ -10,9 +11,12 @@ from zerojax.optim._sharded import (
 )
 
 __all__ = [
+    "Hosted",
+    "OffloadedUpdate",
     "apply_updates",
     "as_transformation",
     "check_like",
+    "hosted_leaves",
     "sharded",
     "store_state",
     "update_shards",

@@ -1,14 +1,14 @@
 """Bytes, volume and time of a training step, from shapes alone."""
 
+from zerojax.memory import Remat, rematerialised
 from zerojax.planner._choices import Choices, Rejected, Verified
 from zerojax.planner._configurations import CONFIGURATIONS, Configuration, find_configuration
 from zerojax.planner._counts import as_amount, as_count
-from zerojax.planner._formulas import model_state_bytes, step_volume
+from zerojax.planner._formulas import model_state_bytes, offload_traffic_bytes, step_volume
 from zerojax.planner._hardware import HARDWARE, Hardware, find_hardware
 from zerojax.planner._largest import PAPER_USABLE, max_params, max_transformer
 from zerojax.planner._links import Network
 from zerojax.planner._plan import plan
-from zerojax.planner._remat import Remat, rematerialised
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import Space, search
 from zerojax.planner._slice import torus_shape
@@ -42,6 +42,7 @@ __all__ = [
     "max_params",
     "max_transformer",
     "model_state_bytes",
+    "offload_traffic_bytes",
     "plan",
     "rematerialised",
     "search",

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from zerojax.memory import LAYER_INPUT, RematPolicy
+
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
@@ -32,6 +34,17 @@ class Configuration:
     constant_buffers: bool = True
     defragmented: bool = True
     reported_params: float | None = None
+
+    def remat(self, model_axis: str) -> RematPolicy:
+        """Give the policy of a train step: `make_train_step(remat=)`.
+
+        Args:
+            model_axis: the mesh axis over which Pa partitions checkpoints.
+        """
+        return RematPolicy(
+            partition=model_axis if self.partitioned_checkpoints else None,
+            offload=(LAYER_INPUT,) if self.offloaded_checkpoints else (),
+        )
 
 
 #: The paper's five, each with the largest model of figure 6: a model axis of 16 and a fixed batch.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -90,7 +91,8 @@ class Simulation:
             frees: whether a parameter's buffer may be used for other things after its last use, as
                 it may where the step gets it back from a master.
             accumulate: microbatches, all of which lie there from the beginning to the end.
-            model_axis: devices that share the values within layers.
+            model_axis: devices that share the values within layers, all but those of the shape that
+                layers hand on to each other, which Megatron-LM has whole on every device.
             checkpoint_parts: devices that share what layers hand on to each other, where a loop
                 stacks it for its backward pass.
             offloads: whether what a loop stacks goes to the host's memory, all but two of it.
@@ -125,6 +127,19 @@ class Simulation:
             / (checkpoint_parts if is_handed_on else model_axis)
             for v, is_handed_on in _stacked(self.program, scope).items()
         )
+
+    @cached_property
+    def handed_on(self) -> frozenset[tuple[int, ...]]:
+        """The shapes of what loops carry from layer to layer."""
+
+        def shapes(program: Program) -> Iterator[tuple[int, ...]]:
+            for op in program.ops:
+                if op.name == "scan":
+                    yield from (program.values[v].shape for v in op.outputs[: op.num_carry])
+                for body in op.bodies:
+                    yield from shapes(body)
+
+        return frozenset(shape for shape in shapes(self.program) if len(shape) > 1)
 
     def scope(
         self, program: Program, parameters: Mapping[int, Leaf], gradients: Mapping[int, Leaf]
@@ -273,8 +288,10 @@ class _Run:
                 length = program.values[v].dims[0].at(self.examples)
                 kept = min(1.0, 2 / length) if self.offloads else 1.0
                 sizes[v] = size * kept / (self.checkpoint_parts if stacked[v] else self.model_axis)
-            else:
-                sizes[v] = size / (marked[v].parts if v in marked else self.model_axis)
+            elif v in marked:
+                sizes[v] = size / marked[v].parts
+            elif program.values[v].shape not in self.simulation.handed_on:
+                sizes[v] = size / self.model_axis
         return sizes
 
     def _result(

@@ -15,12 +15,12 @@ from zerojax._tree import num_bytes
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Precision, Rule
 from zerojax.layout._stages import check_stage
+from zerojax.memory import Remat, check_remat
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._demand import Demand, DescribedGpt, Matrices, TracedLoss, Unknown
 from zerojax.planner._estimate import Step, estimate
 from zerojax.planner._hardware import Hardware, find_hardware
 from zerojax.planner._placement import Devices, mixed_precision, place, share_out
-from zerojax.planner._remat import Remat, check_remat
 from zerojax.planner._report import Plan
 from zerojax.planner._trace import trace_loss
 from zerojax.planner._transformer import Transformer

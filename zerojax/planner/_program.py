@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend import core
 
-from zerojax._jaxpr import opened, scan_parts
+from zerojax._jaxpr import CALLS, OPAQUE, REMATERIALISED, called, opened, scan_parts
 
 #: Primitives that only name or look at their operand's buffer in another way.
 VIEWS = frozenset(
@@ -22,26 +22,6 @@ VIEWS = frozenset(
         "pvary", "reduce_precision", "reshape", "sharding_constraint", "squeeze", "stop_gradient",
     }
 )  # fmt: skip
-#: Primitives that are kernels of their own: their operands and results lie in memory.
-OPAQUE = frozenset(
-    {
-        "dot_general", "ragged_dot_general", "conv_general_dilated", "sort", "top_k", "cumsum",
-        "cumlogsumexp", "cummax", "cummin", "cumprod", "fft", "cholesky", "triangular_solve",
-        "eigh", "lu", "qr", "svd", "reduce_window", "reduce_window_sum", "select_and_scatter_add",
-        "random_bits", "threefry2x32", "custom_call", "ffi_call", "pure_callback", "pallas_call",
-    }
-)  # fmt: skip
-#: What `jax.checkpoint` is called in a trace, by versions of jax.
-REMATERIALISED = frozenset({"remat2", "remat", "checkpoint"})
-#: Plain calls: what runs is what they hold.
-PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-#: All that is written out in its place.
-CALLS = REMATERIALISED | PLAIN_CALLS | {
-    "custom_jvp_call", "custom_vjp_call", "custom_jvp_call_jaxpr", "custom_vjp_call_jaxpr",
-    "shard_map",
-}  # fmt: skip
-LOOPS = frozenset({"scan", "while", "cond"})
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 
@@ -270,11 +250,6 @@ def _called(one: Any, two: Any) -> tuple[Any, Any] | None:
     if one.primitive.name not in CALLS:
         return None
     return opened(called(one))[0], opened(called(two))[0]
-
-
-def called(eqn: Any) -> Any:
-    """Give the jaxpr that a call holds."""
-    return next(eqn.params[key] for key in _CALLED if key in eqn.params)
 
 
 def _kind(name: str, is_loop: bool) -> str:

@@ -12,6 +12,7 @@ import optax
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Description, Layout, Precision, Rule
 from zerojax.layout._stages import check_stage
+from zerojax.memory import Remat
 from zerojax.planner._choices import Choices, Rejected, gigabytes
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._demand import Demand, Remembered, TracedLoss, Unknown
@@ -27,7 +28,6 @@ from zerojax.planner._plan import (
     find_demand,
     read_model,
 )
-from zerojax.planner._remat import Remat
 from zerojax.planner._report import Plan
 from zerojax.planner._transformer import Transformer
 

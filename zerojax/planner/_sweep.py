@@ -9,13 +9,13 @@ import optax
 
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Precision
+from zerojax.memory import Remat
 from zerojax.planner._counts import as_count
 from zerojax.planner._demand import Remembered
 from zerojax.planner._estimate import Step, estimate
 from zerojax.planner._hardware import Hardware, find_hardware
 from zerojax.planner._placement import place, share_out
 from zerojax.planner._plan import Offload, Workload, check_offload, find_demand, read_model
-from zerojax.planner._remat import Remat
 from zerojax.planner._report import Plan
 from zerojax.planner._transformer import Transformer
 from zerojax.planner._volume import Reduce

@@ -12,8 +12,8 @@ from jax.interpreters import partial_eval
 
 from zerojax._tree import as_shapes, flatten_with_names, floating_dtype
 from zerojax._types import LossFn, PyTree
+from zerojax.memory import Remat, check_remat, has_layers, rematerialised
 from zerojax.planner._program import Program, read_program
-from zerojax.planner._remat import Remat, check_remat, has_layers, rematerialised
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

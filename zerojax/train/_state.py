@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import optax
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store, to_logical
 from zerojax.layout import Layout, Precision
-from zerojax.optim import as_transformation, check_like, store_state
+from zerojax.memory import HOST_MEMORY, OffloadPolicy
+from zerojax.optim import Hosted, as_transformation, check_like, hosted_leaves, store_state
 from zerojax.train._precision import cast_floating, check_precision, updated_dtype
 
 
@@ -47,6 +48,7 @@ def init_train_state(
     layout: Layout,
     *args: Any,
     precision: Precision | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> TrainState:
     """Initialise parameters and optimizer state directly as shards.
 
@@ -56,14 +58,16 @@ def init_train_state(
         layout: the placement.
         *args: for `init_fn`, a PRNG key for instance.
         precision: dtypes; the step needs the same.
+        offload: what lives in the host's memory; the step needs the same.
 
     Returns:
         The state, placed as `make_train_step` returns it.
 
     Raises:
-        ValueError: the parameters are not those that the layout was made from.
+        ValueError: the parameters are not those that the layout was made from, or an offload is
+            asked of a backend without host memory.
     """
-    build, shardings = _builder(init_fn, tx, layout, precision)
+    build, shardings = _builder(init_fn, tx, layout, precision, offload)
     return jax.jit(build, out_shardings=shardings)(*args)
 
 
@@ -73,9 +77,10 @@ def abstract_train_state(
     layout: Layout,
     *args: Any,
     precision: Precision | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> TrainState:
     """Give the state of `init_train_state` as shapes with shardings; nothing is run."""
-    build, shardings = _builder(init_fn, tx, layout, precision)
+    build, shardings = _builder(init_fn, tx, layout, precision, offload)
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         jax.eval_shape(build, *args),
@@ -125,16 +130,38 @@ def unpad(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def state_shardings(
-    tx: optax.GradientTransformation, layout: Layout, precision: Precision
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    precision: Precision,
+    hosted: Hosted | None = None,
 ) -> TrainState:
-    """Give the sharding of every leaf of the train state."""
+    """Give the sharding of every leaf of the train state; `hosted` are those on the host."""
     cut = layout.map_leaves(lambda leaf: layout.sharding(leaf.shard_spec))
     whole = layout.map_leaves(lambda leaf: layout.sharding(leaf.spec))
-    return TrainState(
+    shardings = TrainState(
         step=layout.sharding(jax.sharding.PartitionSpec()),
         params=cut if layout.partitions("parameter") else whole,
         masters=None if precision.master is None else cut,
         opt_state=layout.opt_state(tx, dtype=updated_dtype(precision)),
+    )
+    if not hosted:
+        return shardings
+    return _map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings, hosted)
+
+
+def _map_hosted(function: Callable[[Any], Any], state: TrainState, hosted: Hosted) -> TrainState:
+    """Map a function over the leaves of a state that live in the host's memory."""
+
+    def over(tree: PyTree, far: Sequence[bool]) -> PyTree:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(
+            function(x) if is_far else x for x, is_far in zip(leaves, far, strict=True)
+        )
+
+    return dataclasses.replace(
+        state,
+        masters=over(state.masters, hosted.masters) if any(hosted.masters) else state.masters,
+        opt_state=over(state.opt_state, hosted.state),
     )
 
 
@@ -143,15 +170,17 @@ def _builder(
     tx: optax.GradientTransformation,
     layout: Layout,
     precision: Precision | None,
+    offload: OffloadPolicy | None,
 ) -> tuple[Callable[..., TrainState], TrainState]:
     precision = check_precision(precision)
     tx = as_transformation(tx)
     placed = layout.optimizer(tx, updated_dtype(precision))
+    hosted = hosted_leaves(offload, layout, placed, has_masters=precision.master is not None)
 
     def place(params: PyTree) -> TrainState:
         updated = shard_tree(cast_floating(params, updated_dtype(precision)), layout)
         low = cast_floating(updated, precision.params) if precision.master is not None else updated
-        return TrainState(
+        state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=layout.map_leaves(
                 lambda leaf, x: (
@@ -166,8 +195,11 @@ def _builder(
             else layout.map_leaves(lambda leaf, x: store(x, leaf, layout), updated),
             opt_state=store_state(tx.init(updated), placed, layout),
         )
+        if not hosted:
+            return state
+        return _map_hosted(lambda x: jax.device_put(x, jax.memory.Space.Host), state, hosted)
 
-    shardings = state_shardings(tx, layout, precision)
+    shardings = state_shardings(tx, layout, precision, hosted)
 
     def build(*args: Any) -> TrainState:
         params = init_fn(*args)

@@ -21,13 +21,14 @@ from zerojax.collectives import (
     reduce_once,
     shard_tree,
     store,
-    to_stored,
     view,
     write_back,
 )
 from zerojax.layout import Layout, Precision
-from zerojax.optim import as_transformation, update_shards
+from zerojax.memory import OffloadPolicy, Remat, RematPolicy, of_step, rematerialised
+from zerojax.optim import as_transformation, hosted_leaves, update_shards
 from zerojax.train._clipping import clip, global_norm
+from zerojax.train._offloaded import update_offloaded
 from zerojax.train._precision import cast_floating, check_precision, updated_dtype
 from zerojax.train._state import TrainState, state_shardings
 
@@ -52,6 +53,8 @@ class TrainStep:
         reduce: Reduce,
         clip_norm: float | None,
         has_aux: bool,
+        offload: OffloadPolicy | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         self.layout = layout
         self.precision = precision
@@ -59,10 +62,16 @@ class TrainStep:
         self.reduce = reduce
         self.clip_norm = clip_norm
         self.has_aux = has_aux
+        self.offload = offload
+        self.bucket_bytes = bucket_bytes
+        self._compiler_options = compiler_options(layout, bucket_bytes)
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(as_transformation(tx))
         self._placed = layout.optimizer(self._tx, updated_dtype(precision))
-        self._shardings = state_shardings(self._tx, layout, precision)
+        self._hosted = hosted_leaves(
+            offload, layout, self._placed, has_masters=precision.master is not None
+        )
+        self._shardings = state_shardings(self._tx, layout, precision, self._hosted)
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
@@ -103,7 +112,7 @@ class TrainStep:
                 in_shardings=(self._shardings, placed),
                 out_shardings=(self._shardings, None),
                 donate_argnums=0,
-                compiler_options=compiler_options(self.layout),
+                compiler_options=self._compiler_options,
             )
         return self._compiled[key]
 
@@ -140,8 +149,38 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Compute gradients as shards, update shards, write the parameters back."""
-        layout, precision = self.layout, self.precision
         (loss, aux), grads = self._gradients(state.params, batch)
+        if self._hosted and self.offload is not None:
+            norm, updated, masters, opt_state = update_offloaded(
+                self._tx, self.layout, self._placed, self._hosted, self.precision, self.clip_norm,
+                state, grads, loss, on_host=self.offload.update == "host",
+            )  # fmt: skip
+        else:
+            masters = None
+            norm, updated, opt_state = self._update(state, grads, loss)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=self._written(state.params, updated),
+            masters=self._masters(updated) if masters is None else masters,
+            opt_state=opt_state,
+        )
+        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(updated)}
+        rates = [
+            value
+            for _, value in optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+            if isinstance(value, jax.Array) and value.ndim == 0
+        ]
+        if len(rates) == 1:
+            metrics["learning_rate"] = rates[0]
+        if self.has_aux:
+            metrics["aux"] = aux
+        return new_state, metrics
+
+    def _update(
+        self, state: TrainState, grads: PyTree, loss: jax.Array
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """Give the gradients' norm, what the optimizer updates as shards, and the stored state."""
+        layout, precision = self.layout, self.precision
         grads = cast_floating(grads, updated_dtype(precision))
         norm = global_norm(grads)
         grads = clip(grads, norm, self.clip_norm)
@@ -159,30 +198,18 @@ class TrainStep:
             {"value": loss, "grad": grads},
         )  # fmt: skip
         updated = shard_tree(optax.apply_updates(updated, updates), layout)
-        new_state = TrainState(
-            step=state.step + 1,
-            params=self._written(state.params, updated),
-            masters=None
-            if precision.master is None
-            else layout.map_leaves(lambda leaf, x: store(x, leaf, layout), updated),
-            opt_state=opt_state,
-        )
-        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(updated)}
-        rates = [
-            value
-            for _, value in optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-            if isinstance(value, jax.Array) and value.ndim == 0
-        ]
-        if len(rates) == 1:
-            metrics["learning_rate"] = rates[0]
-        if self.has_aux:
-            metrics["aux"] = aux
-        return new_state, metrics
+        return norm, updated, opt_state
+
+    def _masters(self, updated: PyTree) -> PyTree:
+        """Store what the optimizer updated, where masters are kept."""
+        if self.precision.master is None:
+            return None
+        return self.layout.map_leaves(lambda leaf, x: store(x, leaf, self.layout), updated)
 
     def _written(self, old: PyTree, updated: PyTree) -> PyTree:
         """Give the new parameters in the form of the old ones, from shards that may be wider."""
         if not self.layout.partitions("parameter"):
-            return write_back(old, updated, self.layout)
+            return write_back(old, updated, self.layout, self.bucket_bytes)
         return self.layout.map_leaves(
             lambda leaf, was, x: store(x.astype(was.dtype), leaf, self.layout), old, updated
         )
@@ -195,11 +222,10 @@ class TrainStep:
             return reduce_once(
                 self._value_and_grad(self._loss_fn), layout, params, batch, count, dtype
             )
-        stored = params
-        if not layout.partitions("parameter"):
-            stored = layout.map_leaves(lambda leaf, x: to_stored(x, leaf), params)
+        # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
+        # padded first, they would all be there twice.
         loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=self.precision.reduce)
-        return accumulate_gradients(self._value_and_grad(loss_fn), stored, batch, count, dtype)
+        return accumulate_gradients(self._value_and_grad(loss_fn), params, batch, count, dtype)
 
     def _value_and_grad(self, loss_fn: LossFn) -> Any:
         """Give `(loss, aux), gradients`, with None for aux where the loss has none."""
@@ -224,6 +250,9 @@ def make_train_step(
     reduce: Reduce | None = None,
     clip_norm: float | None = None,
     has_aux: bool = False,
+    remat: RematPolicy | Remat | None = None,
+    offload: OffloadPolicy | None = None,
+    bucket_bytes: int | None = None,
 ) -> TrainStep:
     """Make the train step of a loss under a ZeRO stage.
 
@@ -243,10 +272,17 @@ def make_train_step(
         clip_norm: largest global norm of the gradients.
         has_aux: whether `loss_fn` returns more than the loss. Over microbatches, floating leaves
             are averaged and whole numbers summed.
+        remat: what the backward pass of each layer computes again, keeps, partitions or offloads,
+            instead of what the model does by itself.
+        offload: what lives in the host's memory, the same that the state was initialised with;
+            `param_norm` is then that of the parameters as the loss reads them.
+        bucket_bytes: most bytes that the compiler combines into one collective (the paper's
+            constant-size buffers); None leaves it to the compiler, but at stage 3 on a GPU, which
+            would gather several layers at once. Larger ones are fewer and take more memory.
 
     Raises:
-        ValueError: an option that can't be meant, or "once" at stage 3, where no device holds a
-            whole gradient.
+        ValueError: an option that can't be meant, "once" at stage 3, where no device holds a whole
+            gradient, or an offload on a backend without host memory.
 
     Source: arXiv 1910.02054, sections 5 and 7.
     """
@@ -264,6 +300,10 @@ def make_train_step(
     if reduce is None:
         whole = accumulate > 1 and not layout.partitions("gradient")
         reduce = "once" if whole else "each"
+    policy = of_step(remat, offload, layout.mesh)
+    if policy is not None:
+        loss_fn = rematerialised(loss_fn, policy)
     return TrainStep(
-        loss_fn, tx, layout, check_precision(precision), accumulate, reduce, clip_norm, has_aux
-    )
+        loss_fn, tx, layout, check_precision(precision), accumulate, reduce, clip_norm, has_aux,
+        offload, bucket_bytes,
+    )  # fmt: skip

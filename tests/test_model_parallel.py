@@ -1,0 +1,137 @@
+"""Model parallelism beside ZeRO: one device's losses, at every stage and model axis."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax.models import gpt
+
+CONFIG = gpt.Config(
+    num_layers=2, width=64, num_heads=4, vocab_size=61, context=16, init_scale=0.1, vocab_multiple=4
+)
+STEPS, BATCH = 3, 8
+
+
+def tokens(step):
+    key = jax.random.key(step + 1)
+    return jax.random.randint(key, (BATCH, CONFIG.context + 1), 0, CONFIG.vocab_size)
+
+
+def train(config, axes, stage, **options):
+    """Train from one seed, and give losses and the logical parameters in the end."""
+    key, tx = jax.random.key(0), optax.sgd(0.3, momentum=0.9)
+    init = functools.partial(gpt.init, config)
+    specs = gpt.specs(config) if config.model_axis else None
+    layout = zerojax.make_layout(
+        jax.eval_shape(init, key), zerojax.make_mesh(axes), stage=stage, specs=specs, min_size=64
+    )
+    state = zerojax.init_train_state(init, tx, layout, key)
+    step = zerojax.make_train_step(functools.partial(gpt.loss, config), tx, layout, **options)
+    losses = []
+    for number in range(STEPS):
+        state, metrics = step(state, jax.device_put(tokens(number), layout.batch))
+        losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(zerojax.unpad(state.params, layout)), layout
+
+
+@functools.cache
+def alone():
+    """Train on one device, without a mesh axis of the model's."""
+    losses, params, _ = train(CONFIG, {"data": 1}, 0)
+    return losses, params
+
+
+def check(found):
+    losses, params, _ = found
+    wanted_losses, wanted = alone()
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_the_model_axis_changes_no_loss_at_any_stage(num_parts, stage):
+    config = dataclasses.replace(CONFIG, model_axis="model", sequence_parallel=stage % 2 == 1)
+    check(train(config, {"data": 8 // num_parts, "model": num_parts}, stage))
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"sequence_parallel": True}, {"accumulate": 2, "reduce": "once"}),
+        ({"loss_chunk": 8}, {}),
+        ({"loss_chunk": 24, "sequence_parallel": True}, {"accumulate": 2}),
+        ({"scan": False}, {}),
+    ],
+    ids=["one reduction", "chunked loss", "chunks and tokens", "a list of layers"],
+)
+def test_it_composes_with_what_a_step_and_a_model_can_do(options, step):
+    config = dataclasses.replace(CONFIG, model_axis="model", **options)
+    stage = 1 if "reduce" in step else 3
+    if options.get("scan", True):
+        check(train(config, {"data": 4, "model": 2}, stage, **step))
+    else:
+        losses, _, _ = train(config, {"data": 4, "model": 2}, stage, **step)
+        np.testing.assert_allclose(losses, alone()[0], rtol=1e-5)
+
+
+def test_weights_lie_cut_over_both_axes():
+    config = dataclasses.replace(CONFIG, model_axis="model")
+    _, _, layout = train(config, {"data": 4, "model": 2}, 3)
+    parts = {leaf.path: leaf.num_parts for leaf in layout.leaves}
+    assert parts["blocks/qkv/kernel"] == parts["blocks/down/kernel"] == parts["embed"] == 8
+    assert parts["positions"] == 4
+
+
+def test_rows_that_fill_up_the_vocabulary_get_no_probability():
+    params = gpt.init(CONFIG, jax.random.key(0))
+    logits = gpt.apply(CONFIG, params, tokens(0)[:, :-1])
+    assert logits.shape[-1] == CONFIG.vocab_rows == 64
+    assert np.isneginf(logits[..., 61:]).all()
+    plain = dataclasses.replace(CONFIG, vocab_multiple=1)
+    cut = {**params, "embed": params["embed"][:61]}
+    np.testing.assert_allclose(
+        gpt.loss(CONFIG, params, tokens(0)), gpt.loss(plain, cut, tokens(0)), rtol=1e-6
+    )
+    assert gpt.num_params(CONFIG) == sum(x.size for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_heads": 2}, "4 devices along the model axis do not divide num_heads=2.*fit: 1, 2"),
+        ({"vocab_multiple": 1}, "do not divide dim 0|vocab_multiple=4"),
+        ({"sequence_parallel": True, "context": 18}, "do not divide 18 tokens.*multiple of 4"),
+    ],
+    ids=["heads", "vocabulary", "tokens"],
+)
+def test_an_axis_that_does_not_divide_the_model_is_refused(change, says):
+    config = dataclasses.replace(CONFIG, model_axis="model", **change)
+    with pytest.raises(ValueError, match=says):
+        lower(config, {"data": 2, "model": 4})
+
+
+def lower(config, axes):
+    tx, init, key = optax.sgd(1e-2), functools.partial(gpt.init, config), jax.random.key(0)
+    layout = zerojax.make_layout(
+        jax.eval_shape(init, key), zerojax.make_mesh(axes), stage=2, specs=gpt.specs(config)
+    )
+    state = zerojax.abstract_train_state(init, tx, layout, key)
+    step = zerojax.make_train_step(functools.partial(gpt.loss, config), tx, layout)
+    step.lower(state, jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"sequence_parallel": True}, "model_axis, which is None"), ({"loss_chunk": 0}, "at least 1")],
+)
+def test_options_that_can_not_be_meant_are_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(CONFIG, **change)

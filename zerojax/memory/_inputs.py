@@ -1,0 +1,109 @@
+"""A layer's input, the activation checkpoint: cut over an axis of the mesh while it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+#: The name under which rematerialisation policies see a layer's input.
+LAYER_INPUT = "layer_input"
+
+
+def mesh_parts(axis: str | None) -> int:
+    """Count the devices along an axis of the mesh that is set.
+
+    Raises:
+        ValueError: no mesh is set, or it has no such axis.
+    """
+    if axis is None:
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"RematPolicy(partition={axis!r}): no mesh is set, so that layer inputs can't be cut; "
+            "give the policy to make_train_step(remat=), or call within jax.set_mesh(mesh)"
+        )
+    check_axis(axis, mesh)
+    return mesh.shape[axis]
+
+
+def check_axis(axis: str, mesh: Any) -> None:
+    """Refuse an axis that a mesh does not have."""
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"RematPolicy(partition={axis!r}): the mesh has no such axis; it has {dict(mesh.shape)}"
+        )
+
+
+def dim_to_cut(shape: Sequence[int], num_parts: int) -> int | None:
+    """Choose the dim of [B, ...] that is cut: the first after the examples that parts divide."""
+    for dim in range(1, len(shape)):
+        if shape[dim] % num_parts == 0:
+            return dim
+    return None
+
+
+def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
+    """Name a layer's input as a device's part of it, and give it whole again from that part.
+
+    What is no activation (whole numbers, scalars) stays as it is; what no dim divides is named
+    whole.
+
+    Args:
+        x: [B, ...], whole along the axis.
+        axis: mesh axis; None cuts nothing.
+    """
+    if not is_activation(x):
+        return x
+    dim = _dim_to_cut(x, axis)
+    if dim is None:
+        return checkpoint_name(x, LAYER_INPUT)
+
+    def named(x: jax.Array) -> jax.Array:
+        part = jax.lax.with_sharding_constraint(x, _spec(x, dim, axis))
+        return whole(checkpoint_name(part, LAYER_INPUT), axis)
+
+    # What is cut and made whole again has the gradient of what was whole all the time: were it cut
+    # too, the layer before would have to gather it. Rematerialisation must see the name, so that
+    # the forward rule does not call `wait`, which would hide it.
+    wait = jax.custom_vjp(named)
+    wait.defvjp(lambda x: (named(x), None), lambda _, g: (whole(g, axis),))
+    return wait(x)
+
+
+def whole(x: jax.Array, axis: str | None) -> jax.Array:
+    """Give an activation [B, ...] and its gradient whole along an axis over which it may be cut."""
+    dim = _dim_to_cut(x, axis)
+    return x if dim is None else jax.lax.with_sharding_constraint(x, _spec(x, dim, None))
+
+
+def whole_gradient(x: jax.Array, axis: str | None) -> jax.Array:
+    """Pass a layer's output [B, ...] on; its gradient comes whole, as the layer uses it."""
+
+    @jax.custom_vjp
+    def out(x: jax.Array) -> jax.Array:
+        return x
+
+    out.defvjp(lambda x: (x, None), lambda _, g: (whole(g, axis),))
+    return x if _dim_to_cut(x, axis) is None else out(x)
+
+
+def _dim_to_cut(x: jax.Array, axis: str | None) -> int | None:
+    """Choose the dim of an activation that is cut; None where nothing is."""
+    parts = mesh_parts(axis)
+    return dim_to_cut(x.shape, parts) if parts > 1 and is_activation(x) else None
+
+
+def is_activation(x: jax.Array) -> bool:
+    """Tell whether a value can be cut: a floating array of examples."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.ndim(x) > 1
+
+
+def _spec(x: jax.Array, dim: int, axis: str | None) -> P:
+    """Place one dim and leave the others as they are."""
+    return P(*[axis if d == dim else P.UNCONSTRAINED for d in range(x.ndim)])

@@ -1,0 +1,143 @@
+"""Layers of a traced function, what is carried from one to the next, and the names inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax._jaxpr import (
+    CALLS,
+    LOOPS,
+    OPAQUE,
+    PLAIN_CALLS,
+    REMATERIALISED,
+    called,
+    opened,
+)
+from zerojax.memory._inputs import LAYER_INPUT
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedValue:
+    """A value that a rematerialisation policy can name.
+
+    Attributes:
+        name: as `jax.ad_checkpoint.checkpoint_name` was given it.
+        shape: in one layer, in the sizes that the function was traced with.
+        dtype: its dtype.
+        count: how many there are: layers times occurrences.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    count: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them, were they kept whole."""
+        return math.prod(self.shape) * self.dtype.itemsize * self.count
+
+
+def checkpoint_names(function: Callable[..., Any], *args: Any) -> tuple[NamedValue, ...]:
+    """List the values of a function that `RematPolicy(keep=, offload=)` can name.
+
+    Args:
+        function: of arrays; nothing is run.
+        *args: arrays or shapes.
+
+    Returns:
+        A row per name, shape and dtype, in the order of the program. A layer's input has the name
+        "layer_input" besides.
+    """
+    found: dict[tuple[Any, ...], int] = {}
+    for name, aval, count in _walk(jax.make_jaxpr(function)(*args), 1):
+        key = (name, tuple(aval.shape), aval.dtype)
+        found[key] = found.get(key, 0) + count
+    return tuple(
+        NamedValue(name, shape, dtype, count) for (name, shape, dtype), count in found.items()
+    )
+
+
+def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
+    """Refuse names that a function does not have; the message lists those that it has."""
+    asked = [name for name in wanted if name != LAYER_INPUT]
+    if not asked:
+        return
+    there = sorted({name for name, _, _ in _walk(jaxpr, 1)})
+    for name in asked:
+        if name not in there:
+            known = sorted(there, key=lambda k: -difflib.SequenceMatcher(None, name, k).ratio())
+            listed = ", ".join([*known, LAYER_INPUT])
+            raise ValueError(
+                f"RematPolicy: no value of the function has the name {name!r}; names, nearest "
+                f"first: {listed}; jax.ad_checkpoint.checkpoint_name gives a value its name"
+            )
+
+
+def has_layers(jaxpr: Any) -> bool:
+    """Tell whether a function has layers that a policy can be applied to."""
+    for eqn in opened(jaxpr)[0].eqns:
+        name = eqn.primitive.name
+        if name in REMATERIALISED or name == "scan":
+            return True
+        if name in PLAIN_CALLS and has_layers(called(eqn)):
+            return True
+    return False
+
+
+def works_outside(jaxpr: Any) -> bool:
+    """Tell whether some product or loop lies in no rematerialised call."""
+    for eqn in opened(jaxpr)[0].eqns:
+        name = eqn.primitive.name
+        if name in OPAQUE or name in LOOPS:
+            return True
+        if name in CALLS - REMATERIALISED and works_outside(called(eqn)):
+            return True
+    return False
+
+
+def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) -> list[bool]:
+    """Tell which inputs of a scan's body are activations that it carries on.
+
+    Args:
+        body: the jaxpr of one step.
+        moving: which of the scan's inputs come from activations.
+        num_consts: inputs that are the same at each step.
+        num_carry: inputs that are carried, after them.
+    """
+    jaxpr = opened(body)[0]
+    flags, before = list(moving), -1
+    while sum(flags) != before:
+        before = sum(flags)
+        moves = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
+        for eqn in jaxpr.eqns:
+            if any(not isinstance(v, core.Literal) and v in moves for v in eqn.invars):
+                moves.update(eqn.outvars)
+        for number, var in enumerate(jaxpr.outvars[:num_carry]):
+            if not isinstance(var, core.Literal) and var in moves:
+                flags[num_consts + number] = True
+    last = num_consts + num_carry
+    return [num_consts <= number < last and flag for number, flag in enumerate(flags)]
+
+
+def _walk(jaxpr: Any, count: int) -> Iterator[tuple[str, Any, int]]:
+    """Give each named value with how often it is computed."""
+    for eqn in opened(jaxpr)[0].eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"], eqn.outvars[0].aval, count
+        if eqn.primitive.name == "scan":
+            yield from _walk(eqn.params["jaxpr"], count * eqn.params["length"])
+        elif eqn.primitive.name == "cond":
+            for branch in eqn.params["branches"]:
+                yield from _walk(branch, count)
+        elif eqn.primitive.name == "while":
+            yield from _walk(eqn.params["body_jaxpr"], count)
+        elif eqn.primitive.name in CALLS:
+            yield from _walk(called(eqn), count)

@@ -1,0 +1,277 @@
+"""What the backward pass computes again, keeps, cuts over the mesh or fetches from the host.
+
+A policy is applied to a function that nobody edits: its jaxpr is run again, and each layer in it is
+handed to `jax.checkpoint` under the rules that the policy asks for. What goes from layer to layer
+is a layer's input, the paper's activation checkpoint.
+
+Source: arXiv 1910.02054, section 6.1 (Pa, Pa+cpu).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+from jax.extend import core
+
+from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, opened, scan_parts
+from zerojax.memory._inputs import (
+    LAYER_INPUT,
+    check_axis,
+    cut_input,
+    mesh_parts,
+    whole,
+    whole_gradient,
+)
+from zerojax.memory._names import carries, check_names, has_layers, works_outside
+from zerojax.memory._offload import OffloadPolicy, check_host_memory, offloaded_kinds
+
+#: What the backward pass computes again: nothing; all but products; each layer from its input.
+Remat = Literal["none", "dots", "full"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematPolicy:
+    """Say which values of a layer its backward pass finds in memory, and which it computes again.
+
+    Attributes:
+        recompute: "full" keeps a layer's input only; "dots" also the results of products with
+            weights (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`); "none" keeps all
+            that the backward pass reads.
+        keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that are kept as well.
+        offload: names of values that are kept in the host's memory; `LAYER_INPUT`, "layer_input",
+            is every layer's input (the paper's Pa+cpu).
+        partition: mesh axis over which layer inputs are cut between layers, and gathered just
+            before a layer is computed again (the paper's Pa).
+        host: the memory kind that values are offloaded to.
+
+    Raises:
+        ValueError: an unknown `recompute`; a name both kept and offloaded; "none" with anything
+            else, since it keeps everything where it is.
+
+    Source: arXiv 1910.02054, section 6.1.
+    """
+
+    recompute: Remat = "full"
+    keep: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    partition: str | None = None
+    host: str = "pinned_host"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Remat):
+            raise ValueError(
+                f"RematPolicy: recompute must be one of {', '.join(get_args(Remat))}, got "
+                f"{self.recompute!r}"
+            )
+        for field in ("keep", "offload"):
+            names = getattr(self, field)
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"RematPolicy: {field} must be a tuple of names, got {names!r}")
+            object.__setattr__(self, field, tuple(names))
+        twice = set(self.keep) & set(self.offload)
+        if twice:
+            raise ValueError(f"RematPolicy: both kept and offloaded: {', '.join(sorted(twice))}")
+        if self.recompute == "none" and (self.keep or self.offload or self.partition):
+            raise ValueError(
+                "RematPolicy: recompute='none' keeps every value where it is, so that nothing can "
+                "be named, offloaded or partitioned; give 'full' or 'dots'"
+            )
+
+
+def as_policy(policy: RematPolicy | Remat) -> RematPolicy:
+    """Read a name as the policy that recomputes so."""
+    return policy if isinstance(policy, RematPolicy) else RematPolicy(recompute=policy)
+
+
+def of_step(
+    policy: RematPolicy | Remat | None, offload: OffloadPolicy | None, mesh: Any
+) -> RematPolicy | None:
+    """Put together what a step was asked for about activations; None leaves all to the model.
+
+    Args:
+        policy: for rematerialisation.
+        offload: whose kind "activation" is the offload of every layer's input.
+        mesh: with devices.
+
+    Raises:
+        ValueError: the mesh has no axis of the policy's, or its devices no memory of the host's.
+    """
+    found = None if policy is None else as_policy(policy)
+    if found is not None and found.partition is not None:
+        check_axis(found.partition, mesh)
+    if found is not None and found.offload:
+        check_host_memory(f"RematPolicy(offload={found.offload})", mesh.devices.flat)
+    if offload is None or "activation" not in offloaded_kinds(offload, mesh.devices.flat):
+        return found
+    found = found or RematPolicy()
+    names = dict.fromkeys((*found.offload, LAYER_INPUT))
+    return dataclasses.replace(found, offload=tuple(names))
+
+
+def check_remat(remat: str | None) -> None:
+    """Refuse a name that is none; None is as the model has it."""
+    if remat is not None and remat not in get_args(Remat):
+        raise ValueError(
+            f"remat must be one of {', '.join(get_args(Remat))}, or None for what the model does "
+            f"by itself, got {remat!r}"
+        )
+
+
+def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) -> Callable[..., Any]:
+    """Make a function whose layers are rematerialised as a policy says.
+
+    Layers are what it hands to `jax.checkpoint` itself, and the bodies of its scans, apart from
+    those whose products all lie in such layers; a function without any is a layer itself. What is
+    rematerialised within a layer, attention say, stays so except for "none". Layer inputs are the
+    floating values that a scan carries, and those that come from arguments after the first: the
+    first are the weights.
+
+    Args:
+        function: of arrays, `function(weights, *rest)`: a loss, a model, or one layer.
+        policy: a `RematPolicy`, or what one has as `recompute`.
+
+    Raises:
+        ValueError: when it is called: a name that no layer has, with those that there are; an axis
+            that the mesh which is set does not have. `make_train_step(remat=)` sets the mesh.
+    """
+    policy = as_policy(policy)
+
+    def wrapped(*args: Any) -> Any:
+        mesh_parts(policy.partition)
+        traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
+        check_names(traced, (*policy.keep, *policy.offload))
+        weights = len(jax.tree.leaves(args[:1]))
+        flat = jax.tree.leaves(args)
+        moving = [number >= weights for number in range(len(flat))]
+        runner = _Runner(policy)
+        if policy.recompute != "none" and not has_layers(traced):
+            result = runner.layer(traced, moving)(*flat)
+        else:
+            result = runner.run(*opened(traced), flat, moving)
+        return jax.tree.unflatten(jax.tree.structure(out), result)
+
+    return wrapped
+
+
+class _Runner:
+    """Runs jaxprs; layers are wrapped. `moving` tells which values could be layer inputs."""
+
+    def __init__(self, policy: RematPolicy) -> None:
+        self.policy = policy
+        self.saves = _saves(policy)
+        # Layer inputs are kept under a name, rather than as what `jax.checkpoint` is given.
+        self.names = policy.partition is not None or LAYER_INPUT in policy.offload
+
+    def run(
+        self,
+        jaxpr: core.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        moving: Sequence[bool],
+    ) -> list[Any]:
+        """Run a jaxpr outside of layers."""
+        env: dict[Any, Any] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+        )
+        moves = {var for var, flag in zip(jaxpr.invars, moving, strict=True) if flag}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            flags = [not isinstance(v, core.Literal) and v in moves for v in eqn.invars]
+            out = self._eqn(eqn, [*map(read, eqn.invars)], flags)
+            env.update(zip(eqn.outvars, out, strict=True))
+            if any(flags):
+                moves.update(eqn.outvars)
+        return [read(var) for var in jaxpr.outvars]
+
+    def _eqn(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in REMATERIALISED:
+            return self.layer(called(eqn), moving, prevent_cse=eqn.params["prevent_cse"])(*values)
+        if name in PLAIN_CALLS and has_layers(called(eqn)):
+            return self.run(*opened(called(eqn)), values, moving)
+        if name == "scan":
+            return self._scan(eqn, values, moving)
+        return bind(eqn, values)
+
+    def layer(
+        self,
+        jaxpr: Any,
+        moving: Sequence[bool],
+        *,
+        wraps: bool = True,
+        prevent_cse: bool = True,
+    ) -> Callable[..., list[Any]]:
+        """Make a layer a function, rematerialised as asked for."""
+        if self.policy.recompute == "none" or not wraps:
+            return lambda *args: self.run(*opened(jaxpr), args, moving)
+
+        def run(*args: Any) -> list[Any]:
+            given = [
+                cut_input(x, self.policy.partition) if self.names and flag else x
+                for x, flag in zip(args, moving, strict=True)
+            ]
+            out = _as_it_is(*opened(jaxpr), given)
+            return [whole_gradient(y, self.policy.partition) for y in out]
+
+        return jax.checkpoint(run, policy=self.saves, prevent_cse=prevent_cse)
+
+    def _scan(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
+        params = eqn.params
+        num_consts, num_carry = scan_parts(params)
+        first = num_consts + num_carry
+        body = params["jaxpr"]
+        wraps = not (has_layers(body) and not works_outside(body))
+        # Only what is carried differs from layer to layer and is stacked for the backward pass.
+        carried = carries(body, moving, num_consts, num_carry)
+        # A scan's forward and backward pass are loops of their own: nothing could be merged.
+        layer = self.layer(body, carried, wraps=wraps, prevent_cse=False)
+        consts, carry = values[:num_consts], values[num_consts:first]
+
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = layer(*consts, *carry, *xs)
+            return out[:num_carry], out[num_carry:]
+
+        carry, ys = jax.lax.scan(
+            step,
+            carry,
+            values[first:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        # What the last layer gives is whole, and so is its gradient, with which the backward pass
+        # begins: how a loop starts decides how it carries on.
+        return [*(whole(x, self.policy.partition) for x in carry), *ys]
+
+
+def _saves(policy: RematPolicy) -> Callable[..., Any] | None:
+    """Put JAX's own rules together; None keeps nothing but a layer's input."""
+    policies = jax.checkpoint_policies
+    inputs = (LAYER_INPUT,) if policy.partition and LAYER_INPUT not in policy.offload else ()
+    named = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[*policy.keep, *inputs],
+        names_which_can_be_offloaded=list(policy.offload),
+        offload_src="device",
+        offload_dst=policy.host,
+    )
+    if policy.recompute == "dots":
+        dots = policies.dots_with_no_batch_dims_saveable
+
+        def either(primitive: Any, *avals: Any, **params: Any) -> Any:
+            # jax.checkpoint_policies.save_from_both_policies takes no policy that offloads.
+            if primitive.name == "name":
+                return named(primitive, *avals, **params)
+            return dots(primitive, *avals, **params)
+
+        return either
+    return named if policy.keep or policy.offload or inputs else None
+
+
+def _as_it_is(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return list(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, consts))(*args))

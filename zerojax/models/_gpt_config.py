@@ -1,0 +1,146 @@
+"""What a GPT is made of: sizes and choices, presets by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jax.typing import DTypeLike
+
+from ._megatron import ModelParallel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Say what the model is; `dtype` is what it computes in, None for its parameters' dtype.
+
+    `init_scale` is the standard deviation of the first weights: 0.02 suits GPT-2's widths, narrow
+    models learn sooner from more. `remat` recomputes each layer in the backward pass. Norms,
+    softmax and loss compute in fp32 whatever `dtype` is.
+
+    `model_axis` names the mesh axis of model parallelism; `sequence_parallel` cuts the residual
+    stream along it too, by tokens. The axis must divide the heads, and the rows of the embedding:
+    `vocab_multiple` adds rows up to a multiple, which no token has and no logit is given to.
+
+    `loss_chunk` is the number of logits per token that the loss holds at a time; None holds all of
+    the vocabulary's.
+
+    A layer's values carry the names `attention` [B, T, D] and `hidden` [B, T, 4D], by which
+    rematerialisation policies can keep them.
+
+    Raises:
+        ValueError: a size is not positive, or the heads do not divide the width.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    vocab_size: int
+    context: int
+    init_scale: float = 0.02
+    dtype: DTypeLike | None = None
+    scan: bool = True
+    remat: bool = True
+    model_axis: str | None = None
+    sequence_parallel: bool = False
+    vocab_multiple: int = 1
+    loss_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers", "width", "num_heads", "vocab_size", "context", "vocab_multiple",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"gpt.Config: {name} is {getattr(self, name)}; give at least 1")
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width}; "
+                "each head takes an equal part of the width"
+            )
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ValueError(f"gpt.Config: loss_chunk is {self.loss_chunk}; give at least 1")
+        if self.sequence_parallel and self.model_axis is None:
+            raise ValueError(
+                "gpt.Config: sequence_parallel cuts the tokens along model_axis, which is None; "
+                "name the mesh axis"
+            )
+
+    @property
+    def vocab_rows(self) -> int:
+        """The rows of the embedding: the vocabulary, up to `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def parallel(self) -> ModelParallel:
+        """How activations are placed."""
+        return ModelParallel(self.model_axis, self.sequence_parallel)
+
+
+def check_parts(config: Config, num_parts: int) -> None:
+    """Refuse a model axis of that many devices if it does not cut this model into equal parts.
+
+    Raises:
+        ValueError: it does not divide the heads or the embedding's rows.
+    """
+    if config.num_heads % num_parts:
+        fits = ", ".join(
+            str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0
+        )
+        raise ValueError(
+            f"gpt: {num_parts} devices along the model axis do not divide num_heads="
+            f"{config.num_heads}, and each takes whole heads; axes that fit: {fits}"
+        )
+    if config.vocab_rows % num_parts:
+        raise ValueError(
+            f"gpt: {num_parts} devices along the model axis do not divide the embedding's "
+            f"{config.vocab_rows} rows; give Config(vocab_multiple={num_parts}) or a multiple of it"
+        )
+
+
+def _gpt2(num_layers: int, width: int, num_heads: int) -> Config:
+    return Config(
+        num_layers=num_layers, width=width, num_heads=num_heads, vocab_size=50257, context=1024
+    )
+
+
+# `tiny` reads bytes. The `zero-` models are those of the ZeRO paper's figure 2 (arXiv 1910.02054)
+# and 13B, its largest without model parallelism. Its table 4 prints a width of 4096 for 40B and 60B
+# where 12*L*D^2 asks for 6144.
+PRESETS: Mapping[str, Config] = MappingProxyType(
+    {
+        "tiny": Config(
+            num_layers=4, width=128, num_heads=4, vocab_size=256, context=64, init_scale=0.05
+        ),
+        "gpt2-small": _gpt2(12, 768, 12),
+        "gpt2-medium": _gpt2(24, 1024, 16),
+        "gpt2-large": _gpt2(36, 1280, 20),
+        "gpt2-xl": _gpt2(48, 1600, 25),
+        "zero-8b": _gpt2(72, 3072, 24),
+        "zero-13b": _gpt2(62, 4096, 32),
+        "zero-40b": _gpt2(88, 6144, 32),
+        "zero-60b": _gpt2(132, 6144, 32),
+        "zero-80b": _gpt2(100, 8192, 64),
+        "zero-100b": _gpt2(125, 8192, 64),
+        "zero-120b": _gpt2(150, 8192, 64),
+        "zero-140b": _gpt2(175, 8192, 64),
+        "zero-170b": _gpt2(212, 8192, 64),
+    }
+)
+
+
+def preset(name: str) -> Config:
+    """Return the configuration of that name.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known ones, nearest first.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+
+    def distance(known: str) -> float:
+        return -difflib.SequenceMatcher(None, name.lower(), known).ratio()
+
+    known = ", ".join(sorted(PRESETS, key=distance))
+    raise ValueError(f"no model named {name!r}; known, nearest first: {known}")

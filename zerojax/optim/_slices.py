@@ -1,0 +1,145 @@
+"""An update cut into the part of each leaf and the scalars that all leaves share.
+
+Most optimizers treat leaves one by one; what they have in common are scalars: a step count, a
+global norm. The traced update is cut there, so that each leaf's part can run where and when the
+leaf's states are at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax._jaxpr import bind, opened
+from zerojax._tree import num_elements
+from zerojax._types import PyTree
+
+#: Operations that compute each element from the same element of their operands.
+ELEMENTWISE = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "cos", "cosh", "div", "eq",
+        "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+        "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
+        "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real", "reduce_precision", "rem",
+        "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+        "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"
+    }
+)  # fmt: skip
+_CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Hold the equations that some results need.
+
+    Attributes:
+        inputs: what has to be given: inputs of the whole, and shared scalars.
+        eqns: in order.
+        outputs: the results; literals may be among them.
+    """
+
+    inputs: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    def run(self, values: Sequence[Any], step: Callable[..., list[Any]] = bind) -> list[Any]:
+        """Run the equations; `step(eqn, operands)` runs one."""
+        env = dict(zip(self.inputs, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in self.eqns:
+            env.update(zip(eqn.outvars, step(eqn, [read(x) for x in eqn.invars]), strict=True))
+        return [read(atom) for atom in self.outputs]
+
+    def not_elementwise(self) -> list[str]:
+        """Name the operations that look at other elements than the one they compute."""
+        found = (
+            eqn.primitive.name
+            for eqn in self.eqns
+            if eqn.primitive.name not in ELEMENTWISE and not is_fill(eqn)
+        )
+        return list(dict.fromkeys(found))
+
+
+class Traced:
+    """An update traced to equations, calls inlined.
+
+    Attributes:
+        inputs: one variable per input leaf.
+        outputs: one variable or literal per output leaf.
+        out_tree: the structure of the results.
+    """
+
+    def __init__(self, function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        traced, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        flat = jax.make_jaxpr(functools.partial(_inlined, *opened(traced)))(
+            *jax.tree.leaves(shapes)
+        )
+        jaxpr, consts = opened(flat)
+        self.inputs = list(jaxpr.invars)
+        self.outputs = list(jaxpr.outvars)
+        self.out_tree = jax.tree.structure(out)
+        self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
+        self._eqns = list(jaxpr.eqns)
+        self._made = {var: n for n, eqn in enumerate(self._eqns) for var in eqn.outvars}
+
+    def depending(self, given: Iterable[Any]) -> set[Any]:
+        """Collect the variables that depend on some of the inputs."""
+        found = set(given)
+        for eqn in self._eqns:
+            if any(x in found for x in eqn.invars if not isinstance(x, core.Literal)):
+                found.update(eqn.outvars)
+        return found
+
+    def slice(self, outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:
+        """Collect what outputs need, back to inputs and to variables at which to stop."""
+        needed: set[int] = set()
+        inputs: dict[Any, None] = {}
+        todo = [x for x in outputs if not isinstance(x, core.Literal)]
+        while todo:
+            var = todo.pop()
+            if var not in self._made or stop(var):
+                inputs[var] = None
+            elif (number := self._made[var]) not in needed:
+                needed.add(number)
+                eqn = self._eqns[number]
+                todo += [x for x in eqn.invars if not isinstance(x, core.Literal)]
+        return Slice(tuple(inputs), tuple(self._eqns[n] for n in sorted(needed)), tuple(outputs))
+
+    def is_scalar(self, var: Any) -> bool:
+        """Tell whether an equation makes this variable, of one element."""
+        return var in self._made and num_elements(var.aval.shape) == 1
+
+
+def is_fill(eqn: Any) -> bool:
+    """Tell whether an equation fills an array with one number."""
+    return eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
+
+
+def _inlined(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Run a jaxpr with its calls inlined."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        called = _CALLS.get(eqn.primitive.name)
+        out = (
+            bind(eqn, values) if called is None else _inlined(*opened(eqn.params[called]), *values)
+        )
+        env.update(zip(eqn.outvars, out, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
