@@ -15,9 +15,9 @@ def options(**changes):
     default = {
         "params": None, "model": None, "context": None, "remat": None, "remat_policy": None,
         "hardware": "h100", "devices": 8, "memory_limit": None, "stage": None, "config": None,
-        "shards": None,         "model_axis": None, "offload": (), "precision": "bf16", "reduce": None, "batch": 1,
-        "accumulate": 1, "optimizer": "adamw", "search": False, "verify": False, "largest": False,
-        "json": None, "plot": None,
+        "shards": None, "model_axis": None, "offload": (), "precision": "bf16", "reduce": None,
+        "batch": 1, "accumulate": 1, "optimizer": "adamw", "search": False, "verify": False,
+        "largest": False, "json": None, "plot": None,
     }  # fmt: skip
     return PlanOptions(**{**default, **changes})
 

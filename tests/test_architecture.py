@@ -41,9 +41,9 @@ print(json.dumps(found))
 """
 IMPORT_COST = """
 import time, jax, optax
-start = time.perf_counter()
+start = time.process_time()
 import zerojax
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 from jax._src import xla_bridge
 print(seconds, xla_bridge.backends_are_initialized())
 """

@@ -135,3 +135,17 @@ def lower(config, axes):
 def test_options_that_can_not_be_meant_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_a_loss_in_chunks_never_holds_all_logits():
+    def traced(chunk):
+        config = gpt.Config(
+            num_layers=1, width=32, num_heads=2, vocab_size=100, context=16, loss_chunk=chunk
+        )
+        params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+        batch = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
+        return str(jax.make_jaxpr(jax.grad(functools.partial(gpt.loss, config)))(params, batch))
+
+    assert f"[{BATCH},16,100]" in traced(None)
+    assert f"[{BATCH},16,100]" not in traced(24)
+    assert "100]" not in traced(24)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from test_aot import needs_cuda
 
 from zerojax import aot
 from zerojax.checkpoint import read_manifest
@@ -200,15 +199,18 @@ def test_a_plan_takes_the_configuration(capsys, asked, shown):
     assert shown.format(f"{gpt.num_params(SMALL):,} parameters") in out
 
 
-@needs_cuda
-def test_a_configuration_is_compiled_for_gpus_that_are_not_here(monkeypatch, capsys):
-    monkeypatch.setattr(question, "topology_mesh", aot.topology_mesh)
+def test_a_configuration_is_compiled_and_audited(folder, capsys):
     asked = ["--config", "C4", "--mesh", "data=4,model=2", "--offload", "optimizer"]
     assert main([*COMPILE, *asked, "--json", "step.json"]) == 0
     out = capsys.readouterr().out
     assert "data=4, model=2; C4: stage 2, activation checkpoints cut over the model axis" in out
     assert "clean: ZeRO stage 2 over data (N = 4)" in out
-    assert "on the host" in out
+    held = json.loads((folder / "step.json").read_text())
+    assert held["mesh"] == {"data": 4, "model": 2}
+    assert (held["config"], held["model_axis"], held["offload"]) == ("C4", 2, ["optimizer"])
+    # Two moments and masters, cut over all devices; the little that is small stays on the device.
+    host = held["stages"][0]["report"]["memory"]["host"]
+    assert host == pytest.approx(12 * held["num_params"] / 8, rel=0.05)
 
 
 # ------------------------------------------------------------------ what is trained
