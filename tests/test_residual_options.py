@@ -192,7 +192,8 @@ def test_the_mesh_may_name_the_model_axis():
         ("C5", "stage 2, {}, 8 x h100, N = 8, activations on the host\n"),
     ],
 )
-def test_a_plan_takes_the_configuration(capsys, asked, shown):
+def test_a_plan_takes_the_configuration(monkeypatch, capsys, asked, shown):
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", "--model", "tiny", "--devices", "8", "--config", *asked.split()]) == 0
     out = capsys.readouterr().out
     assert f"configuration {asked[:2]}\n" in out

@@ -2,6 +2,7 @@
 
 from zerojax.aot import search_plans, topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
+from zerojax.checkpoint import restore, save
 from zerojax.layout import Layout, Precision, Rule, make_layout, make_mesh
 from zerojax.memory import OffloadPolicy, RematPolicy, checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
@@ -40,6 +41,8 @@ __all__ = [
     "model_state_bytes",
     "plan",
     "rematerialised",
+    "restore",
+    "save",
     "search_plans",
     "sharded",
     "topology_mesh",

@@ -13,12 +13,15 @@ import jax
 
 from zerojax._tree import flatten_with_names
 from zerojax._types import PyTree
+from zerojax.checkpoint._logical import logical_shapes
 from zerojax.layout import Layout
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
 MANIFEST = "checkpoint.json"
 ARRAYS = "arrays"
-FORMAT = 1
+FORMAT = 2
+#: Formats that can be read: the first knew no logical shapes.
+READABLE = (1, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Manifest:
         axis: the mesh axes that ZeRO partitioned over.
         mesh: axis name to number of devices.
         leaves: path to stored shape and dtype of every array.
+        logical: path to logical shape, for those arrays that are padded.
         metadata: what the caller gave along.
         jax_version: the jax that saved it.
         format: version of the files' arrangement.
@@ -41,16 +45,25 @@ class Manifest:
     leaves: Mapping[str, tuple[tuple[int, ...], str]]
     metadata: Mapping[str, Any]
     jax_version: str
+    logical: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
+
+    def logical_shape(self, path: str) -> tuple[int, ...]:
+        """Give the shape of a leaf without padding."""
+        return self.logical.get(path, self.leaves[path][0])
 
 
 def make_manifest(state: PyTree, layout: Layout, metadata: Mapping[str, Any]) -> Manifest:
     """Describe a state and the layout that it lives under."""
+    leaves = leaf_types(state)
+    stored = {path: shape for path, (shape, _) in leaves.items()}
+    logical = logical_shapes(stored, layout)
     return Manifest(
         stage=layout.stage,
         axis=layout.axis,
         mesh=dict(layout.mesh.shape),
-        leaves=leaf_types(state),
+        leaves=leaves,
+        logical={path: shape for path, shape in logical.items() if shape != stored[path]},
         metadata=dict(metadata),
         jax_version=jax.__version__,
     )
@@ -101,15 +114,18 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     try:
         found = json.loads(path.read_text())
         version = found["format"]
-        if version == FORMAT:
+        if version in READABLE:
             found["axis"] = tuple(found["axis"])
             found["leaves"] = {
                 name: (tuple(shape), dtype) for name, (shape, dtype) in found["leaves"].items()
             }
+            found["logical"] = {
+                name: tuple(shape) for name, shape in found.get("logical", {}).items()
+            }
             return Manifest(**found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no manifest of a checkpoint: {error!r}") from error
-    raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")
+    raise ValueError(f"{path} has format {version!r}; this zerojax reads formats {READABLE}")
 
 
 def find_checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:

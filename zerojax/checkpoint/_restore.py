@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
+from zerojax.checkpoint._logical import logical_shapes
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     Manifest,
@@ -25,10 +26,10 @@ MOST_NAMED = 8
 
 
 def restore(directory: str | os.PathLike[str], layout: Layout, like: PyTree) -> PyTree:
-    """Restore a checkpoint into the structure and the placement of `like`, equal to the bit.
+    """Restore a checkpoint into the structure and the placement of `like`.
 
-    The stage and the mesh may differ from those of the save as long as the stored shapes agree,
-    which they do where no leaf is padded.
+    The stage, the mesh and the padding may be others than those of the save: logical values are
+    equal to the bit, and each device reads what it will hold.
 
     Args:
         directory: what `save` was given.
@@ -50,8 +51,10 @@ def restore(directory: str | os.PathLike[str], layout: Layout, like: PyTree) -> 
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or whole)
         for name, x in named_leaves(like).items()
     }
+    held = {name: x for name, x in wanted.items() if x.size}
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(root / ARRAYS, {n: x for n, x in wanted.items() if x.size})
+        # Not strict: padding, which was found to be all that differs, is cut off or added as zeros.
+        found = checkpointer.restore(root / ARRAYS, held, strict=False)
     leaves = [
         found[name] if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding)
         for name, x in wanted.items()
@@ -62,6 +65,7 @@ def restore(directory: str | os.PathLike[str], layout: Layout, like: PyTree) -> 
 def _check(manifest: Manifest, layout: Layout, like: PyTree, root: Path) -> None:
     """Refuse a checkpoint whose leaves are not those that are wanted, naming the differences."""
     wanted, saved = leaf_types(like), manifest.leaves
+    logical = logical_shapes({path: shape for path, (shape, _) in wanted.items()}, layout)
     missing = [name for name in wanted if name not in saved]
     extra = [name for name in saved if name not in wanted]
     lines = []
@@ -70,16 +74,18 @@ def _check(manifest: Manifest, layout: Layout, like: PyTree, root: Path) -> None
         lines.append(f"{name!r} is not in it" + (f" (near: {near[0]!r})" if near else ""))
     lines += [f"{name!r} is in it and not wanted" for name in extra]
     for name, (shape, dtype) in wanted.items():
-        if name in saved and saved[name] != (shape, dtype):
-            held_shape, held_dtype = saved[name]
+        if name not in saved or saved[name] == (shape, dtype):
+            continue
+        held = manifest.logical_shape(name), saved[name][1]
+        if held != (logical[name], dtype):
             lines.append(
-                f"{name!r} is {held_dtype}{list(held_shape)} in it, wanted {dtype}{list(shape)}"
+                f"{name!r} is {held[1]}{list(held[0])} in it, wanted {dtype}{list(logical[name])}"
             )
     if lines:
         more = [f"and {len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else []
         raise ValueError(
             f"the checkpoint {root} (stage {manifest.stage}, mesh {dict(manifest.mesh)}) does not "
             f"fit this run (stage {layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, "
-            "optimizer and precision that it was saved with and, where leaves are padded, its "
-            "stage and number of shards: " + "; ".join([*lines[:MOST_NAMED], *more])
+            "optimizer and precision that it was saved with: "
+            + "; ".join([*lines[:MOST_NAMED], *more])
         )

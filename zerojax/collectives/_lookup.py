@@ -47,9 +47,10 @@ def look_up(eqn: Any, boxed: Boxed, indices: jax.Array, opening: Opening) -> jax
     dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype
     whole = tuple(boxed.size if d == dim else n for d, n in enumerate(stored.shape))
     devices = PerDevice(layout)
+    rows = -(-stored.shape[dim] // layout.num_shards) * layout.num_shards
 
     @jax.custom_vjp
-    def rows(value: jax.Array, indices: jax.Array) -> jax.Array:
+    def take_rows(value: jax.Array, indices: jax.Array) -> jax.Array:
         table = opening.open_box(boxed.moved(value, tuple(range(value.ndim))))
         return eqn.primitive.bind(table, indices, **eqn.params)
 
@@ -59,14 +60,16 @@ def look_up(eqn: Any, boxed: Boxed, indices: jax.Array, opening: Opening) -> jax
 
         transposed = jax.linear_transpose(take, jax.ShapeDtypeStruct(whole, dtype))
         (g,) = transposed(cotangent.astype(dtype))
-        widths = [(0, new - old) for old, new in zip(whole, stored.shape, strict=True)]
+        widths = [(0, rows - whole[dim] if d == dim else 0) for d in range(len(whole))]
         return devices.sum_over(jnp.pad(g, widths), dim)
 
     def backward(indices: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
         batch = P(devices.axes)
         g = devices.run(local, (batch, batch), devices.spec(dim), cotangent, indices)
+        if rows != stored.shape[dim]:  # below stage 3 a table is not padded
+            g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
         g = constrain(g, layout, P(*[None] * dim, layout.axis))
         return g.astype(stored.dtype), None
 
-    rows.defvjp(lambda value, indices: (rows(value, indices), indices), backward)
-    return rows(stored, indices)
+    take_rows.defvjp(lambda value, indices: (take_rows(value, indices), indices), backward)
+    return take_rows(stored, indices)

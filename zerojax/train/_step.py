@@ -16,6 +16,7 @@ from zerojax.collectives import (
 )
 from zerojax.collectives import (
     auto_region,
+    check_bucket_bytes,
     compiler_options,
     gather_where_used,
     reduce_once,
@@ -64,7 +65,6 @@ class TrainStep:
         self.has_aux = has_aux
         self.offload = offload
         self.bucket_bytes = bucket_bytes
-        self._compiler_options = compiler_options(layout, bucket_bytes)
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(as_transformation(tx))
         self._placed = layout.optimizer(self._tx, updated_dtype(precision))
@@ -112,7 +112,7 @@ class TrainStep:
                 in_shardings=(self._shardings, placed),
                 out_shardings=(self._shardings, None),
                 donate_argnums=0,
-                compiler_options=self._compiler_options,
+                compiler_options=compiler_options(self.layout, self.bucket_bytes),
             )
         return self._compiled[key]
 
@@ -300,6 +300,7 @@ def make_train_step(
     if reduce is None:
         whole = accumulate > 1 and not layout.partitions("gradient")
         reduce = "once" if whole else "each"
+    check_bucket_bytes(bucket_bytes)
     policy = of_step(remat, offload, layout.mesh)
     if policy is not None:
         loss_fn = rematerialised(loss_fn, policy)
