@@ -108,7 +108,7 @@ def test_winners_are_compiled_and_what_can_t_be_is_said(monkeypatch, mesh8, want
     assert [choices.verified[n].peak for n in compiled[1:]] == [12345] * (len(compiled) - 1)
     assert asked == [("h100:1x8", {"data": 8})] * len(compiled)
     for number, one in choices.verified.items():
-        reason = "the train step keeps everything" if choices[number].offload else ""
+        reason = "with an offload the winners" if choices[number].offload else ""
         if choices[number].model_axis > 1:
             reason = "the loss would have to be model-parallel"
         assert (one.peak is None) == bool(reason)

@@ -145,11 +145,11 @@ class _Job:
     topology: str
 
     def compile(self, plan: Plan) -> Verified:
-        """Compile one choice; one that the train step does not do is left out with the reason."""
+        """Compile one choice; one that can't be made from the loss alone is left out."""
         if plan.model_axis > 1:
             return Verified(None, "not compiled: the loss would have to be model-parallel")
         if plan.offload:
-            return Verified(None, "not compiled: the train step keeps everything on the device")
+            return Verified(None, "not compiled: with an offload the winners are planned only")
         copies = plan.num_devices // plan.num_shards
         replicas = {"replica": copies} if copies > 1 else {}
         mesh = topology_mesh(self.topology, replicas | {"data": plan.num_shards})

@@ -84,8 +84,8 @@ Verify = Annotated[
     typer.Option(
         "--verify",
         help="Compile the winners of --search for the hardware, and put their peaks beside the "
-        "planned ones. Takes minutes; only what `zerojax train` does is searched: no model "
-        "parallelism, nothing on the host.",
+        "planned ones. Takes minutes; searched without model parallelism and with nothing on the "
+        "host, for which `zerojax compile` has options.",
         rich_help_panel=SEARCH,
     ),
 ]

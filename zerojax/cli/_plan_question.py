@@ -196,8 +196,8 @@ def _check_question(options: PlanOptions) -> None:
         raise ValueError("--verify compiles a model: give --model in the place of --params")
     if options.verify and (options.offload or (options.model_axis or 1) > 1):
         raise ValueError(
-            "--verify compiles train steps, without model parallelism and with everything on the "
-            "device: leave --offload and --model-axis out"
+            "--verify compiles without model parallelism and with everything on the device: leave "
+            "--offload and --model-axis out, or ask `zerojax compile`, which has both"
         )
     if options.search and options.reduce is not None:
         raise ValueError("--search takes the --reduce that suits each choice; leave it out")

@@ -20,8 +20,8 @@ class Configuration:
         stage: the ZeRO stage.
         partitioned_checkpoints: Pa: checkpoints are partitioned over the model axis.
         offloaded_checkpoints: the `+cpu` of Pa+cpu: checkpoints lie in the host's memory.
-        constant_buffers: CB: temporary buffers do not grow with the model. Under XLA there is no
-            fused buffer to bound; what a step holds besides states is what the compiler plans.
+        constant_buffers: CB: temporary buffers do not grow with the model. Under XLA what
+            is combined into one collective is bounded: `make_train_step(bucket_bytes=)`.
         defragmented: MD: long-lived tensors lie together. XLA assigns every buffer of a step
             before it runs, which is the same thing.
         reported_params: the largest model that the paper trained with it, in parameters; None where
