@@ -155,7 +155,10 @@ def test_any_pytree_of_arrays_and_its_metadata(tmp_path):
     manifest = read_manifest(tmp_path)
     assert manifest.metadata == {"step": 4, "data": {"next_index": 9}}
     assert (manifest.stage, manifest.axis, manifest.mesh) == (2, ("data",), {"data": 8})
-    assert manifest.leaves["nested/0"] == ((4,), "bfloat16")
+    assert (manifest.leaves["nested/0"].shape, manifest.leaves["nested/0"].dtype) == (
+        (4,),
+        "bfloat16",
+    )
     with pytest.raises(ValueError, match="two leaves have the path 'x/y'"):
         save(tmp_path / "twice", {"x/y": back["a/b"], "x": {"y": back["a/b"]}}, layout)
 
@@ -184,11 +187,12 @@ def test_a_checkpoint_is_never_overwritten_and_a_foreign_manifest_is_refused(tmp
         save(tmp_path, tree, layout)
     manifest = tmp_path / "checkpoint.json"
     found = json.loads(manifest.read_text())
+    del found["digest"]
     manifest.write_text(json.dumps({**found, "format": 99}))
     with pytest.raises(ValueError, match="format 99"):
         restore(tmp_path, layout, tree)
     manifest.write_text(manifest.read_text()[:40])
-    with pytest.raises(ValueError, match="no manifest of a checkpoint"):
+    with pytest.raises(ValueError, match="checkpoint.json can't be read"):
         restore(tmp_path, layout, tree)
 
 

@@ -69,7 +69,7 @@ def steps_of(run):
         ("--model zero-170b", "takes"),
         ("--out file.txt", "can't write to --out file.txt"),
         ("--out file.txt/below", "can't write to --out"),
-        ("--resume", "no checkpoint"),
+        ("--resume", "no whole checkpoint"),
         ("--prompt=", "--prompt"),
         ("--no-such-option", "--no-such-option"),
     ],
@@ -151,7 +151,7 @@ def test_a_resumed_run_equals_the_one_that_was_not_interrupted(folder, capsys):
 
     assert main(["train", "--steps", "6", "--resume", "--out", "run", *QUICK]) == 0
     out = capsys.readouterr().out
-    assert "step 3, from run/checkpoints/3" in out
+    assert "going on from step 3" in out
     assert "stage 3" in out  # and the other options are those of the run that goes on
     assert steps_of(folder / "run") == whole
     assert list(find_checkpoints(folder / "run/checkpoints")) == [3, 6]
@@ -168,9 +168,9 @@ def test_a_run_goes_on_at_another_stage_on_other_devices(folder, capsys):
     shutil.rmtree(folder / "run/checkpoints/6")
     manifest = read_manifest(folder / "run/checkpoints/3")
     assert manifest.stage == 1
-    assert manifest.metadata["step"] == 3
+    assert manifest.step == 3
     assert manifest.metadata["options"]["optimizer"] == "lamb"
-    assert manifest.metadata["data"]["next_index"] == 3
+    assert manifest.data["next_index"] == 3
     command = "train --steps 6 --resume --stage 3 --devices 4 --out run"
     assert main([*command.split(), *QUICK]) == 0
     for got, want in zip(steps_of(folder / "run"), whole, strict=True):

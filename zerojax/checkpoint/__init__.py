@@ -1,7 +1,27 @@
-"""Model states on disk: saved whole or not at all, restored to the bit."""
+"""Model states on disk: saved whole or not at all, restored to the bit on any mesh."""
 
-from zerojax.checkpoint._manifest import Manifest, find_checkpoints, read_manifest
+from zerojax.checkpoint._digests import DamagedCheckpointError, FileDigest
+from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
+from zerojax.checkpoint._leaves import SavedLeaf
+from zerojax.checkpoint._manifest import Manifest, read_manifest
 from zerojax.checkpoint._restore import restore
-from zerojax.checkpoint._save import save
+from zerojax.checkpoint._save import PendingSave, save, start_save
+from zerojax.checkpoint._verdict import IncompatibleCheckpointError
+from zerojax.checkpoint._verify import verify
 
-__all__ = ["Manifest", "find_checkpoints", "read_manifest", "restore", "save"]
+__all__ = [
+    "Checkpoints",
+    "DamagedCheckpointError",
+    "FileDigest",
+    "IncompatibleCheckpointError",
+    "Manifest",
+    "PendingSave",
+    "Restored",
+    "SavedLeaf",
+    "find_checkpoints",
+    "read_manifest",
+    "restore",
+    "save",
+    "start_save",
+    "verify",
+]

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 import os
+import platform
 from collections.abc import Mapping
+from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
 
-import jax
+import numpy as np
 
-from zerojax._tree import flatten_with_names
+from zerojax._tree import num_elements
 from zerojax._types import PyTree
-from zerojax.checkpoint._logical import logical_shapes
+from zerojax.checkpoint._digests import (
+    DamagedCheckpointError,
+    FileDigest,
+    digest_text,
+    wrong_sizes,
+)
+from zerojax.checkpoint._leaves import (
+    MASTERS,
+    PARAMS,
+    SavedLeaf,
+    named_leaves,
+    named_tuples,
+    saved_leaves,
+)
 from zerojax.layout import Layout
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
 MANIFEST = "checkpoint.json"
 ARRAYS = "arrays"
-FORMAT = 2
-#: Formats that can be read: the first knew no logical shapes.
-READABLE = (1, 2)
+FORMAT = 3
+#: What a checkpoint is written with, and read by.
+WRITERS = ("zerojax", "jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tensorstore")
+#: Stands in the text for the digest while that is taken.
+NO_DIGEST = "0" * 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,71 +50,123 @@ class Manifest:
         stage: the ZeRO stage that it was saved under.
         axis: the mesh axes that ZeRO partitioned over.
         mesh: axis name to number of devices.
-        leaves: path to stored shape and dtype of every array.
-        logical: path to logical shape, for those arrays that are padded.
-        metadata: what the caller gave along.
-        jax_version: the jax that saved it.
+        precision: dtypes of "params" and "masters", where the state has parts of these names.
+        optimizer: path to type of every NamedTuple of the state, as optax makes its chains of.
+        leaves: path to what is known of the leaf without reading it.
+        step: steps done, where the state or the caller tells.
+        data: the position in the data, as the caller gave it.
+        metadata: what else the caller gave along.
+        versions: of Python and of the packages that wrote it.
+        written: when, in UTC (ISO 8601).
+        files: path below the checkpoint to size and digest.
         format: version of the files' arrangement.
     """
 
     stage: int
     axis: tuple[str, ...]
     mesh: Mapping[str, int]
-    leaves: Mapping[str, tuple[tuple[int, ...], str]]
+    precision: Mapping[str, str]
+    optimizer: Mapping[str, str]
+    leaves: Mapping[str, SavedLeaf]
+    step: int | None
+    data: Any
     metadata: Mapping[str, Any]
-    jax_version: str
-    logical: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str]
+    written: str
+    files: Mapping[str, FileDigest] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
-    def logical_shape(self, path: str) -> tuple[int, ...]:
-        """Give the shape of a leaf without padding."""
-        return self.logical.get(path, self.leaves[path][0])
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.num_bytes for file in self.files.values())
+
+    @property
+    def num_params(self) -> int:
+        """Psi: elements of the parameters; 0 where no part of the state is called so."""
+        held = (leaf for path, leaf in self.leaves.items() if path.startswith(PARAMS))
+        return sum(num_elements(leaf.shape) for leaf in held)
 
 
-def make_manifest(state: PyTree, layout: Layout, metadata: Mapping[str, Any]) -> Manifest:
-    """Describe a state and the layout that it lives under."""
-    leaves = leaf_types(state)
-    stored = {path: shape for path, (shape, _) in leaves.items()}
-    logical = logical_shapes(stored, layout)
-    return Manifest(
+def make_manifest(
+    state: PyTree,
+    layout: Layout,
+    *,
+    step: int | None = None,
+    data: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Describe a state and the layout that it lives under.
+
+    Raises:
+        TypeError: `data` or `metadata` is not fit for JSON.
+    """
+    leaves = saved_leaves(state, layout)
+    manifest = Manifest(
         stage=layout.stage,
         axis=layout.axis,
         mesh=dict(layout.mesh.shape),
+        precision={
+            part.rstrip("/"): "+".join(dtypes)
+            for part in (PARAMS, MASTERS)
+            if (dtypes := sorted({x.dtype for p, x in leaves.items() if p.startswith(part)}))
+        },
+        optimizer=named_tuples(state),
         leaves=leaves,
-        logical={path: shape for path, shape in logical.items() if shape != stored[path]},
-        metadata=dict(metadata),
-        jax_version=jax.__version__,
+        step=_step_of(state) if step is None else step,
+        data=data,
+        metadata=dict(metadata or {}),
+        versions=_versions(),
+        written=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
     )
+    json.dumps(dataclasses.asdict(manifest))  # what is not JSON is told before anything is written
+    return manifest
 
 
-def leaf_types(tree: PyTree) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Give path, shape and dtype of every leaf of a tree of arrays or shapes."""
-    return {name: (tuple(x.shape), str(x.dtype)) for name, x in named_leaves(tree).items()}
+def _step_of(state: PyTree) -> int | None:
+    """Read the number of steps off a leaf of that name, as a train state has one."""
+    found = named_leaves(state).get("step")
+    dtype = getattr(found, "dtype", None)
+    if found is None or dtype is None or found.shape or not np.issubdtype(dtype, np.integer):
+        return None
+    return int(found)
 
 
-def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Give the leaves by path.
-
-    Raises:
-        ValueError: two leaves have the same path, as keys with slashes in them can make.
-    """
-    names, leaves, _ = flatten_with_names(tree)
-    by_name = dict(zip(names, leaves, strict=True))
-    if len(by_name) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two leaves have the path {twice[0]!r}; rename one to save the tree")
-    return by_name
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in WRITERS:
+        try:
+            found[name] = distributions.version(name)
+        except distributions.PackageNotFoundError:  # run from a folder, without being installed
+            continue
+    return found
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest in one step, after everything that it speaks of."""
-    text = json.dumps(dataclasses.asdict(manifest), indent=1)
+    text = json.dumps({"digest": NO_DIGEST, **dataclasses.asdict(manifest)}, indent=1)
+    text = text.replace(NO_DIGEST, digest_text(text), 1)
     partial = directory / f"{MANIFEST}.partial"
     with partial.open("w") as file:
-        file.write(text + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(directory / MANIFEST)
+    sync_folder(directory)
+
+
+def sync_folder(directory: Path) -> None:
+    """Have a folder's names on disk, where the file system can."""
+    try:
+        opened = os.open(directory, os.O_RDONLY)
+    except OSError:  # some file systems don't open folders, and keep names in their own way
+        return
+    try:
+        os.fsync(opened)
+    except OSError:
+        return
+    finally:
+        os.close(opened)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
@@ -104,36 +174,46 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         FileNotFoundError: there is no whole checkpoint in the directory.
-        ValueError: the manifest can't be read.
-    """
-    path = Path(directory) / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no checkpoint in {directory}: it has no {MANIFEST}, which is written last"
-        )
-    try:
-        found = json.loads(path.read_text())
-        version = found["format"]
-        if version in READABLE:
-            found["axis"] = tuple(found["axis"])
-            found["leaves"] = {
-                name: (tuple(shape), dtype) for name, (shape, dtype) in found["leaves"].items()
-            }
-            found["logical"] = {
-                name: tuple(shape) for name, shape in found.get("logical", {}).items()
-            }
-            return Manifest(**found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no manifest of a checkpoint: {error!r}") from error
-    raise ValueError(f"{path} has format {version!r}; this zerojax reads formats {READABLE}")
-
-
-def find_checkpoints(directory: str | os.PathLike[str]) -> dict[int, Path]:
-    """Find the whole checkpoints in folders that are named by a step, in the order of steps.
-
-    A folder without a manifest is a save that was cut short, and is passed over.
+        DamagedCheckpointError: the manifest is not what was written.
+        ValueError: another version of zerojax wrote it.
     """
     root = Path(directory)
-    folders = root.iterdir() if root.is_dir() else ()
-    found = {int(path.name): path for path in folders if path.name.isdecimal()}
-    return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
+    path = root / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no checkpoint in {directory}: it has no {MANIFEST}, which is written last; give the "
+            "folder of a checkpoint that was saved whole"
+        )
+    try:
+        text = path.read_bytes().decode()
+        found = json.loads(text)
+        version, digest = found["format"], found.pop("digest", None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(root, [f"{MANIFEST} can't be read ({error})"]) from error
+    if version != FORMAT and digest is None:
+        raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")
+    if not isinstance(digest, str) or digest_text(text.replace(digest, NO_DIGEST, 1)) != digest:
+        raise DamagedCheckpointError(root, [f"{MANIFEST} is not what was written"])
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")
+    found["axis"] = tuple(found["axis"])
+    shapes = ("shape", "stored_shape")
+    found["leaves"] = {
+        name: SavedLeaf(**{**leaf, **{key: tuple(leaf[key]) for key in shapes}})
+        for name, leaf in found["leaves"].items()
+    }
+    found["files"] = {name: FileDigest(**file) for name, file in found["files"].items()}
+    return Manifest(**found)
+
+
+def read_whole(directory: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a checkpoint whose files are all there, each of its size.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or of another size; and what `read_manifest` does.
+    """
+    manifest = read_manifest(directory)
+    wrong = wrong_sizes(Path(directory), manifest.files)
+    if wrong:
+        raise DamagedCheckpointError(Path(directory), wrong)
+    return manifest

@@ -2,90 +2,145 @@
 
 from __future__ import annotations
 
-import difflib
 import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
-from zerojax.checkpoint._logical import logical_shapes
-from zerojax.checkpoint._manifest import (
-    ARRAYS,
-    Manifest,
-    leaf_types,
-    named_leaves,
-    read_manifest,
-)
+from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents, wrong_sizes
+from zerojax.checkpoint._leaves import named_leaves
+from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
+from zerojax.checkpoint._orbax import make_checkpointer, restore_args
+from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout
 
-#: Differences that an error names; the others are counted.
-MOST_NAMED = 8
 
-
-def restore(directory: str | os.PathLike[str], layout: Layout, like: PyTree) -> PyTree:
+def restore(
+    directory: str | os.PathLike[str],
+    layout: Layout,
+    like: PyTree,
+    *,
+    partial: bool = False,
+    cast: bool = False,
+) -> PyTree:
     """Restore a checkpoint into the structure and the placement of `like`.
 
-    The stage, the mesh and the padding may be others than those of the save: logical values are
-    equal to the bit, and each device reads what it will hold.
+    The stage, the mesh, the padding and the precision may be others than those of the save. Logical
+    values are equal to the bit: masters come from parameters of their dtype, parameters from the
+    masters that they are a cast of, and wider dtypes hold what narrower ones did. Each device reads
+    what it will hold, while every file is held against its digest, by one of the processes.
 
     Args:
         directory: what `save` was given.
         layout: the placement of the result; leaves of `like` that name none go whole to its mesh.
         like: a tree of shapes with shardings, as `abstract_train_state` gives, or of arrays.
+        partial: leave what `like` does not ask for in the checkpoint, as for the parameters alone.
+        cast: round to narrower floating dtypes where values are kept nowhere else.
 
     Raises:
         FileNotFoundError: there is no whole checkpoint in the directory.
-        ValueError: leaves are missing, left over, or of another shape or dtype; nothing has been
-            read then.
+        DamagedCheckpointError: a file is not what was written.
+        IncompatibleCheckpointError: leaves are missing, left over, or of another shape or dtype, or
+            the optimizer is another; nothing has been read then.
     """
-    import orbax.checkpoint as ocp  # takes a second, which importing zerojax should not
-
     root = Path(directory).absolute()
     manifest = read_manifest(root)
-    _check(manifest, layout, like, root)
-    whole = layout.sharding(P())
-    wanted = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or whole)
-        for name, x in named_leaves(like).items()
-    }
-    held = {name: x for name, x in wanted.items() if x.size}
-    with ocp.StandardCheckpointer() as checkpointer:
-        # Not strict: padding, which was found to be all that differs, is cut off or added as zeros.
-        found = checkpointer.restore(root / ARRAYS, held, strict=False)
-    leaves = [
-        found[name] if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding)
-        for name, x in wanted.items()
-    ]
+    sources = find_sources(manifest, layout, like, root, partial=partial, cast=cast)
+    wanted = _requests(manifest, sources, layout, like)
+    _agree(root, wrong_sizes(root, manifest.files))
+    with ThreadPoolExecutor(1) as thread:
+        wrong = thread.submit(wrong_contents, root, _share(manifest))
+        try:
+            found = _read(root, manifest, sources, wanted)
+        except Exception as error:
+            if wrong.result():
+                raise DamagedCheckpointError(root, wrong.result()) from error
+            raise
+        _agree(root, wrong.result())
+    dtypes = {path: x.dtype for path, x in named_leaves(like).items()}
+    leaves = [_as_keys(found[path], dtype) for path, dtype in dtypes.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _check(manifest: Manifest, layout: Layout, like: PyTree, root: Path) -> None:
-    """Refuse a checkpoint whose leaves are not those that are wanted, naming the differences."""
-    wanted, saved = leaf_types(like), manifest.leaves
-    logical = logical_shapes({path: shape for path, (shape, _) in wanted.items()}, layout)
-    missing = [name for name in wanted if name not in saved]
-    extra = [name for name in saved if name not in wanted]
-    lines = []
-    for name in missing:
-        near = difflib.get_close_matches(name, extra, n=1, cutoff=0.5)
-        lines.append(f"{name!r} is not in it" + (f" (near: {near[0]!r})" if near else ""))
-    lines += [f"{name!r} is in it and not wanted" for name in extra]
-    for name, (shape, dtype) in wanted.items():
-        if name not in saved or saved[name] == (shape, dtype):
+def _requests(
+    manifest: Manifest, sources: Mapping[str, str], layout: Layout, like: PyTree
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Give what is wanted with a place for everything; the integers of PRNG keys."""
+    whole = layout.sharding(P())
+    requests = {}
+    for path, x in named_leaves(like).items():
+        sharding = getattr(x, "sharding", None) or whole
+        if manifest.leaves[sources[path]].is_key:
+            x = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        requests[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return requests
+
+
+def _share(manifest: Manifest) -> dict[str, Any]:
+    """Give the files that this process holds against their digests: of every few one."""
+    index, count = jax.process_index(), jax.process_count()
+    largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
+    return {name: manifest.files[name] for name in largest_first[index::count]}
+
+
+def _read(
+    root: Path,
+    manifest: Manifest,
+    sources: Mapping[str, str],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, Any]:
+    """Read every wanted leaf; one array for those that were one and are wanted alike."""
+    found: dict[str, Any] = {}
+    tied = {leaf.same_as for leaf in manifest.leaves.values()}
+    made: dict[tuple[str, Any], str] = {}
+    rounds: list[dict[str, str]] = []  # stored leaf to wanted one: orbax reads a leaf once a call
+    for path, x in wanted.items():
+        leaf = manifest.leaves[sources[path]]
+        stored = leaf.same_as or sources[path]
+        if not x.size:
+            found[path] = jnp.zeros(x.shape, x.dtype, device=x.sharding)
+        elif stored in tied and (stored, x) in made:
             continue
-        held = manifest.logical_shape(name), saved[name][1]
-        if held != (logical[name], dtype):
-            lines.append(
-                f"{name!r} is {held[1]}{list(held[0])} in it, wanted {dtype}{list(logical[name])}"
-            )
-    if lines:
-        more = [f"and {len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else []
-        raise ValueError(
-            f"the checkpoint {root} (stage {manifest.stage}, mesh {dict(manifest.mesh)}) does not "
-            f"fit this run (stage {layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, "
-            "optimizer and precision that it was saved with: "
-            + "; ".join([*lines[:MOST_NAMED], *more])
-        )
+        else:
+            made.setdefault((stored, x), path)
+            free = next((taken for taken in rounds if stored not in taken), None)
+            if free is None:
+                rounds.append(free := {})
+            free[stored] = path
+    checkpointer = make_checkpointer()
+    try:
+        for taken in rounds:
+            args = restore_args({stored: wanted[path] for stored, path in taken.items()})
+            restored = checkpointer.restore(root / ARRAYS, args=args)
+            found |= {path: restored[stored] for stored, path in taken.items()}
+    finally:
+        checkpointer.close()
+    for path, x in wanted.items():
+        stored = manifest.leaves[sources[path]].same_as or sources[path]
+        if path not in found:
+            found[path] = found[made[stored, x]]
+    return found
+
+
+def _as_keys(x: jax.Array, dtype: Any) -> jax.Array:
+    """Make typed PRNG keys of the integers that hold them; give other arrays as they are."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(x, impl=dtype) if is_key else x
+
+
+def _agree(root: Path, wrong: list[str]) -> None:
+    """Raise on every process what one has found damaged."""
+    count = len(wrong)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        count = int(np.sum(multihost_utils.process_allgather(np.int32(count))))
+    if count:
+        raise DamagedCheckpointError(root, wrong or ["another process found a file damaged"])

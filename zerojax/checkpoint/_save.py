@@ -1,24 +1,171 @@
-"""Saving: every array by the device that holds it, the manifest last."""
+"""Saving: every array by the devices that hold it, the manifest last."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
+from zerojax.checkpoint._digests import FileDigest, digest_files, join_digests, part_of_digests
+from zerojax.checkpoint._leaves import named_leaves
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     MANIFEST,
+    Manifest,
     make_manifest,
-    named_leaves,
+    sync_folder,
     write_manifest,
 )
+from zerojax.checkpoint._orbax import barrier, make_checkpointer, save_args
 from zerojax.layout import Layout
+
+
+class PendingSave:
+    """A save that goes on in the background; the checkpoint is there when it has ended well.
+
+    The state may be donated meanwhile: what is to be written has been copied from the devices, or
+    is kept from being overwritten.
+
+    Attributes:
+        path: the checkpoint's folder.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        checkpointer: Any,
+        then: Callable[[], None] | None,
+    ) -> None:
+        self.path = path
+        self._manifest = manifest
+        self._checkpointer = checkpointer
+        self._then = then
+        self._error: BaseException | None = None
+        # Not a daemon: a program that ends waits for what it saves.
+        self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the end; raises what went wrong, once."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> PendingSave:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.wait()
+
+    def _run(self) -> None:
+        try:
+            self._checkpointer.close()  # waits for the arrays of all processes
+            self._commit()
+            if self._then is not None:
+                self._then()
+        except BaseException as error:  # noqa: BLE001  # raised by wait()
+            self._error = error
+
+    def _commit(self) -> None:
+        """Take digests, each process of what it wrote, and write the manifest."""
+        index, arrays = jax.process_index(), self.path / ARRAYS
+        own = digest_files(self.path, _files_of(arrays, index))
+        files: Mapping[str, FileDigest] = own
+        if jax.process_count() > 1:
+            part_of_digests(self.path, index, own)
+            barrier(f"digests {self.path.name}")
+            if index == 0:
+                files = join_digests(self.path, jax.process_count())
+        if index == 0:
+            write_manifest(self.path, dataclasses.replace(self._manifest, files=files))
+            sync_folder(self.path.parent)
+        barrier(f"manifest {self.path.name}")
+
+
+def _files_of(arrays: Path, index: int) -> list[Path]:
+    """List the files that a process answers for: its own, and the first one all that is shared."""
+    found = []
+    for path in arrays.rglob("*"):
+        top = path.relative_to(arrays).parts[0]
+        owner = top.removeprefix("ocdbt.process_")
+        number = int(owner) if owner != top and owner.isdecimal() else 0
+        if number == index and path.is_file():
+            found.append(path)
+    return found
+
+
+def start_save(
+    directory: str | os.PathLike[str],
+    state: PyTree,
+    layout: Layout,
+    *,
+    step: int | None = None,
+    data: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    then: Callable[[], None] | None = None,
+) -> PendingSave:
+    """Save in the background: as `save`, but returns when the devices are free to go on.
+
+    Args:
+        directory: as for `save`, and so on.
+        then: called in the background when the checkpoint is whole.
+
+    Returns:
+        What to `wait` for; only then the checkpoint is known to be there.
+    """
+    root = Path(directory).absolute()
+    if (root / MANIFEST).exists():
+        raise ValueError(f"{root} holds a checkpoint already; save to another directory")
+    manifest = make_manifest(state, layout, step=step, data=data, metadata=metadata)
+    whole = layout.sharding(P())
+    arrays = {
+        path: _integers(x if isinstance(x, jax.Array) else jax.device_put(x, whole))
+        for path, x in named_leaves(state).items()
+        if manifest.leaves[path].is_stored
+    }
+    if jax.process_index() == 0:
+        root.mkdir(parents=True, exist_ok=True)
+        _clear(root)
+    barrier(f"folder {root.name}")
+    checkpointer = make_checkpointer()
+    checkpointer.save(root / ARRAYS, save_args(arrays))
+    return PendingSave(root, manifest, checkpointer, then)
+
+
+def _clear(root: Path) -> None:
+    """Remove what an earlier save, cut short, has left; nothing else is touched."""
+    arrays = root / ARRAYS
+    if arrays.exists() and not (arrays / "_CHECKPOINT_METADATA").exists():
+        raise ValueError(f"{arrays} is there and no checkpoint's; save to another directory")
+    for left_over in (arrays, *root.glob(f"{ARRAYS}.orbax-checkpoint-tmp*")):
+        shutil.rmtree(left_over, ignore_errors=True)
+
+
+def _integers(x: jax.Array) -> jax.Array:
+    """Give what holds typed PRNG keys; other arrays as they are."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def save(
@@ -26,37 +173,26 @@ def save(
     state: PyTree,
     layout: Layout,
     *,
+    step: int | None = None,
+    data: Any = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a tree of arrays as one checkpoint; returns when it is on disk.
 
-    Each shard is written once, by a device that holds it. A save that is cut short leaves no
-    manifest, so that it does not count as a checkpoint.
+    Each process writes the shards of its own devices, each shard once: replicas of a leaf share the
+    writing. A save that is cut short leaves no manifest, and so no checkpoint.
 
     Args:
-        directory: the checkpoint's own folder; made where it is missing.
-        state: any pytree of arrays, a `TrainState` for instance, in its stored form.
+        directory: the checkpoint's own folder, which all processes see; made where it is missing.
+        state: any pytree of arrays, a `TrainState` for instance, in its stored form. Leaves that
+            are one and the same array (tied weights) are stored once.
         layout: the placement that the state lives under.
-        metadata: what else to keep, fit for JSON: the step, the position in the data.
+        step: steps done; where it is left out, the leaf `step` of the state.
+        data: the position in the data, fit for JSON.
+        metadata: what else to keep, fit for JSON.
 
     Raises:
         ValueError: the directory holds a checkpoint already, or two leaves have the same path.
-        TypeError: the metadata is not fit for JSON.
+        TypeError: `data` or `metadata` is not fit for JSON.
     """
-    import orbax.checkpoint as ocp  # takes a second, which importing zerojax should not
-
-    root = Path(directory).absolute()
-    if (root / MANIFEST).exists():
-        raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-    manifest = make_manifest(state, layout, metadata or {})
-    arrays = {name: x for name, x in named_leaves(state).items() if x.size}
-    if jax.process_index() == 0:
-        root.mkdir(parents=True, exist_ok=True)
-        for left_over in root.glob(f"{ARRAYS}*"):
-            shutil.rmtree(left_over)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(root / ARRAYS, arrays)
-        # The caller may donate the state to its next step, so nothing may read it after this.
-        checkpointer.wait_until_finished()
-    if jax.process_index() == 0:
-        write_manifest(root, manifest)
+    start_save(directory, state, layout, step=step, data=data, metadata=metadata).wait()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from zerojax.cli._compile import compile_
-from zerojax.cli._errors import Failure, Interrupted
+from zerojax.cli._errors import INTERRUPTED, Failure, Interrupted
 from zerojax.cli._plan import plan
 from zerojax.cli._train import train
 
@@ -56,7 +56,8 @@ def zerojax(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; errors are one line on stderr.
 
-    0: done. 1: the run failed. 2: it was asked for what can't be done. 130: interrupted.
+    0: done. 1: the run failed. 2: it was asked for what can't be done. 75: preempted (SIGTERM),
+    saved, to be resumed. 130: interrupted.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -65,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(error.format_message(), 2)
     except Failure as failure:
         return _end(str(failure), failure.status)
-    except (Interrupted, KeyboardInterrupt, typer.Abort) as stop:
-        return _end(str(stop) or "interrupted", 130)
+    except Interrupted as stop:
+        return _end(str(stop), stop.status)
+    except (KeyboardInterrupt, typer.Abort):
+        return _end("interrupted", INTERRUPTED)
 
 
 def _end(message: str, status: int) -> int:

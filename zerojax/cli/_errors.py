@@ -14,8 +14,16 @@ class Failure(Exception):
         self.status = status
 
 
+#: Ctrl-C, as shells have it; and preemption, as mail servers say "come again" (EX_TEMPFAIL).
+INTERRUPTED, PREEMPTED = 130, 75
+
+
 class Interrupted(Exception):
-    """Ends the command with status 130, after what there was has been written."""
+    """Ends the command after what there was has been written, by the signal that asked for it."""
+
+    def __init__(self, message: str, status: int = INTERRUPTED) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @contextmanager

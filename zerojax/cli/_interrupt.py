@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one asks the run to end after its step, the second ends it at once."""
+"""Signals: the first one asks the run to end after its step, a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import os
 import signal
 from types import FrameType, TracebackType
 
+MESSAGES = {
+    signal.SIGINT: b"\nzerojax: ending after this step; Ctrl-C again ends at once\n",
+    signal.SIGTERM: b"\nzerojax: saving and ending after this step (SIGTERM)\n",
+}
+
 
 class Interrupt:
-    """Catches SIGINT within a `with` block; only for the main thread.
+    """Catches SIGINT (Ctrl-C) and SIGTERM (preemption) within a `with` block of the main thread.
 
     Attributes:
         requested: whether the run should end.
+        preempted: whether it is SIGTERM that asks for it.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.preempted = False
 
     def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        self._before = {number: signal.signal(number, self._handle) for number in MESSAGES}
         return self
 
     def __exit__(
@@ -27,12 +34,17 @@ class Interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # None stands for a handler that Python did not set and can't set again.
-        signal.signal(signal.SIGINT, self._before or signal.SIG_DFL)
+        for number, before in self._before.items():
+            # None stands for a handler that Python did not set and can't set again.
+            signal.signal(number, before or signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if number == signal.SIGTERM:
+            if self.preempted:  # a second one changes nothing: the state is on its way
+                return
+            self.preempted = True
+        elif self.requested:
             raise KeyboardInterrupt
         self.requested = True
         # Not through a stream: it may be in the middle of a write.
-        os.write(2, b"\nzerojax: ending after this step; Ctrl-C again ends at once\n")
+        os.write(2, MESSAGES[signal.Signals(number)])

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from zerojax._types import PyTree
-from zerojax.checkpoint import save
-from zerojax.cli._errors import Failure, Interrupted, refusing
+from zerojax.checkpoint import PendingSave, Restored
+from zerojax.cli._errors import INTERRUPTED, PREEMPTED, Failure, Interrupted, refusing
 from zerojax.cli._evaluate import bits, sample
 from zerojax.cli._interrupt import Interrupt
 from zerojax.cli._plot import write_plot
 from zerojax.cli._record import Record
 from zerojax.cli._screen import Screen
-from zerojax.cli._session import Session
+from zerojax.cli._session import CHECKPOINTS, Session
 from zerojax.memory import HOST_MEMORY
 from zerojax.train import TrainState
 
@@ -32,15 +34,13 @@ def run(session: Session, screen: Screen) -> None:
 
     Raises:
         Failure: the loss is no longer finite, or memory ran out.
-        Interrupted: Ctrl-C; what there was has been written.
+        Interrupted: Ctrl-C or SIGTERM; what there was has been written.
     """
     screen.start(session)
     try:
         with refusing():
-            state = session.restore()
-        if state is None:
-            state = jax.block_until_ready(session.initialise())
-        training = _Training(session, screen, state)
+            restored = session.restore()
+        training = _Training(session, screen, restored)
         training.run()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -55,13 +55,20 @@ def run(session: Session, screen: Screen) -> None:
 class _Training:
     """The moving parts of a run."""
 
-    def __init__(self, session: Session, screen: Screen, state: TrainState) -> None:
+    def __init__(self, session: Session, screen: Screen, restored: Restored | None) -> None:
         self.session = session
         self.screen = screen
-        self.state = state
-        self.held, self.on_host = held_bytes(state)
-        self.number = self.saved = session.first_step
-        self.record = Record(session.options.out / "metrics.jsonl", session.first_step)
+        if restored is None:
+            self.state = jax.block_until_ready(session.initialise())
+            self.first_step = 0
+        else:
+            self.state = restored.state
+            self.first_step = restored.manifest.step or 0
+            screen.restored(restored, self.first_step)
+        self.held, self.on_host = held_bytes(self.state)
+        self.number = self.saved = self.first_step
+        self.saving: PendingSave | None = None
+        self.record = Record(session.options.out / "metrics.jsonl", self.first_step)
         self.evaluated = max(self.record.column("validation_bits_per_byte")[0], default=-1)
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
         platform = session.devices[0].platform
@@ -69,7 +76,7 @@ class _Training:
         self.clock = time.perf_counter()
 
     def run(self) -> None:
-        """Train to the end, or until Ctrl-C or a loss that is not finite."""
+        """Train to the end, or until a signal or a loss that is not finite."""
         self.screen.held(self.held, self.on_host)
         try:
             with Interrupt() as interrupt:
@@ -80,8 +87,10 @@ class _Training:
                 self.write()
         finally:
             self.record.close()
+            self.end_saving()
         if interrupt.requested:
-            raise Interrupted(self.how_to_go_on())
+            status = PREEMPTED if interrupt.preempted else INTERRUPTED
+            raise Interrupted(self.how_to_go_on(interrupt), status)
 
     def train(self, interrupt: Interrupt) -> None:
         """Do the steps that are left."""
@@ -98,18 +107,21 @@ class _Training:
             if options.save_every and self.number % options.save_every == 0:
                 self.save()
         self.settle(0)
-        if options.save_every and self.saved < self.number:
+        if (options.save_every or interrupt.preempted) and self.saved < self.number:
             self.save()
+        self.end_saving()
 
     def step(self) -> None:
         """Send one step off and take in those that are done."""
         batch = jax.device_put(next(self.session.batches), self.session.layout.batch)
         before = time.perf_counter()
         self.state, metrics = self.session.step(self.state, batch)
-        if self.number == self.session.first_step:  # the first call compiled the step
+        if self.number == self.first_step:  # the first call compiled the step
             self.clock = time.perf_counter()
             self.screen.say(f"compiled the step in {self.clock - before:.1f} s")
         self.number += 1
+        if self.saving is not None and self.saving.is_done:
+            self.end_saving()
         self.pending.append((self.number, metrics))
         self.settle(self.queued_steps)
 
@@ -148,18 +160,27 @@ class _Training:
         self.clock = time.perf_counter()
 
     def save(self) -> None:
-        """Save a checkpoint: the state, the position in the data, and the options."""
+        """Start to save a checkpoint: the state, the position in the data, and the options."""
         self.settle(0)
-        metadata = {
-            "step": self.number,
-            "data": self.session.batches.get_state(),
-            "options": self.session.options.kept(),
-        }
-        path = self.session.checkpoints / str(self.number)
-        save(path, self.state, self.session.layout, metadata=metadata)
+        self.end_saving()
+        with _saving():
+            self.saving = self.session.checkpoints.save(
+                self.number,
+                self.state,
+                self.session.layout,
+                data=self.session.batches.get_state(),
+                metadata={"options": self.session.options.kept()},
+            )
         self.saved = self.number
-        self.screen.say(f"saved {path}")
         self.clock = time.perf_counter()
+
+    def end_saving(self) -> None:
+        """Wait for the checkpoint that is being saved, and tell of it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            with _saving():
+                saving.wait()
+            self.screen.say(f"saved {self.session.options.out / CHECKPOINTS / saving.path.name}")
 
     def finish(self) -> None:
         """Evaluate a last time and let the model write."""
@@ -180,16 +201,27 @@ class _Training:
         plot = write_plot(self.session, self.record, self.held)
         self.screen.wrote([self.session.options.out / "metrics.jsonl", plot])
 
-    def how_to_go_on(self) -> str:
+    def how_to_go_on(self, interrupt: Interrupt) -> str:
         """Say where the run stopped and how to go on."""
         options = self.session.options
-        stopped = f"interrupted after step {self.number} of {options.steps}"
-        if not options.save_every:
+        word = "preempted" if interrupt.preempted else "interrupted"
+        stopped = f"{word} after step {self.number} of {options.steps}"
+        if not self.saved:
             return stopped
-        return (
-            f"{stopped}; go on with: zerojax train --resume --steps {options.steps} "
-            f"--out {options.out}"
-        )
+        return f"{stopped}; go on with: zerojax train --resume --out {options.out}"
+
+
+@contextmanager
+def _saving() -> Iterator[None]:
+    """Turn what keeps a checkpoint from being written, a full disk say, into one line."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise Failure(
+            f"can't save a checkpoint: {error}; those before it are whole: make room and go on "
+            "from there with --resume",
+            status=1,
+        ) from error
 
 
 def held_bytes(state: TrainState) -> tuple[dict[str, int], int]:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from zerojax.checkpoint import Restored
 from zerojax.cli._record import Record
 from zerojax.cli._session import Session
 
@@ -64,12 +65,10 @@ class Screen:
             + f", {options.optimizer}, learning rate up to {session.rates.max():.3g}",
         }
         if session.checkpoint is not None:
-            rows["start"] = f"step {session.first_step}, from {session.checkpoint}"
+            rows["start"] = f"from {session.checkpoint}"
         for name, text in rows.items():
             self.console.print(Text.assemble((f"{name:<6}", "bold"), text), soft_wrap=True)
-        self._task = self._progress.add_task(
-            "train", total=options.steps, completed=session.first_step, status="compiling"
-        )
+        self._task = self._progress.add_task("train", total=options.steps, status="compiling")
         self.console.print()
         if options.layout:
             self._leaves(session)
@@ -83,6 +82,13 @@ class Screen:
             self.console.print(session.description)
         else:  # as wide as it is, for a file or a pipe
             self.console.print(str(session.description), soft_wrap=True, markup=False)
+
+    def restored(self, restored: Restored, step: int) -> None:
+        """Tell which checkpoint the run goes on from, and which were no good."""
+        for path, why in restored.passed_over.items():
+            self.console.print(Text(f"passed over {path}: {why}", style="yellow"), soft_wrap=True)
+        self._progress.update(self._task, completed=step)
+        self.say(f"going on from step {step}, {restored.path}")
 
     def held(self, held: dict[str, int], on_host: int = 0) -> None:
         """Show what the first device really holds, and what the host keeps for it."""

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from rich.filesize import decimal
 
-from zerojax.checkpoint import find_checkpoints, read_manifest, restore
+from zerojax.checkpoint import Checkpoints, Restored, find_checkpoints, read_manifest
 from zerojax.cli._devices import find_devices, memory_per_device
 from zerojax.cli._evaluate import Evaluation
 from zerojax.cli._optimizers import find_optimizer, make_schedule
@@ -34,6 +34,8 @@ from zerojax.train import (
 PRECISIONS = {"fp32": Precision(), "bf16": Precision(params=jnp.bfloat16, master=jnp.float32)}
 #: Examples per step where none are asked for: the next number that devices and microbatches divide.
 BATCH_SIZE = 32
+#: The folder of the checkpoints within that of the run.
+CHECKPOINTS = "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,8 @@ class Session:
         stage_bytes: bytes per device by kind, for each stage.
         batch_size: examples per step.
         rates: the learning rate of each step.
-        checkpoint: what the run starts from, or None.
-        first_step: steps that the checkpoint has behind it.
+        checkpoint: the newest one, which the run is to start from, or None.
+        checkpoints: all of them, one per step that was saved.
     """
 
     options: Options
@@ -65,12 +67,7 @@ class Session:
     batch_size: int
     rates: np.ndarray
     checkpoint: Path | None
-    first_step: int
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints, one per step that was saved."""
-        return self.options.out / "checkpoints"
+    checkpoints: Checkpoints
 
     @property
     def devices(self) -> list[Any]:
@@ -82,20 +79,25 @@ class Session:
         """Tokens that one step learns to predict."""
         return self.batch_size * self.config.context
 
-    def restore(self) -> TrainState | None:
-        """Restore the checkpoint and move the data to where it stood; None where there is none.
+    def restore(self) -> Restored | None:
+        """Restore the newest whole checkpoint and move the data to where it stood.
+
+        Returns:
+            What was restored; None where the run does not go on from anything.
 
         Raises:
-            ValueError: the checkpoint is of another model or optimizer, or of other data.
+            ValueError: the checkpoint is of another model or optimizer, or of other data; or all
+                checkpoints are damaged.
         """
         if self.checkpoint is None:
             return None
         like = abstract_train_state(
             *self._initial(), precision=self.precision, offload=self.offload
         )
-        state = restore(self.checkpoint, self.layout, like)
-        self.batches.set_state(dict(read_manifest(self.checkpoint).metadata["data"]))
-        return state
+        restored = self.checkpoints.restore(self.layout, like)
+        if restored is not None:
+            self.batches.set_state(dict(restored.manifest.data))
+        return restored
 
     def initialise(self) -> TrainState:
         """Initialise the state from the seed."""
@@ -112,7 +114,8 @@ def take_up(options: Options, given: frozenset[str]) -> tuple[Options, Path | No
     Raises:
         ValueError: there is none to resume, or one that a new run would mix itself with.
     """
-    found = find_checkpoints(options.out / "checkpoints")
+    passed_over: list[str] = []
+    found = find_checkpoints(options.out / CHECKPOINTS, lambda _, why: passed_over.append(why))
     if not options.resume:
         if found:
             raise ValueError(
@@ -122,14 +125,15 @@ def take_up(options: Options, given: frozenset[str]) -> tuple[Options, Path | No
         return options, None
     if not found:
         raise ValueError(
-            f"--resume: there is no checkpoint in {options.out / 'checkpoints'}; leave --resume "
-            "out to start a run, with --save-every to have checkpoints"
+            f"--resume: there is no whole checkpoint in {options.out / CHECKPOINTS}"
+            + (f" ({'; '.join(passed_over)})" if passed_over else "")
+            + "; leave --resume out to start a run, with --save-every to have checkpoints"
         )
     path = found[max(found)]
-    kept = read_manifest(path).metadata
-    if not {"options", "data", "step"} <= kept.keys():
+    manifest = read_manifest(path)
+    if "options" not in manifest.metadata or manifest.data is None or manifest.step is None:
         raise ValueError(f"--resume: {path} was not saved by `zerojax train`; restore it in Python")
-    return options.taking_up(kept["options"], given), path
+    return options.taking_up(manifest.metadata["options"], given), path
 
 
 def prepare(options: Options, checkpoint: Path | None) -> Session:
@@ -192,7 +196,7 @@ def prepare(options: Options, checkpoint: Path | None) -> Session:
         batch_size=batch_size,
         rates=np.asarray(jax.vmap(schedule)(jnp.arange(options.steps))),
         checkpoint=checkpoint,
-        first_step=0 if checkpoint is None else read_manifest(checkpoint).metadata["step"],
+        checkpoints=Checkpoints(options.out / CHECKPOINTS, keep=options.keep),
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def train(
     prompt: o.Prompt = None,
     out: o.Out = Path("runs/train"),
     save_every: o.SaveEvery = None,
+    keep: o.Keep = None,
     resume: o.Resume = False,
 ) -> None:
     """Train a GPT on the bytes of text under a ZeRO stage.
@@ -76,7 +77,8 @@ def train(
         layout=layout, steps=steps, batch_size=batch_size, accumulate=accumulate,
         optimizer=optimizer, lr=lr, warmup=warmup, weight_decay=weight_decay, clip_norm=clip_norm,
         seed=seed, data=tuple(data or ()), eval_every=eval_every, eval_windows=eval_windows,
-        sample_bytes=sample_bytes, prompt=prompt, out=out, save_every=save_every, resume=resume,
+        sample_bytes=sample_bytes, prompt=prompt, out=out, save_every=save_every, keep=keep,
+        resume=resume,
     )  # fmt: skip
     given = frozenset(name for name in ctx.params if _is_given(ctx, name))
     screen = Screen()

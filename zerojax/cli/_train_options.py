@@ -126,8 +126,18 @@ SaveEvery = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Steps between checkpoints; one is also saved at the end and on Ctrl-C.",
+        help="Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as "
+        "preemption sends it, always saves one and ends with status 75.",
         show_default="no checkpoints",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Keep = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Checkpoints to keep, the newest ones.",
+        show_default="all",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -135,16 +145,18 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on from the newest checkpoint in --out, with its options where none are given.",
+        help="Go on from the newest whole checkpoint in --out, with its options where none are "
+        "given; on any devices, at any stage and precision.",
         rich_help_panel=OUTPUT,
     ),
 ]
 
-#: Options that decide what is learned; a checkpoint keeps them and `--resume` takes them up.
+#: Options that decide what is learned and kept; a checkpoint has them and `--resume` takes them up.
 KEPT = (
     "model", "context", "stage", "precision", "batch_size", "accumulate", "optimizer", "lr",
     "weight_decay", "clip_norm", "seed", "data", "save_every", "config", "model_axis",
-    "sequence_parallel", "remat_policy", "offload", "loss_chunk",
+    "sequence_parallel", "remat_policy", "offload", "loss_chunk", "steps", "warmup", "eval_every",
+    "eval_windows", "keep",
 )  # fmt: skip
 #: Options of several values, which JSON has as lists.
 SEVERAL = ("data", "offload")
@@ -182,6 +194,7 @@ class Options:
     prompt: str | None
     out: Path
     save_every: int | None
+    keep: int | None
     resume: bool
 
     @property

@@ -1,0 +1,111 @@
+"""Digests of files: what tells a damaged checkpoint from a whole one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+#: Bytes that are read at a time, and files at once.
+BLOCK = 1 << 20
+NUM_THREADS = 4
+#: Where a process of several leaves its digests for a moment.
+PART = "digests.{}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class FileDigest:
+    """A file as it was written: its size in bytes and its XXH3-128 digest in hex."""
+
+    num_bytes: int
+    digest: str
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was saved.
+
+    Attributes:
+        path: the checkpoint's folder.
+        damages: what is wrong, one line each, with the file.
+    """
+
+    def __init__(self, path: Path, damages: Iterable[str]) -> None:
+        self.path = path
+        self.damages = tuple(damages)
+        super().__init__(f"the checkpoint {path} is damaged: {'; '.join(self.damages)}")
+
+
+def digest_text(text: str) -> str:
+    """Give the digest of a text."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
+    """Read files and give their digests, by path below `root` with slashes."""
+    listed = sorted(paths)
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        found = threads.map(_digest, listed)
+        return {
+            path.relative_to(root).as_posix(): digest
+            for path, digest in zip(listed, found, strict=True)
+        }
+
+
+def wrong_sizes(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
+    """Tell which files are missing or of another size; reads none of them."""
+    wrong = []
+    for name, wanted in files.items():
+        path = root / name
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif path.stat().st_size != wanted.num_bytes:
+            wrong.append(f"{name} has {path.stat().st_size} bytes of {wanted.num_bytes}")
+    return wrong
+
+
+def wrong_contents(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
+    """Tell which files are missing, of another size or not what was written; reads them."""
+
+    def check(item: tuple[str, FileDigest]) -> list[str]:
+        name, wanted = item
+        wrong = wrong_sizes(root, {name: wanted})
+        if wrong:
+            return wrong
+        try:
+            found = _digest(root / name)
+        except OSError as error:
+            return [f"{name} can't be read: {error.strerror}"]
+        return [] if found == wanted else [f"{name} is not what was written (XXH3-128 differs)"]
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        return [line for lines in threads.map(check, files.items()) for line in lines]
+
+
+def _digest(path: Path) -> FileDigest:
+    state, block, count = xxhash.xxh3_128(), bytearray(BLOCK), 0
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            state.update(view[:size])
+            count += size
+    return FileDigest(count, state.hexdigest())
+
+
+def part_of_digests(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
+    """Leave a process's digests for the one that writes the manifest."""
+    text = json.dumps({name: dataclasses.asdict(file) for name, file in files.items()})
+    (root / PART.format(index)).write_text(text)
+
+
+def join_digests(root: Path, num_parts: int) -> dict[str, FileDigest]:
+    """Take in what the processes left."""
+    joined = {}
+    for index in range(num_parts):
+        part = root / PART.format(index)
+        joined |= {name: FileDigest(**file) for name, file in json.loads(part.read_text()).items()}
+        part.unlink()
+    return joined

@@ -1,0 +1,234 @@
+"""A run's checkpoints: one folder per step, the newest that is whole, and which to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from zerojax._types import PyTree
+from zerojax.checkpoint._digests import DamagedCheckpointError
+from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, read_whole
+from zerojax.checkpoint._orbax import barrier
+from zerojax.checkpoint._restore import restore
+from zerojax.checkpoint._save import PendingSave, start_save
+from zerojax.layout import Layout
+
+#: Errors that tell of one checkpoint and not of what is wanted.
+DAMAGE = (DamagedCheckpointError, OSError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        state: in the structure and placement that were asked for.
+        manifest: of the checkpoint; it has the step and the position in the data.
+        path: the checkpoint's folder.
+        passed_over: what is wrong with newer checkpoints, by folder; they were left alone.
+    """
+
+    state: PyTree
+    manifest: Manifest
+    path: Path
+    passed_over: Mapping[Path, str]
+
+
+@dataclasses.dataclass
+class _Kept:
+    """A checkpoint in the words of orbax's preservation policies."""
+
+    step: int
+    time: dt.datetime
+    metrics: Any = None
+
+
+class Checkpoints:
+    """The checkpoints of a run: `directory/STEP` each.
+
+    Saving goes on in the background, one at a time; leaving the `with` block waits for the last.
+
+    Args:
+        directory: the folder, which all processes see; made where it is missing.
+        keep: how many of the newest to keep, or one of orbax's preservation policies (see
+            `orbax.checkpoint.checkpoint_managers`: `EveryNSteps` and others); None keeps all.
+            Older ones are removed when a newer one is whole, and the newest never.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: Any = None) -> None:
+        if isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
+            raise ValueError(f"keep is {keep!r}; give at least 1, a policy of orbax, or None")
+        self.directory = Path(directory)
+        self._keep = keep
+        self._pending: PendingSave | None = None
+        self._damaged: set[Path] = set()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.wait()
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        layout: Layout,
+        *,
+        data: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> PendingSave:
+        """Start to save a step; returns when the devices are free to go on.
+
+        A damaged checkpoint of the same step is moved aside, to `STEP.damaged`.
+
+        Args:
+            step: names the checkpoint.
+            state: any pytree of arrays, in its stored form.
+            layout: the placement that the state lives under.
+            data: the position in the data, fit for JSON.
+            metadata: what else to keep, fit for JSON.
+
+        Raises:
+            ValueError: the step is saved already. Also what went wrong with the save before.
+        """
+        self.wait()
+        path = self.directory / str(step)
+        self._make_room(path)
+        self._pending = start_save(
+            path, state, layout, step=step, data=data, metadata=metadata, then=self._remove_old
+        )
+        return self._pending
+
+    def wait(self) -> None:
+        """Wait for the save that is under way; raises what went wrong with it, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def restore(self, layout: Layout, like: PyTree, *, cast: bool = False) -> Restored | None:
+        """Restore the newest checkpoint that is whole; None where there is none at all.
+
+        Args:
+            layout: the placement of the result.
+            like: a tree of shapes with shardings, as `abstract_train_state` gives.
+            cast: round to narrower floating dtypes where values are kept nowhere else.
+
+        Raises:
+            DamagedCheckpointError: there are checkpoints, and all are damaged.
+            IncompatibleCheckpointError: the newest whole one does not fit.
+        """
+        self.wait()
+        passed_over: dict[Path, str] = {}
+        for path in reversed(self._all().values()):
+            try:
+                state = restore(path, layout, like, cast=cast)
+                manifest = read_manifest(path)
+            except DAMAGE as error:
+                passed_over[path] = str(error)
+                self._damaged.add(path)
+                continue
+            return Restored(state=state, manifest=manifest, path=path, passed_over=passed_over)
+        if passed_over:
+            raise DamagedCheckpointError(self.directory, passed_over.values())
+        return None
+
+    def steps(self) -> dict[int, Path]:
+        """Find the checkpoints that seem whole, without reading their arrays, by step in order."""
+        return find_checkpoints(self.directory)
+
+    def _all(self) -> dict[int, Path]:
+        """Give every folder with a manifest, by step in order."""
+        return {step: path for step, path in _folders(self.directory).items() if _is_saved(path)}
+
+    def _make_room(self, path: Path) -> None:
+        """Move a damaged checkpoint aside, so that a new one can take its place."""
+        if not _is_saved(path):
+            return
+        if path not in self._damaged and _seems_whole(path):
+            raise ValueError(f"{path} holds a checkpoint already; save another step")
+        barrier(f"damaged {path.name}")
+        if jax.process_index() == 0:
+            aside = path.with_name(f"{path.name}.damaged")
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}+")
+            path.rename(aside)
+        barrier(f"aside {path.name}")
+        self._damaged.discard(path)
+
+    def _remove_old(self) -> None:
+        """Remove what the policy does not preserve; the manifest first, so that nothing is half."""
+        if self._keep is None or jax.process_index():
+            return
+        from orbax.checkpoint import checkpoint_managers as policies
+
+        keep = policies.LatestN(self._keep) if isinstance(self._keep, int) else self._keep
+        found = {step: path for step, path in self.steps().items() if path not in self._damaged}
+        known = [_Kept(step, _time_of(path)) for step, path in found.items()]
+        kept = keep.should_preserve(known, context=policies.PreservationContext())
+        for info, is_kept in list(zip(known, kept, strict=True))[:-1]:
+            if not is_kept:
+                (found[info.step] / MANIFEST).unlink()
+                shutil.rmtree(found[info.step])
+
+
+def find_checkpoints(
+    directory: str | os.PathLike[str],
+    passed_over: Callable[[Path, str], None] | None = None,
+) -> dict[int, Path]:
+    """Find the checkpoints in folders that are named by a step, in the order of steps.
+
+    A folder without a manifest is a save that was cut short. It is passed over, and so is one that
+    lacks files, or has files of another size; what is in the files is not read here.
+
+    Args:
+        directory: where the folders are.
+        passed_over: called with the folder and the reason.
+    """
+    found = {}
+    for step, path in _folders(Path(directory)).items():
+        try:
+            read_whole(path)
+            found[step] = path
+        except FileNotFoundError:
+            if passed_over is not None:
+                passed_over(path, f"{path} is a save that was cut short")
+        except (ValueError, OSError) as error:
+            if passed_over is not None:
+                passed_over(path, str(error))
+    return found
+
+
+def _folders(root: Path) -> dict[int, Path]:
+    listed = root.iterdir() if root.is_dir() else ()
+    found = {int(path.name): path for path in listed if path.name.isdecimal() and path.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def _time_of(path: Path) -> dt.datetime:
+    return dt.datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, dt.UTC)
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / MANIFEST).exists()
+
+
+def _seems_whole(path: Path) -> bool:
+    try:
+        read_whole(path)
+    except (ValueError, OSError):
+        return False
+    return True

@@ -1,0 +1,169 @@
+"""The verdict: whether a checkpoint fits what is wanted, told before anything of it is read.
+
+Stage, mesh and padding never matter. A precision matters only where values would be lost: a leaf
+may be read from the masters that it is a cast of, and masters from parameters of their own dtype.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from zerojax._types import PyTree
+from zerojax.checkpoint._leaves import (
+    LOSS_SCALE,
+    MASTERS,
+    PARAMS,
+    SavedLeaf,
+    named_tuples,
+    optimizer_chain,
+    saved_leaves,
+)
+from zerojax.checkpoint._manifest import Manifest
+from zerojax.layout import Layout
+
+#: Differences that an error names; the others are counted.
+MOST_NAMED = 8
+
+
+class IncompatibleCheckpointError(ValueError):
+    """A checkpoint does not hold what is wanted.
+
+    Attributes:
+        path: the checkpoint's folder.
+        differences: what differs, one line each, with the leaf's path.
+    """
+
+    def __init__(self, path: Path, differences: Iterable[str], remedy: str) -> None:
+        self.path = path
+        self.differences = tuple(differences)
+        named = list(self.differences[:MOST_NAMED])
+        if len(self.differences) > MOST_NAMED:
+            named.append(f"and {len(self.differences) - MOST_NAMED} more")
+        super().__init__(f"the checkpoint {path} {remedy}: {'; '.join(named)}")
+
+
+def find_sources(
+    manifest: Manifest,
+    layout: Layout,
+    like: PyTree,
+    root: Path,
+    *,
+    partial: bool = False,
+    cast: bool = False,
+) -> dict[str, str]:
+    """Give the saved leaf that each wanted one is read from.
+
+    Raises:
+        IncompatibleCheckpointError: a leaf is missing, left over, of another shape, of a dtype that
+            would lose values, or belongs to another optimizer.
+    """
+    wanted = saved_leaves(like, layout)
+    saved = manifest.leaves
+    sources, lines = {}, []
+    missing = []
+    for path, leaf in wanted.items():
+        source = _source(path, leaf, saved, wanted, cast=cast)
+        if source in saved:
+            sources[path] = source
+            lines += _difference(path, leaf, source, saved[source], wanted, cast=cast)
+        else:
+            missing.append(path)
+    extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
+    if partial:
+        extra = []
+    named = [_missing_line(path, saved, extra) for path in missing]
+    named += [f"{path!r} is in it and not wanted" for path in extra]
+    chain = _chain_difference(manifest, like, partial=partial)
+    if chain or named or lines:
+        raise IncompatibleCheckpointError(
+            root, [*chain, *named, *lines], _remedy(manifest, layout, extra)
+        )
+    return sources
+
+
+def _source(
+    path: str,
+    leaf: SavedLeaf,
+    saved: Mapping[str, SavedLeaf],
+    wanted: Mapping[str, SavedLeaf],
+    *,
+    cast: bool,
+) -> str:
+    """Name the saved leaf that has a wanted one's value; it need not be there."""
+    if path.startswith(MASTERS) and path not in saved:
+        return PARAMS + path.removeprefix(MASTERS)
+    if path.startswith(PARAMS) and path in saved and saved[path].dtype != leaf.dtype:
+        master = MASTERS + path.removeprefix(PARAMS)
+        if master in saved and (master in wanted or cast or saved[master].dtype == leaf.dtype):
+            return master
+    return path
+
+
+def _difference(
+    path: str,
+    leaf: SavedLeaf,
+    source: str,
+    found: SavedLeaf,
+    wanted: Mapping[str, SavedLeaf],
+    *,
+    cast: bool,
+) -> list[str]:
+    """Tell why a leaf can't be read from its source; empty where it can."""
+    in_masters = path.startswith(PARAMS) and MASTERS + path.removeprefix(PARAMS) in wanted
+    is_kept = found.dtype == leaf.dtype or in_masters or cast
+    if found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=is_kept):
+        return []
+    where = f"{path!r}" if source == path else f"{path!r} (from {source!r})"
+    line = (
+        f"{where} is {found.dtype}{list(found.shape)} in it, wanted {leaf.dtype}{list(leaf.shape)}"
+    )
+    rounds = found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=True)
+    return [line + (" (cast=True rounds it)" if rounds else "")]
+
+
+def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
+    """Tell whether one dtype may be read as another: only floating ones, wider ones always."""
+    if found == wanted:
+        return True
+    if found.startswith("key<") or wanted.startswith("key<"):
+        return False
+    if not all(jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in (found, wanted)):
+        return False
+    return lossy or jnp.promote_types(found, wanted) == jnp.dtype(wanted)
+
+
+def _is_spared(path: str, sources: Mapping[str, str], cast: bool) -> bool:
+    """Tell whether a saved leaf that nobody wants is another's value, or of a loss scale."""
+    if path.startswith(LOSS_SCALE):
+        return True
+    param = PARAMS + path.removeprefix(MASTERS)
+    return path.startswith(MASTERS) and (sources.get(param) == path or (cast and param in sources))
+
+
+def _missing_line(path: str, saved: Mapping[str, SavedLeaf], extra: list[str]) -> str:
+    near = difflib.get_close_matches(path, extra or list(saved), n=1, cutoff=0.5)
+    return f"{path!r} is not in it" + (f" (near: {near[0]!r})" if near else "")
+
+
+def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> list[str]:
+    """Tell of another optimizer, also of one whose leaves happen to look the same."""
+    wanted = named_tuples(like)
+    saved = dict(manifest.optimizer)
+    if partial:
+        saved = {path: name for path, name in saved.items() if path in wanted}
+    if saved == wanted or not (wanted and saved):
+        return []
+    return [f"its optimizer is {optimizer_chain(saved)}, wanted {optimizer_chain(wanted)}"]
+
+
+def _remedy(manifest: Manifest, layout: Layout, extra: list[str]) -> str:
+    words = (
+        f"(stage {manifest.stage}, mesh {dict(manifest.mesh)}) does not fit this run (stage "
+        f"{layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, optimizer and precision "
+        "that it was saved with"
+    )
+    return words + (", or partial=True to leave leaves in it" if extra else "")
