@@ -192,7 +192,7 @@ def test_a_checkpoint_is_never_overwritten_and_a_foreign_manifest_is_refused(tmp
     with pytest.raises(ValueError, match="format 99"):
         restore(tmp_path, layout, tree)
     manifest.write_text(manifest.read_text()[:40])
-    with pytest.raises(ValueError, match="checkpoint.json can't be read"):
+    with pytest.raises(ValueError, match=r"checkpoint.json can't be read"):
         restore(tmp_path, layout, tree)
 
 

@@ -1,10 +1,13 @@
 """Model states on disk: saved whole or not at all, restored to the bit on any mesh."""
 
 from zerojax.checkpoint._digests import DamagedCheckpointError, FileDigest
+from zerojax.checkpoint._export import export_safetensors, import_safetensors, weights_of
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
 from zerojax.checkpoint._leaves import SavedLeaf
 from zerojax.checkpoint._manifest import Manifest, read_manifest
+from zerojax.checkpoint._parts import Part, parts
 from zerojax.checkpoint._restore import restore
+from zerojax.checkpoint._safetensors_header import is_safetensors
 from zerojax.checkpoint._save import PendingSave, save, start_save
 from zerojax.checkpoint._verdict import IncompatibleCheckpointError
 from zerojax.checkpoint._verify import verify
@@ -15,13 +18,19 @@ __all__ = [
     "FileDigest",
     "IncompatibleCheckpointError",
     "Manifest",
+    "Part",
     "PendingSave",
     "Restored",
     "SavedLeaf",
+    "export_safetensors",
     "find_checkpoints",
+    "import_safetensors",
+    "is_safetensors",
+    "parts",
     "read_manifest",
     "restore",
     "save",
     "start_save",
     "verify",
+    "weights_of",
 ]

@@ -14,11 +14,12 @@ from typing import Any
 import jax
 
 from zerojax._types import PyTree
+from zerojax.checkpoint._agreement import gather_texts
 from zerojax.checkpoint._digests import DamagedCheckpointError
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, read_whole
 from zerojax.checkpoint._orbax import barrier
 from zerojax.checkpoint._restore import restore
-from zerojax.checkpoint._save import PendingSave, start_save
+from zerojax.checkpoint._save import REMOVED, PendingSave, start_save
 from zerojax.layout import Layout
 
 #: Errors that tell of one checkpoint and not of what is wanted.
@@ -33,7 +34,7 @@ class Restored:
         state: in the structure and placement that were asked for.
         manifest: of the checkpoint; it has the step and the position in the data.
         path: the checkpoint's folder.
-        passed_over: what is wrong with newer checkpoints, by folder; they were left alone.
+        passed_over: what is wrong with newer folders, damaged or cut short; they were left alone.
     """
 
     state: PyTree
@@ -133,26 +134,25 @@ class Checkpoints:
         """
         self.wait()
         passed_over: dict[Path, str] = {}
-        for path in reversed(self._all().values()):
+        for step in reversed(_steps_agreed(self.directory)):
+            path = self.directory / step
             try:
                 state = restore(path, layout, like, cast=cast)
                 manifest = read_manifest(path)
             except DAMAGE as error:
-                passed_over[path] = str(error)
-                self._damaged.add(path)
+                is_cut_short = not _is_saved(path)
+                passed_over[path] = _cut_short(path) if is_cut_short else str(error)
+                if not is_cut_short:
+                    self._damaged.add(path)
                 continue
             return Restored(state=state, manifest=manifest, path=path, passed_over=passed_over)
-        if passed_over:
+        if self._damaged & passed_over.keys():
             raise DamagedCheckpointError(self.directory, passed_over.values())
         return None
 
     def steps(self) -> dict[int, Path]:
         """Find the checkpoints that seem whole, without reading their arrays, by step in order."""
         return find_checkpoints(self.directory)
-
-    def _all(self) -> dict[int, Path]:
-        """Give every folder with a manifest, by step in order."""
-        return {step: path for step, path in _folders(self.directory).items() if _is_saved(path)}
 
     def _make_room(self, path: Path) -> None:
         """Move a damaged checkpoint aside, so that a new one can take its place."""
@@ -170,9 +170,12 @@ class Checkpoints:
         self._damaged.discard(path)
 
     def _remove_old(self) -> None:
-        """Remove what the policy does not preserve; the manifest first, so that nothing is half."""
+        """Remove what the policy does not preserve, and what an earlier removal has left."""
         if self._keep is None or jax.process_index():
             return
+        for left_over in self.directory.glob(f"*{REMOVED}"):
+            if left_over.name.removesuffix(REMOVED).isdecimal():
+                shutil.rmtree(left_over)
         from orbax.checkpoint import checkpoint_managers as policies
 
         keep = policies.LatestN(self._keep) if isinstance(self._keep, int) else self._keep
@@ -181,8 +184,9 @@ class Checkpoints:
         kept = keep.should_preserve(known, context=policies.PreservationContext())
         for info, is_kept in list(zip(known, kept, strict=True))[:-1]:
             if not is_kept:
-                (found[info.step] / MANIFEST).unlink()
-                shutil.rmtree(found[info.step])
+                path = found[info.step]
+                path.rename(removed := path.with_name(f"{path.name}{REMOVED}"))
+                shutil.rmtree(removed)
 
 
 def find_checkpoints(
@@ -205,11 +209,20 @@ def find_checkpoints(
             found[step] = path
         except FileNotFoundError:
             if passed_over is not None:
-                passed_over(path, f"{path} is a save that was cut short")
+                passed_over(path, _cut_short(path))
         except (ValueError, OSError) as error:
             if passed_over is not None:
                 passed_over(path, str(error))
     return found
+
+
+def _cut_short(path: Path) -> str:
+    return f"{path} is a save that was cut short: it has no {MANIFEST}"
+
+
+def _steps_agreed(root: Path) -> list[str]:
+    """List the folders of steps, in order, as the first process sees them."""
+    return gather_texts(" ".join(path.name for path in _folders(root).values()))[0].split()
 
 
 def _folders(root: Path) -> dict[int, Path]:

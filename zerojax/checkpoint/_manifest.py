@@ -22,6 +22,7 @@ from zerojax.checkpoint._digests import (
     digest_text,
     wrong_sizes,
 )
+from zerojax.checkpoint._durable import sync_folder
 from zerojax.checkpoint._leaves import (
     MASTERS,
     PARAMS,
@@ -155,20 +156,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     sync_folder(directory)
 
 
-def sync_folder(directory: Path) -> None:
-    """Have a folder's names on disk, where the file system can."""
-    try:
-        opened = os.open(directory, os.O_RDONLY)
-    except OSError:  # some file systems don't open folders, and keep names in their own way
-        return
-    try:
-        os.fsync(opened)
-    except OSError:
-        return
-    finally:
-        os.close(opened)
-
-
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read what a checkpoint holds; needs neither its arrays nor an accelerator.
 
@@ -188,7 +175,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         text = path.read_bytes().decode()
         found = json.loads(text)
         version, digest = found["format"], found.pop("digest", None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(root, [f"{MANIFEST} can't be read ({error})"]) from error
     if version != FORMAT and digest is None:
         raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")

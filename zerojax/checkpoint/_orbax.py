@@ -6,6 +6,7 @@ long as writing (docs/benchmarks.md).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,16 +19,21 @@ MIN_SLICE_BYTES = 4 << 20
 
 def make_checkpointer() -> Any:
     """Make an orbax `AsyncCheckpointer` for flat dicts of arrays."""
+    import orbax.checkpoint as ocp
+
+    return ocp.AsyncCheckpointer(_make_handler())
+
+
+def _make_handler() -> Any:
     import orbax.checkpoint as ocp  # takes a second, which importing zerojax should not
 
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
-    handler = ocp.PyTreeCheckpointHandler(
+    return ocp.PyTreeCheckpointHandler(
         use_ocdbt=True,
         use_zarr3=True,
         use_compression=False,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
     )
-    return ocp.AsyncCheckpointer(handler)
 
 
 def save_args(arrays: dict[str, jax.Array]) -> Any:
@@ -38,12 +44,14 @@ def save_args(arrays: dict[str, jax.Array]) -> Any:
     return ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, each))
 
 
-def restore_args(wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
-    """Give the arguments that restore some of the arrays as they are wanted.
+def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Read some of the arrays as they are wanted.
 
-    Padding is cut off or added as zeros, and floating dtypes are cast.
+    Padding is cut off or added as zeros, and floating dtypes are cast. No process waits for another
+    here, so that one which finds damage leaves none behind.
     """
     import orbax.checkpoint as ocp
+    from etils import epath  # orbax's paths
 
     each = {
         name: ocp.ArrayRestoreArgs(
@@ -51,7 +59,12 @@ def restore_args(wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
         )
         for name, x in wanted.items()
     }
-    return ocp.args.PyTreeRestore(wanted, restore_args=each, partial_restore=True)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=each, partial_restore=True)
+    handler = _make_handler()
+    try:
+        return handler.restore(epath.Path(directory), args=args)
+    finally:
+        handler.close()
 
 
 def barrier(name: str) -> None:

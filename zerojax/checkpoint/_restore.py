@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents, wrong_sizes
+from zerojax.checkpoint._agreement import agree_whole, read_agreed
+from zerojax.checkpoint._digests import FileDigest, wrong_contents, wrong_sizes
 from zerojax.checkpoint._leaves import named_leaves
-from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
-from zerojax.checkpoint._orbax import make_checkpointer, restore_args
+from zerojax.checkpoint._manifest import ARRAYS, Manifest
+from zerojax.checkpoint._orbax import read_arrays
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout
 
@@ -51,19 +51,18 @@ def restore(
             the optimizer is another; nothing has been read then.
     """
     root = Path(directory).absolute()
-    manifest = read_manifest(root)
+    manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, partial=partial, cast=cast)
     wanted = _requests(manifest, sources, layout, like)
-    _agree(root, wrong_sizes(root, manifest.files))
+    agree_whole(root, wrong_sizes(root, manifest.files))
+    found, failure = {}, None
     with ThreadPoolExecutor(1) as thread:
         wrong = thread.submit(wrong_contents, root, _share(manifest))
         try:
             found = _read(root, manifest, sources, wanted)
-        except Exception as error:
-            if wrong.result():
-                raise DamagedCheckpointError(root, wrong.result()) from error
-            raise
-        _agree(root, wrong.result())
+        except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
+            failure = error
+    agree_whole(root, wrong.result(), failure)
     dtypes = {path: x.dtype for path, x in named_leaves(like).items()}
     leaves = [_as_keys(found[path], dtype) for path, dtype in dtypes.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -83,7 +82,7 @@ def _requests(
     return requests
 
 
-def _share(manifest: Manifest) -> dict[str, Any]:
+def _share(manifest: Manifest) -> dict[str, FileDigest]:
     """Give the files that this process holds against their digests: of every few one."""
     index, count = jax.process_index(), jax.process_count()
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
@@ -114,14 +113,9 @@ def _read(
             if free is None:
                 rounds.append(free := {})
             free[stored] = path
-    checkpointer = make_checkpointer()
-    try:
-        for taken in rounds:
-            args = restore_args({stored: wanted[path] for stored, path in taken.items()})
-            restored = checkpointer.restore(root / ARRAYS, args=args)
-            found |= {path: restored[stored] for stored, path in taken.items()}
-    finally:
-        checkpointer.close()
+    for taken in rounds:
+        read = read_arrays(root / ARRAYS, {stored: wanted[path] for stored, path in taken.items()})
+        found |= {path: read[stored] for stored, path in taken.items()}
     for path, x in wanted.items():
         stored = manifest.leaves[sources[path]].same_as or sources[path]
         if path not in found:
@@ -133,14 +127,3 @@ def _as_keys(x: jax.Array, dtype: Any) -> jax.Array:
     """Make typed PRNG keys of the integers that hold them; give other arrays as they are."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(x, impl=dtype) if is_key else x
-
-
-def _agree(root: Path, wrong: list[str]) -> None:
-    """Raise on every process what one has found damaged."""
-    count = len(wrong)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        count = int(np.sum(multihost_utils.process_allgather(np.int32(count))))
-    if count:
-        raise DamagedCheckpointError(root, wrong or ["another process found a file damaged"])

@@ -17,17 +17,20 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import FileDigest, digest_files, join_digests, part_of_digests
+from zerojax.checkpoint._durable import sync_folder
 from zerojax.checkpoint._leaves import named_leaves
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     MANIFEST,
     Manifest,
     make_manifest,
-    sync_folder,
     write_manifest,
 )
 from zerojax.checkpoint._orbax import barrier, make_checkpointer, save_args
 from zerojax.layout import Layout
+
+#: Ends the name of what is removed: so renamed first, it is whole or not there at all.
+REMOVED = ".removed"
 
 
 class PendingSave:
@@ -159,7 +162,11 @@ def _clear(root: Path) -> None:
     arrays = root / ARRAYS
     if arrays.exists() and not (arrays / "_CHECKPOINT_METADATA").exists():
         raise ValueError(f"{arrays} is there and no checkpoint's; save to another directory")
-    for left_over in (arrays, *root.glob(f"{ARRAYS}.orbax-checkpoint-tmp*")):
+    removed = root / f"{ARRAYS}{REMOVED}"
+    shutil.rmtree(removed, ignore_errors=True)
+    if arrays.exists():
+        arrays.rename(removed)
+    for left_over in (removed, *root.glob(f"{ARRAYS}.orbax-checkpoint-tmp*")):
         shutil.rmtree(left_over, ignore_errors=True)
 
 

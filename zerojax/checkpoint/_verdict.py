@@ -43,7 +43,7 @@ class IncompatibleCheckpointError(ValueError):
         named = list(self.differences[:MOST_NAMED])
         if len(self.differences) > MOST_NAMED:
             named.append(f"and {len(self.differences) - MOST_NAMED} more")
-        super().__init__(f"the checkpoint {path} {remedy}: {'; '.join(named)}")
+        super().__init__(f"{path} {remedy}: {'; '.join(named)}")
 
 
 def find_sources(
@@ -83,6 +83,23 @@ def find_sources(
             root, [*chain, *named, *lines], _remedy(manifest, layout, extra)
         )
     return sources
+
+
+def check_leaves(
+    found: Mapping[str, SavedLeaf], wanted: Mapping[str, SavedLeaf], path: Path, *, cast: bool
+) -> None:
+    """Refuse weights that are not those that are wanted, leaf by leaf.
+
+    Raises:
+        IncompatibleCheckpointError: a leaf is missing, left over, or of another shape or dtype.
+    """
+    extra = [name for name in found if name not in wanted]
+    lines = [_missing_line(name, found, extra) for name in wanted if name not in found]
+    lines += [f"{name!r} is in it and not wanted" for name in extra]
+    for name in (name for name in wanted if name in found):
+        lines += _difference(name, wanted[name], name, found[name], wanted, cast=cast)
+    if lines:
+        raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
 
 
 def _source(
@@ -162,8 +179,8 @@ def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> lis
 
 def _remedy(manifest: Manifest, layout: Layout, extra: list[str]) -> str:
     words = (
-        f"(stage {manifest.stage}, mesh {dict(manifest.mesh)}) does not fit this run (stage "
-        f"{layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, optimizer and precision "
-        "that it was saved with"
+        f"(a checkpoint of stage {manifest.stage}, mesh {dict(manifest.mesh)}) does not fit this "
+        f"run (stage {layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, optimizer and "
+        "precision that it was saved with"
     )
     return words + (", or partial=True to leave leaves in it" if extra else "")

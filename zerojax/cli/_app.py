@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from zerojax.cli._checkpoint import checkpoint
 from zerojax.cli._compile import compile_
+from zerojax.cli._doctor import doctor
 from zerojax.cli._errors import INTERRUPTED, Failure, Interrupted
 from zerojax.cli._plan import plan
 from zerojax.cli._train import train
@@ -29,6 +31,8 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command(name="compile")(compile_)
+app.add_typer(checkpoint)
+app.command()(doctor)
 
 
 def _show_version(wanted: bool) -> None:

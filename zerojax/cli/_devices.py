@@ -26,8 +26,9 @@ def find_devices(num_devices: int | None) -> list[Any]:
         _divide_cpu(num_devices or NUM_VIRTUAL)
     try:
         found = jax.devices()
-    except RuntimeError as error:
-        raise ValueError(f"jax finds no devices: {error}") from error
+    except (RuntimeError, AssertionError) as error:  # the latter: a platform without a plugin
+        told = str(error) or f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise ValueError(f"jax finds no devices: {told}") from error
     if num_devices is None:
         return found
     if len(found) < num_devices:

@@ -19,7 +19,8 @@ from zerojax.cli._interrupt import Interrupt
 from zerojax.cli._plot import write_plot
 from zerojax.cli._record import Record
 from zerojax.cli._screen import Screen
-from zerojax.cli._session import CHECKPOINTS, Session
+from zerojax.cli._session import Session
+from zerojax.cli._train_options import CHECKPOINTS
 from zerojax.memory import HOST_MEMORY
 from zerojax.train import TrainState
 
@@ -59,7 +60,9 @@ class _Training:
         self.session = session
         self.screen = screen
         if restored is None:
-            self.state = jax.block_until_ready(session.initialise())
+            with refusing():
+                weights = session.weights()
+            self.state = jax.block_until_ready(session.initialise(weights))
             self.first_step = 0
         else:
             self.state = restored.state

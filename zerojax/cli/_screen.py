@@ -85,8 +85,8 @@ class Screen:
 
     def restored(self, restored: Restored, step: int) -> None:
         """Tell which checkpoint the run goes on from, and which were no good."""
-        for path, why in restored.passed_over.items():
-            self.console.print(Text(f"passed over {path}: {why}", style="yellow"), soft_wrap=True)
+        for why in restored.passed_over.values():
+            self.console.print(Text(f"passed over: {why}", style="yellow"), soft_wrap=True)
         self._progress.update(self._task, completed=step)
         self.say(f"going on from step {step}, {restored.path}")
 

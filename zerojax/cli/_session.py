@@ -14,11 +14,13 @@ import optax
 from jax.sharding import Mesh
 from rich.filesize import decimal
 
+from zerojax._types import PyTree
 from zerojax.checkpoint import Checkpoints, Restored, find_checkpoints, read_manifest
 from zerojax.cli._devices import find_devices, memory_per_device
 from zerojax.cli._evaluate import Evaluation
 from zerojax.cli._optimizers import find_optimizer, make_schedule
-from zerojax.cli._train_options import Options
+from zerojax.cli._train_options import CHECKPOINTS, Options
+from zerojax.cli._weights import read_weights
 from zerojax.data import BatchIterator, Corpus, load_corpus, make_batches
 from zerojax.layout import STAGES, Description, Layout, Precision, make_layout, make_mesh
 from zerojax.memory import OffloadPolicy
@@ -34,8 +36,6 @@ from zerojax.train import (
 PRECISIONS = {"fp32": Precision(), "bf16": Precision(params=jnp.bfloat16, master=jnp.float32)}
 #: Examples per step where none are asked for: the next number that devices and microbatches divide.
 BATCH_SIZE = 32
-#: The folder of the checkpoints within that of the run.
-CHECKPOINTS = "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,13 +99,33 @@ class Session:
             self.batches.set_state(dict(restored.manifest.data))
         return restored
 
-    def initialise(self) -> TrainState:
-        """Initialise the state from the seed."""
-        return init_train_state(*self._initial(), precision=self.precision, offload=self.offload)
+    def weights(self) -> PyTree:
+        """Read the parameters that the options name; None where they name none.
+
+        Raises:
+            ValueError: they are of another model, or damaged.
+        """
+        if self.options.init is None:
+            return None
+        init, _, layout, key = self._initial()
+        return read_weights(self.options.init, layout, jax.eval_shape(init, key))
+
+    def initialise(self, weights: PyTree) -> TrainState:
+        """Initialise the state from weights, or from the seed where there are none."""
+        init, tx, layout, given = self._initial()
+        if weights is not None:
+            init, given = _as_given, weights
+        return init_train_state(
+            init, tx, layout, given, precision=self.precision, offload=self.offload
+        )
 
     def _initial(self) -> tuple[Any, ...]:
         init = functools.partial(gpt.init, self.config)
         return init, self.tx, self.layout, jax.random.key(self.options.seed)
+
+
+def _as_given(params: PyTree) -> PyTree:
+    return params
 
 
 def take_up(options: Options, given: frozenset[str]) -> tuple[Options, Path | None]:

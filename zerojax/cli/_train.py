@@ -38,6 +38,7 @@ def train(
     weight_decay: o.WeightDecay = 0.1,
     clip_norm: o.ClipNorm = 1.0,
     seed: o.Seed = 0,
+    init: o.Init = None,
     data: o.Data = None,
     eval_every: o.EvalEvery = None,
     eval_windows: o.EvalWindows = 256,
@@ -72,13 +73,12 @@ def train(
     """
     options = o.Options(
         model=model, context=context, stage=stage, config=config, model_axis=model_axis,
-        sequence_parallel=sequence_parallel, remat_policy=remat_policy,
-        offload=tuple(offload or ()), loss_chunk=loss_chunk, devices=devices, precision=precision,
-        layout=layout, steps=steps, batch_size=batch_size, accumulate=accumulate,
-        optimizer=optimizer, lr=lr, warmup=warmup, weight_decay=weight_decay, clip_norm=clip_norm,
-        seed=seed, data=tuple(data or ()), eval_every=eval_every, eval_windows=eval_windows,
-        sample_bytes=sample_bytes, prompt=prompt, out=out, save_every=save_every, keep=keep,
-        resume=resume,
+        sequence_parallel=sequence_parallel, remat_policy=remat_policy, loss_chunk=loss_chunk,
+        offload=tuple(offload or ()), devices=devices, precision=precision, layout=layout,
+        steps=steps, batch_size=batch_size, accumulate=accumulate, optimizer=optimizer, lr=lr,
+        warmup=warmup, weight_decay=weight_decay, clip_norm=clip_norm, seed=seed, init=init,
+        data=tuple(data or ()), eval_every=eval_every, eval_windows=eval_windows, prompt=prompt,
+        sample_bytes=sample_bytes, out=out, save_every=save_every, keep=keep, resume=resume,
     )  # fmt: skip
     given = frozenset(name for name in ctx.params if _is_given(ctx, name))
     screen = Screen()

@@ -12,6 +12,8 @@ from zerojax.cli._residual_options import Residual
 from zerojax.cli._step_options import OUTPUT, TRAINING, ZERO
 
 DATA = "Data"
+#: The folder of the checkpoints within that of the run.
+CHECKPOINTS = "checkpoints"
 
 Devices = Annotated[
     int | None,
@@ -141,6 +143,15 @@ Keep = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+Init = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="Start from these weights: a checkpoint's parameters, or safetensors files.",
+        show_default="initialised from the seed",
+        rich_help_panel=TRAINING,
+    ),
+]
 Resume = Annotated[
     bool,
     typer.Option(
@@ -195,6 +206,7 @@ class Options:
     out: Path
     save_every: int | None
     keep: int | None
+    init: Path | None
     resume: bool
 
     @property

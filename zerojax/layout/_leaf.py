@@ -15,6 +15,8 @@ from zerojax._types import Axes, Shape
 #: Axis names per dim; the form in which specs are compared and extended.
 Entries = tuple[Axes, ...]
 
+#: Padding is worth it where a shard is at most half of the leaf; with two shards, three quarters.
+MOST_OF_TWO = 1.5
 #: How the reason of a leaf begins that would be partitioned if it could.
 NO_DIM = "whole: no dim is long enough"
 
@@ -157,7 +159,8 @@ def choose_dim(
         part = math.ceil(local / num_shards)
         if local:
             waste[dim] = (part * num_shards / local, part * num_shards * dim_parts[dim])
-    halved = {dim: cost for dim, cost in waste.items() if cost[0] <= num_shards / 2}
+    most = max(num_shards / 2, MOST_OF_TWO)
+    halved = {dim: cost for dim, cost in waste.items() if cost[0] <= most}
     if not halved:
         return Choice(None, shape, f"{NO_DIM} for {num_shards} shards{layers}")
     dim = min(halved, key=lambda d: (halved[d][0], d))

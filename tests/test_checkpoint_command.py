@@ -1,0 +1,194 @@
+"""`zerojax checkpoint` looks into checkpoints, checks them and turns them into weights and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+import zerojax
+from zerojax.checkpoint import (
+    IncompatibleCheckpointError,
+    export_safetensors,
+    import_safetensors,
+    read_manifest,
+    restore,
+    save,
+)
+from zerojax.cli import main
+
+COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.exit(main())"]
+MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    return {"layers": {"prime": jax.random.normal(a, (1009, 7)), "even": jnp.ones((64, 32))},
+            "head": jax.random.normal(b, (64, 40))}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Give a run's folder with the steps 3 and 6, and the state of the latter."""
+    key, tx = jax.random.key(0), optax.adamw(1e-2)
+    mesh = zerojax.make_mesh({"data": 8})
+    layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=3)
+    state = zerojax.init_train_state(init, tx, layout, key, precision=MIXED)
+    run = tmp_path_factory.mktemp("run")
+    for step in (3, 6):
+        path = run / "checkpoints" / str(step)
+        save(path, state, layout, step=step, data={"next_index": step}, metadata={"by": "a test"})
+    return run, state, layout
+
+
+def test_inspect_needs_neither_devices_nor_the_model(saved):
+    """No such platform could start; the command does not ask for any."""
+    done = subprocess.run(
+        [*COMMAND, "checkpoint", "inspect", str(saved[0]), "--leaves"],
+        env={**os.environ, "JAX_PLATFORMS": "no_such_platform", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "step      6,",
+        "stage 3 over data; mesh data=8",
+        "bfloat16 params, float32 masters",
+        "ScaleByAdamState > EmptyState > EmptyState",
+        '{"next_index": 6}',
+        "opt_state/0/mu ",
+        "params/layers/prime",
+        "[1016, 7]",  # as it is stored, padded
+        f"jax {jax.__version__}",
+        "checkpoints beside it",
+    ):
+        assert said in done.stdout, said
+
+
+def test_inspect_prints_plain_data(saved, capsys):
+    assert main(["checkpoint", "inspect", str(saved[0] / "checkpoints/3"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 3
+    assert found["metadata"] == {"by": "a test"}
+    assert found["leaves"]["params/layers/prime"]["shape"] == [1009, 7]
+    assert set(found["files"]["arrays/manifest.ocdbt"]) == {"num_bytes", "digest"}
+
+
+def test_verify_names_what_is_damaged(saved, capsys):
+    assert main(["checkpoint", "verify", str(saved[0])]) == 0
+    out = capsys.readouterr().out
+    assert out.count("whole") == 2
+    files = (saved[0] / "checkpoints/6/arrays").rglob("*")
+    largest = max(filter(os.path.isfile, files), key=lambda path: path.stat().st_size)
+    kept = largest.read_bytes()
+    try:
+        largest.write_bytes(kept[:1000] + bytes([kept[1000] ^ 4]) + kept[1001:])
+        assert main(["checkpoint", "verify", str(saved[0])]) == 1
+        out, err = capsys.readouterr()
+        assert "1 of 2 damaged" in err
+        assert largest.name in out
+        assert main(["checkpoint", "export", str(saved[0]), "out.safetensors"]) == 2
+        assert largest.name in capsys.readouterr().err
+    finally:
+        largest.write_bytes(kept)
+
+
+def test_weights_go_out_and_come_back(saved, tmp_path, capsys):
+    run, state, layout = saved
+    out = tmp_path / "weights.safetensors"
+    assert main(["checkpoint", "export", str(run), str(out)]) == 0
+    assert "wrote" in capsys.readouterr().out
+    found = load_file(out)  # the library that others read these files with
+    want = {"head": state.params["head"], "layers.even": state.params["layers"]["even"]}
+    for name, x in want.items():
+        assert found[name].tobytes() == np.asarray(x).tobytes()
+    assert found["layers.prime"].shape == (1009, 7)
+    prime = np.asarray(zerojax.unpad(state.params, layout)["layers"]["prime"])
+    assert found["layers.prime"].tobytes() == prime.tobytes()
+
+    weights = tmp_path / "weights"
+    assert main(["checkpoint", "import", str(out), str(weights)]) == 0
+    assert "params" in capsys.readouterr().out
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                        state.params)  # fmt: skip
+    back = restore(weights, layout, {"params": like})["params"]
+    assert [x.tobytes() for x in map(np.asarray, jax.tree.leaves(back))] == [
+        x.tobytes() for x in map(np.asarray, jax.tree.leaves(state.params))
+    ]
+    assert main(["checkpoint", "import", str(out), str(weights)]) == 2
+    assert "holds a checkpoint already" in capsys.readouterr().err
+
+
+def test_masters_in_several_files_are_placed_where_they_belong(saved, tmp_path, capsys):
+    run, state, layout = saved
+    out = tmp_path / "masters.safetensors"
+    command = ["checkpoint", "export", str(run), str(out), "--part", "masters", "--max-file"]
+    assert main([*command, "0.00002"]) == 0
+    index = json.loads((tmp_path / "masters.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 2
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                        state.masters)  # fmt: skip
+    back = import_safetensors(tmp_path / "masters.safetensors.index.json", layout, like)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(state.masters), strict=True):
+        assert got.sharding == want.sharding
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+    with pytest.raises(IncompatibleCheckpointError, match=r"'layers/odd' is not in it \(near"):
+        import_safetensors(
+            out.with_name("masters.safetensors.index.json"),
+            layout,
+            {**like, "layers": {"odd": like["layers"]["even"], "prime": like["layers"]["prime"]}},
+        )
+    assert main([*command, "0.00002"]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_tied_weights_are_written_once_and_stay_tied(saved, tmp_path):
+    layout = saved[2]
+    whole = layout.sharding(jax.sharding.PartitionSpec())
+    table = jax.device_put(np.arange(12.0, dtype=np.float32).reshape(4, 3), whole)
+    dotted = jax.device_put(np.ones(2, np.float32), whole)
+    tree = {"params": {"embed": table, "head": {"kernel": table}, "a.b": dotted}}
+    save(tmp_path / "tied", tree, layout)
+    (out,) = export_safetensors(tmp_path / "tied", tmp_path / "tied.safetensors")
+    assert set(load_file(out)) == {"a.b", "embed"}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree["params"])
+    back = import_safetensors(out, layout, like)
+    assert back["embed"] is back["head"]["kernel"]
+    np.testing.assert_array_equal(back["embed"], table)
+    assert main(["checkpoint", "import", str(out), str(tmp_path / "again")]) == 0
+    assert read_manifest(tmp_path / "again").leaves["params/head/kernel"].same_as == "params/embed"
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ("inspect nothing", "there is no folder nothing"),
+        ("inspect .", "no checkpoint in ."),
+        ("verify nothing", "there is no folder nothing"),
+        ("export nothing out.safetensors", "there is no folder nothing"),
+        ("export {run} out.safetensors --part momentum", "has no part 'momentum'; it has masters"),
+        ("export {run} out.safetensors --max-file 0", "--max-file"),
+        ("import nothing.safetensors w", "there is no safetensors file nothing.safetensors"),
+        ("import text.safetensors w", "text.safetensors"),
+        ("inspect", "DIR"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(
+    saved, tmp_path, monkeypatch, capfd, request_, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.safetensors").write_text("these are no weights at all")
+    assert main(["checkpoint", *request_.format(run=saved[0]).split()]) == 2
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1

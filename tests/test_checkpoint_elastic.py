@@ -1,0 +1,221 @@
+"""Whatever a state was saved under, it comes back equal to the bit under anything else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax import Precision
+from zerojax._tree import flatten_with_names
+from zerojax.checkpoint import IncompatibleCheckpointError, read_manifest, restore, save
+from zerojax.checkpoint._logical import logical_shapes
+
+MESHES = {
+    "1": {"data": 1},
+    "2": {"data": 2},
+    "4": {"data": 4},
+    "8": {"data": 8},
+    "4x2": {"data": 4, "model": 2},
+}
+PLACES = list(itertools.product(range(4), MESHES))
+FP32 = Precision()
+MIXED = Precision(params=jnp.bfloat16, master=jnp.float32)
+HALF = Precision(params=jnp.float16, master=jnp.float32)
+BF16 = Precision(params=jnp.bfloat16)
+TX = optax.adamw(1e-2)
+
+
+def init(key):
+    a, b, c = jax.random.split(key, 3)
+    return {
+        "prime": jax.random.normal(a, (1009, 7)),  # no dim divides: padded for 2, 4 and 8
+        "columns": jax.random.normal(b, (48, 32)),  # cut along the model axis where there is one
+        "bias": jax.random.normal(c, (3,)),
+    }
+
+
+def placed(stage, mesh, tx=TX, precision=FP32):
+    axes = MESHES[mesh]
+    devices = jax.devices()[: math.prod(axes.values())]
+    specs = {"prime": P(), "columns": P(None, "model"), "bias": P()} if "model" in axes else None
+    layout = zerojax.make_layout(
+        jax.eval_shape(init, jax.random.key(0)),
+        zerojax.make_mesh(axes, devices=devices),
+        stage=stage,
+        specs=specs,
+    )
+    key = jax.random.key(0)
+    return layout, zerojax.abstract_train_state(init, tx, layout, key, precision=precision)
+
+
+def logical(state, layout):
+    names, leaves, _ = flatten_with_names(state)
+    shapes = logical_shapes({n: x.shape for n, x in zip(names, leaves, strict=True)}, layout)
+    return {
+        name: np.asarray(x)[tuple(map(slice, shapes[name]))]
+        for name, x in zip(names, leaves, strict=True)
+    }
+
+
+def as_bytes(leaves):
+    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in leaves.items()}
+
+
+def filled(like, layout, seed=0):
+    """Fill a state with values that tell every element apart; padding is zeros."""
+    random = np.random.default_rng(seed)
+    names, leaves, structure = flatten_with_names(like)
+    shapes = logical_shapes({n: x.shape for n, x in zip(names, leaves, strict=True)}, layout)
+    arrays = []
+    for name, x in zip(names, leaves, strict=True):
+        values = np.zeros(x.shape, x.dtype)
+        inner = tuple(map(slice, shapes[name]))
+        values[inner] = (random.standard_normal(shapes[name]) * 8).astype(x.dtype)
+        arrays.append(jax.device_put(values, x.sharding))
+    return structure.unflatten(arrays)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_pair_of_stage_and_mesh(tmp_path, mesh):
+    """Every (stage, mesh) is saved; each is restored at every other: 400 pairs in all."""
+    others = {place: placed(*place) for place in PLACES}
+    for stage in range(4):
+        layout, like = others[stage, mesh]
+        state = filled(like, layout)
+        wanted = as_bytes(logical(state, layout))
+        save(tmp_path / f"{stage}", state, layout)
+        for other, wished in others.values():
+            back = restore(tmp_path / f"{stage}", other, wished)
+            assert as_bytes(logical(back, other)) == wanted
+            assert [x.sharding for x in jax.tree.leaves(back)] == [
+                x.sharding for x in jax.tree.leaves(wished)
+            ]
+
+
+def test_these_meshes_pad_differently():
+    found = {mesh: placed(3, mesh)[1].params["prime"].shape[0] for mesh in MESHES}
+    assert found == {"1": 1009, "2": 1010, "4": 1012, "8": 1016, "4x2": 1012}
+
+
+@pytest.mark.parametrize("mixed", [MIXED, HALF], ids=["bf16", "fp16"])
+def test_masters_become_parameters_and_parameters_masters(tmp_path, mixed):
+    """bf16 (or fp16) with masters to fp32 and back: no bit of what is kept in fp32 is lost."""
+    layout, like = placed(3, "8", precision=mixed)
+    state = filled(like, layout)
+    half = jax.tree.map(lambda x: x.astype(mixed.params), state.masters)
+    state = type(state)(**{**vars(state), "params": half})  # as every step leaves them
+    save(tmp_path / "mixed", state, layout)
+
+    wide, wished = placed(1, "4", precision=FP32)
+    back = restore(tmp_path / "mixed", wide, wished)
+    assert back.masters is None
+    want = as_bytes(logical(state.masters, layout))
+    assert as_bytes(logical(back.params, wide)) == want
+    assert as_bytes(logical(back.opt_state, wide)) == as_bytes(logical(state.opt_state, layout))
+
+    save(tmp_path / "fp32", back, wide)
+    again = restore(tmp_path / "fp32", layout, like)
+    assert as_bytes(logical(again, layout)) == as_bytes(logical(state, layout))
+    manifest = read_manifest(tmp_path / "fp32")
+    assert manifest.precision == {"params": "float32"}
+
+
+def test_half_precisions_become_each_other_through_the_masters(tmp_path):
+    layout, like = placed(2, "8", precision=MIXED)
+    state = filled(like, layout)
+    save(tmp_path / "bf16", state, layout)
+    other, wished = placed(3, "2", precision=HALF)
+    back = restore(tmp_path / "bf16", other, wished)
+    want = {name: x.astype(np.float16) for name, x in logical(state.masters, layout).items()}
+    assert as_bytes(logical(back.params, other)) == as_bytes(want)
+
+
+def test_wider_dtypes_hold_the_same_values_and_narrower_ones_have_to_be_asked_for(tmp_path):
+    layout, like = placed(2, "8", precision=BF16)
+    state = filled(like, layout)
+    save(tmp_path / "bf16", state, layout)
+    other, wished = placed(0, "1", precision=FP32)
+    back = restore(tmp_path / "bf16", other, wished)
+    for name, x in logical(state, layout).items():
+        np.testing.assert_array_equal(logical(back, other)[name], x.astype(back_dtype(back, name)))
+
+    save(tmp_path / "fp32", back, other)
+    with pytest.raises(IncompatibleCheckpointError, match=r"wanted bfloat16.*cast=True rounds it"):
+        restore(tmp_path / "fp32", layout, like)
+    rounded = restore(tmp_path / "fp32", layout, like, cast=True)
+    assert as_bytes(logical(rounded, layout)) == as_bytes(logical(state, layout))
+
+
+def back_dtype(state, name):
+    names, leaves, _ = flatten_with_names(state)
+    return dict(zip(names, leaves, strict=True))[name].dtype
+
+
+def test_masters_are_not_left_behind_in_silence(tmp_path):
+    """What only the masters hold would be lost by parameters that are rounded and keep none."""
+    layout, like = placed(2, "8", precision=MIXED)
+    save(tmp_path / "mixed", filled(like, layout), layout)
+    _, wished = placed(2, "8", precision=BF16)
+    with pytest.raises(IncompatibleCheckpointError, match="masters/bias' is in it and not wanted"):
+        restore(tmp_path / "mixed", layout, wished)
+    restore(tmp_path / "mixed", layout, wished, cast=True)
+
+
+OTHERS = {
+    "sgd": (optax.sgd(1e-2, momentum=0.9), "wanted TraceState"),
+    "the same leaves, another meaning": (optax.adabelief(1e-2), "wanted ScaleByBeliefState"),
+    "one more link": (optax.chain(optax.clip(1.0), TX), r"near: 'opt_state/0/mu/bias'"),
+    "a schedule": (optax.adamw(optax.constant_schedule(1e-2)), "'opt_state/2/count' is not in it"),
+    "every few steps": (optax.MultiSteps(TX, 2), "wanted MultiStepsState > ScaleByAdamState"),
+    "no state at all": (optax.sgd(1e-2), "'opt_state/0/mu/bias' is in it and not wanted"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_optimizer_is_refused_and_never_starts_afresh(tmp_path, name):
+    other, said = OTHERS[name]
+    layout, like = placed(2, "4")
+    save(tmp_path / "adamw", filled(like, layout), layout)
+    tx = other.gradient_transformation() if isinstance(other, optax.MultiSteps) else other
+    _, wished = placed(2, "4", tx=tx)
+    with pytest.raises(IncompatibleCheckpointError, match=said):
+        restore(tmp_path / "adamw", layout, wished)
+
+
+def test_parameters_alone_are_asked_for_in_words(tmp_path):
+    layout, like = placed(3, "8")
+    state = filled(like, layout)
+    save(tmp_path / "all", state, layout)
+    other, wished = placed(2, "2")
+    with pytest.raises(IncompatibleCheckpointError, match="partial=True"):
+        restore(tmp_path / "all", other, {"params": wished.params})
+    back = restore(tmp_path / "all", other, {"params": wished.params}, partial=True)
+    assert as_bytes(logical(back, other)) == as_bytes(logical({"params": state.params}, layout))
+
+
+def test_tied_leaves_are_stored_once_and_stay_one_array(tmp_path):
+    layout, _ = placed(2, "8")
+    sharding = layout.sharding(P("data"))
+    table = jax.device_put(np.arange(512.0, dtype=np.float32).reshape(64, 8), sharding)
+    tree = {"embed": table, "head": table, "bias": jax.device_put(np.ones(3), layout.sharding(P()))}
+    save(tmp_path / "tied", tree, layout)
+    manifest = read_manifest(tmp_path / "tied")
+    assert manifest.leaves["head"].same_as == "embed"
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    back = restore(tmp_path / "tied", layout, like)
+    assert back["head"] is back["embed"]
+    np.testing.assert_array_equal(back["head"], table)
+    apart = restore(
+        tmp_path / "tied",
+        layout,
+        {**like, "head": jax.ShapeDtypeStruct((64, 8), np.float32, sharding=layout.sharding(P()))},
+    )
+    np.testing.assert_array_equal(apart["head"], apart["embed"])

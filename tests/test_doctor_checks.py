@@ -1,0 +1,301 @@
+"""Each thing that `zerojax doctor` looks at can be wrong, and then is told with a remedy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from packaging.requirements import Requirement
+
+import zerojax
+from zerojax.aot import MissingCompiler, _plugin
+from zerojax.cli import _devices
+from zerojax.cli import _doctor_checks as checks
+from zerojax.cli import _doctor_proof as proof
+from zerojax.cli._doctor_checks import Bench, Finding, Project
+from zerojax.models import mlp
+
+
+@pytest.fixture
+def bench():
+    return Bench(devices=jax.devices())
+
+
+def raising(error):
+    def raise_(*args, **kwargs):
+        raise error
+
+    return raise_
+
+
+# ------------------------------------------------------------------ packages
+
+
+def versions(monkeypatch, **changes):
+    """Let packages have other versions; None is not installed."""
+    real = metadata.version
+
+    def version(name):
+        given = changes.get(name.replace("-", "_"), real)
+        if given is None:
+            raise metadata.PackageNotFoundError(name)
+        return real(name) if given is real else given
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def test_another_python_is_told(monkeypatch, bench):
+    monkeypatch.setattr(checks.platform, "python_version", lambda: "3.10.4")
+    found = checks.check_python(bench)
+    assert found.status == "failed"
+    assert "Python 3.10.4" in found.found
+    assert "needs >=3.11" in found.found
+    assert "Python >=3.11" in found.remedy
+
+
+def test_packages_that_are_missing_or_old_are_told_with_the_command_for_them(monkeypatch, bench):
+    versions(monkeypatch, optax="0.1.0", orbax_checkpoint=None)
+    found = checks.check_packages(bench)
+    assert found.status == "failed"
+    assert "optax is 0.1.0, and >=0.2.5 is needed" in found.found
+    assert "orbax-checkpoint is not installed" in found.found
+    assert re.fullmatch(r'pip install -U "optax>=[\d.]+" "orbax-checkpoint>=[\d.]+"', found.remedy)
+
+
+def test_a_jaxlib_that_does_not_go_with_jax_is_told(monkeypatch, bench):
+    versions(monkeypatch, jaxlib="0.4.1")
+    found = checks.check_jaxlib(bench)
+    assert found.status == "failed"
+    assert "jaxlib is 0.4.1" in found.found
+    assert found.remedy == f'pip install -U "jax=={jax.__version__}"'
+
+
+def test_missing_notebook_packages_are_a_warning(monkeypatch, bench):
+    versions(monkeypatch, nbclient=None)
+    found = checks.check_notebooks(bench)
+    assert (found.status, found.found) == ("warning", "nbclient is not installed")
+    assert found.remedy == "pip install 'zerojax[notebooks]'"
+
+
+def test_an_installed_package_and_a_checkout_say_the_same(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", absent)
+    checkout = Project.read()
+    assert not checkout.is_installed
+    held = SimpleNamespace(
+        version="9",
+        metadata={"Requires-Python": ">=3.11"},
+        requires=[str(one) for one in checkout.requirements],
+    )
+    monkeypatch.setattr(metadata, "distribution", lambda name: held)
+    installed = Project.read()
+    assert installed.is_installed
+    for extra in ("", "notebooks", "aot"):
+        names = [one.name for one in installed.of_extra(extra)]
+        assert names == [one.name for one in checkout.of_extra(extra)]
+        assert ("optax" in names) == (not extra)
+        assert ("nbclient" in names) == (extra == "notebooks")
+
+
+def test_a_requirement_of_another_platform_is_none_here():
+    lines = [
+        checks._with_extra("a>=1; sys_platform == 'nowhere' or sys_platform == 'never'", "aot"),
+        checks._with_extra("b>=1", "aot"),
+    ]
+    project = Project("1", ">=3", [Requirement(line) for line in lines], is_installed=False)
+    assert [one.name for one in project.of_extra("aot")] == ["b"]
+    assert project.of_extra() == []
+
+
+# ------------------------------------------------------------------ devices
+
+
+def test_no_devices_are_told(monkeypatch, bench):
+    monkeypatch.setenv("JAX_PLATFORMS", "rocm")
+    for error, said in [
+        (ValueError("jax finds no devices: no ROCm\nat all"), "jax finds no devices: no ROCm"),
+        (AssertionError(), "jax finds no devices of rocm"),
+    ]:
+        monkeypatch.setattr(_devices, "find_devices", raising(error))
+        found = checks.check_devices(bench)
+        assert (found.status, found.found) == ("failed", said)
+        assert "unset JAX_PLATFORMS, which asks for rocm" in found.remedy
+
+
+def test_a_single_device_is_a_warning(monkeypatch, bench):
+    monkeypatch.setattr(_devices, "find_devices", lambda asked: jax.devices()[:1])
+    found = checks.check_devices(bench)
+    assert found.status == "warning"
+    assert "1 virtual device on the CPU" in found.found
+    assert "JAX_NUM_CPU_DEVICES=8" in found.remedy
+    assert bench.devices == jax.devices()[:1]
+
+
+def test_an_accelerator_that_jax_does_not_use_is_a_warning(monkeypatch, bench):
+    monkeypatch.setattr(_plugin, "_accelerators", lambda: True)
+    found = checks.check_devices(bench)
+    assert found.status == "warning"
+    assert "does not use the accelerator" in found.found
+    assert "unset JAX_PLATFORMS" in found.remedy
+
+
+def test_real_accelerators_are_named_with_their_memory(monkeypatch, bench):
+    one = SimpleNamespace(
+        platform="gpu", device_kind="H100", memory_stats=lambda: {"bytes_limit": 80 * 10**9}
+    )
+    monkeypatch.setattr(_devices, "find_devices", lambda asked: [one] * 4)
+    found = checks.check_devices(bench)
+    assert (found.status, found.found) == ("ok", "4 x H100 (gpu), 80.0 GB of memory each")
+
+
+def test_a_compiler_for_absent_tpus_is_not_loaded():
+    program = """
+import sys, jax
+from zerojax.aot import _plugin
+from zerojax.cli import _doctor_checks as checks
+_plugin._accelerators = lambda: False
+version = checks._version
+checks._version = lambda name: "0.1" if name == "libtpu" else version(name)
+assert checks.check_devices(checks.Bench()).status == "ok"
+checks.check_tpu_compiler(None), checks.check_gpu_compiler(None)
+print(jax.config.jax_platforms, "libtpu" in sys.modules)
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["cpu", "False"]
+
+
+def test_devices_without_host_memory_are_a_warning(monkeypatch):
+    memories = [SimpleNamespace(kind="device")]
+    one = SimpleNamespace(platform="tpu", addressable_memories=lambda: memories)
+    found = checks.check_host_memory(Bench(devices=[one]))
+    assert found.status == "warning"
+    assert "(only device)" in found.found
+    assert "without --offload" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("check", "require", "package"),
+    [
+        (checks.check_tpu_compiler, "_require_libtpu", "libtpu"),
+        (checks.check_gpu_compiler, "_require_cuda", "jax-cuda12-plugin"),
+    ],
+)
+def test_compilers_are_there_or_a_warning(monkeypatch, bench, check, require, package):
+    error = MissingCompiler('Compiling needs it 3 (no TPU): pip install "jax[tpu]==1" other')
+    monkeypatch.setattr(_plugin, require, raising(error))
+    assert check(bench) == Finding(
+        status="warning", found="Compiling needs it 3", remedy='pip install "jax[tpu]==1" other'
+    )
+    monkeypatch.setattr(_plugin, require, lambda: None)
+    monkeypatch.setattr(
+        checks, "_version", {package: "0.7", "jax-cuda13-plugin": None}.get, raising=True
+    )
+    assert check(bench) == Finding(status="ok", found=f"{package} 0.7")
+
+
+# ------------------------------------------------------------------ folders
+
+
+def test_the_compilation_cache(monkeypatch, bench, tmp_path):
+    (tmp_path / "file").write_text("")
+    kept = jax.config.jax_compilation_cache_dir
+    try:
+        for folder, status, said in [
+            (None, "warning", "every run compiles anew"),
+            (str(tmp_path / "new/cache"), "ok", "can be written to"),
+            (str(tmp_path / "file"), "warning", "can't be written to (File exists)"),
+            (str(tmp_path / "file/cache"), "warning", "can't be written to (Not a directory)"),
+            ("gs://bucket/cache", "ok", "not tried"),
+        ]:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            found = checks.check_cache(bench)
+            assert (found.status, said in found.found) == (status, True), found
+            assert bool(found.remedy) == (status == "warning")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+
+
+def test_folders_that_are_closed_or_full_are_told(monkeypatch, bench, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    found = checks.check_disk(bench)
+    assert found.status == "failed"
+    assert f"{tmp_path / 'none'} can't be written to (No such file" in found.found
+    assert "TMPDIR" in found.remedy
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert checks.check_disk(bench).status == "ok"
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**8))
+    found = checks.check_disk(bench)
+    assert found.status == "warning"
+    assert f"100.0 MB free in {tmp_path}" in found.found
+    assert "make room" in found.remedy
+
+
+# ------------------------------------------------------------------ the proof
+
+
+def test_wrong_products_are_told(monkeypatch, bench):
+    matmul = jnp.matmul
+    monkeypatch.setattr(jnp, "matmul", lambda a, b: matmul(a, b).at[-1].set(jnp.nan))
+    found = proof.check_bf16(bench)
+    assert found.status == "failed"
+    assert str(jax.devices()[-1]) in found.found
+    assert "fp32" in found.remedy
+
+
+def test_a_loss_that_is_not_finite_is_told(monkeypatch, bench):
+    loss = mlp.loss
+    monkeypatch.setattr(mlp, "loss", lambda *given: loss(*given) * jnp.nan)
+    found = proof.check_step(bench)
+    assert (found.status, found.found) == ("failed", "the loss is nan")
+    assert bench.state is None
+
+
+def test_a_step_that_does_not_partition_fails_the_audit(monkeypatch, bench):
+    monkeypatch.setattr(proof, "STAGE", 0)
+    assert proof.check_step(bench).status == "ok"
+    monkeypatch.setattr(proof, "STAGE", 2)
+    init, *_ = proof._problem(bench.devices)
+    bench.layout = proof._layout(bench.devices, proof._shapes(init))
+    found = proof.check_audit(bench)
+    assert found.status == "failed"
+    assert "more" in found.found
+    assert found.remedy
+
+
+def test_a_bit_that_is_lost_on_disk_is_told(monkeypatch, bench):
+    assert proof.check_step(bench).status == "ok"
+    assert proof.check_checkpoint(bench).status == "ok"
+    restore = zerojax.restore
+
+    def torn(*given):
+        back = restore(*given)
+        layers = back.params["layers"]
+        kernel = layers[1]["kernel"]
+        layers[1]["kernel"] = kernel.at[7, 7].set(jnp.nextafter(kernel[7, 7], jnp.inf))
+        return back
+
+    monkeypatch.setattr(zerojax, "restore", torn)
+    found = proof.check_checkpoint(bench)
+    assert found.status == "failed"
+    assert "['layers'][1]['kernel'] came back otherwise" in found.found
+    assert "TMPDIR" in found.remedy

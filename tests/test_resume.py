@@ -1,0 +1,121 @@
+"""A run that was stopped goes on as if it had not been, from the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from zerojax.checkpoint import find_checkpoints, read_manifest
+from zerojax.cli import main
+
+COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.exit(main())"]
+QUICK = ["--eval-windows", "20", "--sample-bytes", "0"]
+SMALL = ["--context", "16", *QUICK]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_sigterm_saves_and_the_curve_is_that_of_a_run_without_it(folder, capsys):
+    """Equal to the bit on the same mesh, within 1e-6 on another one at another stage."""
+    options = ["--steps", "24", "--stage", "2", "--eval-every", "24", *SMALL]
+    assert main(["train", *options, "--out", "whole"]) == 0
+    command = [*COMMAND, "train", *options, "--out", "run"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    metrics = folder / "run/metrics.jsonl"
+    while process.poll() is None and '"step": 9' not in (
+        metrics.read_text() if metrics.exists() else ""
+    ):
+        signal.sigtimedwait([], 0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 75, (out, err)
+    (stopped,) = find_checkpoints(folder / "run/checkpoints")  # though none was asked for
+    assert 9 <= stopped < 24
+    assert f"preempted after step {stopped} of 24; go on with: zerojax train --resume" in err
+    shutil.copytree(folder / "run", folder / "elsewhere")
+    capsys.readouterr()
+
+    assert main(["train", "--resume", "--out", "run"]) == 0  # the other options are kept
+    assert f"going on from step {stopped}" in capsys.readouterr().out
+    assert losses(folder / "run") == losses(folder / "whole")
+
+    assert main(["train", "--resume", "--out", "elsewhere", "--devices", "4", "--stage", "3"]) == 0
+    assert losses(folder / "elsewhere") == pytest.approx(losses(folder / "whole"), rel=1e-6)
+
+
+def test_damaged_checkpoints_are_named_and_passed_over(folder, capsys):
+    options = ["--steps", "6", "--save-every", "2", *SMALL]
+    assert main(["train", *options, "--out", "run"]) == 0
+    want = losses(folder / "run")
+    saved = find_checkpoints(folder / "run/checkpoints")
+    assert list(saved) == [2, 4, 6]
+    largest = max(saved[6].rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    (saved[4] / "checkpoint.json").unlink()  # a save that was cut short
+    capsys.readouterr()
+
+    assert main(["train", "--resume", "--out", "run", *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "checkpoints/6 is damaged" in out
+    assert "checkpoints/4 is a save that was cut short" in out
+    assert largest.name in out
+    assert "going on from step 2" in out
+    assert losses(folder / "run") == want
+    assert list(find_checkpoints(folder / "run/checkpoints")) == [2, 4, 6]
+    assert (folder / "run/checkpoints/6.damaged").is_dir()  # nothing is lost
+
+    for path in (folder / "run/checkpoints").iterdir():
+        (path / "checkpoint.json").write_text("{}")
+    assert main(["train", "--resume", "--out", "run", *QUICK]) == 2
+    err = capsys.readouterr().err
+    assert "no whole checkpoint" in err
+    assert err.count("\n") == 1
+
+
+def test_the_newest_ones_are_kept(folder):
+    options = ["--steps", "6", "--save-every", "1", "--keep", "2", *SMALL]
+    assert main(["train", *options, "--out", "run"]) == 0
+    assert list(find_checkpoints(folder / "run/checkpoints")) == [5, 6]
+    assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == ["5", "6"]
+    assert read_manifest(folder / "run/checkpoints/6").step == 6
+
+
+def test_a_run_starts_from_weights_that_are_given(folder, capsys):
+    assert main(["train", "--steps", "8", "--save-every", "8", "--out", "run", *SMALL]) == 0
+    assert main(["checkpoint", "export", "run", "w.safetensors"]) == 0
+    trained = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[-1])
+    for number, given in enumerate(("run", "w.safetensors")):
+        out = f"from-{number}"
+        options = ["--steps", "1", "--stage", "3", "--devices", "4", "--init", given, *SMALL]
+        assert main(["train", *options, "--out", out]) == 0
+        first = json.loads((folder / out / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["step"] == 0
+        assert first["validation_bits_per_byte"] == pytest.approx(
+            trained["validation_bits_per_byte"], rel=1e-5
+        )
+    capsys.readouterr()
+    assert main(["train", "--model", "gpt2-small", "--init", "run", "--out", "other"]) == 2
+    err = capsys.readouterr().err
+    assert "wanted" in err
+    assert err.count("\n") == 1
+    assert main(["train", "--init", "nothing", "--out", "other"]) == 2
+    assert "no folder nothing" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""Weights between checkpoints and safetensors files, a few rows at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from zerojax._tree import num_bytes
+from zerojax._types import PyTree, Shape
+from zerojax.checkpoint._arrays import SavedArrays
+from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
+from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
+from zerojax.checkpoint._manifest import Manifest, read_manifest
+from zerojax.checkpoint._safetensors import SafetensorsReader, Tensor, write
+from zerojax.checkpoint._verdict import check_leaves
+from zerojax.layout import Layout
+
+#: Bytes of a file beyond which there are several and an index.
+MAX_FILE_BYTES = 5_000_000_000
+#: Bytes of the rows that are in memory at a time.
+BLOCK_BYTES = 64 << 20
+#: Where a file's metadata keeps the paths that names with dots alone do not tell.
+PATHS = "zerojax.paths"
+
+
+def export_safetensors(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    part: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    on_leaf: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Write the whole, logical weights of a checkpoint to safetensors files, rows by rows.
+
+    Needs no accelerator and no code of the model. A leaf `layers/qkv` is the tensor `layers.qkv`.
+    Tied weights are written once; the metadata name the others, as Hugging Face's do.
+
+    Args:
+        directory: the checkpoint's folder.
+        path: `NAME.safetensors`; beyond `max_file_bytes` several files and an index, as in
+            `NAME-00001-of-00002.safetensors` and `NAME.safetensors.index.json`.
+        part: the leaves below this path: "params", "masters", "opt_state/0/mu". Left out, it is
+            the parameters of a train state, or all that there is.
+        max_file_bytes: bytes of tensors in a file.
+        on_leaf: called with the path of each leaf when it has been written.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        DamagedCheckpointError: a file of the checkpoint is not what was written.
+        FileExistsError: an output is there already.
+        ValueError: there is no such part, or a dtype that the format has not.
+    """
+    root, path = Path(directory).absolute(), Path(path)
+    manifest = read_manifest(root)
+    leaves = _part_of(manifest, part, root)
+    wrong = wrong_contents(root, manifest.files)
+    if wrong:
+        raise DamagedCheckpointError(root, wrong)
+    arrays = SavedArrays(root, manifest)
+    short = {held: held.removeprefix(_prefix(manifest, part)) for held in leaves}
+    names = {held: ending.replace("/", ".") for held, ending in short.items()}
+    owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
+    tied, tensors = {}, []
+    for held, leaf in leaves.items():
+        owner = owners.setdefault(leaf.same_as or held, held)
+        if owner == held:
+            tensors.append(_tensor(names[held], held, leaf, arrays, on_leaf))
+        else:
+            tied[names[held]] = names[owner]
+    unclear = {
+        name: held.removeprefix(_prefix(manifest, part))
+        for held, name in names.items()
+        if name.replace(".", "/") != held.removeprefix(_prefix(manifest, part))
+    }
+    metadata = {
+        "writer": "zerojax",
+        **({} if manifest.step is None else {"step": str(manifest.step)}),
+    }
+    if unclear:
+        metadata[PATHS] = json.dumps(unclear)
+    return write(path, tensors, metadata=metadata | tied, max_file_bytes=max_file_bytes)
+
+
+def _prefix(manifest: Manifest, part: str | None) -> str:
+    if part is None:
+        return PARAMS if any(path.startswith(PARAMS) for path in manifest.leaves) else ""
+    return part.rstrip("/") + "/"
+
+
+def _part_of(manifest: Manifest, part: str | None, root: Path) -> dict[str, SavedLeaf]:
+    prefix = _prefix(manifest, part)
+    leaves = {path: leaf for path, leaf in manifest.leaves.items() if path.startswith(prefix)}
+    if not leaves:
+        parts = sorted({path.split("/")[0] for path in manifest.leaves})
+        raise ValueError(f"{root} has no part {part!r}; it has {', '.join(parts)}")
+    keys = [path for path, leaf in leaves.items() if leaf.is_key]
+    if keys:
+        raise ValueError(
+            f"leaf {keys[0]!r} holds PRNG keys, which safetensors files can't; give the part that "
+            "holds the weights, such as params"
+        )
+    return leaves
+
+
+def _tensor(
+    name: str,
+    path: str,
+    leaf: SavedLeaf,
+    arrays: SavedArrays,
+    on_leaf: Callable[[str], None] | None,
+) -> Tensor:
+    def blocks() -> Any:
+        yield from arrays.blocks(path, BLOCK_BYTES)
+        if on_leaf is not None:
+            on_leaf(path)
+
+    return Tensor(name=name, shape=leaf.shape, dtype=leaf.dtype, blocks=blocks)
+
+
+def import_safetensors(
+    path: str | os.PathLike[str],
+    layout: Layout,
+    like: PyTree,
+    *,
+    cast: bool = False,
+    on_leaf: Callable[[str], None] | None = None,
+) -> PyTree:
+    """Read weights into the structure and the placement of `like`, for each device its part.
+
+    The tensor `layers.qkv` is the leaf `layers/qkv`. Names that the metadata tie to another are
+    that other one.
+
+    Args:
+        path: a file, an index of several, or the folder that holds them.
+        layout: the placement of the result.
+        like: shapes with shardings, logical or stored, as `abstract_train_state(...).params` gives.
+        cast: round to narrower floating dtypes; wider ones need no leave.
+        on_leaf: called with the path of each leaf that was read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        IncompatibleCheckpointError: tensors are missing, left over, of another shape or dtype;
+            nothing has been read then.
+        ValueError: a file is damaged.
+    """
+    reader = SafetensorsReader(path)
+    names = tensor_names(reader)
+    found = {leaf: _described(*reader.tensors[name]) for leaf, name in names.items()}
+    wanted = saved_leaves(like, layout)
+    check_leaves(found, wanted, reader.path, cast=cast)
+    whole = layout.sharding(P())
+    leaves: dict[str, jax.Array] = {}
+    read: dict[Any, jax.Array] = {}  # leaves that are tied are one array
+    for leaf, x in named_leaves(like).items():
+        sharding = getattr(x, "sharding", None) or whole
+        key = names[leaf], x.shape, x.dtype, sharding
+        if key not in read:
+            read[key] = _placed(reader, *key, logical=wanted[leaf].shape)
+        leaves[leaf] = read[key]
+        if on_leaf is not None:
+            on_leaf(leaf)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves.values())
+
+
+def _described(shape: Shape, dtype: str) -> SavedLeaf:
+    size = num_bytes(shape, jnp.dtype(dtype))
+    return SavedLeaf(shape=shape, stored_shape=shape, dtype=dtype, num_bytes=size)
+
+
+def weights_of(path: str | os.PathLike[str]) -> PyTree:
+    """Give the weights of safetensors files as a nested dict of shapes; reads headers only."""
+    reader = SafetensorsReader(path)
+    tree: dict[str, Any] = {}
+    for leaf, name in tensor_names(reader).items():
+        *above, last = leaf.split("/")
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{reader.path} has a tensor {name!r} below another one")
+        shape, dtype = reader.tensors[name]
+        node[last] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return tree
+
+
+def tensor_names(reader: SafetensorsReader) -> dict[str, str]:
+    """Give the tensor that each leaf is read from, by the leaf's path."""
+    paths: Mapping[str, str] = json.loads(reader.metadata.get(PATHS, "{}"))
+    tied = {
+        name: owner
+        for name, owner in reader.metadata.items()
+        if owner in reader.tensors and name not in reader.tensors and name != PATHS
+    }
+    names = {**{name: name for name in reader.tensors}, **tied}
+    return {paths.get(name, name.replace(".", "/")): owner for name, owner in names.items()}
+
+
+def _placed(
+    reader: SafetensorsReader,
+    name: str,
+    shape: Shape,
+    dtype: Any,
+    sharding: jax.sharding.Sharding,
+    *,
+    logical: Shape,
+) -> jax.Array:
+    """Read a tensor as shards; those of one place are read once, padding is zeros."""
+    read: dict[Any, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        spans = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+        key = tuple(spans)
+        if key not in read:
+            inner = tuple(
+                slice(min(start, size), min(stop, size))
+                for (start, stop), size in zip(spans, logical, strict=True)
+            )
+            block = reader.read(name, inner).astype(dtype, copy=False)
+            missing = [
+                (0, stop - start - have)
+                for (start, stop), have in zip(spans, block.shape, strict=True)
+            ]
+            read[key] = np.pad(block, missing) if any(more for _, more in missing) else block
+        return read[key]
+
+    return jax.make_array_from_callback(shape, sharding, part)
