@@ -80,14 +80,16 @@ def train(
         data=tuple(data or ()), eval_every=eval_every, eval_windows=eval_windows, prompt=prompt,
         sample_bytes=sample_bytes, out=out, save_every=save_every, keep=keep, resume=resume,
     )  # fmt: skip
-    given = frozenset(name for name in ctx.params if _is_given(ctx, name))
     screen = Screen()
     with refusing():
-        options, checkpoint = take_up(options, given)
+        options, checkpoint = take_up(options, _given(ctx))
         session = prepare(options, checkpoint)
     run(session, screen)
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def _given(ctx: typer.Context) -> frozenset[str]:
+    """Name the options that were given, and not left out."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return frozenset(
+        name for name, source in sources.items() if source and source.name == "COMMANDLINE"
+    )
