@@ -29,9 +29,9 @@ from zerojax.checkpoint._logical import logical_shapes
 SHAPES = {"even": (512, 512), "padded": (1009, 67), "bias": (3,), "scalar": ()}
 #: A leaf so large that replicas share the writing of it.
 LARGE = (4096, 1024)
-#: What memory is measured with: 256 MiB.
-HEAVY = {f"leaf{number}": (2048, 2048) for number in range(16)}
-#: What a process may use whatever it saves: threads' stacks, files' blocks, arrays' descriptions.
+#: What memory is measured with: 512 MiB.
+HEAVY = {f"leaf{number}": (2048, 2048) for number in range(32)}
+#: What a process may use whatever it saves: blocks of files under digest, threads, descriptions.
 ALLOWANCE = 16 << 20
 
 

@@ -32,6 +32,8 @@ def run(what, folder):
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        # Readers are many threads, and glibc keeps what was freed in an arena for each of a few.
+        "MALLOC_ARENA_MAX": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     started = []

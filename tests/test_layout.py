@@ -48,6 +48,7 @@ DIM_CHOICES = {  # shape, user's parts per dim, shards, layer dims -> dim, store
         0,
         (8, *(2,) * 10),
     ),
+    "padded for two shards": ((1009, 7), (1, 1), 2, 0, 0, (1010, 7)),
     "whole where layers are all there is": ((2048,), (1,), 8, 1, None, (2048,)),
     "whole below min_size": ((8, 8), (1, 1), 8, 0, None, (8, 8)),
 }

@@ -1,9 +1,11 @@
 """The compiled train step and its state."""
 
+from zerojax.train._loss_scale import LossScale
 from zerojax.train._state import TrainState, abstract_train_state, init_train_state, unpad
 from zerojax.train._step import TrainStep, make_train_step
 
 __all__ = [
+    "LossScale",
     "TrainState",
     "TrainStep",
     "abstract_train_state",

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zerojax._types import PyTree
@@ -13,6 +14,8 @@ from zerojax.collectives import shard, store, view
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout, Precision
 from zerojax.optim import Hosted, OffloadedUpdate
 from zerojax.train._clipping import clip, global_norm
+from zerojax.train._guard import guarded, kept_unless
+from zerojax.train._loss_scale import unscaled
 from zerojax.train._precision import cast_floating, updated_dtype
 from zerojax.train._state import TrainState
 
@@ -46,19 +49,19 @@ def update_offloaded(
     def run(
         grads: list[Any], held: list[Any], leaves: list[Any], loss: Any
     ) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        grads = cast_floating(grads, updated_dtype(precision))
+        grads = unscaled(cast_floating(grads, updated_dtype(precision)), state.loss_scale)
         norm = global_norm(grads)
         tree = layout.structure.unflatten(clip(grads, norm, clip_norm))
         params = layout.structure.unflatten(held)
-        updates, new = tx.update(
+        finite = None if state.loss_scale is None else jnp.isfinite(norm)
+        guard = tx if finite is None else guarded(tx, finite)
+        updates, new = guard.update(
             tree, placed.structure.unflatten(leaves), params, value=loss, grad=tree
         )
-        if jax.tree.structure(new) != placed.structure:
-            raise ValueError(
-                "the optimizer's state changed its structure, so its placement is not known; "
-                f"expected {placed.structure}, got {jax.tree.structure(new)}"
-            )
+        _check_structure(new, placed)
         updated = layout.structure.flatten_up_to(optax.apply_updates(params, updates))
+        if finite is not None:
+            updated = kept_unless(finite, updated, held)
         low = [] if precision.master is None else [
             x.astype(dtype) for x, dtype in zip(updated, dtypes, strict=True)
         ]  # fmt: skip
@@ -87,3 +90,11 @@ def update_offloaded(
         else layout.structure.unflatten(map(far, updated, layout.leaves, hosted.masters)),
         placed.structure.unflatten(map(far, leaves, placed.leaves, hosted.state)),
     )
+
+
+def _check_structure(new: PyTree, placed: OptimizerLayout) -> None:
+    if jax.tree.structure(new) != placed.structure:
+        raise ValueError(
+            "the optimizer's state changed its structure, so its placement is not known; "
+            f"expected {placed.structure}, got {jax.tree.structure(new)}"
+        )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from zerojax._tree import floating_dtype
 from zerojax._types import PyTree
 from zerojax.layout import Precision
+from zerojax.train._loss_scale import check_loss_scale
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
@@ -23,10 +24,11 @@ def updated_dtype(precision: Precision) -> Any:
 
 
 def check_precision(precision: Precision | None) -> Precision:
-    """Fill in the default and refuse dtypes that are not floating."""
+    """Fill in the default; refuse dtypes that are not floating and a bad loss scale."""
     precision = precision or Precision()
     for name in ("params", "master", "reduce"):
         dtype = getattr(precision, name)
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"Precision.{name} needs a floating dtype, got {jnp.dtype(dtype)}")
+    check_loss_scale(precision.loss_scale)
     return precision

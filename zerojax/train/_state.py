@@ -16,12 +16,13 @@ from zerojax.collectives import auto_region, constrain, shard_tree, store, to_lo
 from zerojax.layout import Layout, Precision
 from zerojax.memory import HOST_MEMORY, OffloadPolicy
 from zerojax.optim import Hosted, as_transformation, check_like, hosted_leaves, store_state
+from zerojax.train._loss_scale import LossScale, first_loss_scale
 from zerojax.train._precision import cast_floating, check_precision, updated_dtype
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "params", "masters", "opt_state"),
+    data_fields=("step", "params", "masters", "opt_state", "loss_scale"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +30,20 @@ class TrainState:
     """What a training step reads and writes.
 
     Attributes:
-        step: int32 scalar, steps done.
+        step: int32 scalar, steps done, with those that a loss scale skipped.
         params: what the loss reads. Stages 0 to 2: logical leaves. Stage 3: stored leaves, padded
             where no dim divides; `unpad` gives the logical ones.
         masters: stored high-precision copy that the optimizer updates, or None.
         opt_state: stored optimizer state, in the structure of `tx.init`.
+        loss_scale: `scale`, a float32 scalar, and `good_steps`, an int32 one, finite steps since it
+            last changed; None where `Precision` asks for no loss scale.
     """
 
     step: Any
     params: PyTree
     masters: PyTree
     opt_state: PyTree
+    loss_scale: Any = None
 
 
 def init_train_state(
@@ -138,11 +142,13 @@ def state_shardings(
     """Give the sharding of every leaf of the train state; `hosted` are those on the host."""
     cut = layout.map_leaves(lambda leaf: layout.sharding(leaf.shard_spec))
     whole = layout.map_leaves(lambda leaf: layout.sharding(leaf.spec))
+    everywhere = layout.sharding(jax.sharding.PartitionSpec())
     shardings = TrainState(
-        step=layout.sharding(jax.sharding.PartitionSpec()),
+        step=everywhere,
         params=cut if layout.partitions("parameter") else whole,
         masters=None if precision.master is None else cut,
         opt_state=layout.opt_state(tx, dtype=updated_dtype(precision)),
+        loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
     )
     if not hosted:
         return shardings
@@ -194,6 +200,7 @@ def _builder(
             if precision.master is None
             else layout.map_leaves(lambda leaf, x: store(x, leaf, layout), updated),
             opt_state=store_state(tx.init(updated), placed, layout),
+            loss_scale=first_loss_scale(precision.loss_scale),
         )
         if not hosted:
             return state

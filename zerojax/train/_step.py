@@ -29,6 +29,8 @@ from zerojax.layout import Layout, Precision
 from zerojax.memory import OffloadPolicy, Remat, RematPolicy, of_step, rematerialised
 from zerojax.optim import as_transformation, hosted_leaves, update_shards
 from zerojax.train._clipping import clip, global_norm
+from zerojax.train._guard import guarded, kept_unless
+from zerojax.train._loss_scale import next_loss_scale, scaled, unscaled
 from zerojax.train._offloaded import update_offloaded
 from zerojax.train._precision import cast_floating, check_precision, updated_dtype
 from zerojax.train._state import TrainState, state_shardings
@@ -41,7 +43,9 @@ class TrainStep:
 
     The state is donated: use the one that is returned. Metrics are scalars on every device: `loss`,
     `grad_norm` (before clipping), `param_norm` (after the update), `learning_rate` where the
-    optimizer's state holds one (`optax.inject_hyperparams`), and `aux` with `has_aux`.
+    optimizer's state holds one (`optax.inject_hyperparams`), `aux` with `has_aux`, and with a loss
+    scale `loss_scale`, that of this step, and `skipped`, whether its gradients were not finite, so
+    that parameters and optimizer state stayed what they were.
     """
 
     def __init__(
@@ -118,13 +122,14 @@ class TrainStep:
 
     def _check_state(self, state: TrainState) -> None:
         """Refuse a state of another structure before jit does in terms of pytrees."""
-        found, wanted = (s.masters is not None for s in (state, self._shardings))
-        if found != wanted:
-            raise ValueError(
-                f"the state {'holds' if found else 'lacks'} masters and the step's precision "
-                f"{'asks for' if wanted else 'has'} {'them' if wanted else 'none'}: give "
-                "init_train_state and make_train_step the same precision"
-            )
+        for name, what in (("masters", "masters"), ("loss_scale", "a loss scale")):
+            found, wanted = (getattr(s, name) is not None for s in (state, self._shardings))
+            if found != wanted:
+                raise ValueError(
+                    f"the state {'holds' if found else 'lacks'} {what} and the step's precision "
+                    f"{'asks for' if wanted else 'has'} {what if wanted else 'none'}: give "
+                    "init_train_state and make_train_step the same precision"
+                )
 
     def _check_batch(self, names: list[str], leaves: list[Any]) -> None:
         parts = self.layout.num_batch_parts
@@ -149,7 +154,7 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Compute gradients as shards, update shards, write the parameters back."""
-        (loss, aux), grads = self._gradients(state.params, batch)
+        (loss, aux), grads = self._gradients(state, batch)
         if self._hosted and self.offload is not None:
             norm, updated, masters, opt_state = update_offloaded(
                 self._tx, self.layout, self._placed, self._hosted, self.precision, self.clip_norm,
@@ -158,13 +163,19 @@ class TrainStep:
         else:
             masters = None
             norm, updated, opt_state = self._update(state, grads, loss)
+        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(updated)}
+        loss_scale = state.loss_scale
+        if loss_scale is not None and self.precision.loss_scale is not None:
+            finite = jnp.isfinite(norm)
+            metrics |= {"loss_scale": loss_scale.scale, "skipped": ~finite}
+            loss_scale = next_loss_scale(self.precision.loss_scale, loss_scale, finite)
         new_state = TrainState(
             step=state.step + 1,
             params=self._written(state.params, updated),
             masters=self._masters(updated) if masters is None else masters,
             opt_state=opt_state,
+            loss_scale=loss_scale,
         )
-        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(updated)}
         rates = [
             value
             for _, value in optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
@@ -181,7 +192,7 @@ class TrainStep:
     ) -> tuple[jax.Array, PyTree, PyTree]:
         """Give the gradients' norm, what the optimizer updates as shards, and the stored state."""
         layout, precision = self.layout, self.precision
-        grads = cast_floating(grads, updated_dtype(precision))
+        grads = unscaled(cast_floating(grads, updated_dtype(precision)), state.loss_scale)
         norm = global_norm(grads)
         grads = clip(grads, norm, self.clip_norm)
 
@@ -193,12 +204,16 @@ class TrainStep:
             else shard_tree(held, layout)
         )
         grads = layout.map_leaves(lambda leaf, g: view(g, leaf, layout), grads)
+        finite = None if state.loss_scale is None else jnp.isfinite(norm)
+        tx = self._tx if finite is None else guarded(self._tx, finite)
         updates, opt_state = update_shards(
-            self._tx, layout, self._placed, grads, state.opt_state, updated,
+            tx, layout, self._placed, grads, state.opt_state, updated,
             {"value": loss, "grad": grads},
         )  # fmt: skip
-        updated = shard_tree(optax.apply_updates(updated, updates), layout)
-        return norm, updated, opt_state
+        new = optax.apply_updates(updated, updates)
+        if finite is not None:
+            new = kept_unless(finite, new, updated)
+        return norm, shard_tree(new, layout), opt_state
 
     def _masters(self, updated: PyTree) -> PyTree:
         """Store what the optimizer updated, where masters are kept."""
@@ -214,8 +229,11 @@ class TrainStep:
             lambda leaf, was, x: store(x.astype(was.dtype), leaf, self.layout), old, updated
         )
 
-    def _gradients(self, params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-        """Give loss, aux and the gradients as stored shards."""
+    def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
+        """Give loss, aux and the gradients as stored shards, of the scaled loss if it is."""
+        # A scalar of the batch goes to every device and microbatch, and so the scale does.
+        params = state.params
+        batch = (batch, None if state.loss_scale is None else state.loss_scale.scale)
         layout, count = self.layout, self.num_microbatches
         dtype = self.precision.reduce or (self.precision.master if count > 1 else None)
         if self.reduce == "once":
@@ -228,16 +246,21 @@ class TrainStep:
         return accumulate_gradients(self._value_and_grad(loss_fn), params, batch, count, dtype)
 
     def _value_and_grad(self, loss_fn: LossFn) -> Any:
-        """Give `(loss, aux), gradients`, with None for aux where the loss has none."""
+        """Give `(loss, aux), gradients` of parameters and `(batch, scale)`; aux may be None."""
 
-        def with_aux(params: PyTree, batch: PyTree) -> tuple[jax.Array, Any]:
+        def with_aux(params: PyTree, given: tuple[PyTree, Any]) -> tuple[jax.Array, Any]:
+            batch, scale = given
             out = loss_fn(params, batch)
             loss, aux = out if self.has_aux else (out, None)
             if jnp.shape(loss):
                 raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(loss)}")
-            return loss, aux
+            return scaled(loss, scale), (loss, aux)
 
-        return jax.value_and_grad(with_aux, has_aux=True)
+        def run(params: PyTree, given: tuple[PyTree, Any]) -> tuple[Any, PyTree]:
+            (_, value), grads = jax.value_and_grad(with_aux, has_aux=True)(params, given)
+            return value, grads
+
+        return run
 
 
 def make_train_step(
