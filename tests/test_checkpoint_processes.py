@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -61,11 +63,19 @@ def run(what, folder):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Save in one process, then do all that is shown with tiny states in two."""
-    folder = tmp_path_factory.mktemp("tiny")
-    layout, like = child.place(child.SHAPES, 3, 8)
-    save(folder / "single", child.filled(like, layout, 5), layout, step=5)
-    return folder, run("tiny", folder)
+    """Save in one process, then do all that is shown with tiny states in two; one worker does."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / "processes"
+    with (base / "processes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "found.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            layout, like = child.place(child.SHAPES, 3, 8)
+            save(folder / "single", child.filled(like, layout, 5), layout, step=5)
+            (folder / "found.json").write_text(json.dumps(run("tiny", folder)))
+    return folder, json.loads((folder / "found.json").read_text())
 
 
 def data_bytes(root):

@@ -25,6 +25,5 @@ def test_nothing_is_lost_and_nothing_wrong_after_kills(tmp_path):
     table = re.sub(r"[^\w\n]+", " ", done.stdout)
     assert "checkpoints lost 0" in table
     assert "wrong resumes 0" in table
-    num_saved = int(re.search(r"3 kills (\d+) checkpoints saved", table).group(1))
-    assert num_saved > 0, "killed before anything was saved, these show nothing: another seed"
+    assert int(re.search(r"3 kills (\d+) checkpoints saved", table).group(1)) >= 3
     assert list((tmp_path / "kills/checkpoints").glob("*/checkpoint.json"))

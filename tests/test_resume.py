@@ -25,9 +25,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def losses(run):
+def columns(run, *names):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: tuple(map(line.get, names)) for line in lines if "loss" in line}
+
+
+def losses(run):
+    return {step: loss for step, (loss,) in columns(run, "loss").items()}
 
 
 def test_sigterm_saves_and_the_curve_is_that_of_a_run_without_it(folder, capsys):
@@ -89,6 +93,23 @@ def test_damaged_checkpoints_are_named_and_passed_over(folder, capsys):
     err = capsys.readouterr().err
     assert "no whole checkpoint" in err
     assert err.count("\n") == 1
+
+
+def test_the_loss_scale_goes_on_and_precisions_change(folder, capsys):
+    """The scale halves where gradients overflow, which no other line of the curve would show."""
+    options = ["--steps", "6", "--save-every", "3", "--precision", "fp16", *SMALL]
+    assert main(["train", *options, "--out", "run"]) == 0
+    want = columns(folder / "run", "loss", "loss_scale", "grad_norm")
+    shutil.rmtree(folder / "run/checkpoints/6")
+    assert main(["train", "--resume", "--out", "run"]) == 0
+    assert columns(folder / "run", "loss", "loss_scale", "grad_norm") == want
+    capsys.readouterr()
+    for steps, precision in (("7", "fp32"), ("8", "bf16"), ("9", "fp16")):
+        options = ["--resume", "--steps", steps, "--precision", precision]
+        assert main(["train", *options, "--out", "run"]) == 0
+        assert f"going on from step {int(steps) - 1}" in capsys.readouterr().out
+    found = columns(folder / "run", "loss_scale")
+    assert [step for step, (scale,) in found.items() if scale] == [1, 2, 3, 4, 5, 6, 9]
 
 
 def test_the_newest_ones_are_kept(folder):

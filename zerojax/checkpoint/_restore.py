@@ -34,8 +34,9 @@ def restore(
 
     The stage, the mesh, the padding and the precision may be others than those of the save. Logical
     values are equal to the bit: masters come from parameters of their dtype, parameters from the
-    masters that they are a cast of, and wider dtypes hold what narrower ones did. Each device reads
-    what it will hold, while every file is held against its digest, by one of the processes.
+    masters that they are a cast of, and wider dtypes hold what narrower ones did. A loss scale that
+    was not saved is taken from `like`, where it has its values. Each device reads what it will
+    hold, while every file is held against its digest, by one of the processes.
 
     Args:
         directory: what `save` was given.
@@ -64,7 +65,11 @@ def restore(
             failure = error
     agree_whole(root, wrong.result(), failure)
     dtypes = {path: x.dtype for path, x in named_leaves(like).items()}
-    leaves = [_as_keys(found[path], dtype) for path, dtype in dtypes.items()]
+    fresh = {path: x for path, x in named_leaves(like).items() if path not in sources}
+    leaves = [
+        fresh[path] if path in fresh else _as_keys(found[path], dtype)
+        for path, dtype in dtypes.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -75,6 +80,8 @@ def _requests(
     whole = layout.sharding(P())
     requests = {}
     for path, x in named_leaves(like).items():
+        if path not in sources:
+            continue
         sharding = getattr(x, "sharding", None) or whole
         if manifest.leaves[sources[path]].is_key:
             x = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))

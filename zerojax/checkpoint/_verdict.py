@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zerojax._types import PyTree
@@ -18,6 +20,7 @@ from zerojax.checkpoint._leaves import (
     MASTERS,
     PARAMS,
     SavedLeaf,
+    named_leaves,
     named_tuples,
     optimizer_chain,
     saved_leaves,
@@ -55,7 +58,7 @@ def find_sources(
     partial: bool = False,
     cast: bool = False,
 ) -> dict[str, str]:
-    """Give the saved leaf that each wanted one is read from.
+    """Give the saved leaf that each wanted one is read from; a fresh loss scale is from nowhere.
 
     Raises:
         IncompatibleCheckpointError: a leaf is missing, left over, of another shape, of a dtype that
@@ -63,6 +66,7 @@ def find_sources(
     """
     wanted = saved_leaves(like, layout)
     saved = manifest.leaves
+    fresh = {path for path, x in named_leaves(like).items() if _is_fresh(path, x)}
     sources, lines = {}, []
     missing = []
     for path, leaf in wanted.items():
@@ -70,7 +74,7 @@ def find_sources(
         if source in saved:
             sources[path] = source
             lines += _difference(path, leaf, source, saved[source], wanted, cast=cast)
-        else:
+        elif path not in fresh:
             missing.append(path)
     extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
     if partial:
@@ -83,6 +87,11 @@ def find_sources(
             root, [*chain, *named, *lines], _remedy(manifest, layout, extra)
         )
     return sources
+
+
+def _is_fresh(path: str, x: Any) -> bool:
+    """Tell whether a leaf is given with its value, as a loss scale is that the save had not."""
+    return path.startswith(LOSS_SCALE) and isinstance(x, jax.Array)
 
 
 def check_leaves(
@@ -162,6 +171,8 @@ def _is_spared(path: str, sources: Mapping[str, str], cast: bool) -> bool:
 
 
 def _missing_line(path: str, saved: Mapping[str, SavedLeaf], extra: list[str]) -> str:
+    if path.startswith(LOSS_SCALE):
+        return f"{path!r} is not in it (give `like` with the values of a fresh loss scale)"
     near = difflib.get_close_matches(path, extra or list(saved), n=1, cutoff=0.5)
     return f"{path!r} is not in it" + (f" (near: {near[0]!r})" if near else "")
 

@@ -142,10 +142,12 @@ class _Training:
                 "learning_rate": float(self.session.rates[number - 1]),
                 "tokens_per_second": round(self.session.tokens_per_step / (now - self.clock), 1),
             }
+            if "loss_scale" in metrics:
+                line["loss_scale"] = float(metrics["loss_scale"])
             self.clock = now
             self.record.add(**line)
             self.screen.step(line)
-            if not math.isfinite(loss):
+            if not math.isfinite(loss) and not metrics.get("skipped", False):
                 self.write()
                 raise Failure(
                     f"the loss is {loss} at step {number}: training diverged; give a smaller --lr, "

@@ -25,7 +25,7 @@ ROOMY = 112
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 #: A unit is small enough where the largest figure has two digits before the point.
 LEAST = 10
-PRECISIONS = {"bf16": "bf16 with fp32 masters"}
+PRECISIONS = {"bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
 
 
 class PlanScreen:

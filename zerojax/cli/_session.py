@@ -22,18 +22,31 @@ from zerojax.cli._optimizers import find_optimizer, make_schedule
 from zerojax.cli._train_options import CHECKPOINTS, Options
 from zerojax.cli._weights import read_weights
 from zerojax.data import BatchIterator, Corpus, load_corpus, make_batches
-from zerojax.layout import STAGES, Description, Layout, Precision, make_layout, make_mesh
+from zerojax.layout import (
+    STAGES,
+    Description,
+    DynamicLossScale,
+    Layout,
+    Precision,
+    make_layout,
+    make_mesh,
+)
 from zerojax.memory import OffloadPolicy
 from zerojax.models import gpt
 from zerojax.train import (
     TrainState,
     TrainStep,
     abstract_train_state,
+    first_loss_scale,
     init_train_state,
     make_train_step,
 )
 
-PRECISIONS = {"fp32": Precision(), "bf16": Precision(params=jnp.bfloat16, master=jnp.float32)}
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16": Precision(params=jnp.bfloat16, master=jnp.float32),
+    "fp16": Precision(params=jnp.float16, master=jnp.float32, loss_scale=DynamicLossScale()),
+}
 #: Examples per step where none are asked for: the next number that devices and microbatches divide.
 BATCH_SIZE = 32
 
@@ -94,6 +107,8 @@ class Session:
         like = abstract_train_state(
             *self._initial(), precision=self.precision, offload=self.offload
         )
+        # What was trained without a loss scale goes on with a fresh one.
+        like = dataclasses.replace(like, loss_scale=first_loss_scale(self.precision.loss_scale))
         restored = self.checkpoints.restore(self.layout, like)
         if restored is not None:
             self.batches.set_state(dict(restored.manifest.data))

@@ -44,8 +44,9 @@ PlannedStage = Annotated[int | None, _stage("all, or the configuration's")]
 PrecisionName = Annotated[
     str,
     typer.Option(
-        metavar="bf16|fp32",
-        help="bf16 parameters and gradients with partitioned fp32 masters, or fp32.",
+        metavar="bf16|fp16|fp32",
+        help="bf16 or fp16 parameters and gradients with partitioned fp32 masters (fp16 with a "
+        "dynamic loss scale), or fp32.",
         rich_help_panel=ZERO,
     ),
 ]

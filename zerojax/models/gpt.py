@@ -163,13 +163,21 @@ def _blocks(config: Config, blocks: Any, x: jax.Array) -> jax.Array:
     return x
 
 
+def _attend(*qkv: jax.Array, is_causal: bool) -> jax.Array:
+    """Attend over heads, [B, T, H, D/H] each; the softmax is in fp32."""
+    dtype = qkv[0].dtype
+    if dtype == jnp.float16:  # for which JAX asks of a product what only GPUs can
+        qkv = tuple(x.astype(jnp.float32) for x in qkv)
+    return jax.nn.dot_product_attention(*qkv, is_causal=is_causal).astype(dtype)
+
+
 def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     place = config.parallel
     batch, num_tokens, width = x.shape
     heads = (batch, num_tokens, config.num_heads, 3 * width // config.num_heads)
     qkv = _dense(layer["qkv"], place.gathered(_norm(layer["norm_1"], x)))  # [B, T, 3D]
     qkv = place.cut(qkv.reshape(heads), 2)  # [B, T, H, 3D/H]
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)  # softmax in fp32
+    attend = functools.partial(_attend, is_causal=True)
     if config.remat:
         # Recomputed for the layer's backward pass, the scores [B, H, T, T] would wait there until
         # the feed-forward part is done; they are computed once more instead.
