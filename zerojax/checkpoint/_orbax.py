@@ -6,6 +6,7 @@ long as writing (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ import jax
 CHUNK_BYTES = 16 << 20
 #: Replicas share the writing of a leaf where each has so much to write; a slice costs a copy.
 MIN_SLICE_BYTES = 4 << 20
+#: Of what a process restores, one of so many parts is being read at any time, or so many bytes.
+READ_PARTS, READ_BYTES = 32, 8 << 20
+#: Shards that orbax is asked for at once: each that was read wakes all others that wait.
+MOST_READS = 1024
 
 
 def make_checkpointer() -> Any:
@@ -24,14 +29,17 @@ def make_checkpointer() -> Any:
     return ocp.AsyncCheckpointer(_make_handler())
 
 
-def _make_handler() -> Any:
+def _make_handler(max_bytes: int | None = None) -> Any:
+    """Make the handler that reads and writes; at once it reads less than `max_bytes`."""
     import orbax.checkpoint as ocp  # takes a second, which importing zerojax should not
 
+    at_once: Any = None if max_bytes is None else max_bytes / 1e9
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=True,
         use_zarr3=True,
         use_compression=False,
+        restore_concurrent_gb=at_once,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
     )
 
@@ -47,9 +55,24 @@ def save_args(arrays: dict[str, jax.Array]) -> Any:
 def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Read some of the arrays as they are wanted.
 
-    Padding is cut off or added as zeros, and floating dtypes are cast. No process waits for another
-    here, so that one which finds damage leaves none behind.
+    Padding is cut off or added as zeros, and floating dtypes are cast. What is being read is in
+    memory twice or, on a CPU, three times: so only a part of everything is, at any time. No process
+    waits for another here, so that one which finds damage leaves none behind.
     """
+    held = sum(_shard_bytes(x) * len(x.sharding.addressable_devices) for x in wanted.values())
+    max_bytes = 1 + max(_largest_read(directory, wanted), held // READ_PARTS, READ_BYTES)
+    devices = max((len(x.sharding.addressable_devices) for x in wanted.values()), default=1)
+    names, size = list(wanted), max(1, MOST_READS // max(1, devices))
+    found = {}
+    for start in range(0, len(names), size):
+        some = {name: wanted[name] for name in names[start : start + size]}
+        found |= _read_some(directory, some, max_bytes)
+    return found
+
+
+def _read_some(
+    directory: Path, wanted: dict[str, jax.ShapeDtypeStruct], max_bytes: int
+) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
     from etils import epath  # orbax's paths
 
@@ -60,11 +83,35 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
         for name, x in wanted.items()
     }
     args = ocp.args.PyTreeRestore(wanted, restore_args=each, partial_restore=True)
-    handler = _make_handler()
+    handler = _make_handler(max_bytes)
     try:
         return handler.restore(epath.Path(directory), args=args)
     finally:
         handler.close()
+
+
+def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _largest_read(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
+    """Bound the bytes that are read for one shard: of all chunks that it may touch."""
+    import tensorstore
+
+    base, context = directory.absolute().as_uri() + "/", tensorstore.Context()
+
+    def start_to_open(name: str) -> Any:
+        trees = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        spec = {"driver": "zarr3", "kvstore": trees}
+        return tensorstore.open(spec, open=True, read=True, context=context)
+
+    largest = 0
+    for name, opened in {name: start_to_open(name) for name in wanted}.items():
+        store, shard = opened.result(), wanted[name].sharding.shard_shape(wanted[name].shape)
+        dims = zip(shard, store.shape, store.chunk_layout.read_chunk_template.shape, strict=True)
+        sizes = [min(-(-own // c) + 1, -(-whole // c)) * c for own, whole, c in dims]
+        largest = max(largest, math.prod(sizes) * store.dtype.numpy_dtype.itemsize)
+    return largest
 
 
 def barrier(name: str) -> None:
