@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax import Precision
 from zerojax._tree import flatten_with_names
-from zerojax.checkpoint import find_checkpoints, read_manifest, restore, save
+from zerojax.checkpoint import _digests, find_checkpoints, read_manifest, restore, save
 from zerojax.checkpoint._logical import logical_shapes
 
 MIXED = Precision(params=jnp.bfloat16, master=jnp.float32)
@@ -201,3 +201,22 @@ def test_metadata_that_is_not_json_leaves_no_checkpoint(tmp_path):
     with pytest.raises(TypeError, match="JSON"):
         save(tmp_path, {"x": jnp.arange(3)}, layout, metadata={"layout": layout})
     assert not (tmp_path / "checkpoint.json").exists()
+
+
+def test_large_files_are_read_in_several_places_at_once(tmp_path, monkeypatch):
+    """A digest of segments tells a flip in any of them, and their order."""
+    monkeypatch.setattr(_digests, "SEGMENT", 1000)
+    monkeypatch.setattr(_digests, "BLOCK", 300)
+    path = tmp_path / "file"
+    data = np.random.default_rng(0).integers(0, 256, 2500, np.uint8)
+    path.write_bytes(data.tobytes())
+    written = _digests.digest_files(tmp_path, [path])
+    assert written["file"].num_bytes == 2500
+    assert _digests.wrong_contents(tmp_path, written) == []
+    for start in (0, 999, 1000, 2499):
+        flipped = data.copy()
+        flipped[start] ^= 1
+        path.write_bytes(flipped.tobytes())
+        assert _digests.wrong_contents(tmp_path, written) != []
+    path.write_bytes(np.roll(data[:2000], 1000).tobytes() + data[2000:].tobytes())
+    assert _digests.wrong_contents(tmp_path, written) != []

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
-#: Bytes that are read at a time, and files at once.
-BLOCK = 1 << 20
-NUM_THREADS = 4
+#: Bytes that are read at a time, bytes of a segment of a large file, and how many at once.
+BLOCK = 1 << 18
+SEGMENT = 32 << 20
+NUM_THREADS = min(16, (os.cpu_count() or 1) + 1)
 #: Where a process of several leaves its digests for a moment.
 PART = "digests.{}.json"
 
@@ -47,8 +49,8 @@ def digest_text(text: str) -> str:
 def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
     """Read files and give their digests, by path below `root` with slashes."""
     listed = sorted(paths)
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        found = threads.map(_digest, listed)
+    with ThreadPoolExecutor(NUM_THREADS) as threads, ThreadPoolExecutor(NUM_THREADS) as readers:
+        found = threads.map(_digest, listed, [readers] * len(listed))
         return {
             path.relative_to(root).as_posix(): digest
             for path, digest in zip(listed, found, strict=True)
@@ -76,23 +78,39 @@ def wrong_contents(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
         if wrong:
             return wrong
         try:
-            found = _digest(root / name)
+            found = _digest(root / name, readers)
         except OSError as error:
             return [f"{name} can't be read: {error.strerror}"]
         return [] if found == wanted else [f"{name} is not what was written (XXH3-128 differs)"]
 
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
+    with ThreadPoolExecutor(NUM_THREADS) as threads, ThreadPoolExecutor(NUM_THREADS) as readers:
         return [line for lines in threads.map(check, files.items()) for line in lines]
 
 
-def _digest(path: Path) -> FileDigest:
-    state, block, count = xxhash.xxh3_128(), bytearray(BLOCK), 0
+def _digest(path: Path, threads: ThreadPoolExecutor) -> FileDigest:
+    """Read a file, a large one in several places at once.
+
+    The digest of more than one segment is that of their digests, one after the other.
+    """
+    starts = range(0, max(1, path.stat().st_size), SEGMENT)
+    parts = list(threads.map(_digest_segment, [path] * len(starts), starts))
+    count = sum(size for _, size in parts)
+    if len(parts) == 1:
+        return FileDigest(count, parts[0][0].hex())
+    joined = b"".join(digest for digest, _ in parts)
+    return FileDigest(count, xxhash.xxh3_128_hexdigest(joined))
+
+
+def _digest_segment(path: Path, start: int) -> tuple[bytes, int]:
+    """Give the digest of a segment and its bytes."""
+    state, block, left = xxhash.xxh3_128(), bytearray(BLOCK), SEGMENT
     view = memoryview(block)
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(block):
+        file.seek(start)
+        while left and (size := file.readinto(view[: min(BLOCK, left)])):
             state.update(view[:size])
-            count += size
-    return FileDigest(count, state.hexdigest())
+            left -= size
+    return state.digest(), SEGMENT - left
 
 
 def part_of_digests(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
