@@ -49,7 +49,7 @@ def place(shapes, stage, num_devices):
 def expected(like, layout, seed):
     """Give by path what a leaf holds: values by seed and path, and zeros where it is padded."""
     names, leaves, _ = flatten_with_names(like)
-    logical = logical_shapes({n: x.shape for n, x in zip(names, leaves, strict=True)}, layout)
+    logical = logical_shapes(like, layout)
 
     def values(name, x):
         drawn = np.random.default_rng([seed, zlib.crc32(name.encode())])

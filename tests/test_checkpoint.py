@@ -112,7 +112,7 @@ def test_any_stage_mesh_and_padding_in_any_out(tmp_path, precision):
 
     def logical(state, layout):
         names, leaves, _ = flatten_with_names(state)
-        shapes = logical_shapes({n: x.shape for n, x in zip(names, leaves, strict=True)}, layout)
+        shapes = logical_shapes(state, layout)
         return {
             name: np.asarray(x)[tuple(map(slice, shapes[name]))]
             for name, x in zip(names, leaves, strict=True)

@@ -58,7 +58,7 @@ def placed(stage, mesh, tx=TX, precision=FP32):
 
 def logical(state, layout):
     names, leaves, _ = flatten_with_names(state)
-    shapes = logical_shapes({n: x.shape for n, x in zip(names, leaves, strict=True)}, layout)
+    shapes = logical_shapes(state, layout)
     return {
         name: np.asarray(x)[tuple(map(slice, shapes[name]))]
         for name, x in zip(names, leaves, strict=True)
@@ -73,7 +73,7 @@ def filled(like, layout, seed=0):
     """Fill a state with values that tell every element apart; padding is zeros."""
     random = np.random.default_rng(seed)
     names, leaves, structure = flatten_with_names(like)
-    shapes = logical_shapes({n: x.shape for n, x in zip(names, leaves, strict=True)}, layout)
+    shapes = logical_shapes(like, layout)
     arrays = []
     for name, x in zip(names, leaves, strict=True):
         values = np.zeros(x.shape, x.dtype)

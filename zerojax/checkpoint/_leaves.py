@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 
 from zerojax._tree import flatten_with_names, num_bytes, path_name
 from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._logical import logical_shapes
+from zerojax.checkpoint._logical import logical_shapes, nodes
 from zerojax.layout import Layout
 
 #: The parts of a train state that a precision adds: the paths begin so.
@@ -54,7 +53,7 @@ def saved_leaves(tree: PyTree, layout: Layout) -> dict[str, SavedLeaf]:
     """Describe every leaf of a tree of arrays or shapes, by path."""
     named = named_leaves(tree)
     stored = {path: tuple(jnp.shape(x)) for path, x in named.items()}
-    logical = logical_shapes(stored, layout)
+    logical = logical_shapes(tree, layout)
     first: dict[int, str] = {}
     found = {}
     for path, x in named.items():
@@ -92,18 +91,13 @@ def named_tuples(tree: PyTree) -> dict[str, str]:
     Two optimizers may have leaves of the same names and shapes and mean other things by them. What
     holds parameters, and the loss scale, is left out.
     """
-    found = {path_name(path): type(node).__name__ for path, node in _nodes((), tree)}
+    found = {
+        path_name(path): type(node).__name__
+        for path, node in nodes(tree)
+        if isinstance(node, tuple) and hasattr(node, "_fields")
+    }
     others = (PARAMS, MASTERS, LOSS_SCALE)
     return {path: name for path, name in found.items() if not f"{path}/".startswith(others)}
-
-
-def _nodes(path: tuple[Any, ...], node: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        yield path, node
-    below, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    for step, child in below:
-        if step:  # a leaf is below itself
-            yield from _nodes((*path, *step), child)
 
 
 def optimizer_chain(structure: dict[str, str]) -> str:

@@ -153,7 +153,8 @@ def start_save(
         _clear(root)
     barrier(f"folder {root.name}")
     checkpointer = make_checkpointer()
-    checkpointer.save(root / ARRAYS, save_args(arrays))
+    if arrays:  # orbax takes no empty tree, as the state of a stateless optimizer is one
+        checkpointer.save(root / ARRAYS, save_args(arrays))
     return PendingSave(root, manifest, checkpointer, then)
 
 

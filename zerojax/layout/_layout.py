@@ -143,7 +143,19 @@ class Layout:
             dtype: dtype of the floating parameters that it is given (the masters' dtype, say);
                 the parameters' own by default.
         """
-        return optimizer_layout(tx, self, dtype)
+        placed = optimizer_layout(tx, self, dtype)
+        stored = tuple(leaf.stored_shape for leaf in placed.leaves)
+        self._optimizers.setdefault((placed.structure, stored), placed)
+        return placed
+
+    @cached_property
+    def _optimizers(self) -> dict[Any, OptimizerLayout]:
+        return {}
+
+    @property
+    def optimizers(self) -> tuple[OptimizerLayout, ...]:
+        """The placements of all optimizers that were asked for, by which states are recognised."""
+        return tuple(self._optimizers.values())
 
     def opt_state(self, tx: optax.GradientTransformation, *, dtype: Any = None) -> PyTree:
         """Give the shardings of the stored optimizer state, in the structure of `tx.init`.
