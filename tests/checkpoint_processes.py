@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tensorstore
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
@@ -241,6 +242,13 @@ def grown(action):
     return result, status("VmHWM") - before
 
 
+def array_bytes_read():
+    """Count what was read from files through tensorstore, which digests are not."""
+    name = "/tensorstore/kvstore/file/bytes_read"
+    found = tensorstore.experimental_collect_matching_metrics(name)
+    return sum(value["value"] for one in found for value in one["values"])
+
+
 def measures_memory(folder):
     """Save and restore a state of which this process holds half."""
     mesh = zerojax.make_mesh({"data": 4})
@@ -265,13 +273,17 @@ def measures_memory(folder):
     held = sum(s.data.nbytes for x in state.values() for s in x.addressable_shards)
     _, saving = grown(lambda: save(folder / "heavy", state, layout))
     state.clear()
+    before = array_bytes_read()
     back, restoring = grown(lambda: restore(folder / "heavy", layout, like))
+    read = array_bytes_read() - before
     is_same = all(
         np.array_equal(np.asarray(s.data), shard(s.index))
         for x in back.values()
         for s in x.addressable_shards
     )
-    return {"held": held, "saving": saving, "restoring": restoring, "is_same": is_same}
+    return {
+        "held": held, "saving": saving, "restoring": restoring, "read": read, "is_same": is_same
+    }  # fmt: skip
 
 
 def main(port, index, count, what, folder):

@@ -11,11 +11,19 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import checkpoint_managers as policies
 
 import zerojax
 from zerojax import Precision
 from zerojax._tree import flatten_with_names
-from zerojax.checkpoint import _digests, find_checkpoints, read_manifest, restore, save
+from zerojax.checkpoint import (
+    Checkpoints,
+    _digests,
+    find_checkpoints,
+    read_manifest,
+    restore,
+    save,
+)
 from zerojax.checkpoint._logical import logical_shapes
 
 MIXED = Precision(params=jnp.bfloat16, master=jnp.float32)
@@ -220,3 +228,27 @@ def test_large_files_are_read_in_several_places_at_once(tmp_path, monkeypatch):
         assert _digests.wrong_contents(tmp_path, written) != []
     path.write_bytes(np.roll(data[:2000], 1000).tobytes() + data[2000:].tobytes())
     assert _digests.wrong_contents(tmp_path, written) != []
+
+
+def test_what_was_just_saved_is_never_removed(tmp_path):
+    """Who goes back to an older step saves below newer ones, which a policy would rather keep."""
+    layout, _, _, _ = trained(2, num_steps=0)
+    tree = {"x": jax.device_put(jnp.arange(8.0), layout.sharding(P("data")))}
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3, 8, 9):
+            checkpoints.save(step, tree, layout)
+        checkpoints.wait()
+        assert list(checkpoints.steps()) == [8, 9]
+        checkpoints.save(4, tree, layout)
+        checkpoints.wait()
+        assert list(checkpoints.steps()) == [4, 8, 9]
+        with pytest.raises(ValueError, match="holds a checkpoint already"):
+            checkpoints.save(9, tree, layout)
+    kept = policies.EveryNSteps(3)
+    with Checkpoints(tmp_path / "policy", keep=kept) as checkpoints:
+        for step in range(8):
+            checkpoints.save(step, tree, layout)
+    assert list(checkpoints.steps()) == [0, 3, 6, 7]
+    for keep in (0, True):
+        with pytest.raises(ValueError, match="at least 1"):
+            Checkpoints(tmp_path, keep=keep)

@@ -173,3 +173,4 @@ def test_memory_is_bounded_by_the_shards_that_a_process_holds(tmp_path):
         assert limit < model
         assert one["saving"] <= limit
         assert one["restoring"] <= limit
+        assert one["held"] <= one["read"] <= 1.01 * one["held"]  # its shards, and trees of keys

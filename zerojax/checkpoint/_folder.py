@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -61,7 +62,7 @@ class Checkpoints:
         directory: the folder, which all processes see; made where it is missing.
         keep: how many of the newest to keep, or one of orbax's preservation policies (see
             `orbax.checkpoint.checkpoint_managers`: `EveryNSteps` and others); None keeps all.
-            Older ones are removed when a newer one is whole, and the newest never.
+            Others are removed when one is whole; the newest, and what was saved last, never.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: Any = None) -> None:
@@ -109,8 +110,9 @@ class Checkpoints:
         self.wait()
         path = self.directory / str(step)
         self._make_room(path)
+        then = functools.partial(self._remove_old, path)
         self._pending = start_save(
-            path, state, layout, step=step, data=data, metadata=metadata, then=self._remove_old
+            path, state, layout, step=step, data=data, metadata=metadata, then=then
         )
         return self._pending
 
@@ -169,8 +171,11 @@ class Checkpoints:
         barrier(f"aside {path.name}")
         self._damaged.discard(path)
 
-    def _remove_old(self) -> None:
-        """Remove what the policy does not preserve, and what an earlier removal has left."""
+    def _remove_old(self, saved: Path) -> None:
+        """Remove what the policy does not preserve, and what an earlier removal has left.
+
+        What was just saved stays: who went back to an older step saves below newer ones.
+        """
         if self._keep is None or jax.process_index():
             return
         for left_over in self.directory.glob(f"*{REMOVED}"):
@@ -182,9 +187,10 @@ class Checkpoints:
         found = {step: path for step, path in self.steps().items() if path not in self._damaged}
         known = [_Kept(step, _time_of(path)) for step, path in found.items()]
         kept = keep.should_preserve(known, context=policies.PreservationContext())
-        for info, is_kept in list(zip(known, kept, strict=True))[:-1]:
-            if not is_kept:
-                path = found[info.step]
+        newest = max(found, default=None)
+        for info, is_kept in zip(known, kept, strict=True):
+            path = found[info.step]
+            if not is_kept and path != saved and info.step != newest:
                 path.rename(removed := path.with_name(f"{path.name}{REMOVED}"))
                 shutil.rmtree(removed)
 
