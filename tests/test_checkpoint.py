@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 import zerojax
 from zerojax import Precision
-from zerojax._tree import flatten_with_names
 from zerojax.checkpoint import (
     Checkpoints,
     _digests,
@@ -24,7 +22,6 @@ from zerojax.checkpoint import (
     restore,
     save,
 )
-from zerojax.checkpoint._logical import logical_shapes
 
 MIXED = Precision(params=jnp.bfloat16, master=jnp.float32)
 
@@ -102,44 +99,6 @@ def test_what_does_not_fit_is_named_and_nothing_is_read(tmp_path):
         ValueError, match=r"'params/even' is float32\[64, 32\] in it, wanted float16"
     ):
         restore(tmp_path, layout, fp16)
-
-
-MESHES = {"1": {"data": 1}, "3": {"data": 3}, "4x2": {"data": 4, "model": 2}, "8": {"data": 8}}
-
-
-@pytest.mark.parametrize("precision", [None, MIXED], ids=["fp32", "bf16 with masters"])
-def test_any_stage_mesh_and_padding_in_any_out(tmp_path, precision):
-    """Every pair of a save and a restore gives the same logical leaves to the bit."""
-    key, tx = jax.random.key(0), optax.adafactor(1e-2, min_dim_size_to_factor=4)
-
-    def placed(stage, axes):
-        devices = jax.devices()[: math.prod(axes.values())]
-        mesh = zerojax.make_mesh(axes, devices=devices)
-        layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage, min_size=64)
-        return layout, zerojax.abstract_train_state(init, tx, layout, key, precision=precision)
-
-    def logical(state, layout):
-        names, leaves, _ = flatten_with_names(state)
-        shapes = logical_shapes(state, layout)
-        return {
-            name: np.asarray(x)[tuple(map(slice, shapes[name]))]
-            for name, x in zip(names, leaves, strict=True)
-        }
-
-    for stage, name in ((3, "8"), (2, "3"), (0, "1")):
-        layout, _ = placed(stage, MESHES[name])
-        state = zerojax.init_train_state(init, tx, layout, key, precision=precision)
-        step = zerojax.make_train_step(loss, tx, layout, precision=precision)
-        state, _ = step(state, jax.random.normal(key, (24, 64)))
-        save(tmp_path / f"{stage}", state, layout)
-        wanted = logical(state, layout)
-        for other_stage, other_name in ((0, "8"), (1, "3"), (2, "4x2"), (3, "3"), (3, "1")):
-            other, like = placed(other_stage, MESHES[other_name])
-            back = restore(tmp_path / f"{stage}", other, like)
-            assert [x.sharding for x in jax.tree.leaves(back)] == [
-                x.sharding for x in jax.tree.leaves(like)
-            ]
-            assert_same_bits(logical(back, other), wanted)
 
 
 def test_any_pytree_of_arrays_and_its_metadata(tmp_path):

@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -74,12 +73,7 @@ class PendingSave:
     def __enter__(self) -> PendingSave:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.wait()
 
     def _run(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 
 MESSAGES = {
     signal.SIGINT: b"\nzerojax: ending after this step; Ctrl-C again ends at once\n",
@@ -28,12 +28,7 @@ class Interrupt:
         self._before = {number: signal.signal(number, self._handle) for number in MESSAGES}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             # None stands for a handler that Python did not set and can't set again.
             signal.signal(number, before or signal.SIG_DFL)
