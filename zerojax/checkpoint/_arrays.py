@@ -36,7 +36,7 @@ class SavedArrays:
         """Read a leaf as consecutive blocks of rows, at most `max_bytes` where a row is less."""
         leaf = self._manifest.leaves[path]
         if not math.prod(leaf.shape):
-            yield np.zeros(leaf.shape, _dtype(leaf.dtype))
+            yield np.zeros(leaf.shape, np.uint32 if leaf.is_key else _dtype(leaf.dtype))
             return
         store = self._open(leaf.same_as or path)
         store = store[tuple(slice(0, size) for size in leaf.shape)]  # padding stays away

@@ -19,6 +19,7 @@ from zerojax.checkpoint._arrays import SavedArrays
 from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, read_manifest
+from zerojax.checkpoint._parts import parts
 from zerojax.checkpoint._safetensors import SafetensorsReader, Tensor, write
 from zerojax.checkpoint._verdict import check_leaves
 from zerojax.layout import Layout
@@ -27,8 +28,10 @@ from zerojax.layout import Layout
 MAX_FILE_BYTES = 5_000_000_000
 #: Bytes of the rows that are in memory at a time.
 BLOCK_BYTES = 64 << 20
-#: Where a file's metadata keeps the paths that names with dots alone do not tell.
-PATHS = "zerojax.paths"
+#: How what zerojax itself says in a file's metadata begins: never a tensor that is tied.
+OWN = "zerojax."
+#: Where it keeps the paths that names with dots alone do not tell.
+PATHS = f"{OWN}paths"
 
 
 def export_safetensors(
@@ -69,6 +72,7 @@ def export_safetensors(
         raise DamagedCheckpointError(root, wrong)
     arrays = SavedArrays(root, manifest)
     short = {held: held.removeprefix(_prefix(manifest, part)) for held in leaves}
+    short = {held: held.removeprefix(_prefix(manifest, part)) for held in leaves}
     names = {held: ending.replace("/", ".") for held, ending in short.items()}
     owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
     tied, tensors = {}, []
@@ -78,15 +82,10 @@ def export_safetensors(
             tensors.append(_tensor(names[held], held, leaf, arrays, on_leaf))
         else:
             tied[names[held]] = names[owner]
-    unclear = {
-        name: held.removeprefix(_prefix(manifest, part))
-        for held, name in names.items()
-        if name.replace(".", "/") != held.removeprefix(_prefix(manifest, part))
-    }
-    metadata = {
-        "writer": "zerojax",
-        **({} if manifest.step is None else {"step": str(manifest.step)}),
-    }
+    metadata = {f"{OWN}writer": "zerojax"}
+    if manifest.step is not None:
+        metadata[f"{OWN}step"] = str(manifest.step)
+    unclear = {names[held]: ending for held, ending in short.items() if "." in ending}
     if unclear:
         metadata[PATHS] = json.dumps(unclear)
     return write(path, tensors, metadata=metadata | tied, max_file_bytes=max_file_bytes)
@@ -101,9 +100,11 @@ def _prefix(manifest: Manifest, part: str | None) -> str:
 def _part_of(manifest: Manifest, part: str | None, root: Path) -> dict[str, SavedLeaf]:
     prefix = _prefix(manifest, part)
     leaves = {path: leaf for path, leaf in manifest.leaves.items() if path.startswith(prefix)}
+    if not leaves and part is not None and part in manifest.leaves:
+        leaves = {part: manifest.leaves[part]}
     if not leaves:
-        parts = sorted({path.split("/")[0] for path in manifest.leaves})
-        raise ValueError(f"{root} has no part {part!r}; it has {', '.join(parts)}")
+        known = ", ".join(one.path for one in parts(manifest))
+        raise ValueError(f"{root} has no part {part!r}; it has {known}")
     keys = [path for path, leaf in leaves.items() if leaf.is_key]
     if keys:
         raise ValueError(
@@ -200,7 +201,7 @@ def tensor_names(reader: SafetensorsReader) -> dict[str, str]:
     tied = {
         name: owner
         for name, owner in reader.metadata.items()
-        if owner in reader.tensors and name not in reader.tensors and name != PATHS
+        if owner in reader.tensors and name not in reader.tensors and not name.startswith(OWN)
     }
     names = {**{name: name for name in reader.tensors}, **tied}
     return {paths.get(name, name.replace(".", "/")): owner for name, owner in names.items()}

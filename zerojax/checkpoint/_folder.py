@@ -19,7 +19,7 @@ from zerojax.checkpoint._digests import DamagedCheckpointError
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, read_whole
 from zerojax.checkpoint._orbax import barrier
 from zerojax.checkpoint._restore import restore
-from zerojax.checkpoint._save import REMOVED, PendingSave, start_save
+from zerojax.checkpoint._save import REMOVED, PendingSave, check_step, start_save
 from zerojax.layout import Layout
 
 #: Errors that tell of one checkpoint and not of what is wanted.
@@ -65,9 +65,11 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: Any = None) -> None:
-        if isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
+        is_number = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1
+        if not (keep is None or is_number or hasattr(keep, "should_preserve")):
             raise ValueError(f"keep is {keep!r}; give at least 1, a policy of orbax, or None")
         self.directory = Path(directory)
+        _check_folder(self.directory)
         self._keep = keep
         self._pending: PendingSave | None = None
         self._damaged: set[Path] = set()
@@ -99,9 +101,11 @@ class Checkpoints:
             metadata: what else to keep, fit for JSON.
 
         Raises:
-            ValueError: the step is saved already. Also what went wrong with the save before.
+            ValueError: the step is saved already, or negative. Also what went wrong with the save
+                before.
         """
         self.wait()
+        step = check_step(step)
         path = self.directory / str(step)
         self._make_room(path)
         then = functools.partial(self._remove_old, path)
@@ -187,6 +191,16 @@ class Checkpoints:
             if not is_kept and path != saved and info.step != newest:
                 path.rename(removed := path.with_name(f"{path.name}{REMOVED}"))
                 shutil.rmtree(removed)
+
+
+def _check_folder(directory: Path) -> None:
+    """Refuse what can't be the folder of a run's checkpoints, in which none would be found."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is no folder; give the one that has a folder for each step")
+    if _is_saved(directory):
+        raise ValueError(
+            f"{directory} is a checkpoint itself; give the folder above it, or use zerojax.restore"
+        )
 
 
 def find_checkpoints(

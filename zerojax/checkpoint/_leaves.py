@@ -8,14 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from zerojax._tree import flatten_with_names, num_bytes, path_name
+from zerojax._tree import flatten_with_names, map_with_name, num_bytes, path_name
 from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._logical import logical_shapes, nodes
 from zerojax.layout import Layout
 
 #: The parts of a train state that a precision adds: the paths begin so.
 PARAMS, MASTERS, LOSS_SCALE = "params/", "masters/", "loss_scale/"
+LOSS_SCALE_LEAVES = (f"{LOSS_SCALE}scale", f"{LOSS_SCALE}good_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ def saved_leaves(tree: PyTree, layout: Layout) -> dict[str, SavedLeaf]:
     first: dict[int, str] = {}
     found = {}
     for path, x in named.items():
-        dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+        dtype = dtype_of(x)
         owner = first.setdefault(id(x), path) if isinstance(x, jax.Array) else path
         spec = getattr(getattr(x, "sharding", None), "spec", None)
         found[path] = SavedLeaf(
@@ -71,13 +73,52 @@ def saved_leaves(tree: PyTree, layout: Layout) -> dict[str, SavedLeaf]:
     return found
 
 
+def dtype_of(x: Any) -> Any:
+    """Give the dtype that a leaf has in JAX: 64 bits only where they are enabled."""
+    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
+    """Place the leaves that are no JAX arrays yet: NumPy's, and Python's numbers.
+
+    Raises:
+        TypeError: a leaf is no array and no number.
+        ValueError: a NumPy leaf has 64 bits that JAX would cut off.
+    """
+
+    def place(path: str, x: Any) -> jax.Array:
+        if isinstance(x, jax.Array):
+            return x
+        array = np.asarray(x) if isinstance(x, np.ndarray | np.generic | bool | int | float) else x
+        if not isinstance(array, np.ndarray) or array.dtype == object:
+            raise TypeError(
+                f"leaf {path!r} is a {type(x).__name__} and no array; save what holds arrays alone "
+                "(of an equinox module: eqx.filter(module, eqx.is_array))"
+            )
+        placed = jax.device_put(array, sharding)
+        if isinstance(x, float) or np.array_equal(np.asarray(placed).astype(array.dtype), array):
+            return placed
+        raise ValueError(
+            f"leaf {path!r} is {array.dtype} and would lose values as {placed.dtype}; cast it "
+            "yourself, or enable jax_enable_x64"
+        )
+
+    return map_with_name(place, tree)
+
+
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Give the leaves by path.
 
     Raises:
-        ValueError: two leaves have the same path, as keys with slashes in them can make.
+        ValueError: two leaves have the same path, as keys with slashes in them can make; or a key
+            is empty, or begins or ends with a slash.
     """
     names, leaves, _ = flatten_with_names(tree)
+    empty = next((name for name in names if not all(name.split("/"))), None)
+    if empty is not None:
+        raise ValueError(f"the path {empty!r} has a part without a name; rename that key")
     by_name = dict(zip(names, leaves, strict=True))
     if len(by_name) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})

@@ -4,7 +4,8 @@ Padding lies at the end of one dim and is zeros, so that a leaf which was padded
 shards is read for another by cutting it off and adding other zeros. Which leaves are padded, the
 layout knows: a part of the state with the structure and the stored shapes of an optimizer's state
 that the layout has placed is that state, and one with the parameters' structure is like them. Any
-other leaf belongs to the parameter whose path ends its own: `mu/layers/kernel` to `layers/kernel`.
+other leaf below parameters, masters or a NamedTuple belongs to the parameter whose path ends its
+own: `mu/layers/kernel` to `layers/kernel`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ def logical_shapes(tree: PyTree, layout: Layout) -> dict[str, Shape]:
     """
     names, leaves, _ = flatten_with_names(tree)
     by_path = {leaf.path: leaf for leaf in layout.leaves}
+    tuples = {path_name(path) for path, node in nodes(tree) if hasattr(node, "_fields")}
+    above = ("params/", "masters/", *(f"{path}/" for path in tuples))
     found = {
-        name: _like_parameter(tuple(jnp.shape(x)), _owner(name, by_path))
+        name: _like_parameter(
+            tuple(jnp.shape(x)), _owner(name, by_path) if name.startswith(above) else None
+        )
         for name, x in zip(names, leaves, strict=True)
     }
     known: dict[Any, Sequence[Sequence[LeafLayout]]] = {layout.structure: [layout.leaves]}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._types import PyTree
 from zerojax.checkpoint._agreement import agree_whole, read_agreed
 from zerojax.checkpoint._digests import FileDigest, wrong_contents, wrong_sizes
-from zerojax.checkpoint._leaves import named_leaves
+from zerojax.checkpoint._leaves import dtype_of, named_leaves
 from zerojax.checkpoint._manifest import ARRAYS, Manifest
 from zerojax.checkpoint._orbax import read_arrays
 from zerojax.checkpoint._verdict import find_sources
@@ -41,7 +41,8 @@ def restore(
     Args:
         directory: what `save` was given.
         layout: the placement of the result; leaves of `like` that name none go whole to its mesh.
-        like: a tree of shapes with shardings, as `abstract_train_state` gives, or of arrays.
+        like: a tree of shapes with shardings, as `abstract_train_state` gives, or of arrays and
+            numbers; what comes back are arrays.
         partial: leave what `like` does not ask for in the checkpoint, as for the parameters alone.
         cast: round to narrower floating dtypes where values are kept nowhere else.
 
@@ -64,7 +65,7 @@ def restore(
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
             failure = error
     agree_whole(root, wrong.result(), failure)
-    dtypes = {path: x.dtype for path, x in named_leaves(like).items()}
+    dtypes = {path: dtype_of(x) for path, x in named_leaves(like).items()}
     fresh = {path: x for path, x in named_leaves(like).items() if path not in sources}
     leaves = [
         fresh[path] if path in fresh else _as_keys(found[path], dtype)
@@ -83,9 +84,10 @@ def _requests(
         if path not in sources:
             continue
         sharding = getattr(x, "sharding", None) or whole
+        wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
         if manifest.leaves[sources[path]].is_key:
-            x = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        requests[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            wanted = jax.eval_shape(jax.random.key_data, wanted)
+        requests[path] = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
     return requests
 
 

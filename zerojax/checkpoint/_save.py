@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import operator
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import FileDigest, digest_files, join_digests, part_of_digests
 from zerojax.checkpoint._durable import sync_folder
-from zerojax.checkpoint._leaves import named_leaves
+from zerojax.checkpoint._leaves import named_leaves, placed_leaves
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     MANIFEST,
@@ -30,6 +33,21 @@ from zerojax.layout import Layout
 
 #: Ends the name of what is removed: so renamed first, it is whole or not there at all.
 REMOVED = ".removed"
+
+
+#: What orbax has not finished has a name like this.
+UNFINISHED = f"{ARRAYS}.orbax-checkpoint-tmp*"
+_saving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _wait_for_all() -> None:
+    for thread in list(_saving):
+        thread.join()
+
+
+# A program that ends waits for what it saves, and has to while threads can still be started: they
+# can't be when threads that are no daemons are waited for, nor by the time of atexit.
+getattr(threading, "_register_atexit", atexit.register)(_wait_for_all)
 
 
 class PendingSave:
@@ -54,8 +72,8 @@ class PendingSave:
         self._checkpointer = checkpointer
         self._then = then
         self._error: BaseException | None = None
-        # Not a daemon: a program that ends waits for what it saves.
         self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        _saving.add(self._thread)
         self._thread.start()
 
     @property
@@ -64,11 +82,10 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the end; raises what went wrong, once."""
+        """Wait for the end; raises what went wrong."""
         self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
     def __enter__(self) -> PendingSave:
         return self
@@ -84,6 +101,8 @@ class PendingSave:
                 self._then()
         except BaseException as error:  # noqa: BLE001  # raised by wait()
             self._error = error
+            if jax.process_index() == 0:  # a full disk has room again for what comes next
+                _remove(self.path.glob(UNFINISHED))
 
     def _commit(self) -> None:
         """Take digests, each process of what it wrote, and write the manifest."""
@@ -135,10 +154,11 @@ def start_save(
     root = Path(directory).absolute()
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")
+    state = placed_leaves(state, layout.sharding(P()))
+    step = None if step is None else check_step(step)
     manifest = make_manifest(state, layout, step=step, data=data, metadata=metadata)
-    whole = layout.sharding(P())
     arrays = {
-        path: _integers(x if isinstance(x, jax.Array) else jax.device_put(x, whole))
+        path: _integers(x)
         for path, x in named_leaves(state).items()
         if manifest.leaves[path].is_stored
     }
@@ -152,6 +172,20 @@ def start_save(
     return PendingSave(root, manifest, checkpointer, then)
 
 
+def check_step(step: Any) -> int:
+    """Give a number of steps as a plain int.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(f"step is {step!r}; give a whole number")
+    if operator.index(step) < 0:
+        raise ValueError(f"step is {step!r}; give 0 or more")
+    return operator.index(step)
+
+
 def _clear(root: Path) -> None:
     """Remove what an earlier save, cut short, has left; nothing else is touched."""
     arrays = root / ARRAYS
@@ -161,8 +195,12 @@ def _clear(root: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
     if arrays.exists():
         arrays.rename(removed)
-    for left_over in (removed, *root.glob(f"{ARRAYS}.orbax-checkpoint-tmp*")):
-        shutil.rmtree(left_over, ignore_errors=True)
+    _remove((removed, *root.glob(UNFINISHED)))
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _integers(x: jax.Array) -> jax.Array:
@@ -195,6 +233,6 @@ def save(
 
     Raises:
         ValueError: the directory holds a checkpoint already, or two leaves have the same path.
-        TypeError: `data` or `metadata` is not fit for JSON.
+        TypeError: `data` or `metadata` is not fit for JSON, or a leaf is no array.
     """
     start_save(directory, state, layout, step=step, data=data, metadata=metadata).wait()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from zerojax._types import PyTree
 from zerojax.checkpoint._leaves import (
-    LOSS_SCALE,
+    LOSS_SCALE_LEAVES,
     MASTERS,
     PARAMS,
     SavedLeaf,
@@ -79,7 +79,7 @@ def find_sources(
     extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
     if partial:
         extra = []
-    named = [_missing_line(path, saved, extra) for path in missing]
+    named = _missing_lines(missing, saved, extra)
     named += [f"{path!r} is in it and not wanted" for path in extra]
     chain = _chain_difference(manifest, like, partial=partial)
     if chain or named or lines:
@@ -91,7 +91,7 @@ def find_sources(
 
 def _is_fresh(path: str, x: Any) -> bool:
     """Tell whether a leaf is given with its value, as a loss scale is that the save had not."""
-    return path.startswith(LOSS_SCALE) and isinstance(x, jax.Array)
+    return path in LOSS_SCALE_LEAVES and isinstance(x, jax.Array)
 
 
 def check_leaves(
@@ -103,7 +103,7 @@ def check_leaves(
         IncompatibleCheckpointError: a leaf is missing, left over, or of another shape or dtype.
     """
     extra = [name for name in found if name not in wanted]
-    lines = [_missing_line(name, found, extra) for name in wanted if name not in found]
+    lines = _missing_lines([name for name in wanted if name not in found], found, extra)
     lines += [f"{name!r} is in it and not wanted" for name in extra]
     for name in (name for name in wanted if name in found):
         lines += _difference(name, wanted[name], name, found[name], wanted, cast=cast)
@@ -164,14 +164,22 @@ def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
 
 def _is_spared(path: str, sources: Mapping[str, str], cast: bool) -> bool:
     """Tell whether a saved leaf that nobody wants is another's value, or of a loss scale."""
-    if path.startswith(LOSS_SCALE):
+    if path in LOSS_SCALE_LEAVES:
         return True
     param = PARAMS + path.removeprefix(MASTERS)
     return path.startswith(MASTERS) and (sources.get(param) == path or (cast and param in sources))
 
 
+def _missing_lines(
+    missing: list[str], saved: Mapping[str, SavedLeaf], extra: list[str]
+) -> list[str]:
+    """Name what is missing, with the nearest names for as many as an error shows."""
+    lines = [_missing_line(path, saved, extra) for path in missing[:MOST_NAMED]]
+    return lines + [f"{path!r} is not in it" for path in missing[MOST_NAMED:]]
+
+
 def _missing_line(path: str, saved: Mapping[str, SavedLeaf], extra: list[str]) -> str:
-    if path.startswith(LOSS_SCALE):
+    if path in LOSS_SCALE_LEAVES:
         return f"{path!r} is not in it (give `like` with the values of a fresh loss scale)"
     near = difflib.get_close_matches(path, extra or list(saved), n=1, cutoff=0.5)
     return f"{path!r} is not in it" + (f" (near: {near[0]!r})" if near else "")

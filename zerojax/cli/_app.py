@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return app(given, prog_name="zerojax", standalone_mode=False) or 0
+        status = app(given, prog_name="zerojax", standalone_mode=False) or 0
+        # typer itself catches Ctrl-C in a command and gives its status without a word.
+        return _end("interrupted", status) if status == INTERRUPTED else status
     except _UsageError as error:
         return _end(error.format_message(), 2)
     except Failure as failure:

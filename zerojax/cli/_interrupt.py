@@ -23,6 +23,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.requested = False
         self.preempted = False
+        self._interrupted = False
 
     def __enter__(self) -> Interrupt:
         self._before = {number: signal.signal(number, self._handle) for number in MESSAGES}
@@ -38,8 +39,10 @@ class Interrupt:
             if self.preempted:  # a second one changes nothing: the state is on its way
                 return
             self.preempted = True
-        elif self.requested:
+        elif self._interrupted:
             raise KeyboardInterrupt
+        else:
+            self._interrupted = True
         self.requested = True
         # Not through a stream: it may be in the middle of a write.
         os.write(2, MESSAGES[signal.Signals(number)])

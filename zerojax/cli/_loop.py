@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import absl.logging  # which orbax logs with
 import jax
 
 from zerojax._types import PyTree
@@ -28,6 +29,8 @@ from zerojax.train import TrainState
 #: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
 QUEUED_STEPS = {"cpu": 0}
 QUEUED_STEPS_ELSEWHERE = 2
+#: Characters of an error that is long because it has gone through several libraries.
+MOST_TOLD = 300
 
 
 def run(session: Session, screen: Screen) -> None:
@@ -38,11 +41,12 @@ def run(session: Session, screen: Screen) -> None:
         Interrupted: Ctrl-C or SIGTERM; what there was has been written.
     """
     screen.start(session)
+    absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
     try:
-        with refusing():
-            restored = session.restore()
-        training = _Training(session, screen, restored)
-        training.run()
+        with Interrupt() as interrupt:
+            with refusing():
+                restored = session.restore()
+            _Training(session, screen, restored).run(interrupt)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -78,15 +82,16 @@ class _Training:
         self.queued_steps = QUEUED_STEPS.get(platform, QUEUED_STEPS_ELSEWHERE)
         self.clock = time.perf_counter()
 
-    def run(self) -> None:
+    def run(self, interrupt: Interrupt) -> None:
         """Train to the end, or until a signal or a loss that is not finite."""
         self.screen.held(self.held, self.on_host)
         try:
-            with Interrupt() as interrupt:
-                with self.screen.training():
-                    self.train(interrupt)
-                if not interrupt.requested:
-                    self.finish()
+            with self.screen.training():
+                self.train(interrupt)
+            if not interrupt.requested:
+                self.finish()
+                self.save_if_wanted(interrupt)  # preempted after the last step
+            if self.record.lines:
                 self.write()
         finally:
             self.record.close()
@@ -101,7 +106,7 @@ class _Training:
         eval_every = options.eval_every or max(options.steps // 10, 10)
         if self.number >= options.steps:
             self.screen.say(f"already at step {self.number}; nothing is left to train")
-        if self.number == 0:
+        if self.number == 0 and not interrupt.requested:
             self.evaluate()
         while self.number < options.steps and not interrupt.requested:
             self.step()
@@ -110,7 +115,12 @@ class _Training:
             if options.save_every and self.number % options.save_every == 0:
                 self.save()
         self.settle(0)
-        if (options.save_every or interrupt.preempted) and self.saved < self.number:
+        self.save_if_wanted(interrupt)
+
+    def save_if_wanted(self, interrupt: Interrupt) -> None:
+        """Save what was not saved yet, where checkpoints or a preemption ask for it."""
+        wanted = self.session.options.save_every or interrupt.preempted
+        if wanted and self.saved < self.number:
             self.save()
         self.end_saving()
 
@@ -222,9 +232,10 @@ def _saving() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
+        told = " ".join(str(error).split())[:MOST_TOLD]
         raise Failure(
-            f"can't save a checkpoint: {error}; those before it are whole: make room and go on "
-            "from there with --resume",
+            f"can't save a checkpoint: {told}; mend that (a full disk needs room), and go on with "
+            "--resume from an earlier one, if there is one",
             status=1,
         ) from error
 

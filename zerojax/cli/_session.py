@@ -15,7 +15,13 @@ from jax.sharding import Mesh
 from rich.filesize import decimal
 
 from zerojax._types import PyTree
-from zerojax.checkpoint import Checkpoints, Restored, find_checkpoints, read_manifest
+from zerojax.checkpoint import (
+    Checkpoints,
+    IncompatibleCheckpointError,
+    Restored,
+    find_checkpoints,
+    read_manifest,
+)
 from zerojax.cli._devices import find_devices, memory_per_device
 from zerojax.cli._evaluate import Evaluation
 from zerojax.cli._optimizers import find_optimizer, make_schedule
@@ -109,7 +115,16 @@ class Session:
         )
         # What was trained without a loss scale goes on with a fresh one.
         like = dataclasses.replace(like, loss_scale=first_loss_scale(self.precision.loss_scale))
-        restored = self.checkpoints.restore(self.layout, like)
+        try:
+            restored = self.checkpoints.restore(self.layout, like)
+        except IncompatibleCheckpointError as error:
+            kept = read_manifest(self.checkpoint).metadata["options"]
+            names = ("model", "optimizer", "precision")
+            given = " ".join(f"--{name} {kept[name]}" for name in names)
+            raise ValueError(
+                f"--resume: {self.checkpoint} was saved with {given}, which this run does not fit: "
+                f"{'; '.join(error.differences[:3])}"
+            ) from error
         if restored is not None:
             self.batches.set_state(dict(restored.manifest.data))
         return restored
@@ -149,6 +164,10 @@ def take_up(options: Options, given: frozenset[str]) -> tuple[Options, Path | No
     Raises:
         ValueError: there is none to resume, or one that a new run would mix itself with.
     """
+    if options.resume and "init" in given:
+        raise ValueError("--init: a run that is resumed has its weights; leave it or --resume out")
+    if "keep" in given and options.save_every is None and not options.resume:
+        raise ValueError("--keep: there are no checkpoints without --save-every; give it too")
     passed_over: list[str] = []
     found = find_checkpoints(options.out / CHECKPOINTS, lambda _, why: passed_over.append(why))
     if not options.resume:

@@ -53,6 +53,11 @@ class BatchIterator(Iterator[np.ndarray]):
             ValueError: `state` was taken over other tokens, windows, batches or another order.
         """
         for name, ours in self._identity.items():
+            if name == "text_digest" and state.get(name) != ours:
+                raise ValueError(
+                    "data state: the text is not what it was (its digest differs), so the same "
+                    "batches can't follow; continue with what was used, or start the data anew"
+                )
             if state.get(name) != ours:
                 raise ValueError(
                     f"data state: {name} was {state.get(name)} and is {ours} now, so the same "
@@ -106,7 +111,7 @@ def make_batches(
     # The tokens are in memory, so threads would only take turns; without them Ctrl-C ends at once.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     identity = {
-        "tokens": zlib.crc32(np.ascontiguousarray(tokens).data),
+        "text_digest": zlib.crc32(np.ascontiguousarray(tokens).data),
         "context": context,
         "batch_size": batch_size,
         "seed": seed,

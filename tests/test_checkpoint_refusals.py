@@ -1,0 +1,150 @@
+"""What can't be saved or restored is refused before anything is written, and nothing is cut off."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.checkpoint import (
+    Checkpoints,
+    IncompatibleCheckpointError,
+    export_safetensors,
+    import_safetensors,
+    restore,
+    save,
+    start_save,
+    verify,
+)
+
+
+@pytest.fixture
+def layout(mesh8):
+    return zerojax.make_layout({"w": jax.ShapeDtypeStruct((8193,), jnp.float32)}, mesh8, stage=3)
+
+
+PROGRAM = """
+import sys, jax.numpy as jnp, zerojax
+mesh = zerojax.make_mesh({"data": 1})
+layout = zerojax.make_layout({"w": jnp.ones((2000, 1000))}, mesh, stage=2)
+zerojax.Checkpoints(sys.argv[1]).save(3, {"w": jnp.ones((2000, 1000))}, layout)
+"""
+
+
+def test_a_program_that_ends_waits_for_what_it_saves(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert verify(tmp_path / "3").step == 3
+
+
+LEAVES = {
+    "a text": ("hello", TypeError, "leaf 'x' is a str and no array"),
+    "a function": (len, TypeError, r"eqx\.filter"),
+    "64 bits": (np.int64(2**40 + 5), ValueError, "leaf 'x' is int64 and would lose values"),
+    "a double": (np.full(3, 0.1), ValueError, "float64 and would lose values as float32"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_that_cannot_be_kept_are_refused_by_path(tmp_path, layout, name):
+    leaf, error, said = LEAVES[name]
+    with pytest.raises(error, match=said):
+        save(tmp_path / "here", {"x": leaf}, layout)
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("tree", [{"a/": 1}, {"m": {"": 1}}, {"/a": 1}])
+def test_keys_without_a_name_are_refused(tmp_path, layout, tree):
+    with pytest.raises(ValueError, match="a part without a name"):
+        save(tmp_path / "here", tree, layout)
+
+
+def test_numbers_and_numpy_arrays_come_back_as_arrays(tmp_path, layout):
+    tree = {"step": 0, "rate": 0.1, "on": True, "many": np.arange(3), "scalar": np.float64(0.5)}
+    save(tmp_path, tree, layout)
+    verify(tmp_path)
+    back = restore(tmp_path, layout, tree)
+    assert {name: x.dtype.name for name, x in back.items()} == {
+        "step": "int32", "rate": "float32", "on": "bool", "many": "int32", "scalar": "float32",
+    }  # fmt: skip
+    assert (int(back["step"]), float(back["scalar"])) == (0, 0.5)
+    assert float(back["rate"]) == np.float32(0.1)
+    with jax.enable_x64(True):
+        save(tmp_path / "wide", {"n": np.int64(2**40 + 5)}, layout)
+        assert int(restore(tmp_path / "wide", layout, {"n": np.int64(0)})["n"]) == 2**40 + 5
+    with pytest.raises(IncompatibleCheckpointError, match=r"'n' is int64\[\] in it, wanted int32"):
+        restore(tmp_path / "wide", layout, {"n": np.int64(0)})
+
+
+STEPS = {
+    "negative": (-1, ValueError),
+    "a float": (5.0, TypeError),
+    "a bool": (True, TypeError),
+    "a name": ("../x", TypeError),
+    "nothing": (None, TypeError),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_that_would_not_be_found_are_refused(tmp_path, layout, name):
+    step, error = STEPS[name]
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(error, match="step is"):
+        checkpoints.save(step, {"w": jnp.ones(3)}, layout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_may_be_arrays(tmp_path, layout):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(np.int64(4), {"w": jnp.ones(3)}, layout)
+        checkpoints.save(jnp.int32(5), {"w": jnp.ones(3)}, layout)
+    assert list(checkpoints.steps()) == [4, 5]
+
+
+def test_folders_that_hold_no_steps_are_refused(tmp_path, layout):
+    save(tmp_path / "one", {"w": jnp.ones(3)}, layout)
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ValueError, match="is a checkpoint itself; give the folder above it"):
+        Checkpoints(tmp_path / "one")
+    with pytest.raises(ValueError, match="is no folder"):
+        Checkpoints(tmp_path / "file")
+    for keep in (1.5, "3", object(), 0, False):
+        with pytest.raises(ValueError, match="keep is"):
+            Checkpoints(tmp_path, keep=keep)
+
+
+def test_a_save_that_fails_leaves_nothing_behind_and_says_so_every_time(tmp_path, layout):
+    pending = start_save(tmp_path / "5", {"w": jnp.ones(3)}, layout, then=lambda: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            pending.wait()
+    assert list((tmp_path / "5").glob("*tmp*")) == []
+
+
+def test_only_what_belongs_to_a_parameter_is_cut(tmp_path, layout):
+    """`cache/w` is called like a parameter, and has the shape of its padded form by chance."""
+    cache = {"w": jnp.arange(8200.0), "count": jnp.ones(())}
+    tree = {"params": {"w": jnp.zeros(8200)}, "cache": cache}
+    save(tmp_path / "tree", tree, layout)
+    (out,) = export_safetensors(tmp_path / "tree", tmp_path / "c.safetensors", part="cache")
+    back = import_safetensors(out, layout, cache)
+    np.testing.assert_array_equal(back["w"], np.arange(8200.0))
+
+
+def test_a_list_of_weights_goes_out_and_comes_back_with_its_step(tmp_path, layout):
+    """The metadata name a step, which must not be taken for a tie to the tensor "5"."""
+    weights = [jnp.full(3, float(number)) for number in range(6)]
+    save(tmp_path / "list", {"params": weights}, layout, step=5)
+    (out,) = export_safetensors(tmp_path / "list", tmp_path / "list.safetensors")
+    back = import_safetensors(out, layout, weights)
+    assert [float(x[0]) for x in back] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
