@@ -55,7 +55,8 @@ class _Kept:
 class Checkpoints:
     """The checkpoints of a run: `directory/STEP` each.
 
-    Saving goes on in the background, one at a time; leaving the `with` block waits for the last.
+    Saving goes on in the background, one at a time; leaving the `with` block waits for the last,
+    and a program that ends without one, or `wait`, may lose it.
 
     Args:
         directory: the folder, which all processes see; made where it is missing.

@@ -7,6 +7,7 @@ import dataclasses
 import operator
 import os
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -37,21 +38,30 @@ REMOVED = ".removed"
 
 #: What orbax has not finished has a name like this.
 UNFINISHED = f"{ARRAYS}.orbax-checkpoint-tmp*"
-_saving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_unwaited: weakref.WeakSet[PendingSave] = weakref.WeakSet()
 
 
-def _wait_for_all() -> None:
-    for thread in list(_saving):
-        thread.join()
+def _end_all() -> None:
+    """Wait for what a program that ends has not waited for, and tell of what was lost.
+
+    Python 3.12 and later start no threads from then on, which orbax needs: it is too late there.
+    """
+    for pending in list(_unwaited):
+        try:
+            pending.wait()
+        except BaseException as error:  # noqa: BLE001  # nobody is left to catch it
+            sys.stderr.write(
+                f"zerojax: {pending.path} was not saved, the program ended before ({error}); wait "
+                "for a save: use `with Checkpoints(...)`, or call wait()\n"
+            )
 
 
-# A program that ends waits for what it saves, and has to while threads can still be started: they
-# can't be when threads that are no daemons are waited for, nor by the time of atexit.
-getattr(threading, "_register_atexit", atexit.register)(_wait_for_all)
+# Before the threads of the standard library's executors are ended; atexit comes after that.
+getattr(threading, "_register_atexit", atexit.register)(_end_all)
 
 
 class PendingSave:
-    """A save that goes on in the background; the checkpoint is there when it has ended well.
+    """A save that goes on in the background; the checkpoint is there when `wait` has returned.
 
     The state may be donated meanwhile: what is to be written has been copied from the devices, or
     is kept from being overwritten.
@@ -73,7 +83,7 @@ class PendingSave:
         self._then = then
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save {path}")
-        _saving.add(self._thread)
+        _unwaited.add(self)
         self._thread.start()
 
     @property
@@ -84,6 +94,7 @@ class PendingSave:
     def wait(self) -> None:
         """Wait for the end; raises what went wrong."""
         self._thread.join()
+        _unwaited.discard(self)
         if self._error is not None:
             raise self._error
 
