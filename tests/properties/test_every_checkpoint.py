@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from optimizers import TABLE, Case, example_params
 
 import zerojax
+from tests.properties.optimizers import TABLE, Case, example_params
 from zerojax.checkpoint import restore, save
 
 SUPPORTED = [case for case in TABLE if case.unsupported is None]

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import zerojax
+from tests.properties.optimizers import (
     EXCLUDED,
     TABLE,
     Case,
@@ -18,8 +20,6 @@ from optimizers import (
     made_factories,
     public_factories,
 )
-
-import zerojax
 
 NUM_STEPS = 5
 SUPPORTED = [case for case in TABLE if case.unsupported is None]

@@ -1,0 +1,1 @@
+"""The tests, laid out as the package is; helpers stand beside the tests that use them."""

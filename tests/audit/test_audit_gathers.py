@@ -1,0 +1,82 @@
+"""Stage 3 by hand: gathers before the loop over layers, and weights kept for the backward pass."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+
+from tests.audit.audit_programs import (
+    HIDDEN,
+    LAYERS,
+    WIDTH,
+    compile_step,
+    constrain,
+    kinds,
+    layer,
+    layout_of,
+    mse,
+    only,
+)
+from zerojax.audit import audit
+
+
+@pytest.fixture(scope="module")
+def make(mesh8):
+    return functools.partial(layout_of, mesh8)
+
+
+def scan_loss(mesh, *, inside, remat=True):
+    def loss(params, x):
+        def body(x, w):
+            w = constrain(w, mesh) if inside else w
+            return constrain(layer(w, x), mesh, "data"), None
+
+        stack = params if inside else constrain(params, mesh)
+        y, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, stack)
+        return mse(y, x)
+
+    return loss
+
+
+def test_a_gather_before_the_loop_over_layers_is_caught(make, mesh8):
+    layout = make(3, "stack")
+    report = audit(compile_step(scan_loss(mesh8, inside=False), layout), layout)
+    problem = only(report, "hoisted gather")
+    assert "all 4 layers" in problem.seen
+    assert f"[{LAYERS}, {HIDDEN}, {WIDTH}]" in problem.where
+
+
+def test_gathers_within_a_rematerialised_layer_are_clean(make, mesh8):
+    layout = make(3, "stack")
+    report = audit(compile_step(scan_loss(mesh8, inside=True), layout), layout)
+    assert report.problems == ()
+    assert report.judged_volume == pytest.approx(3 * 7 / 8, rel=0.01)
+
+
+def test_layers_kept_by_a_scan_for_the_backward_pass_are_caught(make, mesh8):
+    layout = make(3, "stack")
+    report = audit(compile_step(scan_loss(mesh8, inside=True, remat=False), layout), layout)
+    problem = only(report, "kept gather")
+    assert "jax.checkpoint" in problem.remedy
+
+
+def list_loss(mesh, *, remat):
+    def loss(params, x):
+        def one(w, x):
+            return constrain(layer(constrain(w, mesh), x), mesh, "data")
+
+        one = jax.checkpoint(one) if remat else one
+        for name in sorted(params):
+            x = one(params[name], x)
+        return mse(x, 0.0)
+
+    return loss
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_weights_kept_without_a_scan_are_caught(make, mesh8, remat):
+    layout = make(3, "list")
+    report = audit(compile_step(list_loss(mesh8, remat=remat), layout), layout)
+    assert kinds(report) == (set() if remat else {"kept gather"})

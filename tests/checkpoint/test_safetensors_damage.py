@@ -1,0 +1,251 @@
+"""Files of the safetensors format are whole or not there, and damage to them is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.tensor_files import BIG, names_in, random, same, store, tensor
+from zerojax.checkpoint import _safetensors_header as header
+from zerojax.checkpoint._safetensors import SafetensorsReader, Tensor, write
+
+
+def pack(path, text, data=b""):
+    text = text if isinstance(text, bytes) else json.dumps(text).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+# ------------------------------------------------------------------ whole or not there
+
+
+def spoiled(*blocks, error=None):
+    def give():
+        yield from blocks
+        if error is not None:
+            raise error
+
+    return give
+
+
+BLOCK = np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "said"),
+    [
+        (spoiled(BLOCK), ValueError, "'x' was declared float32[4, 3], got 2 rows"),
+        (spoiled(), ValueError, "got 0 rows"),
+        (spoiled(BLOCK, BLOCK, BLOCK), ValueError, "got 6 rows or more"),
+        (spoiled(BLOCK[:, :2]), ValueError, "got a block <f4[2, 2]"),
+        (spoiled(BLOCK[0]), ValueError, "got a block <f4[3]"),
+        (spoiled(BLOCK.astype(np.float64)), ValueError, "got a block <f8[2, 3]"),
+        (spoiled(BLOCK.astype(">f4")), ValueError, "got a block >f4[2, 3]"),
+        (spoiled(BLOCK, error=RuntimeError("lost")), RuntimeError, "lost"),
+        (spoiled(BLOCK, error=KeyboardInterrupt("stop")), KeyboardInterrupt, "stop"),
+    ],
+)
+def test_a_write_that_fails_leaves_nothing(tmp_path, blocks, error, said):
+    tensors = [tensor("first", BLOCK), Tensor("x", (4, 3), "float32", blocks)]
+    with pytest.raises(error, match=re.escape(said)):
+        write(tmp_path / "a.safetensors", tensors, metadata={}, max_file_bytes=30)
+    assert not names_in(tmp_path)
+
+
+@pytest.mark.parametrize("there", ["a.safetensors", "a.safetensors.index.json"])
+@pytest.mark.parametrize("max_file_bytes", [8, BIG])
+def test_nothing_is_overwritten(tmp_path, there, max_file_bytes):
+    (tmp_path / there).write_text("precious")
+    arrays = {"x": random("float32", (3,)), "y": random("float32", (3,))}
+    with pytest.raises(FileExistsError, match="remove it or write to another name"):
+        store(tmp_path / "a.safetensors", arrays, max_file_bytes=max_file_bytes)
+    assert (tmp_path / there).read_text() == "precious"
+    assert names_in(tmp_path) == [there]
+
+
+def test_one_of_several_files_is_not_overwritten(tmp_path):
+    there = tmp_path / "a-00002-of-00002.safetensors"
+    there.write_text("precious")
+    arrays = {"x": random("float32", (3,)), "y": random("float32", (3,))}
+    with pytest.raises(FileExistsError, match="00002-of-00002"):
+        store(tmp_path / "a.safetensors", arrays, max_file_bytes=12)
+    assert names_in(tmp_path) == [there.name]
+
+
+def test_what_a_killed_write_left_is_written_over(tmp_path):
+    (tmp_path / "a.safetensors.partial").write_text("half of something longer " * 100)
+    want = random("float32", (3,))
+    (path,) = store(tmp_path / "a.safetensors", {"x": want})
+    assert names_in(tmp_path) == [path.name]
+    assert same(SafetensorsReader(path).read("x"), want)
+
+
+def test_files_get_their_names_after_all_of_them_are_on_disk_and_the_index_last(
+    tmp_path, monkeypatch
+):
+    calls, replace, fsync = [], Path.replace, os.fsync
+    monkeypatch.setattr(
+        Path, "replace", lambda p, to: (calls.append(to.name.split(".", 1)[1]), replace(p, to))
+    )
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("sync"), fsync(fd)))
+    arrays = {"x": random("float32", (3,)), "y": random("float32", (3,))}
+    store(tmp_path / "a.safetensors", arrays, max_file_bytes=12)
+    named = ["safetensors", "safetensors", "safetensors.index.json"]
+    assert calls == ["sync", "sync", "sync", *named, "sync"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "said"),
+    [
+        (["int4"], {}, "'t0' is int4, which safetensors has not; convert it to one of bool"),
+        (["float32", "float8_e4m3b11fnuz"], {}, "'t1' is float8_e4m3b11fnuz"),
+        (["complex128"], {}, "'t0' is complex128"),
+        (["float32"], {"name": "__metadata__"}, "'__metadata__' is taken"),
+        (["float32"] * 2, {"name": "x"}, "'x' is taken; rename"),
+        (["float32"], {"metadata": {"step": 3}}, "must be text, got 'step': 3"),
+        (["float32"], {"max_file_bytes": 0}, "must be positive"),
+        (["float32"], {"path": "a.bin"}, "must end in .safetensors"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path, tensors, changes, said
+):
+    arrays = [
+        Tensor(changes.get("name", f"t{i}"), (1,), dtype, spoiled())
+        for i, dtype in enumerate(tensors)
+    ]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        write(
+            tmp_path / "sub" / changes.get("path", "a.safetensors"),
+            arrays,
+            metadata=changes.get("metadata", {}),
+            max_file_bytes=changes.get("max_file_bytes", BIG),
+        )
+    assert not names_in(tmp_path)
+
+
+def test_a_header_beyond_the_formats_limit_is_refused(tmp_path, monkeypatch):
+    assert header.MAX_HEADER_BYTES == 100_000_000
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 96)
+    with pytest.raises(ValueError, match="would take 104 bytes, and the format allows 96"):
+        store(
+            tmp_path / "a.safetensors",
+            {},
+            {"long": "x" * (97 - len('{"__metadata__":{"long":""}}'))},
+        )
+    assert not names_in(tmp_path)
+    (path,) = store(tmp_path / "a.safetensors", {}, {"long": "x"})
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 24)
+    with pytest.raises(ValueError, match="its header would take"):
+        SafetensorsReader(path)
+
+
+# ------------------------------------------------------------------ damage
+
+FOUR = b"1234"
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "said"),
+    [
+        (b'{"x": ', b"", "JSON can't be read"),
+        (b"\xff\xfe\xfd\xfc", b"", "JSON can't be read"),
+        (b"[" * 100_000, b"", "JSON can't be read"),
+        (b"[]", b"", "its JSON is no object"),
+        (b'{"x": %s, "x": %s}' % ((json.dumps(entry()).encode(),) * 2), FOUR, "there twice"),
+        ({"x": 3}, b"", "the entry of 'x' is 3"),
+        ({"x": {"dtype": "F32", "shape": [1]}}, FOUR, "the entry of 'x' is"),
+        ({"x": entry("F4", (2,), (0, 1))}, b"1", "'x' is 'F4', which numpy and jax have not"),
+        ({"x": entry(["F32"])}, FOUR, "which numpy and jax have not"),
+        ({"x": entry(shape=(-1,))}, FOUR, "the entry of 'x' is"),
+        ({"x": entry(shape=(1.0,))}, FOUR, "the entry of 'x' is"),
+        ({"x": entry(shape=(True,))}, FOUR, "the entry of 'x' is"),
+        ({"x": entry(offsets=(0, 4, 8))}, FOUR, "the entry of 'x' is"),
+        ({"x": entry(offsets=(4, 0))}, FOUR, "takes 4 bytes, and its offsets are [4, 0]"),
+        ({"x": entry(shape=(2,))}, FOUR, "takes 8 bytes, and its offsets are [0, 4]"),
+        ({"x": entry(offsets=(4, 8))}, FOUR * 2, "'x' leaves a hole before"),
+        ({"x": entry(), "y": entry(offsets=(2, 6))}, FOUR * 2, "'y' overlaps another"),
+        ({"x": entry(), "y": entry()}, FOUR, "overlaps another"),
+        ({"x": entry()}, FOUR + b"5", "damaged: its tensors end at byte"),
+        ({"x": entry()}, b"123", "cut short: its tensors end at byte"),
+        ({"__metadata__": {"a": 1}}, b"", "__metadata__ is not text"),
+        ({"__metadata__": "a"}, b"", "__metadata__ is not text"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, text, data, said):
+    path = pack(tmp_path / "bad.safetensors", text, data)
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        SafetensorsReader(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (b"", "it has only 0 bytes"),
+        (b"1234567", "it has only 7 bytes"),
+        (b"\x10\0\0\0\0\0\0\0{}", "its header would take 16 bytes"),
+        (b"PK\x03\x04 no such file", "damaged or no safetensors file"),
+    ],
+)
+def test_what_is_no_such_file_is_named(tmp_path, held, said):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(held)
+    with pytest.raises(ValueError, match=said) as raised:
+        SafetensorsReader(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_file_cut_at_any_byte_is_refused(tmp_path):
+    (path,) = store(tmp_path / "a.safetensors", {"x": random("int8", (9,))}, {"a": "b"})
+    held = path.read_bytes()
+    for length in range(len(held)):
+        path.write_bytes(held[:length])
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            SafetensorsReader(path)
+
+
+def test_a_file_that_is_cut_short_after_it_was_opened_is_named(tmp_path):
+    (path,) = store(tmp_path / "a.safetensors", {"x": random("int8", (9,))})
+    reader = SafetensorsReader(path)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=rf"{path} has been cut short"):
+        reader.read("x")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "said"),
+    [
+        (lambda m, to: m.pop("b"), ValueError, "the file also holds 'b'"),
+        (lambda m, to: m.update(c=to["b"]), ValueError, "the file lacks 'c'"),
+        (lambda m, to: m.update(b="gone.safetensors"), FileNotFoundError, "names gone.safetensors"),
+        (lambda m, to: m.update(b="../x.safetensors"), ValueError, "not a file beside it"),
+        (lambda m, to: m.update(b=3), ValueError, "no weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_named(tmp_path, spoil, error, said):
+    arrays = {name: random("float32", (2,)) for name in ("a", "b", "b2")}
+    *_, path = store(tmp_path / "m.safetensors", arrays, max_file_bytes=16)
+    index = json.loads(path.read_text())
+    spoil(index["weight_map"], dict(index["weight_map"]))
+    path.write_text(json.dumps(index))
+    with pytest.raises(error, match=re.escape(said)) as raised:
+        SafetensorsReader(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}, "metadata": 3}'])
+def test_an_index_that_cannot_be_read_is_named(tmp_path, text):
+    path = tmp_path / "m.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        SafetensorsReader(path)

@@ -1,0 +1,315 @@
+"""`zerojax plan` shows what the planner says, refuses in one line, and computes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from tests.cli.plan_questions import FIGURE_1, TINY, strict
+from tests.planner import paper
+from zerojax.cli import main
+from zerojax.cli._optimizers import OPTIMIZERS
+from zerojax.cli._plan_options import read_bytes, read_count
+from zerojax.cli._plan_screen import amount, unit_of
+from zerojax.models import gpt
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = r"^ +{} +([\d.,]+) +([\d.,]+) +([\d.,]+) +([\d.,]+) +([\d.,]+) +"
+QUIET = """
+import sys
+from zerojax.cli import main
+assert main({arguments!r}) == 0
+import jax
+assert jax.config.jax_platforms == "cpu", jax.config.jax_platforms
+assert "matplotlib" not in sys.modules, "matplotlib was imported"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Stand in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows(out):
+    """Read the kinds, the states and the peak of each stage off the table."""
+    found = {stage: re.search(ROW.format(stage), out, re.M) for stage in range(4)}
+    return {
+        stage: [float(cell.replace(",", "")) for cell in match.groups()]
+        for stage, match in found.items()
+        if match
+    }
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+@pytest.mark.parametrize("count", ["7.5e9", "7.5B", "7500M", "7500000000"])
+def test_the_table_shows_the_figures_of_the_paper(capsys, count):
+    assert main(["plan", "--params", count, "--devices", "64"]) == 0
+    out = capsys.readouterr().out
+    for stage, row in rows(out).items():
+        *_, states, _ = row
+        assert states == paper.FIGURE_1[stage]
+    assert len(rows(out)) == 4
+    assert "in GB (1e9 bytes)" in out
+    assert "64 x h100" in out
+    assert "Megatron-LM's formulas" in out
+    assert "does not fit 84.9 GB: stage 0\n" in out
+
+
+def test_a_table_is_in_the_unit_that_suits_it(capsys):
+    assert main([*TINY, "--devices", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "in MB" in out
+    parameters, gradients, _, states, _ = rows(out)[0]
+    count = gpt.num_params(gpt.PRESETS["tiny"])
+    assert parameters == gradients == round(2 * count / 1e6, 1)
+    assert states == round(16 * count / 1e6, 1)
+    assert unit_of(1e10) == ("GB", 1e9)
+    assert unit_of(0.99e10) == ("MB", 1e6)
+    assert [amount(x) for x in (120.0, 31.40625, 1.875, 0.2344, 0.0)] == [
+        "120", "31.4", "1.9", "0.234", "0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 111, 112, 132])
+def test_no_figure_is_cut_where_columns_are_few(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for asked in (FIGURE_1, [*FIGURE_1, "--offload", "optimizer"]):
+        assert main(asked) == 0
+        out = capsys.readouterr().out
+        table = out[out.index("one device") : out.index("parameters, gradients")]
+        assert "…" not in table
+        assert max(map(len, table.splitlines())) <= width
+        assert [row[3] for row in rows(out).values()] == list(paper.FIGURE_1.values())
+        assert ("of device" in table) == (width >= 112)
+
+
+def test_one_stage_is_shown_in_full(capsys):
+    assert main([*FIGURE_1, "--stage", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "ZeRO stage 3, 7,500,000,000 parameters, 64 x h100, N = 64" in out
+    for line in ("activations and buffers", "bound by", "peak rates", "8 nodes of 8"):
+        assert line in out
+    assert not rows(out)
+
+
+def test_a_plan_is_the_planner_s_own(capsys):
+    config = gpt.PRESETS["tiny"]
+    arguments = "--devices 16 --shards 4 --model-axis 2 --batch 3 --accumulate 2 --hardware v5e"
+    asked = f"{arguments} --optimizer lion --precision fp32 --context 32 --json -"
+    assert main([*TINY, *asked.split()]) == 0
+    config = dataclasses.replace(config, context=32)
+    for stage, found in enumerate(strict(capsys.readouterr().out)["stages"]):
+        wanted = zerojax.plan(
+            jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0)),
+            optax.lion(optax.constant_schedule(1e-3)), stage=stage, num_devices=16,
+            hardware="v5e", num_shards=4, model_axis=2, accumulate=2,
+            loss_fn=functools.partial(gpt.loss, config),
+            batch=jax.ShapeDtypeStruct((3 * 2 * 8, 33), jnp.int32),
+        )  # fmt: skip
+        assert found["bytes"]["total"] == wanted.bytes.total
+        assert found["volume"] == pytest.approx(wanted.volume)
+        assert found["time"]["step"] == pytest.approx(wanted.step_time)
+
+
+@pytest.mark.parametrize(
+    ("given", "remat"),
+    [
+        ([], None),
+        (["--remat"], None),
+        (["--remat-policy", "dots"], "dots"),
+        (["--remat", "--remat-policy", "dots"], "dots"),
+        (["--no-remat"], "none"),
+        (["--remat-policy", "none"], "none"),
+    ],
+)
+def test_recomputation_is_as_asked_for(capsys, given, remat):
+    peaks = []
+    for asked in ([], given):
+        assert main([*TINY, "--batch", "64", "--stage", "2", "--json", "-", *asked]) == 0
+        found = strict(capsys.readouterr().out)["stages"][0]
+        peaks.append(found["bytes"]["total"])
+    assert found["remat"] == remat
+    assert (peaks[1] > peaks[0]) == (remat is not None)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_of_the_command_line_is_planned(capsys, optimizer):
+    assert main([*FIGURE_1, "--optimizer", optimizer]) == 0
+    out = capsys.readouterr().out
+    assert len(rows(out)) == 4
+    assert ("taken for a vector" in out) == (optimizer in ("adafactor", "muon"))
+
+
+def test_what_the_host_keeps_has_a_column(capsys):
+    assert main([*FIGURE_1, "--offload", "optimizer", "--offload", "activations"]) == 0
+    out = capsys.readouterr().out
+    assert "on host" in out
+    parameters, _, optimizer, _, _ = rows(out)[2]
+    assert (parameters, optimizer) == (15, 0)
+
+
+def test_all_of_it_is_written_at_once(monkeypatch):
+    """`zerojax plan ... | grep -q 31.4` stops listening at the first line that has it."""
+    writes = []
+
+    class Pipe(io.StringIO):
+        def write(self, text):
+            writes.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Pipe())
+    assert main([*FIGURE_1, "--json", "a.json"]) == 0
+    (text,) = writes
+    assert "31.4" in text
+    assert "wrote a.json" in text
+
+
+def test_no_accelerator_is_started_and_nothing_imported_to_draw():
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("JAX_PLATFORMS", "XLA_FLAGS")
+    } | {"PYTHONPATH": str(ROOT)}
+    for arguments in ([*TINY, "--json", "-"], [*FIGURE_1, "--search"]):
+        done = subprocess.run(
+            [sys.executable, "-c", QUIET.format(arguments=arguments)],
+            env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert not done.stderr
+
+
+def test_the_help_teaches(capsys):
+    assert main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "plan --params 7.5e9 --devices 64",
+        "--search",
+        "--largest",
+        "adafactor",
+        "v5p",
+        "18GiB",
+        "Exit",
+        "h100",
+    ):
+        assert word in out
+    assert main(["--help"]) == 0
+    assert "plan" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("", "--model gpt2-xl, or --params 7.5e9"),
+        ("--params 1e9 --model tiny", "one of the two"),
+        ("--params -3 --devices 64", "--params must be a whole number of at least 1, got -3"),
+        ("--params 0", "at least 1, got 0"),
+        ("--params 7.5", "at least 1, got 7.5"),
+        ("--params 1e-3", "at least 1, got 0.001"),
+        ("--params many", "7.5e9 or 7.5B"),
+        ("--params 1e400", "up to 1e+18"),
+        ("--params 1e9 --devices 0", "--devices"),
+        ("--params 1e9 --devices 6.4", "--devices"),
+        ("--params 1e9 --hardware h10", "nearest first: h100, "),
+        ("--params 1e9 --devices 64 --shards 12", "these do: 1, 2, 4, 8"),
+        ("--params 1e9 --devices 64 --shards 12 --search", "these do: 1, 2, 4, 8"),
+        ("--params 1e9 --devices 64 --model-axis 5", "these do: 1, 2, 4, 8"),
+        ("--params 1e9 --stage 4", "--stage"),
+        ("--params 1e9 --batch 0", "--batch"),
+        ("--params 1e9 --optimizer adamm", "did you mean adamw?"),
+        ("--params 1e9 --precision fp8", "fp32, bf16"),
+        ("--params 1e9 --offload gradients", "optimizer and activations"),
+        ("--params 1e9 --no-remat --offload activations", "no checkpoints"),
+        ("--params 1e9 --no-remat --offload activations --search", "recomputed"),
+        ("--params 1e9 --reduce once", "stage 3"),
+        ("--params 1e9 --reduce once --search", "--reduce"),
+        ("--params 1e9 --remat-policy half", "none, dots, full"),
+        ("--params 1e9 --no-remat --remat-policy full", "contradict"),
+        ("--params 1e9 --remat --remat-policy none", "contradict"),
+        ("--params 1e9 --memory-limit 20XB", "20e9, 20GB or 18GiB"),
+        ("--params 1e9 --memory-limit -5", "above 0"),
+        ("--params 1e9 --memory-limit 200GB", "more than the 84.9 GB"),
+        ("--params 7.5e9 --memory-limit 1GB --search", "the smallest need is"),
+        ("--params 1e9 --verify", "--search"),
+        ("--params 1e9 --search --verify", "--model"),
+        ("--model tiny --search --verify --offload optimizer", "leave --offload"),
+        ("--model tiny --search --verify --model-axis 2", "leave --offload"),
+        ("--model gpt2-xxl", "no model named 'gpt2-xxl'; known, nearest first: gpt2-xl"),
+        ("--largest --model tiny", "leave --model out"),
+        ("--largest --plot a.png", "leave --plot out"),
+        ("--params 1e9 --plot a.pdf", "ends in .png"),
+        ("--params 1e9 --plot a-file/below.png", "can't write to --plot"),
+        ("--params 1e9 --json a-file/below", "can't write to --json"),
+        ("--params 1e9 --json same.png --plot same.png", "two outputs have one name"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_in_one_line(folder, capfd, asked, said):
+    (folder / "a-file").write_text("text")
+    assert main(["plan", *asked.split()]) == 2
+    out, err = capfd.readouterr()
+    assert said in err
+    assert err.count("\n") == 1
+    assert err.startswith("zerojax: ")
+    assert not out
+    assert [path.name for path in folder.iterdir()] == ["a-file"]
+
+
+def test_a_limit_that_no_stage_meets_is_told_after_the_table(capfd):
+    assert main([*FIGURE_1, "--memory-limit", "2GB"]) == 2
+    out, err = capfd.readouterr()
+    assert "2.0 GB each allowed of 84.9" in out
+    least = rows(out)[3][-1]
+    assert re.search(rf"smallest need is {least}\d\d GB: ZeRO stage 3", err)
+    assert "--search" in err
+    assert err.count("\n") == 1
+    assert main([*FIGURE_1, "--memory-limit", "20GiB"]) == 0
+    assert "does not fit 21.5 GB: stage 0\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("20e9", 2e10), ("20GB", 2e10), ("18 GiB", 18 * 2**30), (".5kb", 500)]
+)
+def test_bytes_are_read_with_their_unit(text, count):
+    assert read_bytes("--memory-limit", text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8.2M", 8_200_000), ("1T", 10**12), ("3", 3), ("+2e3", 2000)]
+)
+def test_counts_are_read_exactly(text, count):
+    assert read_count("--params", text) == count
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_json_goes_to_a_file_or_to_stdout(folder, capsys):
+    assert main([*FIGURE_1, "--json", "sub/a.json"]) == 0
+    assert "wrote sub/a.json" in capsys.readouterr().out
+    assert main([*FIGURE_1, "--json", "-"]) == 0
+    held = strict((folder / "sub/a.json").read_text())
+    assert strict(capsys.readouterr().out) == held
+    assert held["question"]["params"] == "7.5e9"
+    assert held["question"]["num_examples"] == 64
+    for stage, found in enumerate(held["stages"]):
+        theory = found["bytes"]["theory"] / 1e9
+        assert round(theory, 1) == paper.FIGURE_1[stage]

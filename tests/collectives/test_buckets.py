@@ -1,0 +1,140 @@
+"""Buckets: what each backend is asked for, and groups of layers that are written back together."""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from tests.aot.test_aot import needs_cuda, needs_libtpu
+from zerojax.audit import parse_collectives
+from zerojax.collectives import compiler_options, shard_tree, write_back
+from zerojax.collectives._buckets import BUCKET_BYTES, layers_per_bucket
+
+NUM_LAYERS, WIDTH, ODD = 5, 16, 19
+LAYER_BYTES = 4 * (WIDTH * WIDTH + 24 * ODD)  # the odd leaf is padded
+GPU_OPTIONS = {f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")}
+ALL_REDUCE = "xla_gpu_all_reduce_combine_threshold_bytes"
+TPU_OPTIONS = [f"xla_{op}_combiner_threshold_in_bytes" for op in ("jf_crs", "tpu_ars")]
+
+
+def platform(name, stage):
+    return SimpleNamespace(platform=name, partitions=lambda kind: stage == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "bucket_bytes", "wanted"),
+    [
+        ("gpu", 2, None, {}),
+        ("gpu", 3, None, dict.fromkeys(GPU_OPTIONS, BUCKET_BYTES)),
+        ("gpu", 1, 5000, dict.fromkeys([*GPU_OPTIONS, ALL_REDUCE], 5000)),
+        ("tpu", 3, None, {}),
+        ("tpu", 2, 5000, dict.fromkeys(TPU_OPTIONS, 5000)),
+        ("cpu", 3, 5000, {}),
+    ],
+)
+def test_each_backend_is_asked_in_its_own_words(name, stage, bucket_bytes, wanted):
+    options = compiler_options(platform(name, stage), bucket_bytes)
+    assert options == {key: str(value) for key, value in wanted.items()}
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1e6, "1MB"])
+def test_a_size_that_no_bucket_has_is_refused(size):
+    with pytest.raises(ValueError, match="bucket_bytes must be a positive whole number"):
+        compiler_options(platform("cpu", 0), size)
+
+
+def init(key):
+    keys = jax.random.split(key, 3)
+    return {
+        "layers": {
+            "kernel": jax.random.normal(keys[0], (NUM_LAYERS, WIDTH, WIDTH)),
+            "odd": jax.random.normal(keys[1], (NUM_LAYERS, ODD, ODD)),
+        },
+        "head": jax.random.normal(keys[2], (WIDTH,)),
+    }
+
+
+@pytest.fixture(scope="module")
+def layout(mesh8):
+    rules = (zerojax.Rule(path="layers", stacked=1),)
+    return zerojax.make_layout(jax.eval_shape(init, jax.random.key(0)), mesh8, stage=2, rules=rules)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "count"),
+    [
+        (None, 1),
+        (1, 1),
+        (2 * LAYER_BYTES - 1, 1),
+        (2 * LAYER_BYTES, 2),
+        (3 * LAYER_BYTES, 3),
+        (100 * LAYER_BYTES, NUM_LAYERS),
+    ],
+)
+def test_a_bucket_holds_as_many_layers_as_fit(layout, bucket_bytes, count):
+    leaves = [leaf for leaf in layout.leaves if leaf.stacked]
+    assert sum(math.prod(leaf.stored_shape[1:]) * 4 for leaf in leaves) == LAYER_BYTES
+    assert layers_per_bucket(leaves, [4, 4], bucket_bytes) == count
+
+
+@pytest.mark.parametrize("platform_name", ["cpu", "tpu"])
+@pytest.mark.parametrize("count", [1, 2, 3, NUM_LAYERS])
+def test_groups_of_layers_write_what_single_layers_write(layout, monkeypatch, count, platform_name):
+    monkeypatch.setattr(type(layout), "platform", property(lambda _: platform_name))
+    old, new = init(jax.random.key(1)), init(jax.random.key(2))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(old, new):
+        return write_back(old, shard_tree(new, layout), layout, count * LAYER_BYTES)
+
+    placed = jax.device_put((old, new), (layout.params, layout.params))
+    compiled = update.lower(*placed).compile()
+    written = compiled(*placed)
+    jax.tree.map(np.testing.assert_array_equal, written, new)
+    records = parse_collectives(compiled.as_text()).records
+    gathers = [c for c in records if c.op == "all-gather" and c.shape[1:] == (WIDTH, WIDTH)]
+    rest = NUM_LAYERS % count
+    if platform_name == "tpu":
+        assert {c.shape[0] for c in gathers} == {count, rest} - {0}
+        assert sum(c.trip_count * c.shape[0] for c in gathers) == NUM_LAYERS
+    else:  # one turn of the loop gathers a group layer by layer, for the compiler to combine
+        assert {c.shape[0] for c in gathers} == {1}
+        assert sum(c.trip_count for c in gathers) == NUM_LAYERS
+        assert len(gathers) == count + rest
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param("h100:1x8", marks=needs_cuda), pytest.param("v5p:2x2x2", marks=needs_libtpu)],
+)
+def test_compilers_know_the_options_and_obey(target):
+    """A list of layers, whose gradients a compiler combines: with small buckets, into more sums."""
+    mesh = zerojax.topology_mesh(target, {"data": 8})
+    shapes = {str(i): jax.ShapeDtypeStruct((256, 256), jnp.bfloat16) for i in range(8)}
+    layout = zerojax.make_layout(shapes, mesh, stage=0)
+
+    def loss(params, x):
+        for kernel in params.values():
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    state = zerojax.abstract_train_state(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), optax.sgd(0.1), layout
+    )
+    batch = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=layout.batch)
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
+    lowered = step.lower(state, batch)
+    counts = []
+    for size in (1, 10**9):
+        options = compiler_options(layout, size)
+        report = zerojax.audit(lowered.compile(compiler_options=options), layout)
+        counts.append(sum(1 / c.combined for c in report.collectives if len(c.shape) == 2))
+    assert counts[0] >= 8 > 4 >= counts[1]

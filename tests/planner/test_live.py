@@ -1,0 +1,372 @@
+"""What lies in memory, and when: peaks of small programs as one adds them up by hand."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
+from zerojax.models import gpt
+from zerojax.planner._live import Leaf, Simulation
+from zerojax.planner._trace import trace_loss
+
+# ------------------------------------------------------------------ a chain of products
+
+CHAIN = {"in": shape(8, WIDE), "w": [shape(WIDE, WIDE), shape(WIDE, WIDE)]}
+
+
+def chain(params, x):
+    """y1 = x in; y2 = y1 w0; y3 = y2 w1; the loss is elementwise."""
+    return jnp.sum(jnp.sin(x @ params["in"] @ params["w"][0] @ params["w"][1]))
+
+
+def chain_sizes(examples):
+    return 4 * WIDE**2, 4 * 8 * WIDE, 4 * examples * WIDE, 4 * examples * 8  # W, in, A, x
+
+
+def chain_peak(examples, *args, **options):
+    return peak(chain, CHAIN, shape(4, 8), examples, *args, **options)
+
+
+@pytest.mark.parametrize("examples", [16, 1024], ids=["weights weigh more", "examples weigh more"])
+def test_a_chain_at_stage_0(examples):
+    W, small, A, x = chain_sizes(examples)
+    # The gradient of w1 is made while y1, y2 and the gradient of y3 are there; that of w0 when the
+    # first one is complete, of y1 and the gradient of y2.
+    moments = [3 * W + 3 * A, 4 * W + 2 * A]
+    assert chain_peak(examples) == small + x + LOSS + max(moments)
+
+
+@pytest.mark.parametrize("examples", [16, 1024])
+def test_from_stage_1_on_a_gradient_is_scattered_as_soon_as_it_is_there(examples):
+    W, small, A, x = chain_sizes(examples)
+    moments = [3 * W + 3 * A, 3 * W + W / N + 2 * A]
+    assert chain_peak(examples, stage=1) == small + x + LOSS + max(moments)
+
+
+def test_a_gathered_weight_is_there_while_it_is_used_and_no_longer():
+    W, small, A, x = chain_sizes(16)
+    held = (2 * W + small) / N
+    # w0 is gathered for the gradient of y1, beside it that of y2; both gradients are scattered.
+    assert chain_peak(16, stage=3) == held + x + LOSS + 2 * W / N + W + 2 * A
+
+
+def test_a_gpu_gathers_the_next_weight_while_one_is_used():
+    W, small, A, x = chain_sizes(16)
+    held = (2 * W + small) / N
+    # w1 is used for the gradient of y2 and w0 is under way; one gradient is scattered; y1 and the
+    # gradients of y2 and y3.
+    assert chain_peak(16, "gpu", 3) == held + x + LOSS + W / N + 2 * W + 3 * A
+    assert chain_peak(16, "tpu", 3) == chain_peak(16, "cpu", 3)
+
+
+def test_parameters_that_come_back_from_masters_are_freed_after_their_last_use():
+    W, small, A, x = chain_sizes(16)
+    assert chain_peak(16) == small + x + LOSS + 4 * W + 2 * A
+    # w1 is gone when the gradient of w0 is made.
+    assert chain_peak(16, frees=True) == small + x + LOSS + 3 * W + max(3 * A, 2 * A)
+
+
+def test_gathers_of_norms_and_biases_do_not_count():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    program = trace_loss(loss, shape(8, 8), shape(4, 8)).program
+
+    def gathering(size):
+        leaves = [Leaf(0, held=0.0, gathered=size, gradient=0.0, is_gathered=True)]
+        return Simulation(program, "cpu").peak(leaves, 4, frees=False).bytes
+
+    assert gathering(2**14) == gathering(0)
+    assert gathering(2**14 + 1) > gathering(2**14) + 2**13
+
+
+# ------------------------------------------------------------------ the batch
+
+
+def test_the_batch_stays_all_microbatches_of_it():
+    *_, x = chain_sizes(16)
+    assert chain_peak(16, accumulate=3) - chain_peak(16) == 2 * x
+
+    def function(w, x):  # x is read at the beginning, and the most is there at the end
+        row = jnp.cumsum(x, axis=1).sum(axis=1, keepdims=True)
+        wide = jnp.cumsum(row @ jnp.ones((1, 8 * WIDE)), axis=1)
+        return wide.sum(), w
+
+    program = handmade(function, shape(4), shape(WIDE))
+    A, fixed = 4 * 64 * WIDE, 4 * 4  # x, w
+    for frees in (False, True):
+        assert peak(program, shape(4), None, 64, frees=frees) == A + 2 * 8 * A + fixed
+
+
+# ------------------------------------------------------------------ in place
+
+
+def in_place_program(dtype=jnp.float32, *, reads_again=False):
+    def function(w, x):
+        a = jnp.cumsum(x, axis=1)  # [B, D], a kernel's
+        b = (a * 2.0).astype(dtype)  # lies in memory for the product
+        c = b @ jnp.ones((WIDE, 1), dtype)
+        again = jnp.cumsum(a, axis=1)[:, :1].sum() if reads_again else 0.0
+        return c.sum() + again, w
+
+    return handmade(function, shape(4), shape(WIDE))
+
+
+def test_a_result_takes_the_place_of_an_operand_that_is_read_for_the_last_time():
+    A, fixed = 4 * 64 * WIDE, 4 * 4 + 4 * WIDE + 4 * 64  # w, the ones, c
+    at = functools.partial(peak, params=shape(4), batch=None, examples=64)
+    assert at(in_place_program()) == 2 * A + fixed  # x, and one more
+    half = at(in_place_program(jnp.bfloat16))
+    assert 2.5 * A <= half <= 2.5 * A + fixed, "of other bytes it can't"
+    assert at(in_place_program(reads_again=True)) >= 3 * A, "what is read again stays"
+
+
+def test_a_parameter_that_is_not_freed_is_not_written_over():
+    W, x = 4 * WIDE**2, 4 * 4 * 8
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(w)) + jnp.sum(x)
+
+    kept, freed = (peak(loss, shape(WIDE, WIDE), shape(4, 8), 4, frees=f) for f in (False, True))
+    assert 2 * W <= kept - x <= 2 * W + 4 * LOSS
+    assert W <= freed - x <= W + 4 * LOSS
+
+
+def test_an_elementwise_operand_lies_in_memory_unless_the_backend_merges_it():
+    def function(w, x):
+        return (jnp.sin(x) @ jnp.ones((WIDE, 1))).sum(), w
+
+    program = handmade(function, shape(4), shape(WIDE))
+    gpu, cpu, tpu = (peak(program, shape(4), None, 64, p) for p in ("gpu", "cpu", "tpu"))
+    A, ones = 4 * 64 * WIDE, 4 * WIDE
+    assert gpu == cpu
+    assert A <= gpu - tpu <= A + ones
+
+
+def test_a_parameter_for_every_example_is_as_large_as_all_of_them():
+    def function(w, x):
+        queries = jnp.broadcast_to(w, (x.shape[0], *w.shape))
+        return jnp.einsum("bqd,bd->bq", queries, x).sum(), w
+
+    w = shape(16, WIDE)
+    program = handmade(function, w, shape(WIDE))
+    queries, x = 4 * 64 * 16 * WIDE, 4 * 64 * WIDE
+    assert peak(program, w, None, 64) == 4 * 16 * WIDE + x + queries + 4 * 64 * 16
+
+
+# ------------------------------------------------------------------ loops
+
+
+def layers(params, x):
+    @jax.checkpoint
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    return jax.lax.scan(layer, x, params)[0].sum()
+
+
+def layers_peak(num_layers, *args, **options):
+    params = shape(num_layers, WIDE, WIDE)
+    return peak(layers, params, shape(4, WIDE), 16, *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights"), [(0, 1 + 1), (1, 1 + 1 / N), (2, 1 + 1 / N), (3, 1 / N + 1 / N)]
+)
+def test_a_scanned_layer_adds_its_weights_their_gradients_and_its_input(stage, weights):
+    W, A = 4 * WIDE**2, 4 * 16 * WIDE
+    assert layers_peak(6, stage=stage) - layers_peak(5, stage=stage) == weights * W + A
+
+
+def test_a_scanned_layer_is_gathered_and_its_gradient_whole_one_layer_at_a_time():
+    W, A = 4 * WIDE**2, 4 * 16 * WIDE
+    for num_layers in (5, 50):
+        stacked = num_layers * (2 * W / N + A)
+        beside = layers_peak(num_layers, stage=3) - stacked
+        assert 2 * W < beside < 2 * W + 8 * A
+
+
+def test_checkpoints_that_are_offloaded_leave_two_layers_on_the_device():
+    A = 4 * 16 * WIDE
+    for num_layers in (5, 50):
+        kept = layers_peak(num_layers) - layers_peak(num_layers, offloads=True)
+        assert kept == pytest.approx((num_layers - 2) * A)
+    assert layers_peak(2) == layers_peak(2, offloads=True)
+
+
+def test_checkpoints_that_are_partitioned_are_cut_by_the_model_axis():
+    A = 4 * 16 * WIDE
+    options = {"model_axis": 2, "parts": 2}
+    whole, cut = (layers_peak(6, **options, checkpoint_parts=parts) for parts in (1, 2))
+    assert whole - cut == 6 * A / 2
+    leaves = leaves_of(shape(6, WIDE, WIDE))
+    simulation = Simulation(trace_loss(layers, shape(6, WIDE, WIDE), shape(4, WIDE)).program, "cpu")
+    stacked = [simulation.stacked_bytes(leaves, 16, checkpoint_parts=p) for p in (1, 2)]
+    assert stacked == [6 * A, 6 * A / 2]
+
+
+def test_what_lies_within_layers_is_cut_by_the_model_axis_and_what_they_hand_on_is_not():
+    def loss(params, x):
+        def layer(h, w):  # keeps its input [B, D], and h @ w [B, 4D] beside it
+            return h + jnp.sin(jnp.sin(h @ w).reshape(-1, 4, WIDE)).sum(1), None
+
+        return jax.lax.scan(layer, x, params)[0].sum()
+
+    params = shape(6, WIDE, 4 * WIDE)
+    simulation = Simulation(trace_loss(loss, params, shape(4, WIDE)).program, "cpu")
+    whole, cut = (
+        simulation.stacked_bytes(leaves_of(params), 16, model_axis=axis) for axis in (1, 4)
+    )
+    handed_on = 6 * 4 * 16 * WIDE
+    assert whole > handed_on
+    assert cut == handed_on + (whole - handed_on) / 4
+
+
+def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():
+    W, small, A, x = chain_sizes(16)
+    # All of a layer is cut in two, and the batch is not.
+    found = chain_peak(16, model_axis=2, parts=2)
+    assert found == x + (small + LOSS + 4 * W + 2 * A) / 2
+
+
+def test_a_cond_takes_what_its_largest_branch_takes():
+    def little(x):
+        return jnp.cumsum(x, 1).sum()
+
+    def much(x):
+        return jnp.cumsum(jnp.cumsum(x, 1), 1).sum()
+
+    def program(*branches):
+        def function(w, x):
+            return jax.lax.cond(x.sum() > 0, *branches, x), w
+
+        return handmade(function, shape(4), shape(WIDE))
+
+    A = 4 * 64 * WIDE
+    for branches in ((little, much), (much, little)):
+        found = peak(program(*branches), shape(4), None, 64)
+        assert 3 * A <= found <= 3 * A + 64  # x, and two sums
+    assert 2 * A <= peak(program(little, little), shape(4), None, 64) <= 2 * A + 64
+
+
+# ------------------------------------------------------------------ backends
+
+
+def padded_peak(rows, columns, examples, platform):
+    def function(w, x):
+        return (x @ w).sum(), w
+
+    w = shape(rows, columns)
+    return peak(handmade(function, w, shape(rows)), w, None, examples, platform)
+
+
+def test_a_gpu_pads_copies_of_operands_whose_contraction_it_can_t_split():
+    rows, columns, examples = 129, 256, 64
+    copies = 4 * rows * (columns + examples)
+    gpu, tpu = (padded_peak(rows, columns, examples, p) for p in ("gpu", "tpu"))
+    assert gpu - tpu == pytest.approx(copies, abs=LOSS)
+    assert padded_peak(136, columns, examples, "gpu") == padded_peak(136, columns, examples, "tpu")
+
+
+def test_a_gpu_splits_only_products_with_fewer_tiles_than_it_has_cores():
+    few, many = (padded_peak(129, 128 * n, 128, "gpu") for n in (131, 132))
+    without = [padded_peak(129, 128 * n, 128, "tpu") for n in (131, 132)]
+    assert few > without[0]
+    assert many == without[1]
+
+
+def test_a_contraction_over_examples_is_as_long_as_the_microbatch():
+    """The gradient of a weight sums over examples, of which the trace saw another number."""
+
+    def function(w, x):
+        return x.sum(), jnp.einsum("bi,bj->ij", x, x)
+
+    w = shape(WIDE, WIDE)
+    program = handmade(function, w, shape(WIDE))
+    for examples in (16, 24, 17, 2, 4):
+        copies = 2 * 4 * examples * WIDE if examples % 8 else 0
+        gpu, tpu = (peak(program, w, None, examples, p) for p in ("gpu", "tpu"))
+        assert gpu - tpu == pytest.approx(copies, abs=LOSS)
+
+
+def scatter_program(*, one_hot):
+    def function(w, x, ids):
+        zeros = jnp.zeros_like(x)
+        if one_hot:  # one element of each row, as labels are for a softmax
+            hot = zeros.at[jnp.arange(x.shape[0]), ids].add(-1.0)
+        else:  # whole rows, as the look-up of words has it
+            hot = zeros.at[ids].add(w)
+        return ((hot + 2.0 * x) @ jnp.ones((WIDE, 1))).sum(), w
+
+    return handmade(function, shape(WIDE), shape(WIDE), shape(dtype=jnp.int32))
+
+
+def test_a_tpu_merges_a_one_hot_scatter_into_the_product_that_reads_the_sum():
+    A = 4 * 64 * WIDE
+    program = scatter_program(one_hot=True)
+    gpu, tpu = (peak(program, shape(WIDE), None, 64, p) for p in ("gpu", "tpu"))
+    assert 2 * A < gpu < 2.1 * A  # x, and the sum that the scatter is written into
+    assert A < tpu < 1.1 * A
+
+
+def test_a_scatter_of_rows_has_a_place_of_its_own_on_a_tpu():
+    A = 4 * 64 * WIDE
+    program = scatter_program(one_hot=False)
+    gpu, tpu = (peak(program, shape(WIDE), None, 64, p) for p in ("gpu", "tpu"))
+    assert 2 * A < gpu < 2.1 * A  # as above
+    assert 3 * A < tpu < 3.1 * A  # x, the zeros that it is written into, and its rows
+
+
+# ------------------------------------------------------------------ a whole model
+
+
+@functools.cache
+def model(**options):
+    config = gpt.Config(num_layers=4, width=64, num_heads=2, vocab_size=128, context=32, **options)
+    params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    batch = shape(4, config.context + 1, dtype=jnp.int32)
+    return params, trace_loss(functools.partial(gpt.loss, config), params, batch).program
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_more_examples_and_lower_stages_never_take_less(scan):
+    params, program = model(scan=scan)
+    for platform, frees in itertools.product(("cpu", "gpu", "tpu"), (False, True)):
+        simulation = Simulation(program, platform)
+        by_stage = [
+            [simulation.peak(leaves_of(params, s), b, frees=frees).bytes for b in (1, 2, 3, 8, 9)]
+            for s in (0, 1, 3)
+        ]
+        for peaks in by_stage:
+            assert peaks == sorted(peaks)
+        whole, cut, _ = by_stage
+        assert all(a >= b for a, b in zip(whole, cut, strict=True))
+
+
+def test_a_peak_names_its_largest_values_as_large_as_they_are():
+    params, program = model()
+    found = Simulation(program, "gpu").peak(leaves_of(params), 5, frees=False)
+    sizes = dict(found.alive)
+    assert sizes["scan float32[4, 5, 32, 64]"] == 4 * 4 * 5 * 32 * 64  # the inputs of four layers
+    assert sizes["input float32[4, 64, 192]"] == 4 * 4 * 64 * 192
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    assert sum(sizes.values()) <= found.bytes
+
+
+def test_a_peak_names_gathered_weights_where_there_are_some():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    w = shape(WIDE, WIDE)
+    simulation = Simulation(trace_loss(loss, w, shape(4, WIDE)).program, "cpu")
+    whole, cut = (
+        dict(simulation.peak(leaves_of(w, stage), 4, frees=False).alive) for stage in (0, 3)
+    )
+    gathered = "gathered parameters and padded copies"
+    assert gathered not in whole
+    assert cut[gathered] == 4 * WIDE**2

@@ -1,0 +1,368 @@
+"""A plan says what a step holds, moves and takes, and where it knows it from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.planner.plans import (
+    MIXED,
+    PSI,
+    TOKENS,
+    TX,
+    WIDTH,
+    mix_params,
+    plan_mix,
+    plan_shapes,
+    shape,
+)
+from zerojax.models import gpt
+from zerojax.planner import HARDWARE, Transformer, find_hardware, plan, theory_of
+
+CONFIG = gpt.Config(num_layers=4, width=128, num_heads=4, vocab_size=512, context=64)
+
+
+@functools.cache
+def model(**options):
+    config = dataclasses.replace(CONFIG, **options)
+    return jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0)), (
+        functools.partial(gpt.loss, config)
+    )
+
+
+def plan_gpt(num_examples, *, config=(), **options):
+    params, loss = model(**dict(config))
+    given = {
+        "stage": 2, "num_devices": 8, "hardware": "h100", "precision": MIXED,
+        "loss_fn": loss, "batch": shape(num_examples, CONFIG.context + 1, dtype=jnp.int32),
+    } | options  # fmt: skip
+    return plan(params, TX, **given)
+
+
+# ------------------------------------------------------------------ where it knows it from
+
+
+def test_a_traced_loss_is_named_with_examples():
+    found = plan_mix()
+    assert (found.source, found.unit, found.count, found.remat) == (
+        "the traced loss", "example", 2, None,
+    )  # fmt: skip
+    assert plan_mix(remat="dots").source == "the traced loss, remat='dots'"
+
+
+def test_a_transformer_and_a_number_are_named_with_sequences():
+    known = Transformer(num_layers=12, width=768, num_heads=12)
+    found = plan_shapes(transformer=known, tokens_per_device=3 * 1024)
+    assert found.source == "Megatron-LM's formulas for a GPT of 12 x 768, remat='full'"
+    assert (found.unit, found.count, found.remat) == ("sequence", 3, "full")
+    number = plan_shapes(124_439_808)
+    assert number.source == (
+        "Megatron-LM's formulas for a GPT of 12 x 768 that the number of parameters implies, "
+        "remat='full'"
+    )
+    assert (number.num_params, number.count) == (124_439_808, 1)
+
+
+def test_a_short_sequence_is_one_sequence():
+    found = plan_shapes(124_439_808, tokens_per_device=100)
+    assert found.count == 1
+    assert found.flops < plan_shapes(124_439_808).flops / 10
+
+
+def test_shapes_and_tokens_are_named():
+    found = plan_shapes(tokens_per_device=100, remat="none")
+    assert found.source == (
+        "the shapes alone: each matrix keeps its input and its output for every token"
+    )
+    assert (found.unit, found.count) == ("token", 100)
+    assert found.flops == 6 * 512 * 1024 * 100
+    assert plan_shapes(tokens_per_device=100).remat == "full"
+
+
+def test_nothing_is_said_to_be_nothing():
+    found = plan_shapes()
+    assert found.source.startswith("nothing: activations and products are not counted")
+    assert found.flops == 0
+    # From stage 1 on a gradient is scattered as soon as it is there.
+    whole_gradients = 2 * PSI
+    assert found.bytes.total == found.bytes.states - whole_gradients * 7 / 8
+    assert math.isinf(found.compute_bound_at)
+
+
+@pytest.mark.parametrize("examples", [1, 4])
+def test_a_trace_and_the_formulas_agree_about_products(examples):
+    """Between the two there are biases and norms alone."""
+    layers, width, heads = CONFIG.num_layers, CONFIG.width, CONFIG.num_heads
+    known = Transformer(
+        num_layers=layers, width=width, num_heads=heads, context=CONFIG.context,
+        vocab_size=CONFIG.vocab_size,
+    )  # fmt: skip
+    tokens = examples * CONFIG.context
+    remats = ("none", "full")
+    traced = [plan_gpt(8 * examples, remat=r, config=(("remat", False),)) for r in remats]
+    told = [
+        plan_shapes(known.num_params, transformer=known, tokens_per_device=tokens, remat=r)
+        for r in remats
+    ]
+    assert traced[0].num_params == told[0].num_params
+    assert traced[0].flops == pytest.approx(told[0].flops, rel=0.02)
+    scores = 12 * layers * width * CONFIG.context
+    assert traced[0].flops == pytest.approx((6 * known.num_params + scores) * tokens, rel=0.02)
+    # The formula computes a whole layer again; of its last product no gradient wants the result.
+    last = 2 * 4 * width**2 * layers * tokens
+    assert traced[1].flops == pytest.approx(told[1].flops - last, rel=0.02)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("hardware", ["h100", "v5p"])
+def test_states_are_the_paper_s_where_everything_divides(stage, hardware):
+    found = plan_shapes(stage=stage, num_devices=64, hardware=hardware)
+    theory = zerojax.model_state_bytes(PSI, stage=stage, num_shards=64)
+    assert found.bytes.states - theory == pytest.approx(4, abs=1), "Adam's count"
+    assert found.bytes.masters == 4 * PSI / (64 if stage else 1)
+    gradients = 2 * PSI / (64 if stage else 1)  # scattered as soon as they are there
+    least = found.bytes.parameters + gradients + found.bytes.optimizer
+    assert found.bytes.total == least
+    assert found.bytes.activations == max(0, found.bytes.total - found.bytes.states)
+
+
+def test_leaves_that_do_not_divide_are_padded_or_whole():
+    params = {"odd": shape(1009, 3), "small": shape(5)}
+    found = plan_shapes(params, stage=3, precision=None)
+    assert found.bytes.parameters == 4 * (1016 * 3 // 8 + 5)
+    assert found.bytes.optimizer == 2 * found.bytes.parameters + 4
+
+
+def test_hybrid_shards_hold_what_a_group_of_their_size_would():
+    small, hybrid = plan_shapes(num_devices=4), plan_shapes(num_devices=16, num_shards=4)
+    assert hybrid.bytes == small.bytes
+    shard = PSI / 4  # each device's sum over its group is summed over four groups
+    moved = {
+        ("data",): 2 * 3 / 4 * PSI,
+        ("replica",): 2 * shard * 3 / 4,
+    }
+    assert hybrid.volume_by_axes == pytest.approx({k: v / PSI for k, v in moved.items()})
+    assert "in each of 4 groups" in str(hybrid)
+
+
+def test_a_model_axis_cuts_matrices_and_leaves_vectors():
+    found = plan_shapes(num_devices=16, model_axis=2, tokens_per_device=64)
+    assert found.num_shards == 8
+    assert found.bytes.parameters == 2 * (512 * 1024 / 2 + 1024)
+    specs = {"w": P(), "b": P()}
+    assert plan_shapes(num_devices=16, model_axis=2, specs=specs).bytes.parameters == 2 * PSI
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_axis_cuts_a_bare_number_evenly(stage):
+    found = plan_shapes(1e9, stage=stage, num_devices=64, model_axis=4)
+    theory = zerojax.model_state_bytes(1e9, stage=stage, num_shards=16) / 4
+    assert found.bytes.states - theory == pytest.approx(4, abs=1)
+
+
+def test_rematerialisation_trades_bytes_for_products():
+    none, dots, full = (
+        plan_gpt(64, remat=r, config=(("remat", False),)) for r in ("none", "dots", "full")
+    )
+    assert none.bytes.total > dots.bytes.total > full.bytes.total
+    assert none.flops < dots.flops < full.flops
+    assert none.bytes.states == full.bytes.states
+    assert none.volume == full.volume
+
+
+def test_an_optimizer_on_the_host_is_there_and_not_here():
+    here, there = plan_mix(), plan_mix(offload="optimizer")
+    assert there.bytes.optimizer == there.bytes.masters == 0
+    assert there.bytes.host == here.bytes.optimizer
+    assert here.bytes.total - there.bytes.total == here.bytes.optimizer
+    # Two bytes a parameter down and two up, of what a device holds (ZeRO-Offload's 4 Psi / N).
+    assert (
+        there.time.host
+        == there.time.waiting
+        == pytest.approx(4 * here.num_params / 8 / HARDWARE["h100"].host_bandwidth)
+    )
+    # It waits for them, and does not read the states from its own memory.
+    assert there.step_time <= here.step_time + there.time.waiting
+    assert there.step_time >= there.time.waiting
+
+
+def test_checkpoints_shrink_by_pa_and_leave_for_the_host():
+    layers, examples = 50, 64 // 2  # of a device's microbatch: two groups of four
+    options = {"model_axis": 4, "num_layers": layers, "remat": "full"}
+    layer = 2 * examples * TOKENS * WIDTH
+    whole = plan_mix(64, **options)
+    cut = plan_mix(64, partition_activations=True, **options)
+    gone = plan_mix(64, partition_activations=True, offload="activations", **options)
+    assert whole.bytes.total - cut.bytes.total == pytest.approx(layers * layer * 3 / 4, abs=2)
+    # What goes is all but two layers.
+    assert cut.bytes.total - gone.bytes.total == pytest.approx((layers - 2) * layer / 4, abs=2)
+    assert gone.bytes.host == layers * layer / 4
+    assert gone.time.host == 2 * gone.bytes.host / HARDWARE["h100"].host_bandwidth
+    moved = {k: v for k, v in whole.volume_by_axes.items() if k == ("model",)}
+    assert moved[("model",)] == pytest.approx(
+        12 * layers * examples * TOKENS * WIDTH * 3 / 4 / whole.num_params
+    )
+    assert cut.volume_by_axes[("model",)] == pytest.approx(moved[("model",)] * 13 / 12)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_keeps_a_sum_and_the_whole_batch(stage):
+    one, four = (plan_mix(16 * n, stage=stage, accumulate=n) for n in (1, 4))
+    assert (four.count, four.accumulate) == (one.count, 4)
+    assert four.flops == pytest.approx(4 * one.flops)
+    masters = 4 * one.num_params
+    sums = four.bytes.total - one.bytes.total
+    batch = 3 * one.count * 2 * TOKENS * WIDTH
+    # At stage 1 gradients are summed once a step, from a sum that is whole on each device. Weights
+    # may no longer be freed, as they are for one microbatch, since the next one reads them.
+    least = (masters if stage == 1 else masters / 8) + batch
+    assert least * 0.999 <= sums <= least * 1.01 + four.bytes.parameters
+
+
+# ------------------------------------------------------------------ volume
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "reduce"), [(0, None), (1, None), (1, "each"), (2, None), (3, None)]
+)
+def test_volume_is_the_theory_s_and_the_paper_s(stage, reduce, accumulate):
+    found = plan_mix(16 * 3, stage=stage, accumulate=accumulate, reduce=reduce)
+    layout = zerojax.make_layout(mix_params(), AbstractMesh((8,), ("data",)), stage=stage)
+    theory = theory_of(layout, accumulate, reduce)
+    assert found.volume == theory.elements / layout.num_params
+    assert sum(found.volume_by_axes.values()) == found.volume
+    times = theory.reductions
+    paper = {0: 2 * times, 1: times + 1, 2: times + 1, 3: 3 * accumulate}[stage] * 7 / 8
+    assert found.volume == pytest.approx(paper)
+
+
+# ------------------------------------------------------------------ time
+
+
+def test_what_overlaps_is_assumed_and_said():
+    found = {share: plan_mix(overlap=share) for share in (0, 0.25, 1)}
+    time = found[0].time
+    assert time.step == pytest.approx(time.busy + time.fast + time.slow)
+    assert found[1].time.step == max(time.busy, time.fast, time.slow)
+    between = 0.75 * found[0].step_time + 0.25 * found[1].step_time
+    assert found[0.25].step_time == pytest.approx(between)
+    assert any("25% of what can" in line for line in found[0.25].assumptions)
+    assert max(time.compute, time.memory) <= time.busy <= time.compute + time.memory
+
+
+def test_a_step_is_bound_by_what_takes_longest():
+    one = find_hardware("h100")
+    changed = {
+        "compute": {"flops": 1e9, "flops_fp32": 1e9},
+        "memory bandwidth": {"hbm_bandwidth": 1e6},
+        "fast links": {"link_bandwidth": 1e3},
+        "slow links": {"slow_bandwidth": 1e3},
+        "host link": {"host_bandwidth": 1e3},
+    }
+    for name, figures in changed.items():
+        found = plan_mix(
+            num_devices=16, offload="optimizer", hardware=dataclasses.replace(one, **figures)
+        )
+        assert found.bound_by == name
+        assert f"bound by {name}" in str(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stage": 3},
+        {"accumulate": 2},
+        {"offload": "optimizer"},
+        {"num_devices": 16},
+        {"model_axis": 2, "offload": "optimizer", "flops": 5e12},
+        {"model_axis": 2, "offload": ("optimizer", "activations"), "remat": "full", "flops": 5e12},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_it_is_compute_bound_from_where_it_says(options):
+    """Planned again at that batch, products take longest, and one example less they do not."""
+    options = dict(options)
+    fed = dataclasses.replace(find_hardware("h100"), hbm_bandwidth=1e15, host_bandwidth=1e10)
+    flops = options.pop("flops", fed.flops)
+    options["hardware"] = dataclasses.replace(fed, flops=flops, flops_fp32=flops)
+    devices = options.get("num_devices", 8) // options.get("model_axis", 1)
+    parts = devices * options.get("accumulate", 1)
+    found = plan_mix(parts, **options)
+    at = math.ceil(found.compute_bound_at)
+    assert at >= 2, "this test would show nothing"
+    there, below = (plan_mix(count * parts, **options) for count in (at, at - 1))
+    assert there.bound_by == "compute"
+    assert below.bound_by != "compute"
+    assert there.compute_bound_at == pytest.approx(found.compute_bound_at)
+
+
+def test_operations_that_wait_for_memory_never_become_compute_bound():
+    slow = dataclasses.replace(find_hardware("h100"), hbm_bandwidth=1e6)
+    found = plan_mix(hardware=slow)
+    assert math.isinf(found.compute_bound_at)
+    assert "no batch makes it compute-bound" in str(found)
+    assert found.to_dict()["compute_bound_at"] is None
+
+
+# ------------------------------------------------------------------ what it says
+
+
+def test_it_says_what_is_planned_and_what_that_rests_on():
+    found = plan_mix(
+        64, num_devices=32, num_shards=8, model_axis=2, accumulate=2,
+        partition_activations=True, offload=("optimizer", "activations"), remat="full",
+    )  # fmt: skip
+    text = " ".join(str(found).split())
+    for part in (
+        "ZeRO stage 2", f"{found.num_params:,} parameters", "32 x h100",
+        "N = 8 in each of 2 groups", "model axis 2", "2 microbatches", "checkpoints partitioned",
+        "activations and optimizer on the host", "GB (1e9)", "GiB", "a lower bound",
+        "model parallelism cuts", "the update waits", "the traced loss, remat='full'",
+        "along model", "2 examples in a microbatch",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "not known" not in text
+
+
+def test_it_says_that_what_model_parallelism_moves_is_not_known():
+    found = plan_mix(model_axis=2, loss_fn=lambda params, x: jnp.mean(x @ params["head"]))
+    text = " ".join(str(found).split())
+    assert "what model parallelism moves is not known, and not counted" in text
+    assert "model parallelism" not in str(plan_mix())
+
+
+def test_it_says_whether_it_fits():
+    tiny = dataclasses.replace(find_hardware("h100"), memory=10**6)
+    assert plan_mix().fits
+    found = plan_mix(hardware=tiny)
+    assert not found.fits
+    assert f"{(found.bytes.total - 10**6) / 2**30:,.2f} GiB too much" in str(found)
+
+
+def test_json_holds_every_figure():
+    fed = dataclasses.replace(find_hardware("h100"), hbm_bandwidth=1e15)
+    found = plan_mix(num_devices=16, num_shards=8, stage=3, hardware=fed)
+    kept = json.loads(found.to_json())
+    for field in dataclasses.fields(found):
+        assert field.name in kept
+    assert kept["bytes"] == dataclasses.asdict(found.bytes) | {
+        "states": found.bytes.states, "activations": found.bytes.activations,
+    }  # fmt: skip
+    assert kept["time"] == dataclasses.asdict(found.time)
+    assert kept["volume_by_axes"] == {",".join(k): v for k, v in found.volume_by_axes.items()}
+    assert (kept["volume"], kept["hardware"], kept["fits"]) == (found.volume, "h100", True)
+    assert kept["compute_bound_at"] == found.compute_bound_at

@@ -1,0 +1,82 @@
+"""What a plan can't mean is refused, in one line that says what was expected."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from tests.planner.plans import TOKENS, WIDTH, first_word, plan_mix, plan_shapes, shape
+from zerojax.planner import Transformer
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"params": -3}, ["params", "-3"]),
+        ({"params": 1.5}, ["params", "1.5"]),
+        ({"params": float("inf")}, ["params", "inf"]),
+        ({"params": {}}, ["no leaves"]),
+        ({"params": 1001, "model_axis": 2}, ["model_axis=2", "1,001"]),
+        ({"num_devices": 0}, ["num_devices", "0"]),
+        ({"num_devices": 2.5}, ["num_devices", "2.5"]),
+        ({"num_shards": -1}, ["num_shards", "-1"]),
+        ({"num_shards": 3}, ["num_shards=3", "1, 2, 4, 8"]),
+        ({"num_shards": 8, "model_axis": 2}, ["num_shards=8", "4 devices", "1, 2, 4"]),
+        ({"model_axis": 3}, ["model_axis=3", "num_devices=8", "1, 2, 4, 8"]),
+        ({"stage": 7}, ["stage", "7"]),
+        ({"hardware": "h10"}, ["'h10'", "nearest first: h100"]),
+        ({"hardware": "v5x"}, ["nearest first: v5"]),
+        ({"accumulate": 0}, ["accumulate", "0"]),
+        ({"accumulate": 1.5}, ["accumulate", "1.5"]),
+        ({"overlap": 1.1}, ["overlap", "1.1"]),
+        ({"overlap": -0.1}, ["overlap", "-0.1"]),
+        ({"offload": "gradients"}, ["gradients", "optimizer, activations"]),
+        ({"offload": ["optimizer", "x"]}, ["'x'", "optimizer, activations"]),
+        ({"remat": "half"}, ["none, dots, full", "'half'"]),
+        ({"remat": "dots", "tokens_per_device": 4}, ["remat='dots'", "loss_fn"]),
+        ({"partition_activations": True}, ["model_axis is 1"]),
+        ({"reduce": "twice"}, ["'once', 'each' or None", "'twice'"]),
+        ({"reduce": "once", "stage": 3}, ["reduce='once'", "stage 3"]),
+        ({"tokens_per_device": -1}, ["tokens_per_device", "-1"]),
+        ({"tokens_per_device": 0.5}, ["tokens_per_device", "0.5"]),
+        ({"params": 10**6, "tokens_per_device": 0.5}, ["tokens_per_device", "0.5"]),
+    ],
+    ids=first_word,
+)
+def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        plan_shapes(**options)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch": shape(12, TOKENS, WIDTH)}, ["12 examples", "8 devices", "multiple of 8"]),
+        ({"accumulate": 3}, ["16 examples", "3 microbatches", "multiple of 24"]),
+        ({"batch": None}, ["give loss_fn and batch together"]),
+        ({"loss_fn": None}, ["give loss_fn and batch together"]),
+        ({"tokens_per_device": 8}, ["leave tokens_per_device and transformer out"]),
+        (
+            {"transformer": Transformer(num_layers=1, width=8, num_heads=1)},
+            ["leave tokens_per_device and transformer out"],
+        ),
+        (
+            {"batch": (shape(16, TOKENS, WIDTH), shape(8))},
+            ["leading dim", "0 has 16, 1 has 8"],
+        ),
+        ({"batch": shape()}, ["leading dim", "there is none"]),
+        ({"remat": "full", "loss_fn": lambda p, x: jnp.mean(x @ p["head"])}, ["what a layer is"]),
+    ],
+    ids=first_word,
+)
+def test_losses_and_batches_that_do_not_fit_are_refused_in_one_line(options, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        plan_mix(**options)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert word in message

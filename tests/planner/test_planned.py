@@ -1,0 +1,56 @@
+"""Plans against compiled programs: `scripts/planned --write` keeps what compilers said.
+
+Bounds: the peak within 10%, the volume within 2%, at stage 3 within 5% (a weight that the backward
+pass uses at once is gathered once less).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORDS = json.loads((ROOT / "tests" / "golden" / "compiled.json").read_text())["records"]
+
+
+@cache
+def _script():
+    loader = importlib.machinery.SourceFileLoader("planned", str(ROOT / "scripts" / "planned"))
+    spec = importlib.util.spec_from_loader("planned", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _name(record):
+    return "-".join(str(record[key]) for key in ("topology", "model", "stage", "batch"))
+
+
+@cache
+def _plan(number):
+    return _script().plan_of(RECORDS[number])
+
+
+@pytest.mark.parametrize("number", range(len(RECORDS)), ids=map(_name, RECORDS))
+def test_planned_peak_and_volume_are_the_compiled_ones(number):
+    record, plan = RECORDS[number], _plan(number)
+    assert plan.bytes.total == pytest.approx(record["peak"], rel=0.10)
+    within = 0.05 if record["stage"] == 3 else 0.02
+    assert plan.volume == pytest.approx(record["volume"], rel=within)
+
+
+def test_every_stage_of_every_model_is_held_against_a_tpu_and_a_gpu():
+    found = {(r["topology"], r["model"], r["stage"]) for r in RECORDS}
+    models = ("gpt2-small", "gpt2-xl", "gpt-1.2b", "mlp")
+    wanted = {
+        (topology, model, stage)
+        for topology in ("v5p:2x2x2", "h100:1x8")
+        for model in models
+        for stage in range(4)
+    }
+    assert wanted <= found

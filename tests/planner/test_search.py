@@ -1,0 +1,294 @@
+"""A search finds what fits, ranks it, and says of the rest what it would have needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from tests.planner import plans
+from tests.planner.plans import MIXED, ODD, TRACED, TX, first_word, odd_batch
+from zerojax.planner import Space, Transformer, plan
+
+GPT = Transformer(num_layers=12, width=768, num_heads=12)
+TOLD = {"params": GPT.num_params, "transformer": GPT, "tokens_per_device": 8 * GPT.context}
+SOURCES = {
+    "traced": TRACED,
+    "transformer": TOLD,
+    "number": {"params": 124_439_808, "tokens_per_device": 4096},
+    "tokens": {"params": ODD, "tokens_per_device": 12},
+    "nothing": {"params": ODD},
+}
+
+
+def find(source, **options):
+    return plans.find(**(SOURCES[source] | options))
+
+
+@functools.cache
+def everything(source):
+    return find(source)
+
+
+#: Without those stages that differ least: under a tight limit every microbatch is planned.
+NARROW = Space(stages=(0, 3))
+
+
+@functools.cache
+def smallest_need(source):
+    """Read off the refusal what the smallest would need, and what it is."""
+    with pytest.raises(ValueError, match="nothing fits") as caught:
+        find(source, memory_limit=1000, space=NARROW)
+    message = str(caught.value)
+    found = re.fullmatch(
+        r"nothing fits 0.000 GB \(1,000 B\) per device; the smallest need is [\d.,]+ GB "
+        r"\(([\d,]+) B\): (.+)",
+        message,
+    )
+    assert found, message
+    return int(found[1].replace(",", "")), found[2]
+
+
+def planned_again(source, one, **options):
+    """Ask `plan` for what a search chose."""
+    given = SOURCES[source] | options
+    if "tokens_per_device" in given:  # of a step; a plan takes those of a microbatch
+        tokens = given["tokens_per_device"] * one.model_axis
+        given = given | {"tokens_per_device": tokens // one.accumulate}
+    return plan(
+        tx=TX, num_devices=one.num_devices, hardware=one.hardware, precision=MIXED,
+        stage=one.stage, num_shards=one.num_shards, model_axis=one.model_axis, remat=one.remat,
+        accumulate=one.accumulate, offload=one.offload,
+        partition_activations=one.partitions_activations, overlap=one.overlap, **given,
+    )  # fmt: skip
+
+
+def family(one):
+    return (
+        one.stage, one.num_shards, one.model_axis, one.remat, one.offload,
+        one.partitions_activations,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ choices
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_choices_fit_and_come_fastest_first_one_of_each_family(source):
+    sizes = sorted(one.bytes.total for one in everything(source).tried)
+    limit = sizes[len(sizes) // 3]
+    choices = find(source, memory_limit=limit, space=NARROW)
+    times = [one.step_time for one in choices]
+    assert times == sorted(times)
+    assert all(one.bytes.total <= limit for one in choices)
+    families = [family(one) for one in choices]
+    assert len(set(families)) == len(families)
+    for one in choices:
+        rivals = [
+            other for other in choices.tried
+            if family(other) == family(one) and other.bytes.total <= limit
+        ]  # fmt: skip
+        assert one.step_time == min(other.step_time for other in rivals)
+    assert list(choices) == [choices[n] for n in range(len(choices))] == list(choices[:])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_choice_is_the_plan_with_the_same_options(source):
+    choices = everything(source)
+    step = max(1, len(choices) // 12)
+    for one in choices[::step]:
+        again = planned_again(source, one)
+        for field in dataclasses.fields(one):
+            assert getattr(one, field.name) == getattr(again, field.name), field.name
+
+
+def test_every_combination_is_tried():
+    found = {family(one) for one in everything("traced").tried}
+    stages, remats = (0, 1, 2, 3), ("none", "dots", "full")
+    axes = {1: (16, 8), 2: (8, 4), 4: (4, 2), 8: (2,)}  # all devices, and those of a node
+    wanted = set()
+    for stage, remat, (axis, groups) in itertools.product(stages, remats, axes.items()):
+        for group in groups:
+            if stage == 0 and group * axis < 16:
+                continue  # without shards a group is nothing
+            for pa in (False, True) if axis > 1 and remat == "full" else (False,):
+                one = (stage, group, axis, remat)
+                wanted |= {(*one, (), pa), (*one, ("optimizer",), pa)}
+                if remat == "full":
+                    wanted.add((*one, ("activations", "optimizer"), pa))
+    assert found == wanted
+
+
+def test_groups_smaller_than_all_devices_are_tried_beyond_a_node_alone():
+    for num_devices in (1, 4, 8):
+        given = {"num_devices": num_devices, "space": Space(model_axes=(1,))}
+        assert {one.num_shards for one in find("traced", **given).tried} == {num_devices}
+    pod = find("traced", hardware="v5p", space=Space(model_axes=(1,)))
+    assert {one.num_shards for one in pod.tried} == {16}
+
+
+def test_a_group_that_was_asked_for_goes_with_the_axes_that_it_divides():
+    found = find("traced", space=Space(num_shards=(4,)))
+    assert {one.num_shards for one in found.tried} == {4}
+    assert {one.model_axis for one in found.tried} == {1, 2, 4}
+
+
+def test_model_axes_are_tried_where_what_they_move_is_known():
+    def axes(source, **options):
+        return {one.model_axis for one in find(source, num_devices=8, **options).tried}
+
+    assert axes("traced") == {1, 2, 4, 8}
+    assert axes("transformer") == {1, 2, 4}, "12 heads"
+    assert axes("nothing") == {1}
+    assert axes("number", params=124_439_809) == {1}, "an odd number of parameters"
+    unscanned = {"loss_fn": lambda params, x: jnp.mean(x @ params["head"])}
+    assert axes("traced", **unscanned) == {1}
+    asked = find("traced", num_devices=8, space=Space(model_axes=(2,)), **unscanned)
+    assert "not known" in " ".join(asked[0].assumptions)
+
+
+def test_microbatches_are_tried_from_the_largest_to_the_first_that_fits_and_one_beyond():
+    one = Space(stages=(2,), model_axes=(1,), num_shards=(8,), offloads=((),), remats=("full",))
+    given = {"num_devices": 8, "space": one, "batch": odd_batch(8 * 12)}
+    found = find("traced", **given)
+    assert [plan.accumulate for plan in found.tried] == [1, 2]
+    with pytest.raises(ValueError, match="nothing fits"):
+        find("traced", **given, memory_limit=1000)
+    sizes = {
+        n: planned_again("traced", dataclasses.replace(found[0], accumulate=n), batch=odd_batch(96))
+        for n in (1, 2, 3, 4, 6, 12)
+    }
+    limit = sizes[3].bytes.total
+    found = find("traced", **given, memory_limit=limit)
+    tried = [1, 2, 3, 4] if sizes[2].bytes.total > limit else [1, 2, 3]
+    assert [plan.accumulate for plan in found.tried] == tried
+
+
+def test_a_third_of_an_odd_batch_can_be_what_fits():
+    """Powers of two do not divide it: the smallest microbatch is one example all the same."""
+    space = Space(stages=(0,), model_axes=(1,), num_shards=(8,), offloads=((),), remats=("full",))
+    given = {"num_devices": 8, "space": space, "batch": odd_batch(8 * 3)}
+    whole = find("traced", **given)[0]
+    smaller = planned_again(
+        "traced", dataclasses.replace(whole, accumulate=3), batch=odd_batch(8 * 3)
+    )
+    assert smaller.bytes.total < whole.bytes.total
+    found = find("traced", **given, memory_limit=smaller.bytes.total)
+    assert [one.accumulate for one in found] == [3]
+
+
+# ------------------------------------------------------------------ the front
+
+
+@pytest.mark.parametrize("source", ["traced", "transformer"])
+def test_the_front_is_what_nothing_beats_in_time_and_memory(source):
+    limit = 2**30 if source == "transformer" else None
+    choices = find(source, memory_limit=limit)
+    points = {
+        (one.step_time, one.bytes.total)
+        for one in choices.tried
+        if one.bytes.total <= choices.limit
+    }
+    front = {
+        (time, size)
+        for time, size in points
+        if not any(t <= time and s <= size and (t, s) != (time, size) for t, s in points)
+    }
+    found = [(one.step_time, one.bytes.total) for one in choices.pareto]
+    assert found == sorted(front)
+    assert found[0][0] == choices[0].step_time
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_rejected_family_says_what_its_smallest_would_have_needed(source):
+    limit = smallest_need(source)[0] * 6 // 5
+    choices = find(source, memory_limit=limit, space=NARROW)
+    assert choices.rejected
+    needs = [one.needed for one in choices.rejected]
+    assert needs == sorted(needs)
+    fitting = {family(one) for one in choices}
+    for one in choices.rejected:
+        assert one.needed > limit
+        assert one.needed == min(
+            other.bytes.total for other in choices.tried if family(other) == family(one.plan)
+        )
+        assert family(one.plan) not in fitting
+        assert f"({one.needed:,} B)" in str(one)
+        assert f"({limit:,} B)" in str(one)
+    tried = {family(one) for one in choices.tried}
+    assert fitting | {family(one.plan) for one in choices.rejected} == tried
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_smallest_need_is_named_and_true(source):
+    needed, title = smallest_need(source)
+    enough = find(source, memory_limit=needed, space=NARROW)
+    assert enough[0].bytes.total == needed
+    assert title.startswith(enough[0].title)
+    with pytest.raises(ValueError, match="nothing fits"):
+        find(source, memory_limit=needed - 1, space=NARROW)
+
+
+def test_a_batch_that_no_mesh_divides_is_refused():
+    with pytest.raises(ValueError, match="batch of 3 examples") as caught:
+        find("traced", batch=odd_batch(3), space=Space(model_axes=(1, 2)))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory_limit": 0}, ["memory_limit", "0"]),
+        ({"memory_limit": -1.0}, ["memory_limit", "-1.0"]),
+        ({"num_devices": 0}, ["num_devices", "0"]),
+        ({"hardware": "h10"}, ["nearest first: h100"]),
+        ({"space": Space(overlap=2)}, ["overlap", "2"]),
+        ({"space": Space(stages=(4,))}, ["stage", "4"]),
+        ({"space": Space(offloads=(("weights",),))}, ["weights"]),
+        ({"space": Space(remats=("some",))}, ["'some'"]),
+        ({"space": Space(model_axes=(3,))}, ["model_axis=3"]),
+        ({"space": Space(model_axes=(1,), num_shards=(3,))}, ["num_shards=3"]),
+        ({"space": Space(num_shards=(0,))}, ["num_shards", "0"]),
+        ({"batch": None}, ["loss_fn and batch together"]),
+    ],
+    ids=first_word,
+)
+def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        find("traced", **options)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert word in message
+
+
+def test_one_name_of_what_the_host_keeps_is_one():
+    found = find("traced", space=Space(offloads=("optimizer",), model_axes=(1,)))
+    assert {one.offload for one in found.tried} == {("optimizer",)}
+
+
+# ------------------------------------------------------------------ what it says
+
+
+def test_tables_and_json_hold_choices_front_and_rejected():
+    limit = smallest_need("traced")[0] * 6 // 5
+    choices = find("traced", memory_limit=limit, space=NARROW)
+    text = " ".join(str(choices).split())
+    assert f"fastest of {len(choices)} that fit" in text
+    assert f"rejected: {choices.rejected[0]}" in text
+    assert f"and {len(choices.rejected) - 12} more" in text
+    kept = json.loads(choices.to_json())
+    assert [one["bytes"]["total"] for one in kept["choices"]] == [
+        one.bytes.total for one in choices
+    ]
+    assert len(kept["pareto"]) == len(choices.pareto)
+    assert kept["rejected"] == [str(one) for one in choices.rejected]
+    assert (kept["limit"], kept["verified"]) == (limit, {})

@@ -1,0 +1,57 @@
+"""What operations compute and move, and how long that takes at the least."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.planner.live_programs import leaves_of, shape
+from zerojax.planner._live import Simulation
+from zerojax.planner._trace import trace_loss
+from zerojax.planner._work import Work, work_of
+
+
+def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
+    params, batch = shape(64, 64), shape(4, 64)
+
+    def loss(w, x):
+        return jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, length=7)[0].sum()
+
+    simulation = Simulation(trace_loss(loss, params, batch).program, "cpu")
+
+    def work(**options):
+        rates = {"flops": 1.0, "flops_wide": 1.0, "bandwidth": 1.0} | options
+        return work_of(simulation, leaves_of(params), 4, **rates)
+
+    one = work()
+    product = 2 * 4 * 64 * 64  # forward, and for both gradients
+    assert one.flops == 7 * 3 * product
+    assert work(flops=1e9, flops_wide=2.0).flops_seconds == one.flops / 2, "fp32 products"
+    assert work(flops_wide=1e30).seconds == pytest.approx(one.hbm_seconds)
+    assert work(bandwidth=1e30).seconds == pytest.approx(one.flops_seconds)
+    assert max(one.flops_seconds, one.hbm_seconds) <= one.seconds
+    assert Work.of(6.0, 4.0, rate=2.0, bandwidth=1.0) == Work(6.0, 4.0, 3.0, 4.0, 4.0)
+    assert Work.of(6.0, 4.0, rate=2.0, bandwidth=2.0).seconds == 3.0
+    assert (
+        work_of(
+            simulation, leaves_of(params), 4, flops=1.0, flops_wide=1.0, bandwidth=1.0, model_axis=2
+        ).flops
+        == one.flops / 2
+    )
+
+
+def test_a_lookup_reads_rows_and_not_the_table():
+    table = shape(1000, 64)
+
+    def loss(table, ids):
+        return jnp.sin(table[ids]).sum()
+
+    program = trace_loss(loss, table, shape(4, dtype=jnp.int32)).program
+    found = work_of(
+        Simulation(program, "gpu"), leaves_of(table), 4, flops=1.0, flops_wide=1.0, bandwidth=1.0
+    )
+    # The gradient is a table of zeros, read and written where rows are added; the weights are not
+    # read whole.
+    tables = 3 * 4 * table.size
+    assert tables <= found.hbm_bytes < 1.02 * tables

@@ -1,0 +1,192 @@
+"""The house: floors, circles, menus, a quiet import, sizes. See docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib
+import json
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import zerojax
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [
+    *sorted(p for folder in ("zerojax", "tests") for p in (ROOT / folder).rglob("*.py")),
+    *sorted(p for p in (ROOT / "scripts").iterdir() if b"python" in p.read_bytes()[:40]),
+    ROOT / "scripts/make_environment.py",
+]
+ROOMS = [name for _, name, _ in pkgutil.iter_modules(zerojax.__path__) if name[0] != "_"]
+MENUS = ["zerojax", *(f"zerojax.{name}" for name in ROOMS)]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+MAX_IMPORT_SECONDS = 2.0
+
+LINT_IMPORTS = (
+    "from importlinter.cli import lint_imports_command as main; main(['--no-cache', '--no-logo'])"
+)
+IMPORT_GRAPH = """
+import grimp, json
+graph = grimp.build_graph("zerojax", cache_dir=None, exclude_type_checking_imports=True)
+found = {m: sorted(graph.find_modules_directly_imported_by(m)) for m in graph.modules}
+print(json.dumps(found))
+"""
+IMPORT_COST = """
+import time, jax, optax
+start = time.process_time()
+import zerojax
+seconds = time.process_time() - start
+from jax._src import xla_bridge
+print(seconds, xla_bridge.backends_are_initialized())
+"""
+
+
+def python(program: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter that sees the zerojax under `root` and no other."""
+    environment = dict(os.environ, PYTHONPATH=str(root))
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def import_graph(root: Path = ROOT) -> dict[str, list[str]]:
+    """Map every module of the package to those that it imports, apart from imports for types."""
+    done = python(IMPORT_GRAPH, root)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def circle(graph: dict[str, list[str]]) -> list[str]:
+    """Find modules that import each other in a circle; none is an empty list."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Copy the package and its contracts, so that a test can spoil them."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "zerojax", tmp_path / "zerojax", ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def plant(root: Path, module: str, text: str) -> None:
+    """Append to a module, or make it."""
+    with (root / "zerojax" / module).open("a") as file:
+        file.write(f"\n{text}\n")
+
+
+def test_imports_go_down_only():
+    done = python(LINT_IMPORTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "seen"),
+    [
+        ("layout/_planted.py", "import zerojax.optim", "zerojax.layout._planted -> zerojax.optim"),
+        (
+            "models/_planted.py",
+            "import zerojax.layout",
+            "zerojax.models._planted -> zerojax.layout",
+        ),
+        ("_types.py", "def f():\n    import zerojax.layout", "zerojax._types -> zerojax.layout"),
+        ("planted.py", "", "planted"),
+    ],
+    ids=["upward", "sideways", "inside a function", "a module on no floor"],
+)
+def test_an_import_that_does_not_go_down_is_caught(copy, module, text, seen):
+    plant(copy, module, text)
+    done = python(LINT_IMPORTS, copy)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert seen in " ".join(done.stdout.split()), done.stdout
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle(import_graph()) == []
+
+
+def test_a_circle_is_caught(copy):
+    plant(copy, "layout/_planted.py", "import zerojax.layout")
+    plant(copy, "layout/__init__.py", "import zerojax.layout._planted")
+    assert set(circle(import_graph(copy))) == {"zerojax.layout", "zerojax.layout._planted"}
+
+
+def test_models_know_nothing_of_zerojax():
+    graph = import_graph()
+    assert "zerojax.models" in graph
+    for module, imported in graph.items():
+        if module.startswith("zerojax.models"):
+            strangers = [name for name in imported if not name.startswith("zerojax.models")]
+            assert not strangers, f"{module} imports {strangers}: a user's model could not"
+
+
+@pytest.mark.parametrize("menu", MENUS)
+def test_all_names_what_a_package_offers(menu):
+    module = importlib.import_module(menu)
+    offered = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "annotations"
+        # Submodules stand in a package's namespace by being imported; they count where listed.
+        if not isinstance(value, ModuleType) or name in module.__all__
+    }
+    assert offered == set(module.__all__)
+    assert len(module.__all__) == len(offered), "a name is listed twice"
+
+
+@pytest.mark.parametrize("menu", MENUS)
+def test_a_menu_holds_no_logic(menu):
+    path = importlib.import_module(menu).__file__
+    assert path is not None
+    if Path(path).name != "__init__.py":
+        return
+    docstring, *statements = ast.parse(Path(path).read_text()).body
+    assert isinstance(docstring, ast.Expr), f"{menu} does not say what it is"
+    for statement in statements:
+        ok = isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign)
+        assert ok, f"{path}:{statement.lineno} is more than an import or a name"
+
+
+def test_import_is_quick_and_starts_no_backend():
+    seconds = []
+    for _ in range(3):
+        done = python(IMPORT_COST)
+        assert done.returncode == 0, done.stderr
+        cost, started = done.stdout.split()
+        assert started == "False", "importing zerojax started a backend"
+        seconds.append(float(cost))
+    assert min(seconds) < MAX_IMPORT_SECONDS, seconds
+
+
+def test_import_prints_nothing():
+    done = python("import zerojax")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES, "split it by its nouns"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name}, line {node.lineno}: {length} lines"

@@ -1,0 +1,144 @@
+"""What notebooks/ shows: each runs from top to bottom, and its outputs are what it gives now."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from zerojax.models import gpt
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks need the extra `notebooks`")
+nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra `notebooks`")
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CELL_SECONDS = 600
+MAX_BYTES = 400_000
+
+
+@pytest.fixture
+def _kernel_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a kernel import this package and divide the CPU itself; it writes to tmp_path alone."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+
+
+def execute(path, folder):
+    """Run a notebook in a kernel of this interpreter; its first error is raised."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in code(notebook):
+        cell.outputs = []
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources=resources
+    ).execute()
+    return notebook
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def kinds_of_output(notebook):
+    """Say what each cell shows: a stream's name, or the formats of what is displayed."""
+    return [
+        sorted(
+            out.name if out.output_type == "stream" else ",".join(sorted(out.data))
+            for out in cell.outputs
+        )
+        for cell in code(notebook)
+    ]
+
+
+def printed(notebook):
+    return "".join(
+        out.text
+        for cell in code(notebook)
+        for out in cell.outputs
+        if out.output_type == "stream" and out.name == "stdout"
+    )
+
+
+def rows_of_bytes(text):
+    """Read `stage 2    1,660,416  213,376 ...` as {"stage 2": [1660416, 213376, ...]}."""
+    rows = re.findall(r"^(plain|stage \d) +([\d,]+(?: +[\d,]+){5}) +[\d.]+$", text, re.MULTILINE)
+    return {name: [int(x.replace(",", "")) for x in numbers.split()] for name, numbers in rows}
+
+
+def bytes_that_the_layout_predicts():
+    """Count by layouts what 01_zero_stages counts in arrays, beside the paper's formula."""
+    config = gpt.Config(num_layers=4, width=128, num_heads=4, vocab_size=256, context=32)
+    shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    precision = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+    mesh = zerojax.make_mesh({"data": 8})
+    psi, n, k = gpt.num_params(config), 8, 12
+    # arXiv 1910.02054, section 5
+    formula = [(4 + k) * psi, (4 + k / n) * psi, (2 + (2 + k) / n) * psi, (4 + k) / n * psi]
+    rows = {}
+    for stage in range(4):
+        layout = zerojax.make_layout(shapes, mesh, stage=stage)
+        held = layout.bytes_per_device(optax.adamw(1e-3), precision)
+        kinds = [held[kind] for kind in ("parameters", "gradients", "masters", "optimizer")]
+        rows[f"stage {stage}"] = [*kinds, held["total"], round(formula[stage])]
+    return {"plain": rows["stage 0"], **rows}
+
+
+def check_zero_stages(text):
+    assert rows_of_bytes(text) == bytes_that_the_layout_predicts()
+    # The bounds of the tests of the train step in bf16, and of the wrapper in fp32.
+    apart = re.findall(r"^stage \d: at most (\S+) from stage 0", text, re.MULTILINE)
+    assert len(apart) == 3
+    assert all(float(x) < 3e-2 for x in apart)
+    (alone,) = re.findall(r"^never more than (\S+) apart$", text, re.MULTILINE)
+    assert float(alone) < 1e-4
+
+
+CHECKS = {"01_zero_stages": check_zero_stages}
+
+
+@pytest.mark.filterwarnings("default")  # those of jupyter's own packages
+@pytest.mark.usefixtures("_kernel_of_its_own")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_was_committed_with(path, tmp_path):
+    now = execute(path, tmp_path)
+    CHECKS[path.stem](printed(now))
+    CHECKS[path.stem](printed(nbformat.read(path, as_version=4)))
+    assert kinds_of_output(now) == kinds_of_output(nbformat.read(path, as_version=4))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_as_a_clean_run(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in code(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), "run all cells, in order, in a new kernel"
+    shown = kinds_of_output(notebook)
+    assert any("image/png" in kinds for kinds in shown for kinds in kinds)
+    assert not any("stderr" in kinds for kinds in shown)
+    assert path.stat().st_size < MAX_BYTES
+    for name in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
+        assert (path.parent / name).exists(), name
+
+
+def test_every_notebook_has_a_check():
+    assert [path.stem for path in NOTEBOOKS] == sorted(CHECKS)
+
+
+def test_another_number_of_bytes_is_seen():
+    rows = bytes_that_the_layout_predicts()
+    text = "".join(
+        f"{name:8}" + "".join(f"{x:12,}" for x in numbers) + f"{1:12.3f}\n"
+        for name, numbers in rows.items()
+    )
+    assert rows_of_bytes(text) == rows
+    assert rows_of_bytes(text.replace("213,376", "213,377")) != rows
