@@ -3,10 +3,11 @@
 from zerojax.aot import search_plans, topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
-from zerojax.layout import DynamicLossScale, Layout, Precision, Rule, make_layout, make_mesh
-from zerojax.memory import OffloadPolicy, RematPolicy, checkpoint_names, rematerialised
+from zerojax.layout import Layout, Rule, make_layout, make_mesh
+from zerojax.memory import checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
 from zerojax.planner import Hardware, Plan, Transformer, max_params, model_state_bytes, plan
+from zerojax.recipe import DynamicLossScale, OffloadPolicy, Precision, RematPolicy
 from zerojax.train import (
     TrainState,
     TrainStep,

@@ -20,8 +20,8 @@ from zerojax.cli._optimizers import OPTIMIZERS
 from zerojax.cli._question import read_axes
 from zerojax.cli._residual_options import Residual, find_remat
 from zerojax.cli._train_options import Options
-from zerojax.memory import LAYER_INPUT, OffloadPolicy, RematPolicy
 from zerojax.models import _gpt_config, gpt
+from zerojax.recipe import LAYER_INPUT, OffloadPolicy, RematPolicy
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=4, vocab_size=256, context=16, init_scale=0.1)
 ODD = dataclasses.replace(SMALL, vocab_size=257)

@@ -12,8 +12,8 @@ import pytest
 
 import zerojax
 from zerojax import RematPolicy
-from zerojax.memory import LAYER_INPUT
 from zerojax.models import gpt
+from zerojax.recipe import LAYER_INPUT
 
 CONFIG = gpt.Config(
     num_layers=3, width=32, num_heads=4, vocab_size=64, context=16, init_scale=0.1,

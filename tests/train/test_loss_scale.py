@@ -14,7 +14,6 @@ import pytest
 import zerojax
 from zerojax.layout import STAGES
 from zerojax.train._guard import guarded
-from zerojax.train._precision import check_precision
 
 WIDTH, BATCH = 16, 16
 SCALE = zerojax.DynamicLossScale(initial=2.0**10, growth_interval=2)
@@ -318,7 +317,7 @@ def test_the_guard_takes_no_memory(mesh8):
 )
 def test_a_policy_that_can_not_be_meant_is_refused(fields, match):
     with pytest.raises(ValueError, match=match):
-        check_precision(zerojax.Precision(loss_scale=zerojax.DynamicLossScale(**fields)))
+        zerojax.DynamicLossScale(**fields)
 
 
 def test_what_is_no_policy_or_not_the_states_is_refused(mesh8):

@@ -309,7 +309,6 @@ def test_wrong_input_is_refused_with_what_is_expected(mesh8):
         ({"accumulate": 1.5}, "accumulate"),
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"reduce": "twice"}, "'once', 'each'"),
-        ({"precision": zerojax.Precision(params=jnp.int8)}, "floating"),
     ):
         with pytest.raises(ValueError, match=match):
             zerojax.make_train_step(loss_fn, optax.sgd(1.0), layout, **options)

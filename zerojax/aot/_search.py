@@ -16,7 +16,7 @@ from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS
 from zerojax.aot._compile import DoesNotFit, compile_step
 from zerojax.aot._topology import parse_topology, topology_mesh
 from zerojax.audit import audit
-from zerojax.layout import MIN_SIZE, Precision, Rule, make_layout
+from zerojax.layout import MIN_SIZE, Rule, make_layout
 from zerojax.planner import (
     Choices,
     Hardware,
@@ -30,6 +30,7 @@ from zerojax.planner import (
     search,
     torus_shape,
 )
+from zerojax.recipe import Precision
 from zerojax.train import abstract_train_state, make_train_step
 
 #: Winners that `verify=True` compiles.

@@ -14,8 +14,9 @@ from zerojax.audit._module import Module, parse_module
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Leaf, Program
 from zerojax.audit._traffic import Move, moves_of
-from zerojax.layout import Layout, Precision
+from zerojax.layout import Layout
 from zerojax.planner import Theory
+from zerojax.recipe import Precision
 
 #: The share of what a step has to move from which what no one expected is worth a problem.
 SHARE = 0.01

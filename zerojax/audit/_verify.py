@@ -13,8 +13,9 @@ from zerojax.audit._memory import memory_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._program import Program
 from zerojax.audit._report import AuditReport, build_report
-from zerojax.layout import Layout, Precision
+from zerojax.layout import Layout
 from zerojax.planner import Reduce, theory_of
+from zerojax.recipe import Precision
 
 #: Every kind of problem and the function that looks for it.
 CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {

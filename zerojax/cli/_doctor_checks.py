@@ -186,7 +186,8 @@ def check_devices(bench: Bench) -> Finding:
 
 def check_host_memory(bench: Bench) -> Finding:
     """Check for the memory that offloading moves states to."""
-    from zerojax.memory import HOST_MEMORY, has_host_memory, memory_kinds
+    from zerojax.memory import has_host_memory, memory_kinds
+    from zerojax.recipe import HOST_MEMORY
 
     one = bench.devices[0]
     if has_host_memory(one):

@@ -22,7 +22,7 @@ from zerojax.cli._record import Record
 from zerojax.cli._screen import Screen
 from zerojax.cli._session import Session
 from zerojax.cli._train_options import CHECKPOINTS
-from zerojax.memory import HOST_MEMORY
+from zerojax.recipe import HOST_MEMORY
 from zerojax.train import TrainState
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool

@@ -19,9 +19,9 @@ from zerojax.cli._plan_options import PlanOptions, read_bytes, read_count
 from zerojax.cli._question import STEPS, WARMUP, WEIGHT_DECAY
 from zerojax.cli._residual_options import find_remat
 from zerojax.cli._session import PRECISIONS
-from zerojax.layout import Precision
 from zerojax.models import gpt
 from zerojax.planner import Choices, Hardware, Plan, Space, Transformer, find_hardware, plan
+from zerojax.recipe import Precision
 
 #: Optimizers whose state depends on the shapes of leaves, which a number of parameters has not.
 BY_SHAPE = ("adafactor", "muon")

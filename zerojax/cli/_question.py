@@ -18,9 +18,9 @@ from zerojax.cli._compile_options import CompileOptions
 from zerojax.cli._optimizers import find_optimizer, make_schedule
 from zerojax.cli._residual_options import MODEL_AXIS, Residual
 from zerojax.cli._session import PRECISIONS
-from zerojax.layout import Description, Layout, Precision, make_layout
-from zerojax.memory import OffloadPolicy, RematPolicy
+from zerojax.layout import Description, Layout, make_layout
 from zerojax.models import gpt
+from zerojax.recipe import OffloadPolicy, Precision, RematPolicy
 from zerojax.train import TrainStep, abstract_train_state, make_train_step
 
 #: What the schedule, the decay and the clipping of the step are; none of them moves a byte.

@@ -10,9 +10,10 @@ import typer
 
 from zerojax.cli._optimizers import Choice
 from zerojax.cli._step_options import MODEL, ZERO
-from zerojax.memory import HOST_MEMORY, OffloadPolicy, Remat, RematPolicy, has_host_memory
+from zerojax.memory import has_host_memory
 from zerojax.models import gpt
 from zerojax.planner import CONFIGURATIONS, Configuration, find_configuration
+from zerojax.recipe import HOST_MEMORY, OffloadPolicy, Remat, RematPolicy
 
 #: The mesh axis of model parallelism.
 MODEL_AXIS = "model"

@@ -28,17 +28,9 @@ from zerojax.cli._optimizers import find_optimizer, make_schedule
 from zerojax.cli._train_options import CHECKPOINTS, Options
 from zerojax.cli._weights import read_weights
 from zerojax.data import BatchIterator, Corpus, load_corpus, make_batches
-from zerojax.layout import (
-    STAGES,
-    Description,
-    DynamicLossScale,
-    Layout,
-    Precision,
-    make_layout,
-    make_mesh,
-)
-from zerojax.memory import OffloadPolicy
+from zerojax.layout import STAGES, Description, Layout, make_layout, make_mesh
 from zerojax.models import gpt
+from zerojax.recipe import DynamicLossScale, OffloadPolicy, Precision
 from zerojax.train import (
     TrainState,
     TrainStep,

@@ -5,7 +5,7 @@ from zerojax.layout._layout import MIN_SIZE, Layout, make_layout
 from zerojax.layout._leaf import LeafLayout
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
-from zerojax.layout._policies import DynamicLossScale, Precision, Rule
+from zerojax.layout._rule import Rule
 from zerojax.layout._stages import STAGES
 from zerojax.layout._torus import DIMS, SPANS, Phases, in_order
 
@@ -15,12 +15,10 @@ __all__ = [
     "SPANS",
     "STAGES",
     "Description",
-    "DynamicLossScale",
     "Layout",
     "LeafLayout",
     "OptimizerLayout",
     "Phases",
-    "Precision",
     "Rule",
     "in_order",
     "make_layout",

@@ -18,7 +18,8 @@ from zerojax._types import Kind
 if TYPE_CHECKING:
     from zerojax.layout._layout import Layout
     from zerojax.layout._leaf import LeafLayout
-    from zerojax.layout._policies import Precision, Rule
+    from zerojax.layout._rule import Rule
+    from zerojax.recipe import Precision
 
 #: Columns of the table: the kind of tensor and the key under which its bytes are reported.
 KINDS: tuple[tuple[Kind, str], ...] = (

@@ -22,10 +22,11 @@ from zerojax.layout import _mesh
 from zerojax.layout._describe import Description, describe
 from zerojax.layout._leaf import NO_DIM, Entries, LeafLayout, as_entries, choose_dim
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
-from zerojax.layout._policies import Precision, Rule
+from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_from_loss, stacked_from_shapes
 from zerojax.layout._stages import STAGES, check_stage
 from zerojax.layout._torus import Phases, find_phases
+from zerojax.recipe import Precision
 
 #: Leaves with fewer elements stay whole: a shard of them would be smaller than its message.
 MIN_SIZE = 1024

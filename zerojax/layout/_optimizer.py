@@ -15,7 +15,7 @@ from zerojax._types import TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import LeafLayout, choose_dim
 from zerojax.layout._owners import Origins, find_owners
-from zerojax.layout._policies import Rule
+from zerojax.layout._rule import Rule
 
 if TYPE_CHECKING:
     from zerojax.layout._layout import Layout

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-#: The name under which rematerialisation policies see a layer's input.
-LAYER_INPUT = "layer_input"
+from zerojax.recipe import LAYER_INPUT
 
 
 def mesh_parts(axis: str | None) -> int:

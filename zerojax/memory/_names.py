@@ -20,7 +20,7 @@ from zerojax._jaxpr import (
     called,
     opened,
 )
-from zerojax.memory._inputs import LAYER_INPUT
+from zerojax.recipe import LAYER_INPUT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,79 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 from jax.extend import core
 
 from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, opened, scan_parts
-from zerojax.memory._inputs import (
-    LAYER_INPUT,
-    check_axis,
-    cut_input,
-    mesh_parts,
-    whole,
-    whole_gradient,
-)
+from zerojax.memory._host import check_host_memory, offloaded_kinds
+from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
 from zerojax.memory._names import carries, check_names, has_layers, works_outside
-from zerojax.memory._offload import OffloadPolicy, check_host_memory, offloaded_kinds
-
-#: What the backward pass computes again: nothing; all but products; each layer from its input.
-Remat = Literal["none", "dots", "full"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RematPolicy:
-    """Say which values of a layer its backward pass finds in memory, and which it computes again.
-
-    Attributes:
-        recompute: "full" keeps a layer's input only; "dots" also the results of products with
-            weights (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`); "none" keeps all
-            that the backward pass reads.
-        keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that are kept as well.
-        offload: names of values that are kept in the host's memory; `LAYER_INPUT`, "layer_input",
-            is every layer's input (the paper's Pa+cpu).
-        partition: mesh axis over which layer inputs are cut between layers, and gathered just
-            before a layer is computed again (the paper's Pa).
-        host: the memory kind that values are offloaded to.
-
-    Raises:
-        ValueError: an unknown `recompute`; a name both kept and offloaded; "none" with anything
-            else, since it keeps everything where it is.
-
-    Source: arXiv 1910.02054, section 6.1.
-    """
-
-    recompute: Remat = "full"
-    keep: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    partition: str | None = None
-    host: str = "pinned_host"
-
-    def __post_init__(self) -> None:
-        if self.recompute not in get_args(Remat):
-            raise ValueError(
-                f"RematPolicy: recompute must be one of {', '.join(get_args(Remat))}, got "
-                f"{self.recompute!r}"
-            )
-        for field in ("keep", "offload"):
-            names = getattr(self, field)
-            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"RematPolicy: {field} must be a tuple of names, got {names!r}")
-            object.__setattr__(self, field, tuple(names))
-        twice = set(self.keep) & set(self.offload)
-        if twice:
-            raise ValueError(f"RematPolicy: both kept and offloaded: {', '.join(sorted(twice))}")
-        if self.recompute == "none" and (self.keep or self.offload or self.partition):
-            raise ValueError(
-                "RematPolicy: recompute='none' keeps every value where it is, so that nothing can "
-                "be named, offloaded or partitioned; give 'full' or 'dots'"
-            )
-
-
-def as_policy(policy: RematPolicy | Remat) -> RematPolicy:
-    """Read a name as the policy that recomputes so."""
-    return policy if isinstance(policy, RematPolicy) else RematPolicy(recompute=policy)
+from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, OffloadPolicy, Remat, RematPolicy, as_remat
 
 
 def of_step(
@@ -99,7 +36,7 @@ def of_step(
     Raises:
         ValueError: the mesh has no axis of the policy's, or its devices no memory of the host's.
     """
-    found = None if policy is None else as_policy(policy)
+    found = as_remat(policy)
     if found is not None and found.partition is not None:
         check_axis(found.partition, mesh)
     if found is not None and found.offload:
@@ -109,15 +46,6 @@ def of_step(
     found = found or RematPolicy()
     names = dict.fromkeys((*found.offload, LAYER_INPUT))
     return dataclasses.replace(found, offload=tuple(names))
-
-
-def check_remat(remat: str | None) -> None:
-    """Refuse a name that is none; None is as the model has it."""
-    if remat is not None and remat not in get_args(Remat):
-        raise ValueError(
-            f"remat must be one of {', '.join(get_args(Remat))}, or None for what the model does "
-            f"by itself, got {remat!r}"
-        )
 
 
 def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) -> Callable[..., Any]:
@@ -137,17 +65,17 @@ def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) ->
         ValueError: when it is called: a name that no layer has, with those that there are; an axis
             that the mesh which is set does not have. `make_train_step(remat=)` sets the mesh.
     """
-    policy = as_policy(policy)
+    chosen = as_remat(policy) or RematPolicy(recompute="none")
 
     def wrapped(*args: Any) -> Any:
-        mesh_parts(policy.partition)
+        mesh_parts(chosen.partition)
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        check_names(traced, (*policy.keep, *policy.offload))
+        check_names(traced, (*chosen.keep, *chosen.offload))
         weights = len(jax.tree.leaves(args[:1]))
         flat = jax.tree.leaves(args)
         moving = [number >= weights for number in range(len(flat))]
-        runner = _Runner(policy)
-        if policy.recompute != "none" and not has_layers(traced):
+        runner = _Runner(chosen)
+        if chosen.recompute != "none" and not has_layers(traced):
             result = runner.layer(traced, moving)(*flat)
         else:
             result = runner.run(*opened(traced), flat, moving)
@@ -258,7 +186,7 @@ def _saves(policy: RematPolicy) -> Callable[..., Any] | None:
         names_which_can_be_saved=[*policy.keep, *inputs],
         names_which_can_be_offloaded=list(policy.offload),
         offload_src="device",
-        offload_dst=policy.host,
+        offload_dst=HOST_MEMORY,
     )
     if policy.recompute == "dots":
         dots = policies.dots_with_no_batch_dims_saveable

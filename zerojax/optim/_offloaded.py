@@ -21,8 +21,9 @@ from zerojax._jaxpr import bind
 from zerojax._tree import num_elements
 from zerojax.collectives import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
-from zerojax.memory import OffloadPolicy, memory_kinds, offloaded_kinds
+from zerojax.memory import memory_kinds, offloaded_kinds
 from zerojax.optim._slices import Slice, Traced, is_fill
+from zerojax.recipe import OffloadPolicy
 
 #: jax 0.10 has it under another name than 0.12.
 _run_on: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on

@@ -1,6 +1,6 @@
 """Bytes, volume and time of a training step, from shapes alone."""
 
-from zerojax.memory import Remat, rematerialised
+from zerojax.memory import rematerialised
 from zerojax.planner._choices import Choices, Rejected, Verified
 from zerojax.planner._configurations import CONFIGURATIONS, Configuration, find_configuration
 from zerojax.planner._counts import as_amount, as_count
@@ -29,7 +29,6 @@ __all__ = [
     "PlannedBytes",
     "Reduce",
     "Rejected",
-    "Remat",
     "Space",
     "StepTime",
     "Theory",

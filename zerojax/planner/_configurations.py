@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from zerojax.memory import LAYER_INPUT, RematPolicy
+from zerojax.recipe import LAYER_INPUT, RematPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from zerojax._tree import num_elements
 from zerojax.layout import Layout
-from zerojax.memory import Remat
 from zerojax.planner._activations import model_parallel_elements
 from zerojax.planner._hardware import Hardware
 from zerojax.planner._live import Leaf, Peak, Simulation
 from zerojax.planner._trace import Trace
 from zerojax.planner._transformer import Transformer
 from zerojax.planner._work import Work, work_of
+from zerojax.recipe import Remat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zerojax._tree import floating_dtype
 from zerojax._types import Axes
-from zerojax.layout import Description, Layout, LeafLayout, Precision
+from zerojax.layout import Description, Layout, LeafLayout
 from zerojax.layout._torus import LANES
 from zerojax.planner._demand import Conditions, Demand
 from zerojax.planner._formulas import offload_traffic_bytes, ring_share
@@ -21,6 +21,7 @@ from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._time import StepTime, compute_bound_count, link_seconds, step_time
 from zerojax.planner._volume import Reduce, Theory, theory_of
 from zerojax.planner._work import Work
+from zerojax.recipe import Precision
 
 OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
 

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax._types import PyTree
-from zerojax.layout import MIN_SIZE, Layout, Precision, Rule, make_layout
+from zerojax.layout import MIN_SIZE, Layout, Rule, make_layout
 from zerojax.planner._counts import as_count
 from zerojax.planner._live import Leaf
+from zerojax.recipe import Precision
 
 #: Mesh axes of a plan, major first: copies of the shard group, shards, model parallelism.
 REPLICA, DATA, MODEL = "replica", "data", "model"

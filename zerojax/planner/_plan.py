@@ -13,9 +13,8 @@ import optax
 
 from zerojax._tree import num_bytes
 from zerojax._types import LossFn, PyTree
-from zerojax.layout import Precision, Rule
+from zerojax.layout import Rule
 from zerojax.layout._stages import check_stage
-from zerojax.memory import Remat, check_remat
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._demand import Demand, DescribedGpt, Matrices, TracedLoss, Unknown
 from zerojax.planner._estimate import Step, estimate
@@ -25,6 +24,7 @@ from zerojax.planner._report import Plan
 from zerojax.planner._trace import trace_loss
 from zerojax.planner._transformer import Transformer
 from zerojax.planner._volume import Reduce
+from zerojax.recipe import Precision, Remat, as_remat
 
 #: What a plan can move to the host's memory.
 Offload = Literal["optimizer", "activations"]
@@ -155,7 +155,7 @@ def find_demand(
         ValueError: a loss without a batch, a batch that devices and microbatches don't divide, or
             two sources at once.
     """
-    check_remat(remat)
+    as_remat(remat)
     loss_fn, tokens_per_device = load.loss_fn, load.tokens_per_device
     if (loss_fn is None) != (load.batch is None):
         raise ValueError("give loss_fn and batch together: one is traced with the other's shapes")

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._types import Axes
-from zerojax.memory import Remat
 from zerojax.planner._hardware import Hardware
 from zerojax.planner._placement import MODEL
 from zerojax.planner._time import COMPUTE, FAST, HOST, MEMORY, SLOW, StepTime
+from zerojax.recipe import Remat
 
 GIB = 2**30
 

@@ -10,9 +10,8 @@ from typing import Any
 import optax
 
 from zerojax._types import LossFn, PyTree
-from zerojax.layout import Description, Layout, Precision, Rule
+from zerojax.layout import Description, Layout, Rule
 from zerojax.layout._stages import check_stage
-from zerojax.memory import Remat
 from zerojax.planner._choices import Choices, Rejected, gigabytes
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._demand import Demand, Remembered, TracedLoss, Unknown
@@ -30,6 +29,7 @@ from zerojax.planner._plan import (
 )
 from zerojax.planner._report import Plan
 from zerojax.planner._transformer import Transformer
+from zerojax.recipe import Precision, Remat
 
 #: Model parallelism beyond this many devices is not searched unless it is asked for.
 _MODEL_AXES = (1, 2, 4, 8, 16)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import optax
 
 from zerojax._types import LossFn, PyTree
-from zerojax.layout import Precision
-from zerojax.memory import Remat
 from zerojax.planner._counts import as_count
 from zerojax.planner._demand import Remembered
 from zerojax.planner._estimate import Step, estimate
@@ -19,6 +17,7 @@ from zerojax.planner._plan import Offload, Workload, check_offload, find_demand,
 from zerojax.planner._report import Plan
 from zerojax.planner._transformer import Transformer
 from zerojax.planner._volume import Reduce
+from zerojax.recipe import Precision, Remat
 
 
 def sweep(

@@ -12,8 +12,9 @@ from jax.interpreters import partial_eval
 
 from zerojax._tree import as_shapes, flatten_with_names, floating_dtype
 from zerojax._types import LossFn, PyTree
-from zerojax.memory import Remat, check_remat, has_layers, rematerialised
+from zerojax.memory import has_layers, rematerialised
 from zerojax.planner._program import Program, read_program
+from zerojax.recipe import Remat, as_remat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +102,7 @@ def trace_loss(
         ValueError: leaves of the batch have different leading dims, there is no such remat, or the
             model has no layers to rematerialise.
     """
-    check_remat(remat)
+    as_remat(remat)
     names, leaves, _ = flatten_with_names(batch)
     sizes = {name: x.shape[0] for name, x in zip(names, leaves, strict=True) if x.shape}
     if len(set(sizes.values())) != 1:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax._types import PyTree
-from zerojax.layout import DynamicLossScale
-
-#: Powers of two between these have a reciprocal that fp32 holds exactly.
-_BOUNDS = (2.0**-126, 2.0**126)
+from zerojax.recipe import DynamicLossScale
 
 
 class LossScale(NamedTuple):
@@ -26,40 +21,6 @@ class LossScale(NamedTuple):
 
     scale: Any
     good_steps: Any
-
-
-def check_loss_scale(policy: DynamicLossScale | None) -> None:
-    """Raise a ValueError for values that can't be meant."""
-    if policy is None:
-        return
-    if not isinstance(policy, DynamicLossScale):
-        raise ValueError(
-            f"Precision.loss_scale needs a DynamicLossScale or None, got {policy!r}; write "
-            "Precision(loss_scale=DynamicLossScale(initial=...))"
-        )
-    for field in dataclasses.fields(policy):
-        value = getattr(policy, field.name)
-        if field.name != "growth_interval" and not _is_power_of_two(value):
-            raise ValueError(
-                f"DynamicLossScale.{field.name} needs a power of two from 2**-126 to 2**126, so "
-                f"that scaling rounds nothing, got {value!r}; write 2.0**n"
-            )
-    steps = policy.growth_interval
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 2**31:
-        raise ValueError(
-            f"DynamicLossScale.growth_interval needs a whole number of steps, 1 or more, got "
-            f"{steps!r}"
-        )
-    if policy.factor <= 1:
-        raise ValueError(
-            f"DynamicLossScale.factor needs to be 2 or more, got {policy.factor!r}: by it the "
-            "scale grows, and is divided when gradients overflow"
-        )
-    if not policy.smallest <= policy.initial <= policy.largest:
-        raise ValueError(
-            f"DynamicLossScale needs smallest <= initial <= largest, got {policy.smallest!r}, "
-            f"{policy.initial!r}, {policy.largest!r}; move initial between the other two"
-        )
 
 
 def first_loss_scale(policy: DynamicLossScale | None) -> LossScale | None:
@@ -92,9 +53,3 @@ def unscaled(grads: PyTree, now: LossScale | None) -> PyTree:
         return grads
     inverse = 1 / now.scale
     return jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
-
-
-def _is_power_of_two(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return _BOUNDS[0] <= value <= _BOUNDS[1] and math.frexp(value)[0] == 0.5

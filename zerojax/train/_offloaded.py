@@ -11,12 +11,13 @@ import optax
 
 from zerojax._types import PyTree
 from zerojax.collectives import shard, store, view
-from zerojax.layout import Layout, LeafLayout, OptimizerLayout, Precision
+from zerojax.layout import Layout, LeafLayout, OptimizerLayout
 from zerojax.optim import Hosted, OffloadedUpdate
+from zerojax.recipe import Precision
 from zerojax.train._clipping import clip, global_norm
 from zerojax.train._guard import guarded, kept_unless
 from zerojax.train._loss_scale import unscaled
-from zerojax.train._precision import cast_floating, updated_dtype
+from zerojax.train._precision import cast_floating
 from zerojax.train._state import TrainState
 
 
@@ -49,7 +50,7 @@ def update_offloaded(
     def run(
         grads: list[Any], held: list[Any], leaves: list[Any], loss: Any
     ) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        grads = unscaled(cast_floating(grads, updated_dtype(precision)), state.loss_scale)
+        grads = unscaled(cast_floating(grads, precision.updated), state.loss_scale)
         norm = global_norm(grads)
         tree = layout.structure.unflatten(clip(grads, norm, clip_norm))
         params = layout.structure.unflatten(held)

@@ -13,11 +13,11 @@ import optax
 
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store, to_logical
-from zerojax.layout import Layout, Precision
-from zerojax.memory import HOST_MEMORY, OffloadPolicy
+from zerojax.layout import Layout
 from zerojax.optim import Hosted, as_transformation, check_like, hosted_leaves, store_state
+from zerojax.recipe import HOST_MEMORY, OffloadPolicy, Precision
 from zerojax.train._loss_scale import LossScale, first_loss_scale
-from zerojax.train._precision import cast_floating, check_precision, updated_dtype
+from zerojax.train._precision import cast_floating
 
 
 @functools.partial(
@@ -147,7 +147,7 @@ def state_shardings(
         step=everywhere,
         params=cut if layout.partitions("parameter") else whole,
         masters=None if precision.master is None else cut,
-        opt_state=layout.opt_state(tx, dtype=updated_dtype(precision)),
+        opt_state=layout.opt_state(tx, dtype=precision.updated),
         loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
     )
     if not hosted:
@@ -178,13 +178,13 @@ def _builder(
     precision: Precision | None,
     offload: OffloadPolicy | None,
 ) -> tuple[Callable[..., TrainState], TrainState]:
-    precision = check_precision(precision)
+    precision = precision or Precision()
     tx = as_transformation(tx)
-    placed = layout.optimizer(tx, updated_dtype(precision))
+    placed = layout.optimizer(tx, precision.updated)
     hosted = hosted_leaves(offload, layout, placed, has_masters=precision.master is not None)
 
     def place(params: PyTree) -> TrainState:
-        updated = shard_tree(cast_floating(params, updated_dtype(precision)), layout)
+        updated = shard_tree(cast_floating(params, precision.updated), layout)
         low = cast_floating(updated, precision.params) if precision.master is not None else updated
         state = TrainState(
             step=jnp.zeros((), jnp.int32),

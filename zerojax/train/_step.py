@@ -25,14 +25,15 @@ from zerojax.collectives import (
     view,
     write_back,
 )
-from zerojax.layout import Layout, Precision
-from zerojax.memory import OffloadPolicy, Remat, RematPolicy, of_step, rematerialised
+from zerojax.layout import Layout
+from zerojax.memory import of_step, rematerialised
 from zerojax.optim import as_transformation, hosted_leaves, update_shards
+from zerojax.recipe import OffloadPolicy, Precision, Remat, RematPolicy
 from zerojax.train._clipping import clip, global_norm
 from zerojax.train._guard import guarded, kept_unless
 from zerojax.train._loss_scale import next_loss_scale, scaled, unscaled
 from zerojax.train._offloaded import update_offloaded
-from zerojax.train._precision import cast_floating, check_precision, updated_dtype
+from zerojax.train._precision import cast_floating
 from zerojax.train._state import TrainState, state_shardings
 
 Reduce = Literal["once", "each"]
@@ -71,7 +72,7 @@ class TrainStep:
         self.bucket_bytes = bucket_bytes
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(as_transformation(tx))
-        self._placed = layout.optimizer(self._tx, updated_dtype(precision))
+        self._placed = layout.optimizer(self._tx, precision.updated)
         self._hosted = hosted_leaves(
             offload, layout, self._placed, has_masters=precision.master is not None
         )
@@ -192,7 +193,7 @@ class TrainStep:
     ) -> tuple[jax.Array, PyTree, PyTree]:
         """Give the gradients' norm, what the optimizer updates as shards, and the stored state."""
         layout, precision = self.layout, self.precision
-        grads = unscaled(cast_floating(grads, updated_dtype(precision)), state.loss_scale)
+        grads = unscaled(cast_floating(grads, precision.updated), state.loss_scale)
         norm = global_norm(grads)
         grads = clip(grads, norm, self.clip_norm)
 
@@ -328,6 +329,6 @@ def make_train_step(
     if policy is not None:
         loss_fn = rematerialised(loss_fn, policy)
     return TrainStep(
-        loss_fn, tx, layout, check_precision(precision), accumulate, reduce, clip_norm, has_aux,
+        loss_fn, tx, layout, (precision or Precision()), accumulate, reduce, clip_norm, has_aux,
         offload, bucket_bytes,
     )  # fmt: skip

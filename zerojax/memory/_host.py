@@ -1,60 +1,13 @@
-"""Offloading: which tensors live in the host's memory, and where their update runs."""
+"""The memory of the host that devices reach, and what a policy puts there."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any
 
-#: The memory of the host that a device reads and writes by itself, as JAX names it.
-HOST_MEMORY = "pinned_host"
-
-OffloadKind = Literal["optimizer", "master", "activation"]
-UpdateOn = Literal["host", "device"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadPolicy:
-    """Name the tensors that live in the host's memory.
-
-    Attributes:
-        kinds: "optimizer" states, "master" parameters, and "activation" checkpoints, those that
-            rematerialisation keeps (Pa+cpu).
-        update: where the optimizer works. "host": gradients go down and new parameters come up,
-            4 bytes a parameter with bf16 (ZeRO-Offload); for optimizers that compute every
-            element for itself, such as Adam. "device": each leaf's states come up and go back, 24
-            bytes a parameter for Adam with fp32 masters; for any optimizer that treats leaves one
-            by one.
-        missing: what a backend without such memory gets. "refuse": an error. "device": a warning,
-            and everything stays on the device.
-
-    Source: ZeRO-Offload, arXiv 2101.06840, section 3; ZeRO, arXiv 1910.02054, section 6.1.
-    """
-
-    kinds: tuple[OffloadKind, ...] = ("optimizer", "master")
-    update: UpdateOn = "host"
-    missing: Literal["refuse", "device"] = "refuse"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.kinds, str):
-            raise ValueError(
-                f"OffloadPolicy.kinds is a tuple of kinds, got the text {self.kinds!r}; write "
-                f"kinds=({self.kinds!r},)"
-            )
-        unknown = [kind for kind in self.kinds if kind not in get_args(OffloadKind)]
-        if unknown:
-            raise ValueError(
-                f"OffloadPolicy.kinds names {unknown}; these can live in the host's memory: "
-                f"{', '.join(get_args(OffloadKind))}"
-            )
-        for name, known in (("update", ("host", "device")), ("missing", ("refuse", "device"))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"OffloadPolicy.{name} must be {' or '.join(map(repr, known))}, "
-                    f"got {getattr(self, name)!r}"
-                )
+from zerojax.recipe import HOST_MEMORY, OffloadPolicy
 
 
 def offloaded_kinds(policy: OffloadPolicy | None, devices: Iterable[Any]) -> frozenset[str]:

@@ -1,0 +1,26 @@
+"""How a step is computed: frozen policies, each checked when it is made."""
+
+from zerojax.recipe._offload import HOST_MEMORY, OffloadKind, OffloadPolicy
+from zerojax.recipe._precision import PRECISIONS, DynamicLossScale, Precision, as_precision
+from zerojax.recipe._recipe import Recipe, as_recipe
+from zerojax.recipe._reduce import Reduce, check_count, find_reduction
+from zerojax.recipe._remat import LAYER_INPUT, Remat, RematPolicy, as_remat
+
+__all__ = [
+    "HOST_MEMORY",
+    "LAYER_INPUT",
+    "PRECISIONS",
+    "DynamicLossScale",
+    "OffloadKind",
+    "OffloadPolicy",
+    "Precision",
+    "Recipe",
+    "Reduce",
+    "Remat",
+    "RematPolicy",
+    "as_precision",
+    "as_recipe",
+    "as_remat",
+    "check_count",
+    "find_reduction",
+]

@@ -1,0 +1,145 @@
+"""`Recipe`: how a step is computed, decided once as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Collection
+from typing import Any
+
+from zerojax._types import Kind
+from zerojax.recipe._offload import OffloadPolicy
+from zerojax.recipe._precision import Precision, as_precision
+from zerojax.recipe._reduce import Reduce, check_count, check_reduce, find_reduction
+from zerojax.recipe._remat import Remat, RematPolicy, as_remat
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Recipe:
+    """Choose how a step is computed; the layout says where its tensors live.
+
+    Names are replaced by their policies, so that equal recipes compare equal:
+    `Recipe(precision="bf16").precision` is a `Precision`.
+
+    Attributes:
+        precision: "fp32", "bf16" or "fp16" (with fp32 masters, and a loss scale for fp16), or a
+            `Precision`.
+        accumulate: microbatches per step.
+        reduce: "each" sums every microbatch's gradients over devices into a partitioned
+            accumulator, which is stage 2's memory; the loss sees the whole microbatch. "once" sums
+            over devices once per step, from an accumulator that is whole on each device; the loss
+            sees one device's examples at a time, as data parallelism in other frameworks has it,
+            so it must be a mean over examples and can't constrain shardings over the batch axes.
+            None is the default of `reduction`.
+        clip_norm: largest global norm of the gradients.
+        remat: what the backward pass of each layer computes again, keeps, partitions or offloads:
+            "none", "dots", "full" or a `RematPolicy`; None is what the model does by itself.
+        offload: what lives in the host's memory; `param_norm` is then that of the parameters as
+            the loss reads them.
+        bucket_bytes: most bytes that the compiler combines into one collective (the paper's
+            constant-size buffers, section 6.2); None leaves it to the compiler, but at stage 3 on
+            a GPU, which would gather several layers at once. Larger ones are fewer and take more
+            memory.
+
+    Raises:
+        ValueError: a choice that can't be meant, with what is expected.
+
+    Source: arXiv 1910.02054, sections 3.1, 6 and 7.
+    """
+
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    accumulate: int = 1
+    reduce: Reduce | None = None
+    clip_norm: float | None = None
+    remat: RematPolicy | None = None
+    offload: OffloadPolicy | None = None
+    bucket_bytes: int | None = None
+
+    def __init__(
+        self,
+        *,
+        precision: Precision | str = "fp32",
+        accumulate: int = 1,
+        reduce: Reduce | None = None,
+        clip_norm: float | None = None,
+        remat: RematPolicy | Remat | None = None,
+        offload: OffloadPolicy | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        check_count("accumulate", accumulate)
+        check_reduce(reduce)
+        if clip_norm is not None and not (isinstance(clip_norm, numbers.Real) and clip_norm > 0):
+            raise ValueError(f"clip_norm must be positive, got {clip_norm!r}")
+        if not isinstance(offload, OffloadPolicy | None):
+            raise ValueError(f"offload must be an OffloadPolicy or None, got {offload!r}")
+        if bucket_bytes is not None:
+            check_count("bucket_bytes", bucket_bytes)
+        chosen = {
+            "precision": as_precision(precision),
+            "accumulate": accumulate,
+            "reduce": reduce,
+            "clip_norm": clip_norm,
+            "remat": as_remat(remat),
+            "offload": offload,
+            "bucket_bytes": bucket_bytes,
+        }
+        for name, value in chosen.items():
+            object.__setattr__(self, name, value)
+
+    def reduction(self, kinds: Collection[Kind]) -> Reduce:
+        """Return when gradients are summed over devices, where these kinds are partitioned.
+
+        Args:
+            kinds: `Layout.kinds`.
+
+        Raises:
+            ValueError: `reduce` is "once" where parameters are partitioned.
+        """
+        return find_reduction(self.reduce, self.accumulate, kinds)
+
+    @property
+    def accumulator(self) -> Any:
+        """The dtype of the running sum of gradients over microbatches; None is their own."""
+        return self.precision.reduce or (self.precision.master if self.accumulate > 1 else None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choices as JSON values."""
+        remat, offload = (
+            None if policy is None else dataclasses.asdict(policy)
+            for policy in (self.remat, self.offload)
+        )
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {"precision": self.precision.to_dict(), **plain, "remat": remat, "offload": offload}
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Recipe:
+        """Read what `to_dict` returned, from JSON or not.
+
+        Raises:
+            ValueError: a name that a recipe does not have.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
+        given = dict(given)
+        if isinstance(given.get("precision"), dict):
+            given["precision"] = Precision.from_dict(given["precision"])
+        for name, policy in (("remat", RematPolicy), ("offload", OffloadPolicy)):
+            if isinstance(given.get(name), dict):
+                given[name] = policy(**given[name])
+        return cls(**given)
+
+
+_PLAIN = ("accumulate", "reduce", "clip_norm", "bucket_bytes")
+
+
+def as_recipe(recipe: Recipe | None) -> Recipe:
+    """Return the recipe, or the default for None; refuse anything else."""
+    if recipe is None:
+        return Recipe()
+    if isinstance(recipe, Recipe):
+        return recipe
+    raise TypeError(
+        f"a Recipe is expected, got {type(recipe).__name__}: how a step is computed is said once, "
+        "as in zerojax.Recipe(precision='bf16', accumulate=4)"
+    )
