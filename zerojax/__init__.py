@@ -7,7 +7,7 @@ from zerojax.layout import Layout, Rule, make_layout, make_mesh
 from zerojax.memory import checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
 from zerojax.planner import Hardware, Plan, Transformer, max_params, model_state_bytes, plan
-from zerojax.recipe import DynamicLossScale, OffloadPolicy, Precision, RematPolicy
+from zerojax.recipe import DynamicLossScale, OffloadPolicy, Precision, Recipe, RematPolicy
 from zerojax.train import (
     TrainState,
     TrainStep,
@@ -27,6 +27,7 @@ __all__ = [
     "OffloadPolicy",
     "Plan",
     "Precision",
+    "Recipe",
     "RematPolicy",
     "Rule",
     "TrainState",

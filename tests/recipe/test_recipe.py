@@ -1,0 +1,97 @@
+"""A recipe is plain data: checked when it is made, equal by value, to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import zerojax
+from zerojax.recipe import PRECISIONS, Recipe, as_recipe
+
+RECIPES = (
+    Recipe(),
+    *(Recipe(precision=name) for name in PRECISIONS),
+    Recipe(accumulate=4, reduce="once", clip_norm=1.0, bucket_bytes=2**20),
+    Recipe(remat="dots"),
+    Recipe(
+        precision=zerojax.Precision(params=jnp.bfloat16, master=jnp.float32, reduce=jnp.float32),
+        remat=zerojax.RematPolicy(keep=("a",), offload=("layer_input",), partition="model"),
+        offload=zerojax.OffloadPolicy(kinds=("optimizer",), update="device"),
+    ),
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_comes_back_from_json_equal(recipe):
+    back = Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))
+    assert back == recipe
+    assert hash(back) == hash(recipe)
+
+
+def test_names_stand_for_policies():
+    mixed = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+    assert Recipe(precision="bf16") == Recipe(precision=mixed)
+    assert Recipe(remat="full") == Recipe(remat=zerojax.RematPolicy())
+    assert Recipe(precision="fp16").precision.loss_scale == zerojax.DynamicLossScale()
+    assert as_recipe(None) == Recipe() == Recipe(precision="fp32")
+    assert len(set(RECIPES)) == len(RECIPES) - 1  # "fp32" is the default
+
+
+def test_a_recipe_can_not_be_changed_but_replaced():
+    recipe = Recipe(precision="bf16", accumulate=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.accumulate = 4
+    assert dataclasses.replace(recipe, accumulate=4) == Recipe(precision="bf16", accumulate=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"accumulate": 0}, "accumulate must be a positive whole number, got 0"),
+        ({"accumulate": 1.5}, "accumulate"),
+        ({"accumulate": True}, "accumulate"),
+        ({"clip_norm": 0.0}, "clip_norm must be positive"),
+        ({"clip_norm": "1"}, "clip_norm must be positive"),
+        ({"reduce": "twice"}, "'once', 'each'"),
+        ({"bucket_bytes": -1}, "bucket_bytes"),
+        ({"precision": "bfloat16"}, "fp32, bf16, fp16"),
+        ({"remat": "most"}, "none, dots, full"),
+        ({"offload": "optimizer"}, "OffloadPolicy"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(given, match):
+    with pytest.raises(ValueError, match=match):
+        Recipe(**given)
+
+
+def test_a_precision_takes_floating_dtypes_only():
+    with pytest.raises(ValueError, match=r"Precision\.params needs a floating dtype, got int8"):
+        zerojax.Precision(params=jnp.int8)
+    with pytest.raises(ValueError, match=r"Precision\.master needs a dtype"):
+        zerojax.Precision(master="no such")
+
+
+def test_unknown_names_in_json_are_refused():
+    with pytest.raises(ValueError, match="a recipe has no stage; it has precision"):
+        Recipe.from_dict({"stage": 2})
+
+
+def test_what_is_no_recipe_is_refused():
+    with pytest.raises(TypeError, match="a Recipe is expected, got Precision"):
+        as_recipe(zerojax.Precision())
+
+
+@pytest.mark.parametrize("kinds", [(), ("optimizer", "master")])
+def test_several_microbatches_are_reduced_once_where_gradients_stay_whole(kinds):
+    assert Recipe(accumulate=2).reduction(kinds) == "once"
+    assert Recipe().reduction(kinds) == "each"
+    assert Recipe(accumulate=2, reduce="each").reduction(kinds) == "each"
+    assert Recipe(accumulate=2).reduction((*kinds, "gradient")) == "each"
+
+
+def test_once_is_refused_where_parameters_are_partitioned():
+    with pytest.raises(ValueError, match="stage 3 never holds one"):
+        Recipe(reduce="once").reduction(("parameter", "gradient", "optimizer", "master"))
