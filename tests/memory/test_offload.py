@@ -16,7 +16,7 @@ from tests.aot.test_aot import needs_cuda, needs_libtpu
 from zerojax.audit import Program
 from zerojax.audit._host import find_moves
 from zerojax.audit._module import parse_module
-from zerojax.memory import _offload
+from zerojax.memory import _host
 from zerojax.models import gpt
 from zerojax.planner import offload_traffic_bytes
 
@@ -117,15 +117,15 @@ def test_a_mesh_with_explicit_axes_is_offloaded_too():
 
 
 def test_a_backend_without_host_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(_offload, "memory_kinds", lambda _: ("device",))
+    monkeypatch.setattr(_host, "memory_kinds", lambda _: ("device",))
     with pytest.raises(ValueError, match=r"'pinned_host'.*backend 'cpu'.*only device") as caught:
         train(OPTIMIZERS["adamw"], 2, zerojax.OffloadPolicy())
     assert "OffloadPolicy(missing='device')" in str(caught.value)
 
 
 def test_the_fallback_keeps_everything_on_the_device_and_says_so(monkeypatch):
-    monkeypatch.setattr(_offload, "memory_kinds", lambda _: ("device",))
-    _offload._warn_once.cache_clear()
+    monkeypatch.setattr(_host, "memory_kinds", lambda _: ("device",))
+    _host._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="everything stays on the device") as caught:
         state, _ = train(OPTIMIZERS["adamw"], 2, zerojax.OffloadPolicy(missing="device"))
     assert len(caught) == 1
