@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from zerojax.cli._plan_options import PlanOptions
+from zerojax.cli.plan._options import PlanOptions
 
 FIGURE_1 = ["plan", "--params", "7.5e9", "--devices", "64"]
 TINY = ["plan", "--model", "tiny"]

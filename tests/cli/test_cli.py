@@ -21,10 +21,10 @@ from rich.filesize import decimal
 import zerojax
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
-from zerojax.cli._devices import find_devices
-from zerojax.cli._evaluate import Evaluation
-from zerojax.cli._optimizers import OPTIMIZERS, make_schedule
-from zerojax.cli._record import Record
+from zerojax.cli.shared._devices import find_devices
+from zerojax.cli.shared._optimizers import OPTIMIZERS, make_schedule
+from zerojax.cli.train._evaluate import Evaluation
+from zerojax.cli.train._metrics import Record
 from zerojax.data import load_corpus, make_batches
 from zerojax.models import gpt
 
@@ -273,7 +273,8 @@ def test_virtual_devices_are_as_many_as_asked_for(flags, asked, found):
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count{flags}" if flags else "",
     }
-    program = f"from zerojax.cli._devices import find_devices; print(len(find_devices({asked})))"
+    module = "zerojax.cli.shared._devices"
+    program = f"from {module} import find_devices; print(len(find_devices({asked})))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,

@@ -16,13 +16,13 @@ import pytest
 from jax.sharding import AxisType
 
 from zerojax import aot
-from zerojax.cli import _compile as command
-from zerojax.cli import _question as question
 from zerojax.cli import main
-from zerojax.cli._answer import Answer
-from zerojax.cli._compile_options import CompileOptions
-from zerojax.cli._question import read_axes, read_question
-from zerojax.cli._stages_plot import write_stages_plot
+from zerojax.cli.compile import _command as command
+from zerojax.cli.compile import _request as question
+from zerojax.cli.compile._options import CompileOptions
+from zerojax.cli.compile._plot import write_stages_plot
+from zerojax.cli.compile._request import read_axes, read_question
+from zerojax.cli.compile._result import Answer
 from zerojax.models import _gpt_config, gpt
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)

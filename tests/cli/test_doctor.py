@@ -13,10 +13,10 @@ import jax
 import pytest
 from rich.console import Console
 
-from zerojax.cli import _doctor as command
 from zerojax.cli import main
-from zerojax.cli._doctor import CHECKS, Check, examine, findings_table, verdict
-from zerojax.cli._doctor_checks import Finding
+from zerojax.cli.doctor import _command as command
+from zerojax.cli.doctor._checks import Finding
+from zerojax.cli.doctor._command import CHECKS, Check, examine, findings_table, verdict
 
 COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.exit(main())"]
 NEEDED = [

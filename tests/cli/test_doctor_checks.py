@@ -17,10 +17,10 @@ from packaging.requirements import Requirement
 
 import zerojax
 from zerojax.aot import MissingCompiler, _plugin
-from zerojax.cli import _devices
-from zerojax.cli import _doctor_checks as checks
-from zerojax.cli import _doctor_proof as proof
-from zerojax.cli._doctor_checks import Bench, Finding, Project
+from zerojax.cli.doctor import _checks as checks
+from zerojax.cli.doctor import _proof as proof
+from zerojax.cli.doctor._checks import Bench, Finding, Project
+from zerojax.cli.shared import _devices
 from zerojax.models import mlp
 
 
@@ -162,7 +162,7 @@ def test_a_compiler_for_absent_tpus_is_not_loaded():
     program = """
 import sys, jax
 from zerojax.aot import _plugin
-from zerojax.cli import _doctor_checks as checks
+from zerojax.cli.doctor import _checks as checks
 _plugin._accelerators = lambda: False
 version = checks._version
 checks._version = lambda name: "0.1" if name == "libtpu" else version(name)

@@ -20,9 +20,9 @@ import zerojax
 from tests.cli.plan_questions import FIGURE_1, TINY, strict
 from tests.planner import paper
 from zerojax.cli import main
-from zerojax.cli._optimizers import OPTIMIZERS
-from zerojax.cli._plan_options import read_bytes, read_count
-from zerojax.cli._plan_screen import amount, unit_of
+from zerojax.cli.plan._options import read_bytes, read_count
+from zerojax.cli.plan._screen import amount, unit_of
+from zerojax.cli.shared._optimizers import OPTIMIZERS
 from zerojax.models import gpt
 
 ROOT = Path(__file__).resolve().parents[2]

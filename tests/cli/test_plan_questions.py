@@ -11,10 +11,10 @@ import pytest
 import zerojax
 from tests.cli.plan_questions import TINY, options, strict
 from zerojax.aot import MissingCompiler
-from zerojax.cli import _plan_question as question
 from zerojax.cli import main
-from zerojax.cli._plan_question import read_plan_question
-from zerojax.cli._plan_sweep import counts_of, slower, sweep
+from zerojax.cli.plan import _request as question
+from zerojax.cli.plan._request import read_plan_question
+from zerojax.cli.plan._sweep import counts_of, slower, sweep
 from zerojax.planner import CONFIGURATIONS, HARDWARE, max_params, max_transformer
 
 

@@ -13,13 +13,13 @@ from jax.sharding import AxisType
 
 from zerojax import aot
 from zerojax.checkpoint import read_manifest
-from zerojax.cli import _question as question
-from zerojax.cli import _residual_options as residual_options
 from zerojax.cli import main
-from zerojax.cli._optimizers import OPTIMIZERS
-from zerojax.cli._question import read_axes
-from zerojax.cli._residual_options import Residual, find_remat
-from zerojax.cli._train_options import Options
+from zerojax.cli.compile import _request as question
+from zerojax.cli.compile._request import read_axes
+from zerojax.cli.shared import _residual_options as residual_options
+from zerojax.cli.shared._optimizers import OPTIMIZERS
+from zerojax.cli.shared._residual_options import Residual, find_remat
+from zerojax.cli.train._options import Options
 from zerojax.models import _gpt_config, gpt
 from zerojax.recipe import LAYER_INPUT, OffloadPolicy, RematPolicy
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from zerojax.cli._checkpoint import checkpoint
-from zerojax.cli._compile import compile_
-from zerojax.cli._doctor import doctor
-from zerojax.cli._errors import INTERRUPTED, Failure, Interrupted
-from zerojax.cli._plan import plan
-from zerojax.cli._train import train
+from zerojax.cli.checkpoint._command import checkpoint
+from zerojax.cli.compile._command import compile_
+from zerojax.cli.doctor._command import doctor
+from zerojax.cli.plan._command import plan
+from zerojax.cli.shared._errors import INTERRUPTED, Failure, Interrupted
+from zerojax.cli.train._command import train
 
 # typer names one of its usage errors in public; that one's base is all of them.
 _UsageError: Any = typer.BadParameter.__mro__[1]

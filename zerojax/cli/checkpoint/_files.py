@@ -1,0 +1,61 @@
+"""Which checkpoint a folder means, and weights made into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zerojax.checkpoint import find_checkpoints, read_manifest
+from zerojax.cli.train._options import CHECKPOINTS
+
+
+def list_checkpoints(directory: Path) -> dict[Path, str | None]:
+    """List the checkpoints that a folder is or holds, with what can be told to be wrong unread.
+
+    Raises:
+        FileNotFoundError: there are none, not even damaged ones.
+    """
+    root = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
+    wrong: dict[Path, str] = {}
+    whole = find_checkpoints(root, wrong.__setitem__)
+    found = {**wrong, **dict.fromkeys(whole.values())}
+    if found:
+        return dict(sorted(found.items(), key=lambda item: int(item[0].name)))
+    if not directory.exists():
+        raise FileNotFoundError(f"there is no folder {directory}")
+    read_manifest(directory)
+    return {directory: None}
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """Find the checkpoint that a folder is, or the newest whole one that it holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: those that there are, are damaged.
+    """
+    found = list_checkpoints(directory)
+    whole = [path for path, wrong in found.items() if wrong is None]
+    if not whole:
+        raise ValueError(
+            f"no whole checkpoint in {directory}: {'; '.join(filter(None, found.values()))}"
+        )
+    return whole[-1]
+
+
+def import_weights(file: Path, directory: Path) -> None:
+    """Make a checkpoint of safetensors files, on this machine's CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or the folder holds a checkpoint.
+    """
+    import jax
+
+    from zerojax.checkpoint import import_safetensors, save, weights_of
+    from zerojax.layout import make_layout, make_mesh
+
+    shapes = weights_of(file)
+    mesh = make_mesh({"data": 1}, devices=jax.devices("cpu")[:1])
+    layout = make_layout(shapes, mesh, stage=0)
+    params = import_safetensors(file, layout, shapes)
+    save(directory, {"params": params}, layout, metadata={"source": str(file)})

@@ -1,0 +1,158 @@
+"""What `zerojax compile` found out about one stage, held against the memory of a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from zerojax.aot import Compilation, describe_shortage
+from zerojax.audit import AuditReport, audit
+from zerojax.cli.compile._request import Question
+
+GIB = 2**30
+#: What a device holds, in the order in which it is shown: the name, and the kinds of the audit.
+PARTS = {
+    "parameters": ("parameters",),
+    "masters": ("masters",),
+    "optimizer": ("optimizer",),
+    "gradients kept": ("gradients",),
+    "batch and the rest": ("batch", "other", "outputs"),
+    "gradients, activations": ("temporaries",),
+}
+#: The part of a GPU that JAX takes by default; a program that needs more needs a variable.
+GPU_FRACTION = 0.75
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer for one stage.
+
+    Attributes:
+        report: the audit; None where the compiler refused the program for its memory.
+    """
+
+    question: Question
+    compilation: Compilation
+    report: AuditReport | None
+
+    @classmethod
+    def of(cls, question: Question, compilation: Compilation) -> Answer:
+        """Audit a compiled program."""
+        report = None
+        if compilation.program is not None:
+            report = audit(
+                compilation.program,
+                question.layout,
+                accumulate=question.options.accumulate,
+                reduce=question.reduce,
+                precision=question.precision,
+            )
+        return cls(question=question, compilation=compilation, report=report)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self.question.stage
+
+    @property
+    def available(self) -> int:
+        """Bytes that a device has."""
+        shortage = self.compilation.shortage
+        return (shortage and shortage.available) or self.question.memory
+
+    @property
+    def needed(self) -> int | None:
+        """Bytes that the program takes at its peak; None where the compiler did not tell."""
+        if self.report is not None:
+            return self.report.memory.peak
+        assert self.compilation.shortage is not None
+        return self.compilation.shortage.needed
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether a device can hold the program."""
+        return self.report is not None and self.report.memory.peak <= self.available
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes per device, named as in `PARTS`; of a refused program the states by the layout."""
+        if self.report is None:
+            counted = self.question.description.bytes
+            return {name: counted[name] for name in ("parameters", "masters", "optimizer")}
+        memory = self.report.memory
+        return {name: sum(getattr(memory, k) for k in kinds) for name, kinds in PARTS.items()}
+
+    @property
+    def verdict(self) -> str:
+        """Say in one line whether the program fits, and by how much."""
+        if self.report is None:
+            assert self.compilation.shortage is not None
+            return describe_shortage(self.compilation.shortage)
+        peak, available = self.report.memory.peak, self.available
+        if not self.fits:
+            return (
+                f"does not fit: it needs {in_words(peak)} of a device's {in_words(available)}, "
+                f"{in_words(peak - available)} too much"
+            )
+        left = f"{in_words(available - peak)} ({1 - peak / available:.0%}) left"
+        return f"fits: {in_words(peak)} of a device's {in_words(available)}, {left}"
+
+    @property
+    def advice(self) -> str:
+        """Say what to set where JAX's default part of a GPU is too small; empty where it is not."""
+        if self.question.topology.is_tpu or not self.fits or self.needed is None:
+            return ""
+        if self.needed <= GPU_FRACTION * self.available:
+            return ""
+        return (
+            f"JAX takes {GPU_FRACTION:.0%} of a GPU's memory unless told otherwise: set "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 to run it"
+        )
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """Say in a few words each what is wrong; empty where the program is right and fits."""
+        found = [] if self.fits else [self.verdict]
+        if self.report is not None and self.report.problems:
+            count = len(self.report.problems)
+            kinds = ", ".join(dict.fromkeys(problem.kind for problem in self.report.problems))
+            found.append(f"{count} problem{'s' if count > 1 else ''} ({kinds})")
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the answer as plain data."""
+        compilation = self.compilation
+        return {
+            "stage": self.stage,
+            "fits": self.fits,
+            "needed_bytes": self.needed,
+            "available_bytes": self.available,
+            "from_cache": compilation.is_cached,
+            "compiled_at": compilation.compiled_at,
+            "compile_seconds": round(compilation.seconds, 1),
+            "refused": compilation.shortage and compilation.shortage.message,
+            "report": self.report and self.report.to_dict(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A power of 1024 bytes, and its name."""
+
+    name: str
+    size: int
+
+    def text(self, count: float | None) -> str:
+        """Write bytes as a number of this unit."""
+        return "-" if count is None else f"{count / self.size:,.2f}"
+
+
+def unit_of(largest: float) -> Unit:
+    """Give the unit that suits a column whose largest number of bytes this is."""
+    return Unit("GiB", GIB) if largest >= 0.1 * GIB else Unit("MiB", 2**20)
+
+
+def in_words(count: float) -> str:
+    """Write bytes with the unit that suits them."""
+    unit = unit_of(count)
+    return f"{unit.text(count)} {unit.name}"

@@ -1,0 +1,1 @@
+"""What the commands share: options, optimizers, devices and how a command ends."""

@@ -1,0 +1,34 @@
+"""The weights that a run starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from zerojax._types import PyTree
+from zerojax.checkpoint import import_safetensors, is_safetensors, restore
+from zerojax.cli.checkpoint._files import find_checkpoint
+from zerojax.layout import Layout
+
+
+def read_weights(path: Path, layout: Layout, shapes: PyTree) -> PyTree:
+    """Read parameters from safetensors files, or from a checkpoint; each device reads its part.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: they are of another model, or damaged.
+    """
+    like = layout.map_leaves(
+        lambda leaf, x: jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            # What is cut without padding comes cut; the step's state is made of it.
+            sharding=layout.sharding(leaf.spec if leaf.is_padded else leaf.shard_spec),
+        ),
+        shapes,
+    )
+    if path.exists() and is_safetensors(path):
+        return import_safetensors(path, layout, like)
+    found = find_checkpoint(path)
+    return restore(found, layout, {"params": like}, partial=True)["params"]
