@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._types import PyTree
+from zerojax._types import PyTree, Shape
 from zerojax.collectives import auto_region, constrain, shard_tree, store, to_logical
-from zerojax.layout import Layout
+from zerojax.layout import Layout, OptimizerLayout
 from zerojax.optim import Hosted, as_transformation, check_like, hosted_leaves, store_state
 from zerojax.recipe import HOST_MEMORY, OffloadPolicy, Precision
 from zerojax.train._loss_scale import LossScale, first_loss_scale
@@ -23,7 +23,7 @@ from zerojax.train._precision import cast_floating
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("step", "params", "masters", "opt_state", "loss_scale"),
-    meta_fields=(),
+    meta_fields=("padded",),
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -37,6 +37,8 @@ class TrainState:
         opt_state: stored optimizer state, in the structure of `tx.init`.
         loss_scale: `scale`, a float32 scalar, and `good_steps`, an int32 one, finite steps since it
             last changed; None where `Precision` asks for no loss scale.
+        padded: number in `jax.tree.leaves(opt_state)` and logical shape of every optimizer leaf
+            that is stored with padding. Static: it is part of the tree's structure.
     """
 
     step: Any
@@ -44,6 +46,7 @@ class TrainState:
     masters: PyTree
     opt_state: PyTree
     loss_scale: Any = None
+    padded: tuple[tuple[int, Shape], ...] = ()
 
 
 def init_train_state(
@@ -149,10 +152,16 @@ def state_shardings(
         masters=None if precision.master is None else cut,
         opt_state=layout.opt_state(tx, dtype=precision.updated),
         loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
+        padded=padded_leaves(layout.optimizer(tx, precision.updated)),
     )
     if not hosted:
         return shardings
     return _map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings, hosted)
+
+
+def padded_leaves(placed: OptimizerLayout) -> tuple[tuple[int, Shape], ...]:
+    """List number and logical shape of the leaves that are stored with padding."""
+    return tuple((i, leaf.shape) for i, leaf in enumerate(placed.leaves) if leaf.is_padded)
 
 
 def _map_hosted(function: Callable[[Any], Any], state: TrainState, hosted: Hosted) -> TrainState:
@@ -201,6 +210,7 @@ def _builder(
             else layout.map_leaves(lambda leaf, x: store(x, leaf, layout), updated),
             opt_state=store_state(tx.init(updated), placed, layout),
             loss_scale=first_loss_scale(precision.loss_scale),
+            padded=padded_leaves(placed),
         )
         if not hosted:
             return state

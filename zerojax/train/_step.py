@@ -176,6 +176,7 @@ class TrainStep:
             masters=self._masters(updated) if masters is None else masters,
             opt_state=opt_state,
             loss_scale=loss_scale,
+            padded=state.padded,
         )
         rates = [
             value
