@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import zerojax
+from tests.cli.running import COMMAND
 from zerojax.checkpoint import (
     IncompatibleCheckpointError,
     export_safetensors,
@@ -25,7 +25,6 @@ from zerojax.checkpoint import (
 )
 from zerojax.cli import main
 
-COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.exit(main())"]
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
 
 

@@ -7,18 +7,17 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import jax
 import pytest
 from rich.console import Console
 
+from tests.cli.running import COMMAND
 from zerojax.cli import main
 from zerojax.cli.doctor import _command as command
 from zerojax.cli.doctor._checks import Finding
 from zerojax.cli.doctor._command import CHECKS, Check, examine, findings_table, verdict
 
-COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.exit(main())"]
 NEEDED = [
     "python", "packages", "jax and jaxlib", "devices", "bf16", "step at stage 2", "its audit",
     "its checkpoint", "disk",

@@ -37,11 +37,7 @@ assert "matplotlib" not in sys.modules, "matplotlib was imported"
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def rows(out):

@@ -17,12 +17,7 @@ from zerojax.cli.plan._request import read_plan_question
 from zerojax.cli.plan._sweep import counts_of, slower, sweep
 from zerojax.planner import CONFIGURATIONS, HARDWARE, max_params, max_transformer
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 # ------------------------------------------------------------------ drawings

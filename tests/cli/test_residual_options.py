@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from tests.cli.running import TEXT, enter
+from tests.texts import roundings
 from zerojax import aot
 from zerojax.checkpoint import read_manifest
 from zerojax.cli import main
@@ -25,7 +27,7 @@ from zerojax.recipe import LAYER_INPUT, OffloadPolicy, RematPolicy
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=4, vocab_size=256, context=16, init_scale=0.1)
 ODD = dataclasses.replace(SMALL, vocab_size=257)
-TRAIN = ["train", "--model", "tiny", "--eval-windows", "8", "--sample-bytes", "0"]
+TRAIN = ["train", "--model", "tiny", "--eval-windows", "8", "--sample-bytes", "0", *TEXT]
 COMPILE = ["compile", "--topology", "h100:1x8", "--model", "tiny"]
 STEPS = ["--steps", "3", "--batch-size", "8"]
 
@@ -33,7 +35,7 @@ STEPS = ["--steps", "3", "--batch-size", "8"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Stand in an empty folder, with a small model and CPU devices in the place of chips."""
-    monkeypatch.chdir(tmp_path)
+    folder = enter(tmp_path, monkeypatch)
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
         question,
@@ -43,7 +45,7 @@ def folder(tmp_path, monkeypatch):
         ),
     )
     monkeypatch.setattr(_gpt_config, "PRESETS", {**gpt.PRESETS, "tiny": SMALL})
-    return tmp_path
+    return folder
 
 
 def losses(run):
@@ -222,7 +224,7 @@ def plain(tmp_path_factory):
     """Give the losses of stage 2 on two devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gpt_config, "PRESETS", {"tiny": SMALL})
-        run = tmp_path_factory.mktemp("plain")
+        run = enter(tmp_path_factory.mktemp("plain"), patch)
         assert main([*TRAIN, *STEPS, "--devices", "2", "--stage", "2", "--out", str(run)]) == 0
         return losses(run)
 
@@ -249,7 +251,8 @@ def test_the_losses_are_those_of_stage_2_alone(folder, capsys, plain, asked, sho
     out = capsys.readouterr().out
     assert shown in out
     assert ("in the host's memory" in out) == ("--offload" in asked)
-    np.testing.assert_allclose(losses(folder / "run"), plain, atol=1e-4)
+    bound = roundings(3, 8 * 16)  # steps; rows and tokens of a batch
+    np.testing.assert_allclose(losses(folder / "run"), plain, rtol=bound)
 
 
 def test_a_run_goes_on_as_it_was_configured(folder, capsys):

@@ -7,22 +7,16 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
+from tests.cli.running import COMMAND, TEXT
+from tests.texts import roundings
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
 
-COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.exit(main())"]
 QUICK = ["--eval-windows", "20", "--sample-bytes", "0"]
-SMALL = ["--context", "16", *QUICK]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+SMALL = ["--context", "16", *TEXT, *QUICK]
 
 
 def columns(run, *names):
@@ -35,7 +29,7 @@ def losses(run):
 
 
 def test_sigterm_saves_and_the_curve_is_that_of_a_run_without_it(folder, capsys):
-    """Equal to the bit on the same mesh, within 1e-6 on another one at another stage."""
+    """Equal to the bit on the same mesh, within roundings on another one at another stage."""
     options = ["--steps", "24", "--stage", "2", "--eval-every", "24", *SMALL]
     assert main(["train", *options, "--out", "whole"]) == 0
     command = [*COMMAND, "train", *options, "--out", "run"]
@@ -60,8 +54,9 @@ def test_sigterm_saves_and_the_curve_is_that_of_a_run_without_it(folder, capsys)
     assert f"going on from step {stopped}" in capsys.readouterr().out
     assert losses(folder / "run") == losses(folder / "whole")
 
+    bound = roundings(24 - stopped, 32 * 16)  # rows and tokens of a batch
     assert main(["train", "--resume", "--out", "elsewhere", "--devices", "4", "--stage", "3"]) == 0
-    assert losses(folder / "elsewhere") == pytest.approx(losses(folder / "whole"), rel=1e-6)
+    assert losses(folder / "elsewhere") == pytest.approx(losses(folder / "whole"), rel=bound)
 
 
 def test_damaged_checkpoints_are_named_and_passed_over(folder, capsys):
@@ -131,7 +126,8 @@ def test_a_run_starts_from_weights_that_are_given(folder, capsys):
         first = json.loads((folder / out / "metrics.jsonl").read_text().splitlines()[0])
         assert first["step"] == 0
         assert first["validation_bits_per_byte"] == pytest.approx(
-            trained["validation_bits_per_byte"], rel=1e-5
+            trained["validation_bits_per_byte"],
+            rel=roundings(2, 20 * 16),  # of two evaluations
         )
     capsys.readouterr()
     assert main(["train", "--model", "gpt2-small", "--init", "run", "--out", "other"]) == 2

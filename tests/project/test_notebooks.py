@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.texts import prose
 from zerojax.models import gpt
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need the extra `notebooks`")
@@ -34,10 +35,13 @@ def _kernel_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def execute(path, folder):
-    """Run a notebook in a kernel of this interpreter; its first error is raised."""
+    """Run a notebook in a kernel of this interpreter, on the tests' text; raise its first error."""
     notebook = nbformat.read(path, as_version=4)
+    (folder / "text.txt").write_bytes(prose(100_000))
     for cell in code(notebook):
         cell.outputs = []
+        # By default it would be the standard library of the Python that runs it.
+        cell.source = cell.source.replace("load_corpus(", "load_corpus(['text.txt'], ")
     resources = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(
         notebook, timeout=CELL_SECONDS, kernel_name="python3", resources=resources

@@ -1,0 +1,24 @@
+"""Where and how the tests run the command, and the text that they train on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.texts import prose
+
+COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.exit(main())"]
+#: As seen from the folder that `enter` makes. The default would be this Python's own library.
+TEXT = ["--data", "../text.txt"]
+NUM_BYTES = 100_000
+
+
+def enter(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty folder with the text beside it, and go there."""
+    (root / "text.txt").write_bytes(prose(NUM_BYTES))
+    folder = root / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
