@@ -3,7 +3,7 @@
 from zerojax.aot import search_plans, topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
-from zerojax.layout import Layout, Rule, make_layout, make_mesh
+from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
 from zerojax.memory import checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
 from zerojax.planner import Hardware, Plan, Transformer, max_params, model_state_bytes, plan
@@ -49,6 +49,7 @@ __all__ = [
     "save",
     "search_plans",
     "sharded",
+    "stacked_rules",
     "topology_mesh",
     "unpad",
 ]

@@ -1,35 +1,65 @@
-"""Traced programs: what kinds of equations there are, and running them again."""
+"""Traced programs: which equations hold other programs, and running a program again.
+
+    >>> jax.make_jaxpr(lambda w, x: jax.jit(jnp.tanh)(w @ x))(w, x)
+    { lambda ; a:f32[8,4] b:f32[4]. let
+        c:f32[8] = dot_general[dimension_numbers=(([1], [0]), ([], []))] a b
+        d:f32[8] = jit[name=tanh jaxpr={ lambda ; e:f32[8]. let f:f32[8] = tanh e in (f,) }] c
+      in (d,) }
+
+is a program of two equations. `dot_general` and `jit` are their primitives, what stands in brackets
+their parameters. `jit` is a call: it holds a program that runs once, in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from jax.extend import core, source_info_util
 
 #: Primitives that are kernels of their own: their operands and results lie in memory.
 OPAQUE = frozenset(
-    {
-        "dot_general", "ragged_dot_general", "conv_general_dilated", "sort", "top_k", "cumsum",
-        "cumlogsumexp", "cummax", "cummin", "cumprod", "fft", "cholesky", "triangular_solve",
-        "eigh", "lu", "qr", "svd", "reduce_window", "reduce_window_sum", "select_and_scatter_add",
-        "random_bits", "threefry2x32", "custom_call", "ffi_call", "pure_callback", "pallas_call",
-    }
-)  # fmt: skip
-#: What `jax.checkpoint` is called in a trace, by versions of jax.
-REMATERIALISED = frozenset({"remat2", "remat", "checkpoint"})
-#: Plain calls: what runs is what they hold.
-PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-#: All that is written out in its place.
-CALLS = REMATERIALISED | PLAIN_CALLS | {
-    "custom_jvp_call", "custom_vjp_call", "custom_jvp_call_jaxpr", "custom_vjp_call_jaxpr",
-    "shard_map",
-}  # fmt: skip
-LOOPS = frozenset({"scan", "while", "cond"})
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    """
+    dot_general ragged_dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax cummin
+    cumprod fft cholesky triangular_solve eigh lu qr svd reduce_window reduce_window_sum
+    select_and_scatter_add random_bits threefry2x32 custom_call ffi_call pure_callback pallas_call
+    """.split()
+)
+#: What `jax.checkpoint` is called in a trace.
+REMATERIALISED = "remat2"
+#: Calls that say nothing of derivatives, memory or devices: what they hold can run in their place.
+PLAIN_CALLS = frozenset({"jit", "closed_call"})
+#: Every call, and the parameter that holds its program.
+CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    REMATERIALISED: "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "shard_map": "jaxpr",
+}
+#: Every loop and branch, and the parameter that holds its body or bodies.
+LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 
 
 def opened(program: Any) -> tuple[Any, Sequence[Any]]:
     """Split a jaxpr, closed over constants or not, into the open one and its constants."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def called(eqn: Any) -> Any:
+    """Return the program that a call holds; None where the equation is no call."""
+    key = CALLS.get(eqn.primitive.name)
+    return None if key is None else eqn.params[key]
+
+
+def bodies(eqn: Any) -> tuple[Any, ...]:
+    """Return the body of a scan or while loop, or the branches of a cond; else nothing."""
+    key = LOOPS.get(eqn.primitive.name)
+    if key is None:
+        return ()
+    held = eqn.params[key]
+    return tuple(held) if key == "branches" else (held,)
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
@@ -40,6 +70,23 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Return the atoms that are variables; the others are literals."""
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+def depending(eqns: Iterable[Any], given: Iterable[Any]) -> set[Any]:
+    """Return the variables that are computed from some of the given ones, and these.
+
+    In `{ lambda a b. c = sin a; d = add b 1.0; e = mul c d in (d, e) }`, given a: {a, c, e}.
+    """
+    found = set(given)
+    for eqn in eqns:
+        if not found.isdisjoint(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Run one equation on arrays."""
     with eqn.ctx.manager:
@@ -47,6 +94,67 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def called(eqn: Any) -> Any:
-    """Give the jaxpr that a call holds."""
-    return next(eqn.params[key] for key in _CALLED if key in eqn.params)
+#: Runs one equation on values: `(eqn, values) -> results`.
+EquationRunner = Callable[[Any, list[Any]], Sequence[Any]]
+
+
+def run(program: Any, args: Iterable[Any], step: EquationRunner = bind) -> list[Any]:
+    """Run a traced program again, one equation after another.
+
+    Args:
+        program: a jaxpr, closed over its constants or without any.
+        args: its inputs, of any type that `step` takes.
+        step: `step(eqn, values)` returns an equation's results; `bind` runs it as it is. One that
+            calls `run` on what a call holds runs that in the call's place.
+
+    Returns:
+        Its results.
+    """
+    jaxpr, consts = opened(program)
+    inputs = zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+    return run_equations(jaxpr.eqns, dict(inputs), jaxpr.outvars, step)
+
+
+def run_equations(
+    eqns: Sequence[Any],
+    inputs: Mapping[Any, Any],
+    outputs: Sequence[Any],
+    step: EquationRunner = bind,
+) -> list[Any]:
+    """Run some equations of a program, and return the values of some of its atoms.
+
+    Each runs in the named scopes and with the source line that it was traced with, so that
+    profilers, HLO and errors still name the user's model. A value is dropped after its last use.
+
+    Args:
+        eqns: in order.
+        inputs: the values of the variables that the equations read and do not make.
+        outputs: variables and literals.
+        step: as `run` has it.
+    """
+    values = dict(inputs)
+    dead = _dead_after(eqns, outputs)
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for eqn, gone in zip(eqns, dead, strict=True):
+        source = eqn.source_info
+        stack = source_info_util.current_name_stack() + source.name_stack
+        with source_info_util.user_context(source.traceback, name_stack=stack):
+            results = step(eqn, [read(atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+        for var in gone:
+            del values[var]
+    return [read(atom) for atom in outputs]
+
+
+def _dead_after(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[list[Any]]:
+    """Return for each equation the variables that nothing reads after it."""
+    seen = set(variables(outputs))
+    dead = []
+    for eqn in reversed(eqns):
+        touched = dict.fromkeys([*variables(eqn.invars), *eqn.outvars])
+        dead.append([var for var in touched if var not in seen])
+        seen.update(touched)
+    return dead[::-1]

@@ -144,8 +144,33 @@ def test_stacked_leaves_are_known_from_shapes_rules_or_the_loss(mesh8):
         return jax.jit(lambda p: jax.lax.scan(layer, x, p["w"])[0].sum())(cast)
 
     batch = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
-    traced = zerojax.make_layout(alone, mesh8, stage=2, loss_fn=loss_fn, batch=batch)
+    rules = zerojax.stacked_rules(loss_fn, alone, batch)
+    assert rules == (zerojax.Rule(path="^w$", stacked=1),)
+    traced = zerojax.make_layout(alone, mesh8, stage=2, rules=rules)
     assert (only(traced).stacked, only(traced).dim) == (1, 1)
+
+
+def test_stacked_rules_of_a_loss_with_loops_in_loops_and_aux():
+    stack = {"a.b": shapes(w=(2, 3, 8, 8)), "head": shapes(w=(8, 8)), "bias": shapes(b=(2, 8))}
+
+    def loss_fn(params, x):
+        @jax.jit
+        def cast(params):
+            return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+
+        def group(x, ws):
+            w, b = ws
+            return jax.lax.scan(lambda x, w: (x @ w, None), x + b, w)[0], None
+
+        cut = cast(params)
+        x, _ = jax.lax.scan(group, x @ cut["head"]["w"], (cut["a.b"]["w"], cut["bias"]["b"]))
+        return x.sum(), {"aux": x.mean()}
+
+    batch = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    assert zerojax.stacked_rules(loss_fn, stack, batch) == (
+        zerojax.Rule(path=r"^a\.b/w$", stacked=2),
+        zerojax.Rule(path="^bias/b$", stacked=1),
+    )
 
 
 def test_an_unstacked_layer_does_not_look_stacked(mesh8):

@@ -16,14 +16,14 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import as_shapes, num_elements, path_name
+from zerojax._tree import num_elements, path_name
 from zerojax._types import AnyMesh, Axes, Kind, LossFn, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._describe import Description, describe
 from zerojax.layout._leaf import NO_DIM, Entries, LeafLayout, as_entries, choose_dim
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
 from zerojax.layout._rule import Rule
-from zerojax.layout._stacked import stacked_from_loss, stacked_from_shapes
+from zerojax.layout._stacked import stacked_from_shapes, stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
 from zerojax.layout._torus import Phases, find_phases
 from zerojax.recipe import Precision
@@ -265,7 +265,8 @@ def make_layout(
     if loss_fn is None:
         stacked = stacked_from_shapes([path for path, _ in pairs], [s.shape for s in shapes])
     else:
-        stacked = stacked_from_loss(loss_fn, as_shapes(params), as_shapes(batch))
+        scanned = {rule.path: rule.stacked or 0 for rule in stacked_rules(loss_fn, params, batch)}
+        stacked = [scanned.get(f"^{re.escape(name)}$", 0) for name in names]
     compiled = [(rule, re.compile(rule.path)) for rule in rules if rule.kind == "parameter"]
     used: set[Rule] = set()
     placed: dict[Any, tuple[Any, ...]] = {}  # thousands of leaves have a few dozen shapes

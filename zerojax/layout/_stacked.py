@@ -1,4 +1,4 @@
-"""Which leading dims of a leaf count layers, told from shapes or from the traced loss.
+"""Which leading dims of a leaf count layers: found in shapes, or in the traced loss.
 
 A model that scans over its layers stacks their weights along a leading dim. Cutting that dim would
 give whole layers to single devices: a layer's gradient would be reduced to one owner instead of
@@ -7,38 +7,31 @@ being reduce-scattered, and its weights broadcast from one instead of gathered f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from zerojax._jaxpr import opened, scan_parts
+from zerojax._jaxpr import called, opened, scan_parts
+from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree, Shape
+from zerojax.layout._rule import Rule
 
-#: Calls through which a weight travels unchanged, and the parameter that holds their jaxpr.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+#: The number of a leaf, and how many scans have sliced it.
+_Origin = tuple[int, int]
 
 
 def stacked_from_shapes(paths: Sequence[tuple[Any, ...]], shapes: Sequence[Shape]) -> list[int]:
-    """Tell layer dims from shapes alone.
+    """Count the leading layer dims of each leaf, 0 or 1, from shapes alone.
 
     A subtree counts as stacked when all of its leaves share their leading size and vectors as well
     as matrices are among them, as in a stack of layers with norms or biases: `[L, D]` beside
     `[L, D, F]`. An unstacked layer does not look so, because its own vectors have one dim.
     """
-    groups: dict[
-        tuple[Any, ...], tuple[int, int, int]
-    ] = {}  # prefix: leading size, least and most dims
+    # path prefix: the leading size that all leaves share or -1, least and most dims
+    groups: dict[tuple[Any, ...], tuple[int, int, int]] = {}
     for path, shape in zip(paths, shapes, strict=True):
         lead = shape[0] if len(shape) >= 2 else -1
         for depth in range(1, len(path)):
@@ -56,52 +49,73 @@ def stacked_from_shapes(paths: Sequence[tuple[Any, ...]], shapes: Sequence[Shape
     ]
 
 
-def stacked_from_loss(loss_fn: LossFn, params: PyTree, batch: PyTree) -> list[int]:
-    """Tell layer dims from the loss: leaves that a scan consumes slice by slice.
+def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule, ...]:
+    """Return a rule for each leaf that the loss scans over, to pass to `make_layout(rules=)`.
+
+    From shapes alone, `make_layout` can take a stack of layers for one large weight. The traced
+    loss shows which leading dims a scan slices.
 
     Args:
-        loss_fn: `loss_fn(params, batch)`; it is traced and not run.
+        loss_fn: `loss_fn(params, batch)`; it is traced, not run. What it returns doesn't matter.
         params: arrays or shapes.
         batch: arrays or shapes.
 
     Returns:
-        Number of leading layer dims per leaf, in flattening order.
+        A rule like `Rule(path="^blocks/kernel$", stacked=1)` for each leaf that a scan slices.
     """
-    traced, _ = opened(jax.make_jaxpr(loss_fn)(params, batch))
-    num_leaves = len(jax.tree.leaves(params))
-    found = [0] * num_leaves
-    origins = {var: i for i, var in enumerate(traced.invars[:num_leaves])}
-    _find_scans(traced, origins, found, depth=0)
-    return found
+    names, leaves, _ = flatten_with_names(params)
+    traced, _ = opened(jax.make_jaxpr(loss_fn)(as_shapes(params), as_shapes(batch)))
+    depths = [0] * len(leaves)
+    origins = {var: (number, 0) for number, var in enumerate(traced.invars[: len(leaves)])}
+    _follow(traced, origins, depths)
+    return tuple(
+        Rule(path=f"^{re.escape(name)}$", stacked=depth)
+        for name, depth in zip(names, depths, strict=True)
+        if depth
+    )
 
 
-def _find_scans(jaxpr: core.Jaxpr, origins: dict[Any, int], found: list[int], depth: int) -> None:
-    """Follow leaves through calls and casts to the scans that slice them."""
+def _follow(jaxpr: core.Jaxpr, origins: dict[Any, _Origin], depths: list[int]) -> None:
+    """Follow leaves through calls and casts to the scans that slice them.
+
+    With `w` leaf 0, `{ lambda w:f32[4,8,8] x. y = scan[jaxpr={lambda h wi. ...}] x w in (y,) }`
+    slices it once: `wi:f32[8,8]` is leaf 0 at depth 1, and `depths` becomes `[1]`.
+
+    Args:
+        jaxpr: what is looked through.
+        origins: the variables that are leaves: a leaf's number, and how many scans have sliced it.
+        depths: the largest number of scans that slice each leaf; updated.
+    """
     for eqn in jaxpr.eqns:
         sources = [None if isinstance(a, core.Literal) else origins.get(a) for a in eqn.invars]
-        if all(source is None for source in sources):
+        if not any(sources):
             continue
-        name = eqn.primitive.name
-        if name == "convert_element_type":
-            origins[eqn.outvars[0]] = sources[0]  # type: ignore[assignment]
-        elif name == "scan":
+        if eqn.primitive.name == "convert_element_type":
+            _note(origins, eqn.outvars, sources)
+        elif eqn.primitive.name == "scan":
             first = sum(scan_parts(eqn.params))
-            for source in sources[first:]:
-                if source is not None:
-                    found[source] = max(found[source], depth + 1)
-            _descend(eqn.params["jaxpr"], sources, found, depth, first)
-        elif name in CALLS and CALLS[name] in eqn.params:
-            _descend(eqn.params[CALLS[name]], sources, found, depth, len(sources))
+            sliced = [source and (source[0], source[1] + 1) for source in sources[first:]]
+            for number, depth in filter(None, sliced):
+                depths[number] = max(depths[number], depth)
+            _enter(eqn.params["jaxpr"], [*sources[:first], *sliced], depths)
+        elif (inner := called(eqn)) is not None:
+            _note(origins, eqn.outvars, _enter(inner, sources, depths))
 
 
-def _descend(
-    closed: Any, sources: Sequence[int | None], found: list[int], depth: int, first: int
+def _enter(
+    program: Any, sources: Sequence[_Origin | None], depths: list[int]
+) -> list[_Origin | None]:
+    """Follow leaves into an inner jaxpr; return what its results are."""
+    inner, _ = opened(program)
+    origins: dict[Any, _Origin] = {}
+    _note(origins, inner.invars, sources)
+    _follow(inner, origins, depths)
+    return [None if isinstance(a, core.Literal) else origins.get(a) for a in inner.outvars]
+
+
+def _note(
+    origins: dict[Any, _Origin], variables: Sequence[Any], sources: Sequence[_Origin | None]
 ) -> None:
-    """Look into an inner jaxpr; its inputs from `first` on have lost one layer dim."""
-    inner, _ = opened(closed)
-    for inside, deeper in ((sources[:first], depth), (sources[first:], depth + 1)):
-        start = 0 if deeper == depth else first
-        pairs = zip(inner.invars[start : start + len(inside)], inside, strict=True)
-        origins = {var: source for var, source in pairs if source is not None}
-        if origins:
-            _find_scans(inner, origins, found, deeper)
+    """Add the variables that are leaves."""
+    pairs = zip(variables, sources, strict=True)
+    origins.update({var: source for var, source in pairs if source is not None})

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from zerojax._jaxpr import (
-    CALLS,
     LOOPS,
     OPAQUE,
     PLAIN_CALLS,
     REMATERIALISED,
+    bodies,
     called,
+    depending,
     opened,
+    variables,
 )
 from zerojax.recipe import LAYER_INPUT
 
@@ -85,7 +87,7 @@ def has_layers(jaxpr: Any) -> bool:
     """Tell whether a function has layers that a policy can be applied to."""
     for eqn in opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
-        if name in REMATERIALISED or name == "scan":
+        if name in (REMATERIALISED, "scan"):
             return True
         if name in PLAIN_CALLS and has_layers(called(eqn)):
             return True
@@ -98,7 +100,8 @@ def works_outside(jaxpr: Any) -> bool:
         name = eqn.primitive.name
         if name in OPAQUE or name in LOOPS:
             return True
-        if name in CALLS - REMATERIALISED and works_outside(called(eqn)):
+        inner = None if name == REMATERIALISED else called(eqn)
+        if inner is not None and works_outside(inner):
             return True
     return False
 
@@ -116,12 +119,9 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
     flags, before = list(moving), -1
     while sum(flags) != before:
         before = sum(flags)
-        moves = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-        for eqn in jaxpr.eqns:
-            if any(not isinstance(v, core.Literal) and v in moves for v in eqn.invars):
-                moves.update(eqn.outvars)
+        moves = depending(jaxpr.eqns, itertools.compress(jaxpr.invars, flags))
         for number, var in enumerate(jaxpr.outvars[:num_carry]):
-            if not isinstance(var, core.Literal) and var in moves:
+            if not moves.isdisjoint(variables([var])):
                 flags[num_consts + number] = True
     last = num_consts + num_carry
     return [num_consts <= number < last and flag for number, flag in enumerate(flags)]
@@ -132,12 +132,7 @@ def _walk(jaxpr: Any, count: int) -> Iterator[tuple[str, Any, int]]:
     for eqn in opened(jaxpr)[0].eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"], eqn.outvars[0].aval, count
-        if eqn.primitive.name == "scan":
-            yield from _walk(eqn.params["jaxpr"], count * eqn.params["length"])
-        elif eqn.primitive.name == "cond":
-            for branch in eqn.params["branches"]:
-                yield from _walk(branch, count)
-        elif eqn.primitive.name == "while":
-            yield from _walk(eqn.params["body_jaxpr"], count)
-        elif eqn.primitive.name in CALLS:
-            yield from _walk(called(eqn), count)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        inner = called(eqn)
+        for program in bodies(eqn) if inner is None else [inner]:
+            yield from _walk(program, count * times)

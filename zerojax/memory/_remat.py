@@ -119,7 +119,7 @@ class _Runner:
 
     def _eqn(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
         name = eqn.primitive.name
-        if name in REMATERIALISED:
+        if name == REMATERIALISED:
             return self.layer(called(eqn), moving, prevent_cse=eqn.params["prevent_cse"])(*values)
         if name in PLAIN_CALLS and has_layers(called(eqn)):
             return self.run(*opened(called(eqn)), values, moving)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend import core
 
-from zerojax._jaxpr import CALLS, OPAQUE, REMATERIALISED, called, opened, scan_parts
+from zerojax._jaxpr import OPAQUE, REMATERIALISED, bodies, called, opened, scan_parts
 
 #: Primitives that only name or look at their operand's buffer in another way.
 VIEWS = frozenset(
@@ -151,7 +151,7 @@ class _Reader:
                 raise ValueError(f"{name} for one batch is {two.primitive.name} for another")
             if (held := _called(one, two)) is not None:
                 inner_region = region
-                if name in REMATERIALISED:
+                if name == REMATERIALISED:
                     self._num_regions += 1
                     inner_region = self._num_regions
                 self._call(one, held, env, inner_region)
@@ -178,24 +178,20 @@ class _Reader:
         for var, twin in zip(one.outvars, two.outvars, strict=True):
             env[var] = self._new(var, twin)
             outputs.append(env[var])
-        bodies, consts, carry = (), 0, 0
+        held = tuple(map(self._body, bodies(one), bodies(two)))
+        consts, carry = 0, 0
         if name == "scan":
-            bodies = (self._body(params["jaxpr"], two.params["jaxpr"]),)
             consts, carry = scan_parts(params)
         elif name == "while":
-            bodies = (self._body(params["body_jaxpr"], two.params["body_jaxpr"]),)
             consts = params["cond_nconsts"] + params["body_nconsts"]
             carry = len(one.outvars)
-        elif name == "cond":
-            branches = zip(params["branches"], two.params["branches"], strict=True)
-            bodies = tuple(self._body(a, b) for a, b in branches)
         self._ops.append(
             Op(
                 name=name,
-                kind=_kind(name, bool(bodies)),
+                kind=_kind(name, bool(held)),
                 inputs=inputs,
                 outputs=tuple(outputs),
-                bodies=bodies,
+                bodies=held,
                 length=self._line(
                     *(e.params["length"] if name == "scan" else 1 for e in (one, two))
                 ),
@@ -247,9 +243,8 @@ def _read(env: dict[Any, int | None], atom: Any) -> int | None:
 
 def _called(one: Any, two: Any) -> tuple[Any, Any] | None:
     """Give the jaxprs that an equation calls once, None where it is no plain call."""
-    if one.primitive.name not in CALLS:
-        return None
-    return opened(called(one))[0], opened(called(two))[0]
+    held = called(one)
+    return None if held is None else (opened(held)[0], opened(called(two))[0])
 
 
 def _kind(name: str, is_loop: bool) -> str:
