@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from zerojax._types import PyTree
 from zerojax.checkpoint._agreement import gather_texts
@@ -63,15 +64,23 @@ class Checkpoints:
         keep: how many of the newest to keep, or one of orbax's preservation policies (see
             `orbax.checkpoint.checkpoint_managers`: `EveryNSteps` and others); None keeps all.
             Others are removed when one is whole; the newest, and what was saved last, never.
+        tx: the optimizer, as `save` and `restore` take it.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: Any = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: Any = None,
+        tx: optax.GradientTransformation | None = None,
+    ) -> None:
         is_number = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1
         if not (keep is None or is_number or hasattr(keep, "should_preserve")):
             raise ValueError(f"keep is {keep!r}; give at least 1, a policy of orbax, or None")
         self.directory = Path(directory)
         _check_folder(self.directory)
         self._keep = keep
+        self._tx = tx
         self._pending: PendingSave | None = None
         self._damaged: set[Path] = set()
 
@@ -111,7 +120,7 @@ class Checkpoints:
         self._make_room(path)
         then = functools.partial(self._remove_old, path)
         self._pending = start_save(
-            path, state, layout, step=step, data=data, metadata=metadata, then=then
+            path, state, layout, tx=self._tx, step=step, data=data, metadata=metadata, then=then
         )
         return self._pending
 
@@ -138,7 +147,7 @@ class Checkpoints:
         for step in reversed(_steps_agreed(self.directory)):
             path = self.directory / step
             try:
-                state = restore(path, layout, like, cast=cast)
+                state = restore(path, layout, like, tx=self._tx, cast=cast)
                 manifest = read_manifest(path)
             except DAMAGE as error:
                 is_cut_short = not _is_saved(path)

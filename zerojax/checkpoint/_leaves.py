@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from zerojax._tree import flatten_with_names, map_with_name, num_bytes, path_name
 from zerojax._types import PyTree, Shape
@@ -51,11 +52,13 @@ class SavedLeaf:
         return self.same_as is None and math.prod(self.stored_shape) > 0
 
 
-def saved_leaves(tree: PyTree, layout: Layout) -> dict[str, SavedLeaf]:
-    """Describe every leaf of a tree of arrays or shapes, by path."""
+def saved_leaves(
+    tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
+) -> dict[str, SavedLeaf]:
+    """Describe every leaf of a tree of arrays or shapes, by path; see `logical_shapes`."""
     named = named_leaves(tree)
     stored = {path: tuple(jnp.shape(x)) for path, x in named.items()}
-    logical = logical_shapes(tree, layout)
+    logical = logical_shapes(tree, layout, tx)
     first: dict[int, str] = {}
     found = {}
     for path, x in named.items():

@@ -1,54 +1,65 @@
-"""Logical shapes of stored leaves: what a checkpoint holds apart from padding.
+"""Logical shapes of stored leaves: what a checkpoint holds, without padding.
 
-Padding lies at the end of one dim and is zeros, so that a leaf which was padded for one number of
-shards is read for another by cutting it off and adding other zeros. Which leaves are padded, the
-layout knows: a part of the state with the structure and the stored shapes of an optimizer's state
-that the layout has placed is that state, and one with the parameters' structure is like them. Any
-other leaf below parameters, masters or a NamedTuple belongs to the parameter whose path ends its
-own: `mu/layers/kernel` to `layers/kernel`.
+Padding is zeros at the end of one dim. A leaf that is padded for one number of shards is read for
+another by cutting the zeros off and adding others. Which leaves are padded is told, in this order:
+
+1. by a train state, which names its padded optimizer leaves (`TrainState.padded`);
+2. by `tx`, where the caller passes the optimizer, for the part of the tree that is its state;
+3. by the parameters, for a part of the tree that has their structure and shapes;
+4. by the parameter whose path ends the leaf's path: `mu/layers/kernel` belongs to `layers/kernel`.
+
+Where 4 leaves a doubt, an error asks for `tx`: a wrong guess would drop values, or keep zeros.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.tree_util import GetAttrKey
 
-from zerojax._tree import flatten_with_names, path_name
+from zerojax._tree import flatten_with_names, num_elements, path_name
 from zerojax._types import PyTree, Shape
 from zerojax.layout import Layout, LeafLayout
 
 
-def logical_shapes(tree: PyTree, layout: Layout) -> dict[str, Shape]:
-    """Give the logical shape of every leaf of a tree of arrays or shapes, by path.
+def logical_shapes(
+    tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
+) -> dict[str, Shape]:
+    """Return the logical shape of every leaf of a tree of arrays or shapes, by path.
 
     Args:
         tree: a state in its stored form, or a part of one.
         layout: the placement that the leaves are stored under.
+        tx: the optimizer whose state is in the tree.
+
+    Raises:
+        ValueError: a leaf may be padded or not, and `tx` is needed to tell.
     """
+    known: dict[str, Shape] = {}
+    for path, node in nodes(tree):
+        known |= _like(path, node, layout.structure, layout.leaves)
+    if tx is not None:
+        placed = layout.optimizer(tx)
+        for path, node in nodes(tree):
+            known |= _like(path, node, placed.structure, placed.leaves)
+    for path, node in nodes(tree):
+        known |= _as_train_state_says(path, node)
     names, leaves, _ = flatten_with_names(tree)
     by_path = {leaf.path: leaf for leaf in layout.leaves}
-    tuples = {path_name(path) for path, node in nodes(tree) if hasattr(node, "_fields")}
-    above = ("params/", "masters/", *(f"{path}/" for path in tuples))
-    found = {
-        name: _like_parameter(
-            tuple(jnp.shape(x)), _owner(name, by_path) if name.startswith(above) else None
-        )
+    tuples = tuple(f"{path_name(path)}/" for path, node in nodes(tree) if hasattr(node, "_fields"))
+    return {
+        name: known[name] if name in known else _from_owner(name, x, layout, by_path, tuples, tx)
         for name, x in zip(names, leaves, strict=True)
     }
-    known: dict[Any, Sequence[Sequence[LeafLayout]]] = {layout.structure: [layout.leaves]}
-    for placed in layout.optimizers:
-        known[placed.structure] = [*known.get(placed.structure, ()), placed.leaves]
-    for path, node in nodes(tree):
-        for placed in known.get(jax.tree.structure(node), ()):
-            found |= _if_stored_so(path, node, placed)
-    return found
 
 
 def nodes(tree: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Give every node of a tree that is not a leaf, with its key path, from the root down."""
+    """Yield every node of a tree that is not a leaf, with its key path, from the root down."""
 
     def below(path: tuple[Any, ...], node: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
         children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
@@ -61,10 +72,25 @@ def nodes(tree: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
     return below((), tree)
 
 
-def _if_stored_so(
-    path: tuple[Any, ...], node: PyTree, placed: Sequence[LeafLayout]
-) -> Mapping[str, Shape]:
-    """Give the logical shapes below a node whose leaves have these shapes, stored or logical."""
+def _as_train_state_says(path: tuple[Any, ...], node: Any) -> dict[str, Shape]:
+    """Return the logical shapes of the optimizer leaves of a node that is a train state."""
+    if not (hasattr(node, "opt_state") and hasattr(node, "padded")):
+        return {}
+    padded = dict(node.padded)
+    pairs, _ = jax.tree_util.tree_flatten_with_path(node.opt_state)
+    below = (*path, GetAttrKey("opt_state"))
+    return {
+        path_name((*below, *step)): padded.get(number, tuple(jnp.shape(x)))
+        for number, (step, x) in enumerate(pairs)
+    }
+
+
+def _like(
+    path: tuple[Any, ...], node: PyTree, structure: Any, placed: Sequence[LeafLayout]
+) -> dict[str, Shape]:
+    """Return the logical shapes below a node that has a structure and its leaves' shapes."""
+    if jax.tree.structure(node) != structure:
+        return {}
     pairs, _ = jax.tree_util.tree_flatten_with_path(node)
     shapes = {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
     fits = all(
@@ -74,13 +100,80 @@ def _if_stored_so(
     return dict(zip(shapes, (leaf.shape for leaf in placed), strict=True)) if fits else {}
 
 
-def _owner(path: str, leaves: Mapping[str, LeafLayout]) -> LeafLayout | None:
+def _from_owner(
+    path: str,
+    x: Any,
+    layout: Layout,
+    params: Mapping[str, LeafLayout],
+    tuples: tuple[str, ...],
+    tx: optax.GradientTransformation | None,
+) -> Shape:
+    """Return the logical shape of one leaf, from the parameter that its path ends with."""
+    shape, owner = tuple(jnp.shape(x)), _owner(path, params)
+    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if layout.num_shards == 1 or is_key:
+        return shape
+    options = set() if owner is None else _readings(shape, owner, layout)
+    in_optimizer = path.startswith(tuples)
+    if in_optimizer and not options and _may_be_padded(shape, layout):
+        raise ValueError(_doubt(path, shape, "no parameter tells its logical shape"))
+    if not path.startswith(("params/", "masters/", *tuples)):  # it may be no optimizer's at all
+        options = {shape} if tx is not None else options | {shape}
+    if len(options) > 1:
+        shapes = " or ".join(str(list(option)) for option in sorted(options))
+        raise ValueError(_doubt(path, shape, f"its logical shape may be {shapes}"))
+    return options.pop() if options else shape
+
+
+def _owner(path: str, params: Mapping[str, LeafLayout]) -> LeafLayout | None:
     """Find the parameter whose path is the longest end of a leaf's."""
     keys = path.split("/")
     ends = ("/".join(keys[first:]) for first in range(len(keys)))
-    return next((leaves[end] for end in ends if end in leaves), None)
+    return next((params[end] for end in ends if end in params), None)
 
 
-def _like_parameter(shape: Shape, leaf: LeafLayout | None) -> Shape:
-    """Cut a parameter's padding off a leaf of its stored shape; others stay as they are."""
-    return leaf.shape if leaf is not None and shape == leaf.stored_shape else shape
+def _readings(shape: Shape, owner: LeafLayout, layout: Layout) -> set[Shape]:
+    """Return the logical shapes that a stored leaf of a parameter may have.
+
+    A parameter [1009, 641] is stored as [1016, 641] on 8 devices. Of its leaves, [1016, 641] is
+    [1009, 641], a history [3, 1016, 641] is [3, 1009, 641], and of the factors [1016] is [1009]
+    and [641] is itself. A parameter [1016, 1009] leaves a doubt: [1016] is a factor [1016], or a
+    factor [1009] that is padded.
+    """
+    extra = len(shape) - len(owner.shape)
+    if extra >= 0:
+        is_stored = shape[extra:] in (owner.shape, owner.stored_shape)
+        return {(*shape[:extra], *owner.shape)} if is_stored else set()
+    found = set()
+    for dims in itertools.combinations(range(len(owner.shape)), len(shape)):
+        logical = tuple(owner.shape[d] for d in dims)
+        stored = tuple(owner.stored_shape[d] for d in dims)
+        grown = owner.dim not in dims and _may_pad(logical, shape, layout)
+        if shape in (logical, stored) or grown:
+            found.add(logical)
+    return found
+
+
+def _may_pad(logical: Shape, stored: Shape, layout: Layout) -> bool:
+    """Return whether a leaf with dims of its own may be stored so: one dim is rounded up."""
+    grown = [(a, b) for a, b in zip(logical, stored, strict=True) if a != b]
+    if len(grown) != 1 or num_elements(logical) < layout.min_size:
+        return False
+    ((size, longer),) = grown
+    return longer % layout.num_shards == 0 and 0 < longer - size < layout.mesh.size
+
+
+def _may_be_padded(shape: Shape, layout: Layout) -> bool:
+    """Return whether a leaf that no parameter explains may be padded.
+
+    It is padded along the one dim that divides; were there another, that one would have been cut.
+    """
+    divide = [size for size in shape if size and size % layout.num_shards == 0]
+    return len(divide) == 1 and num_elements(shape) >= layout.min_size
+
+
+def _doubt(path: str, shape: Shape, why: str) -> str:
+    return (
+        f"leaf {path!r} is stored as {list(shape)}, with padding or without: {why}; pass tx=, the "
+        "optimizer that made the state (zerojax.save, zerojax.restore and Checkpoints take it)"
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optax
 
 from zerojax._tree import num_elements
 from zerojax._types import PyTree
@@ -93,6 +94,7 @@ def make_manifest(
     state: PyTree,
     layout: Layout,
     *,
+    tx: optax.GradientTransformation | None = None,
     step: int | None = None,
     data: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -101,8 +103,9 @@ def make_manifest(
 
     Raises:
         TypeError: `data` or `metadata` is not fit for JSON.
+        ValueError: a leaf may be padded or not, and `tx` is needed to tell.
     """
-    leaves = saved_leaves(state, layout)
+    leaves = saved_leaves(state, layout, tx)
     manifest = Manifest(
         stage=layout.stage,
         axis=layout.axis,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
@@ -27,6 +28,7 @@ def restore(
     layout: Layout,
     like: PyTree,
     *,
+    tx: optax.GradientTransformation | None = None,
     partial: bool = False,
     cast: bool = False,
 ) -> PyTree:
@@ -43,6 +45,8 @@ def restore(
         layout: the placement of the result; leaves of `like` that name none go whole to its mesh.
         like: a tree of shapes with shardings, as `abstract_train_state` gives, or of arrays and
             numbers; what comes back are arrays.
+        tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
+            own loop may be padded or not, which an error then says.
         partial: leave what `like` does not ask for in the checkpoint, as for the parameters alone.
         cast: round to narrower floating dtypes where values are kept nowhere else.
 
@@ -54,7 +58,7 @@ def restore(
     """
     root = Path(directory).absolute()
     manifest = read_agreed(root)
-    sources = find_sources(manifest, layout, like, root, partial=partial, cast=cast)
+    sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)
     wanted = _requests(manifest, sources, layout, like)
     agree_whole(root, wrong_sizes(root, manifest.files))
     found, failure = {}, None

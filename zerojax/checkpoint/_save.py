@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
@@ -148,6 +149,7 @@ def start_save(
     state: PyTree,
     layout: Layout,
     *,
+    tx: optax.GradientTransformation | None = None,
     step: int | None = None,
     data: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -167,7 +169,7 @@ def start_save(
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")
     state = placed_leaves(state, layout.sharding(P()))
     step = None if step is None else check_step(step)
-    manifest = make_manifest(state, layout, step=step, data=data, metadata=metadata)
+    manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
     arrays = {
         path: _integers(x)
         for path, x in named_leaves(state).items()
@@ -224,6 +226,7 @@ def save(
     state: PyTree,
     layout: Layout,
     *,
+    tx: optax.GradientTransformation | None = None,
     step: int | None = None,
     data: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -238,6 +241,8 @@ def save(
         state: any pytree of arrays, a `TrainState` for instance, in its stored form. Leaves that
             are one and the same array (tied weights) are stored once.
         layout: the placement that the state lives under.
+        tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
+            own loop may be padded or not, which an error then says.
         step: steps done; where it is left out, the leaf `step` of the state.
         data: the position in the data, fit for JSON.
         metadata: what else to keep, fit for JSON.
@@ -246,4 +251,4 @@ def save(
         ValueError: the directory holds a checkpoint already, or two leaves have the same path.
         TypeError: `data` or `metadata` is not fit for JSON, or a leaf is no array.
     """
-    start_save(directory, state, layout, step=step, data=data, metadata=metadata).wait()
+    start_save(directory, state, layout, tx=tx, step=step, data=data, metadata=metadata).wait()

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from zerojax._types import PyTree
 from zerojax.checkpoint._leaves import (
@@ -55,6 +56,7 @@ def find_sources(
     like: PyTree,
     root: Path,
     *,
+    tx: optax.GradientTransformation | None = None,
     partial: bool = False,
     cast: bool = False,
 ) -> dict[str, str]:
@@ -64,7 +66,7 @@ def find_sources(
         IncompatibleCheckpointError: a leaf is missing, left over, of another shape, of a dtype that
             would lose values, or belongs to another optimizer.
     """
-    wanted = saved_leaves(like, layout)
+    wanted = saved_leaves(like, layout, tx)
     saved = manifest.leaves
     fresh = {path for path, x in named_leaves(like).items() if _is_fresh(path, x)}
     sources, lines = {}, []
