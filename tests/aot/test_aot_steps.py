@@ -30,7 +30,9 @@ def audited(target, num_devices, stage, accumulate=1, reduce=None):
         accumulate=accumulate, reduce=reduce,
     )  # fmt: skip
     compiled = step.lower(state, batch).compile()
-    return layout, zerojax.audit(compiled, layout, accumulate=accumulate, reduce=reduce)
+    return layout, zerojax.audit(
+        compiled, layout, zerojax.Recipe(accumulate=accumulate, reduce=reduce)
+    )
 
 
 @needs_libtpu

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh
 
 import zerojax
-from zerojax.audit import Leaf, Program, audit
+from zerojax.audit import Argument, Program, audit
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIM, HIDDEN, LAYERS, MICROBATCHES, TOKENS = 1024, 4096, 6, 3, 16384  # of scripts/golden
@@ -68,7 +68,7 @@ def leaf(path, shape, dtype, dim, parts, number):
     """Hold the facts of an argument that is cut along a dim, or whole."""
     shard = tuple(size // parts if at == dim else size for at, size in enumerate(shape))
     item = 2 if dtype == "bfloat16" else 4
-    return Leaf(
+    return Argument(
         path=path, shape=shape, dtype=dtype, shard_shape=shard, number=number, donated=True,
         shard_bytes=math.prod(shard) * item, spec="", placement=-1 if dim is None else dim,
     )  # fmt: skip
@@ -104,9 +104,8 @@ def program_of(name):
 
 def report_of(name, **changes):
     count = MICROBATCHES if "/scan." in name else 1
-    return audit(
-        dataclasses.replace(program_of(name), **changes), layout_of(name), accumulate=count
-    )
+    program = dataclasses.replace(program_of(name), **changes)
+    return audit(program, layout_of(name), zerojax.Recipe(accumulate=count))
 
 
 def kinds(report):
@@ -154,27 +153,27 @@ def test_between_slices_a_gradient_that_is_gathered_to_be_cut_again_is_caught():
 @pytest.mark.parametrize("name", [n for n in SCAN if target_of(n) in ("v6e", "h100")])
 def test_fp32_gathers_of_bf16_parameters_are_caught(name):
     text = program_of(name).text
-    wide = audit(
-        dataclasses.replace(program_of(name), text=text.replace("bf16[", "f32[")),
-        layout_of(name), accumulate=MICROBATCHES,
-    )  # fmt: skip
+    program = dataclasses.replace(program_of(name), text=text.replace("bf16[", "f32["))
+
+    def told(**dtypes):
+        recipe = zerojax.Recipe(accumulate=MICROBATCHES, precision=zerojax.Precision(**dtypes))
+        return audit(program, layout_of(name), recipe)
+
+    wide = told()
     (problem,) = wide.problems
     assert problem.kind == "dtype"
     assert "f32 moved where 16 bits would do" in problem.seen
     assert any("reduced in f32" in note for note in wide.notes)
-    asked = zerojax.Precision(params=jnp.bfloat16)
-    program = dataclasses.replace(program_of(name), text=text.replace("bf16[", "f32["))
-    strict = audit(program, layout_of(name), accumulate=MICROBATCHES, precision=asked)
-    assert ["gathers of 16-bit" in p or "the precision says" in p for p in strict.problems] == [
-        True, True,
-    ]  # fmt: skip
-    sums = dataclasses.replace(asked, reduce=jnp.float32)
-    summed = audit(program, layout_of(name), accumulate=MICROBATCHES, precision=sums)
-    assert len(summed.problems) == 1
+    narrow, reduced = told(params=jnp.bfloat16).problems
+    assert "gathers of 16-bit" in narrow
+    assert "the precision says" in reduced
+    assert len(told(params=jnp.bfloat16, reduce=jnp.float32).problems) == 1
 
 
 def test_one_microbatch_less_in_theory_is_volume_above_it():
     for name in (n for n in SCAN if target_of(n) in ("v6e", "h100")):
-        report = audit(program_of(name), layout_of(name), accumulate=MICROBATCHES - 1)
+        report = audit(
+            program_of(name), layout_of(name), zerojax.Recipe(accumulate=MICROBATCHES - 1)
+        )
         assert kinds(report) == {"volume"}
         assert "1.50 times the formula" in report.problems[0].seen

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import zerojax
-from zerojax.audit import Leaf, Program, audit
+from zerojax.audit import Argument, Program, audit
 
 ROWS, COLS, BIAS, N = 1600, 640, 2048, 8
 GROUPS = "{{" + ",".join(map(str, range(N))) + "}}"
@@ -90,7 +90,7 @@ ENTRY %main (p0: bf16[{BIAS}], p1: bf16[{rows},{COLS}]) -> (bf16[{BIAS}], bf16[{
 """  # noqa: E501 - as the compiler writes it
     shapes = {"bias": (BIAS,), "w": (rows, COLS)}
     held = [
-        Leaf(
+        Argument(
             path=f"0/{name}", shape=shape, dtype="bfloat16", shard_shape=shape, spec="",
             shard_bytes=2 * math.prod(shape), placement=0, number=number, donated=True,
         )
@@ -102,8 +102,8 @@ ENTRY %main (p0: bf16[{BIAS}], p1: bf16[{rows},{COLS}]) -> (bf16[{BIAS}], bf16[{
     )  # fmt: skip
 
 
-def report_of(rows=ROWS, precision=None, **options):
-    return audit(program_of(rows, **options), layout_of(rows), precision=precision)
+def report_of(rows=ROWS, **options):
+    return audit(program_of(rows, **options), layout_of(rows))
 
 
 def kinds(report):
@@ -173,7 +173,9 @@ def test_what_moves_more_and_passes_is_named():
     """One reduction more than twenty, with a gather beside, is within 5% of theory."""
 
     def notes(times):
-        report = audit(program_of(times=times, bias="bf16"), layout_of(), accumulate=20)
+        report = audit(
+            program_of(times=times, bias="bf16"), layout_of(), zerojax.Recipe(accumulate=20)
+        )
         assert report.problems == ()
         return report.notes
 

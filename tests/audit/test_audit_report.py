@@ -91,14 +91,9 @@ def test_what_is_not_compiled_is_refused(lowered, layouts):
         audit(lowered[1], layouts[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"accumulate": 0}, "accumulate"), ({"accumulate": True}, "accumulate"),
-     ({"reduce": "twice"}, "'once', 'each' or None")],
-)  # fmt: skip
-def test_options_that_cannot_be_meant_are_refused(programs, layouts, options, message):
-    with pytest.raises(ValueError, match=message):
-        audit(programs[1], layouts[1], **options)
+def test_what_is_no_recipe_is_refused(programs, layouts):
+    with pytest.raises(TypeError, match="a Recipe is expected, got int"):
+        audit(programs[1], layouts[1], 4)
 
 
 # ------------------------------------------------------------------ bytes

@@ -63,7 +63,8 @@ def report_of(mesh, model, stage, accumulate=1, reduce=None, precision=None):
         loss, TX, layout, precision=precision, accumulate=accumulate, reduce=reduce
     )
     compiled = step.lower(state, batch).compile()
-    return audit(compiled, layout, accumulate=accumulate, reduce=reduce, precision=precision)
+    recipe = zerojax.Recipe(precision=precision or "fp32", accumulate=accumulate, reduce=reduce)
+    return audit(compiled, layout, recipe)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -121,7 +122,7 @@ def user_step(mesh, tx, stage, shapes=SHAPES, loss=pair_loss, x=X):
 
 
 def kinds_of(program, layout):
-    return {one.leaf.path: one.kind for one in classify(program, layout)}
+    return {one.argument.path: one.kind for one in classify(program, layout)}
 
 
 def labels(params):
@@ -158,10 +159,10 @@ def test_factored_leaves_are_judged_by_the_dims_they_keep(mesh8):
     x = jax.ShapeDtypeStruct((BATCH, 2048), jnp.float32)
     layout, program = user_step(mesh8, tx, 1, shapes, loss, x)
     assert audit(program, layout).problems == ()
-    held = {one.leaf.path: one for one in classify(program, layout)}
+    held = {one.argument.path: one for one in classify(program, layout)}
     rows = next(one for path, one in held.items() if path.endswith("v_row/w"))
     assert rows.parameter == 0
-    assert rows.leaf.shard_shape in rows.shards
+    assert rows.argument.shard_shape in rows.shards
 
 
 def test_a_model_that_is_one_array_is_told_from_its_batch(mesh8):

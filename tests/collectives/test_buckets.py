@@ -14,9 +14,9 @@ import pytest
 
 import zerojax
 from tests.aot.test_aot import needs_cuda, needs_libtpu
-from zerojax.audit import parse_collectives
 from zerojax.collectives import compiler_options, shard_tree, write_back
 from zerojax.collectives._buckets import BUCKET_BYTES, layers_per_bucket
+from zerojax.hlo import parse_collectives
 
 NUM_LAYERS, WIDTH, ODD = 5, 16, 19
 LAYER_BYTES = 4 * (WIDTH * WIDTH + 24 * ODD)  # the odd leaf is padded

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerojax.audit._groups import mesh_axes, parse_groups
+from zerojax.hlo._groups import mesh_axes, parse_groups
 
 
 def test_groups_in_every_spelling():

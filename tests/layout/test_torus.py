@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import zerojax
-from zerojax.audit import parse_collectives
+from zerojax.hlo import parse_collectives
 from zerojax.layout import _torus, in_order
 from zerojax.layout._torus import SPANS, find_phases, read_digits
 

@@ -247,7 +247,8 @@ def test_a_restored_state_goes_on_to_the_bit(mesh8, tmp_path):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_audit_finds_nothing(stage, mesh8):
     layout, state, step = make(mesh8, stage, FP16, clip_norm=1.0)
-    report = zerojax.audit(step.lower(state, batch_of(0)).compile(), layout, precision=FP16)
+    compiled = step.lower(state, batch_of(0)).compile()
+    report = zerojax.audit(compiled, layout, zerojax.Recipe(precision=FP16))
     report.raise_if_problems()
     assert not report.unread
 

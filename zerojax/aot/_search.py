@@ -30,7 +30,7 @@ from zerojax.planner import (
     search,
     torus_shape,
 )
-from zerojax.recipe import Precision
+from zerojax.recipe import Precision, Recipe
 from zerojax.train import abstract_train_state, make_train_step
 
 #: Winners that `verify=True` compiles.
@@ -179,5 +179,5 @@ class _Job:
             program = compile_step(step.lower(state, batch))
         except DoesNotFit as refusal:
             return Verified(refusal.shortage.needed, str(refusal))
-        report = audit(program, layout, accumulate=plan.accumulate)
+        report = audit(program, layout, Recipe(accumulate=plan.accumulate))
         return Verified(report.memory.peak, report.verdict)

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zerojax.audit._hlo import parse_collectives
-from zerojax.audit._kinds import STATES, Held, classify, item_bits, pairs
+from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher
-from zerojax.audit._module import Module, parse_module
 from zerojax.audit._padding import find_padding
-from zerojax.audit._program import Leaf, Program
+from zerojax.audit._program import Argument, Program
 from zerojax.audit._traffic import Move, moves_of
+from zerojax.hlo._collectives import parse_collectives
+from zerojax.hlo._module import Module, parse_module
 from zerojax.layout import Layout
-from zerojax.planner import Theory
-from zerojax.recipe import Precision
+from zerojax.planner import Theory, theory_of
+from zerojax.recipe import Recipe
 
 #: The share of what a step has to move from which what no one expected is worth a problem.
 SHARE = 0.01
@@ -31,8 +31,7 @@ class Evidence:
         layout: the placement.
         module: the program's text as a structure.
         theory: what the step has to move.
-        accumulate: microbatches per step.
-        precision: the user's dtypes; None where they were not given.
+        recipe: how the step is computed.
         held: every argument leaf with its kind.
         moves: every collective with its axes and its leaf.
         unread: lines with a collective that could not be read.
@@ -42,21 +41,13 @@ class Evidence:
     layout: Layout
     module: Module
     theory: Theory
-    accumulate: int
-    precision: Precision | None
+    recipe: Recipe
     held: tuple[Held, ...]
     moves: tuple[Move, ...]
     unread: tuple[str, ...]
 
     @classmethod
-    def gather(
-        cls,
-        program: Program,
-        layout: Layout,
-        theory: Theory,
-        accumulate: int,
-        precision: Precision | None,
-    ) -> Evidence:
+    def gather(cls, program: Program, layout: Layout, recipe: Recipe) -> Evidence:
         """Read a program."""
         module = parse_module(program.text)
         held = classify(program, layout)
@@ -66,9 +57,8 @@ class Evidence:
             program=program,
             layout=layout,
             module=module,
-            theory=theory,
-            accumulate=accumulate,
-            precision=precision,
+            theory=theory_of(layout, recipe.accumulate, recipe.reduce),
+            recipe=recipe,
             held=held,
             moves=find_padding(moves_of(found.records, program, layout, matcher), matcher),
             unread=found.unread,
@@ -95,7 +85,7 @@ class Evidence:
         return tuple(move for move in self.ours if move.record.elements >= self.floor)
 
     @cached_property
-    def pairs(self) -> list[tuple[Held, Leaf]]:
+    def pairs(self) -> list[tuple[Held, Argument]]:
         """Every state argument and the result that takes its place in the next step."""
         return pairs(self.program, self.held)
 
@@ -117,7 +107,7 @@ class Evidence:
     def parameter_bits(self) -> dict[int, int]:
         """Map leaves of the layout to the bits of the dtype that their parameter is held in."""
         return {
-            one.parameter: item_bits(one.leaf.dtype)
+            one.parameter: item_bits(one.argument.dtype)
             for one in self.held
             if one.kind == "parameter" and one.parameter is not None
         }
@@ -137,8 +127,8 @@ def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
     for one in held:
         like = () if one.parameter is None else layout.leaves[one.parameter]
         shapes = (like.shape, like.stored_shape) if like else ()
-        if one.kind == "optimizer" and one.elements > 1 and one.leaf.shape not in shapes:
-            own.append(one.leaf)
+        if one.kind == "optimizer" and one.elements > 1 and one.argument.shape not in shapes:
+            own.append(one.argument)
     return {shape for leaf in own for shape in (leaf.shape, leaf.shard_shape)}
 
 

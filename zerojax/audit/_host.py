@@ -11,11 +11,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.audit._evidence import Evidence, some
-from zerojax.audit._kinds import Held, item_bits
-from zerojax.audit._loops import Frame, trip_count
-from zerojax.audit._module import Instruction, Module, parse_shapes
-from zerojax.audit._problems import Problem
+from zerojax.audit._arguments import Held, item_bits
+from zerojax.audit._evidence import Evidence
+from zerojax.hlo._loops import Frame, trip_count
+from zerojax.hlo._module import Instruction, Module, parse_shapes
 from zerojax.planner import offload_traffic_bytes
 
 _TENSOR = re.compile(r"([a-z]\w*\[[\d,<=]*\])(\{[^{}]*\})?")
@@ -29,8 +28,6 @@ _NAMES = frozenset(
         "async-start", "async-update", "partition-id",
     }
 )  # fmt: skip
-#: More than this share above what the update has to move is a problem.
-TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,9 @@ def held_on_host(evidence: Evidence) -> list[Held]:
         for line in evidence.module.entry.instructions
         if line.opcode == "parameter" and HOST_MEMORY in line.type
     }
-    return [one for one in evidence.held if one.leaf.memory_kind or one.leaf.number in numbers]
+    return [
+        one for one in evidence.held if one.argument.memory_kind or one.argument.number in numbers
+    ]
 
 
 def find_moves(module: Module) -> Iterator[HostMove]:
@@ -113,30 +112,12 @@ def find_moves(module: Module) -> Iterator[HostMove]:
     yield from _visit(module, Frame(computation=module.entry), 1)
 
 
-def check_host_traffic(evidence: Evidence) -> Iterator[Problem]:
-    """The host's update must not take or give more than gradients and parameters."""
-    traffic = traffic_of(evidence)
-    if not traffic.theory or traffic.updated <= traffic.theory * (1 + TOLERANCE):
-        return
-    computed = (m for m in traffic.moves if m.is_computed)
-    worst = sorted(computed, key=lambda m: -(m.to_host + m.from_host))
-    yield Problem(
-        kind="host traffic",
-        where=some([m.name for m in worst], 2),
-        expected=f"{traffic.theory:,} bytes per device: gradients to the host and parameters back",
-        seen=f"the update moves {traffic.updated:,} bytes between the device and the host, "
-        f"{traffic.updated / traffic.theory:.2f} times that",
-        remedy="send gradients and parameters in the parameters' dtype and keep masters and "
-        "optimizer states in the host's memory: OffloadPolicy(kinds=('optimizer', 'master'))",
-    )
-
-
 def _theory(evidence: Evidence) -> int:
     """Count what ZeRO-Offload's update moves: of each leaf a gradient down and a parameter up."""
     states = [one for one in held_on_host(evidence) if one.kind in ("master", "optimizer")]
     owners = {one.parameter for one in states if one.parameter is not None}
     has_masters = bool(evidence.states("master"))
-    wide = evidence.accumulate > 1 or (evidence.precision is not None and evidence.precision.reduce)
+    wide = evidence.recipe.accumulate > 1 or evidence.recipe.precision.reduce is not None
     bits = 0.0
     for index in owners:
         leaf = evidence.layout.leaves[index]

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zerojax.audit._arguments import KINDS, STATES, Held
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._fragmentation import Fragmentation, fragmentation_of, results_apart
 from zerojax.audit._host import HOST_MEMORY, held_on_host
-from zerojax.audit._kinds import KINDS, STATES, Held
-from zerojax.audit._module import Computation, Instruction, Module
+from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.layout._mesh import num_devices
 
 #: How kinds of argument are called in a report.
@@ -104,13 +104,13 @@ def memory_of(evidence: Evidence) -> MemoryReport:
     away = {id(one) for one in far}
     held = {
         NAMES[kind]: sum(
-            one.leaf.shard_bytes
+            one.argument.shard_bytes
             for one in evidence.held
             if one.kind == kind and id(one) not in away
         )
         for kind in KINDS
     }
-    on_host = sum(one.leaf.shard_bytes for one in far)
+    on_host = sum(one.argument.shard_bytes for one in far)
     used = [leaf for leaf in program.inputs if leaf.number is not None and not leaf.memory_kind]
     arguments = stats.get("argument_size_in_bytes", sum(leaf.shard_bytes for leaf in used))
     outputs = results_apart(stats)
@@ -153,11 +153,11 @@ def _theory(evidence: Evidence) -> dict[str, int]:
 
 def _whole_bytes(one: Held, evidence: Evidence) -> float:
     """Count the bytes of a logical leaf, without padding, over the user's own axes."""
-    item = one.leaf.shard_bytes / max(math.prod(one.leaf.shard_shape), 1)
+    item = one.argument.shard_bytes / max(math.prod(one.argument.shard_shape), 1)
     if one.parameter is None:
-        return math.prod(one.leaf.shape) * item
+        return math.prod(one.argument.shape) * item
     own = evidence.layout.leaves[one.parameter]
-    shape = own.shape if one.leaf.shape == own.stored_shape else one.leaf.shape
+    shape = own.shape if one.argument.shape == own.stored_shape else one.argument.shape
     parts = math.prod(num_devices(evidence.layout.mesh, names) for names in own.entries)
     return math.prod(shape) * item / parts
 

@@ -37,7 +37,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class Argument:
     """Hold what is known of one argument or result; `number`, `donated`, `role`: arguments only.
 
     Attributes:
@@ -89,8 +89,8 @@ class Program:
     mesh: dict[str, int]
     device_ids: tuple[int, ...]
     statistics: dict[str, int]
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> Program:
@@ -183,7 +183,7 @@ class _Placements:
             self.platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
 
-def _inputs(compiled: Any, places: _Placements) -> Iterable[Leaf]:
+def _inputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
     pairs = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     roles = _optimizer_paths(compiled.args_info)
@@ -201,7 +201,7 @@ def _inputs(compiled: Any, places: _Placements) -> Iterable[Leaf]:
         )
 
 
-def _outputs(compiled: Any, places: _Placements) -> Iterable[Leaf]:
+def _outputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
     pairs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
     shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     avals = getattr(compiled._executable, "out_avals", None) or [info for _, info in pairs]
@@ -209,12 +209,12 @@ def _outputs(compiled: Any, places: _Placements) -> Iterable[Leaf]:
         yield _leaf(path_name(path), info, aval, sharding, places)
 
 
-def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -> Leaf:
+def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -> Argument:
     shape = tuple(info.shape)
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
     spec = getattr(sharding, "spec", sharding)
     placement = places.number(sharding, len(shape))
-    return Leaf(
+    return Argument(
         path=path,
         shape=shape,
         dtype=str(info.dtype),
@@ -271,7 +271,7 @@ def _statistics(compiled: jax.stages.Compiled) -> dict[str, int]:
     return statistics if live is None else statistics | {LIVE: live}
 
 
-def _leaf_of(held: Mapping[str, Any]) -> Leaf:
-    return Leaf(
+def _leaf_of(held: Mapping[str, Any]) -> Argument:
+    return Argument(
         **{**held, "shape": tuple(held["shape"]), "shard_shape": tuple(held["shard_shape"])}
     )

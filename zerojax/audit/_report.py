@@ -14,7 +14,6 @@ from rich.text import Text
 
 from zerojax.audit._compare import Comparison
 from zerojax.audit._evidence import Evidence
-from zerojax.audit._hlo import Collective
 from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import MemoryReport
 from zerojax.audit._problems import AuditError, Problem
@@ -28,6 +27,7 @@ from zerojax.audit._tables import (
     volume_table,
 )
 from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
+from zerojax.hlo._collectives import Collective
 from zerojax.layout import Layout
 
 

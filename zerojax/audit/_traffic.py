@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 
 from zerojax._types import Axes
-from zerojax.audit._groups import Groups, mesh_axes
-from zerojax.audit._hlo import Collective, sum_moved
 from zerojax.audit._match import Match, Matcher
 from zerojax.audit._program import Program
+from zerojax.hlo._collectives import Collective, sum_moved
+from zerojax.hlo._groups import Groups, mesh_axes
 from zerojax.layout import Layout
 from zerojax.layout._mesh import num_devices
 

@@ -8,6 +8,7 @@ from typing import Any
 from zerojax.aot import Compilation, describe_shortage
 from zerojax.audit import AuditReport, audit
 from zerojax.cli.compile._request import Question
+from zerojax.recipe import Recipe
 
 GIB = 2**30
 #: What a device holds, in the order in which it is shown: the name, and the kinds of the audit.
@@ -40,13 +41,12 @@ class Answer:
         """Audit a compiled program."""
         report = None
         if compilation.program is not None:
-            report = audit(
-                compilation.program,
-                question.layout,
+            recipe = Recipe(
                 accumulate=question.options.accumulate,
                 reduce=question.reduce,
                 precision=question.precision,
             )
+            report = audit(compilation.program, question.layout, recipe)
         return cls(question=question, compilation=compilation, report=report)
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zerojax.audit._loops import Frame
-from zerojax.audit._module import Instruction, Module
+from zerojax.hlo._loops import Frame
+from zerojax.hlo._module import Instruction, Module
 
 #: What hands a value on without computing with it.
 PASSED_ON = frozenset(

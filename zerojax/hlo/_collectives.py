@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.audit._groups import Groups, parse_groups, parse_pairs
-from zerojax.audit._module import Instruction, Module, Shape, parse_module
-from zerojax.audit._walk import (
+from zerojax.hlo._groups import Groups, parse_groups, parse_pairs
+from zerojax.hlo._module import Instruction, Module, Shape, parse_module
+from zerojax.hlo._walk import (
     OPS,
     Loop,
     Site,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
-from zerojax.audit._gather_checks import users
-from zerojax.audit._kinds import item_bits
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move, judged_elements
-from zerojax.audit._uses import PASSED_ON
+from zerojax.audit.checks._gather import users
+from zerojax.hlo._uses import PASSED_ON
 
 
 def check_dtype(evidence: Evidence) -> Iterator[Problem]:
@@ -137,11 +137,9 @@ def _wide_reductions(evidence: Evidence) -> list[Move]:
 
 def _may_reduce_wide(evidence: Evidence) -> bool:
     """Tell whether fp32 sums of narrower gradients are what the user asked for, or may be."""
-    precision = evidence.precision
-    if precision is None or not evidence.has_scatter:
-        return True
-    wanted = precision.reduce or (precision.master if evidence.accumulate > 1 else None)
+    precision = evidence.recipe.precision
+    dtypes = (precision.params, precision.master, precision.reduce)
+    if dtypes == (None, None, None) or not evidence.has_scatter:
+        return True  # nothing was said of dtypes: those of the state may be any
+    wanted = evidence.recipe.accumulator
     return wanted is not None and jnp.dtype(wanted).itemsize >= 4
-
-
-CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {"dtype": check_dtype}

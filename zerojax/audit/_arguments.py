@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerojax._types import Shape
-from zerojax.audit._module import ITEM_BITS
-from zerojax.audit._program import Leaf, Program
+from zerojax.audit._program import Argument, Program
+from zerojax.hlo._module import ITEM_BITS
 from zerojax.layout import Layout, LeafLayout
 from zerojax.layout._leaf import choose_dim
 from zerojax.layout._mesh import num_devices
@@ -31,14 +30,14 @@ class Held:
     """Hold one argument leaf and what it is.
 
     Attributes:
-        leaf: the facts.
+        argument: the facts.
         kind: parameter, master, optimizer, gradient, batch or other.
         parameter: index of the layout's leaf that it belongs to, None for none.
         shards: shapes that one device's part may have by the layout, the likeliest first; empty
             where the layout says nothing of it.
     """
 
-    leaf: Leaf
+    argument: Argument
     kind: HeldKind
     parameter: int | None = None
     shards: tuple[Shape, ...] = ()
@@ -46,7 +45,7 @@ class Held:
     @property
     def elements(self) -> int:
         """Count the elements of the whole leaf."""
-        return math.prod(self.leaf.shape)
+        return math.prod(self.argument.shape)
 
 
 def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
@@ -83,11 +82,11 @@ def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
         if kind is None:
             kind = _rest(leaf, leaf.path.split("/")[0] in states, layout)
         shards = _shards(leaf, kind, owner, layout)
-        held.append(Held(leaf=leaf, kind=kind, parameter=owner, shards=shards))
+        held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards))
     return tuple(held)
 
 
-def find_trees(leaves: Sequence[Leaf], layout: Layout) -> list[int]:
+def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[int]:
     """Give the index of the first leaf of every tree like the layout's parameters."""
     found, start, count = [], 0, len(layout.leaves)
     while start + count <= len(leaves):
@@ -99,7 +98,7 @@ def find_trees(leaves: Sequence[Leaf], layout: Layout) -> list[int]:
     return found
 
 
-def _is_tree(leaves: Sequence[Leaf], layout: Layout) -> bool:
+def _is_tree(leaves: Sequence[Argument], layout: Layout) -> bool:
     prefix: str | None = None
     for leaf, own in zip(leaves, layout.leaves, strict=True):
         if leaf.shape not in (own.shape, own.stored_shape):
@@ -120,7 +119,9 @@ def _prefix(path: str, of: str) -> str | None:
     return path.removesuffix(f"/{of}") if path.endswith(f"/{of}") else None
 
 
-def _tree_kinds(leaves: Sequence[Leaf], starts: Sequence[int], layout: Layout) -> list[HeldKind]:
+def _tree_kinds(
+    leaves: Sequence[Argument], starts: Sequence[int], layout: Layout
+) -> list[HeldKind]:
     """Tell parameters, masters and gradients apart, and from copies such as averages."""
     named: dict[int, HeldKind] = {}
     for start in starts:
@@ -143,7 +144,7 @@ def _tree_kinds(leaves: Sequence[Leaf], starts: Sequence[int], layout: Layout) -
     return [named.get(start, "other") for start in starts]
 
 
-def _bits(leaves: Sequence[Leaf]) -> int:
+def _bits(leaves: Sequence[Argument]) -> int:
     return max(item_bits(leaf.dtype) for leaf in leaves)
 
 
@@ -159,7 +160,7 @@ def _shorten(match: re.Match[str]) -> str:
     return {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c"}[match[1]]
 
 
-def _owner(leaf: Leaf, paths: dict[str, int], layout: Layout) -> int | None:
+def _owner(leaf: Argument, paths: dict[str, int], layout: Layout) -> int | None:
     """Give the parameter that a leaf of an optimizer's state belongs to, by the end of its path."""
     names = leaf.path.split("/")
     for start in range(len(names) + 1):
@@ -181,7 +182,7 @@ def _relates(shape: Shape, own: LeafLayout) -> bool:
     return False
 
 
-def _rest(leaf: Leaf, is_beside_states: bool, layout: Layout) -> HeldKind:
+def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
     if not leaf.shape or leaf.dtype.startswith("key<"):
         return "other"
     cut = leaf.shard_shape and leaf.shard_shape[0] < leaf.shape[0]
@@ -190,7 +191,7 @@ def _rest(leaf: Leaf, is_beside_states: bool, layout: Layout) -> HeldKind:
     return "batch" if (cut and along) or not is_beside_states else "other"
 
 
-def _shards(leaf: Leaf, kind: HeldKind, owner: int | None, layout: Layout) -> tuple[Shape, ...]:
+def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -> tuple[Shape, ...]:
     """List the shapes that a device's part may have by the layout."""
     if kind not in STATES:
         return ()
@@ -247,7 +248,7 @@ def _by_own_shape(shape: Shape, layout: Layout) -> Shape:
     return (*shape[: choice.dim], cut, *shape[choice.dim + 1 :])
 
 
-def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Leaf]]:
+def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]:
     """Pair every state argument with the result that takes its place in the next step.
 
     An argument's states are found among the results by their relative paths and shapes; the
@@ -255,20 +256,20 @@ def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Leaf]]:
     """
     groups: dict[str, list[Held]] = {}
     for one in held:
-        groups.setdefault(one.leaf.path.split("/")[0], []).append(one)
+        groups.setdefault(one.argument.path.split("/")[0], []).append(one)
     taken: set[int] = set()
-    found: list[tuple[Held, Leaf]] = []
+    found: list[tuple[Held, Argument]] = []
     for name, group in groups.items():
         if not any(one.kind in STATES for one in group):
             continue
-        relative = [(_below(one.leaf.path, name), one.leaf.shape) for one in group]
+        relative = [(_below(one.argument.path, name), one.argument.shape) for one in group]
         best: tuple[tuple[int, bool, bool], int] | None = None
         for start in range(len(program.outputs) - len(group) + 1):
             run = program.outputs[start : start + len(group)]
             prefix = _run_prefix(relative, run)
             if prefix is None or any(start + i in taken for i in range(len(group))):
                 continue
-            same = all(a.leaf.dtype == b.dtype for a, b in zip(group, run, strict=True))
+            same = all(a.argument.dtype == b.dtype for a, b in zip(group, run, strict=True))
             # The moments of an optimizer look like its parameters, and lie deeper.
             rank = (-prefix.count("/") if prefix else 1, same, prefix == name)
             if best is None or rank > best[0]:
@@ -284,7 +285,7 @@ def _below(path: str, name: str) -> str:
     return path.removeprefix(name).removeprefix("/")
 
 
-def _run_prefix(relative: Sequence[tuple[str, Shape]], run: Sequence[Leaf]) -> str | None:
+def _run_prefix(relative: Sequence[tuple[str, Shape]], run: Sequence[Argument]) -> str | None:
     """Give what stands before the paths of results that have the given relative paths, or None."""
     prefix: str | None = None
     for (path, shape), leaf in zip(relative, run, strict=True):
@@ -295,8 +296,3 @@ def _run_prefix(relative: Sequence[tuple[str, Shape]], run: Sequence[Leaf]) -> s
             return None
         prefix = before
     return prefix
-
-
-def replace_leaf(held: Held, **changes: object) -> Held:
-    """Give the same held leaf with other facts."""
-    return dataclasses.replace(held, leaf=dataclasses.replace(held.leaf, **changes))

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.audit._loops import Frame, trip_count
-from zerojax.audit._module import Computation, Instruction, Module, Shape
+from zerojax.hlo._loops import Frame, trip_count
+from zerojax.hlo._module import Computation, Instruction, Module, Shape
 
 OPS = (
     "all-gather",

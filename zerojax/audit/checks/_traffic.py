@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
@@ -111,7 +111,7 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
         kind="volume",
         where=what or "all collectives along the axes of ZeRO",
         expected=f"{evidence.theory.elements / psi:.3f} elements per parameter (stage "
-        f"{evidence.layout.stage}, {evidence.accumulate} microbatches)",
+        f"{evidence.layout.stage}, {evidence.recipe.accumulate} microbatches)",
         seen=f"volume above theory: {judged / psi:.3f}, {share}the formula",
         remedy=_volume_remedy(evidence, [move for move, _, _ in offenders]),
     )
@@ -304,12 +304,3 @@ def _lookalikes(evidence: Evidence) -> list[int]:
 
 def _local_elements(evidence: Evidence) -> float:
     return sum(math.prod(leaf.shape) / leaf.own_parts for leaf in evidence.layout.leaves)
-
-
-CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
-    "unread": check_unread,
-    "reduce-scatter": check_scatter,
-    "volume": check_volume,
-    "activation": check_activation,
-    "shuffle": check_shuffle,
-}

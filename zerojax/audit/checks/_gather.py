@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, describe_move, name_move
 from zerojax.audit._match import Match, key_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
-from zerojax.audit._uses import Use, uses_of
+from zerojax.hlo._uses import Use, uses_of
 
 #: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
 #: the first of the backward pass, and keeping those costs nothing.
@@ -51,7 +51,7 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
     for key, moves in _by_leaf(evidence).items():
         match = moves[0].match
         assert match is not None
-        stored = _stored(evidence, match) * evidence.accumulate
+        stored = _stored(evidence, match) * evidence.recipe.accumulate
         gathered = sum(move.handled for move in moves)
         if gathered > 1.5 * stored or not _is_reduced(evidence, match):
             continue
@@ -97,12 +97,12 @@ def note_stacks(evidence: Evidence) -> Iterator[str]:
 
 def note_microbatches(evidence: Evidence) -> Iterator[str]:
     """Say which weights stay whole from one microbatch to the next."""
-    if not evidence.layout.partitions("parameter") or evidence.accumulate == 1:
+    if not evidence.layout.partitions("parameter") or evidence.recipe.accumulate == 1:
         return
     kept = [
         moves[0]
         for moves in _by_leaf(evidence).values()
-        if any(_count(move, evidence.accumulate) == 0 for move in moves)
+        if any(_count(move, evidence.recipe.accumulate) == 0 for move in moves)
     ]
     if kept:
         leaves = [index for move in kept if move.match for index in move.match.leaves]
@@ -194,9 +194,3 @@ def _is_used_in_both(evidence: Evidence, move: Move) -> bool:
     names = [use.instruction.op_name for use in users(evidence, move) if use.instruction.op_name]
     backward = ["transpose(" in name for name in names]
     return any(backward) and not all(backward)
-
-
-CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
-    "hoisted gather": check_hoisted,
-    "kept gather": check_kept,
-}

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from zerojax.audit._module import Computation, Instruction, Module
+from zerojax.hlo._module import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SAME = ("copy", "bitcast", "convert", "reshape", "optimization-barrier")

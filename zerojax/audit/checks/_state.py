@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence, some
-from zerojax.audit._kinds import STATES, Held
 from zerojax.audit._problems import Problem
 
 #: What to do about a state that lives in the wrong place, by kind.
@@ -46,7 +46,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     ]
     stage, shards = evidence.layout.stage, evidence.layout.num_shards
     for kind, group in _by_kind(whole):
-        seen = sum(one.leaf.shard_bytes for one in group)
+        seen = sum(one.argument.shard_bytes for one in group)
         should = sum(_expected_bytes(one) for one in group)
         yield Problem(
             kind="placement",
@@ -54,7 +54,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
             expected=f"{should:,} B in {list(group[0].shards[0])} as stage {stage} has it over "
             f"{shards} devices",
             seen=f"{kind} not partitioned as the layout says: {seen:,} B per device, the first in "
-            f"{list(group[0].leaf.shard_shape)}",
+            f"{list(group[0].argument.shard_shape)}",
             remedy=_PLACE[kind],
         )
     for kind, group in _by_kind(cut):
@@ -63,7 +63,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
             where=f"{kind}: {_where(group)}",
             expected=f"whole leaves, as stage {stage} keeps them, the first {_shape(group[0])}",
             seen=f"{kind} partitioned that the layout keeps whole, the first in "
-            f"{list(group[0].leaf.shard_shape)}",
+            f"{list(group[0].argument.shard_shape)}",
             remedy=f"{_PLACE[kind]}; or make the layout of the stage that is meant "
             f"({'3' if kind == 'parameter' else '1 or more'})",
         )
@@ -77,12 +77,12 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
         for one, _ in evidence.pairs
         if one.kind in STATES
         and one.elements >= evidence.floor
-        and one.leaf.number is not None
-        and one.leaf.number not in aliased
+        and one.argument.number is not None
+        and one.argument.number not in aliased
     ]
     for kind, group in _by_kind(lost):
-        given = [one for one in group if one.leaf.donated]
-        size = sum(one.leaf.shard_bytes for one in group)
+        given = [one for one in group if one.argument.donated]
+        size = sum(one.argument.shard_bytes for one in group)
         if given:
             seen = "donated, but the compiler found no result to write there"
             remedy = (
@@ -91,7 +91,7 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
             )
         else:
             seen = "not donated"
-            number = group[0].leaf.path.split("/")[0]
+            number = group[0].argument.path.split("/")[0]
             name = f"donate_argnums={number}" if number.isdigit() else f"donate_argnames={number!r}"
             remedy = f"jax.jit(step, {name}, ...), and use the returned state only"
         yield Problem(
@@ -129,7 +129,7 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
         found = [
             (one, leaf)
             for one, leaf in evidence.pairs
-            if one.leaf.placement >= 0 and value(one.leaf) != value(leaf)
+            if one.argument.placement >= 0 and value(one.argument) != value(leaf)
         ]
         if not found:
             continue
@@ -138,7 +138,7 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
         yield Problem(
             kind="recompile",
             where=f"{', '.join(kinds)}: {_where([one for one, _ in found])}",
-            expected=f"the {name} that the argument has: {text(first.leaf)}",
+            expected=f"the {name} that the argument has: {text(first.argument)}",
             seen=f"the step returns another {name}: {text(result)}; the second step would be "
             "compiled anew, or refused",
             remedy=remedy,
@@ -148,11 +148,11 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
 def note_placement(evidence: Evidence) -> Iterator[str]:
     """Say which states live elsewhere than the layout says, at no cost."""
     for kind, group in _by_kind([one for one in _judged(evidence) if not _excess(one)]):
-        moved = [one for one in group if one.leaf.shard_shape not in one.shards]
+        moved = [one for one in group if one.argument.shard_shape not in one.shards]
         if moved:
             yield (
                 f"{kind}: {_where(moved)}: cut along another dim than the layout says "
-                f"({list(moved[0].leaf.shard_shape)} for {list(moved[0].shards[0])}), of the same "
+                f"({list(moved[0].argument.shard_shape)} for {list(moved[0].shards[0])}), of the same "
                 "size"
             )
     more = [
@@ -174,7 +174,7 @@ def note_copies(evidence: Evidence) -> Iterator[str]:
 def note_dropped(evidence: Evidence) -> Iterator[str]:
     """Say which states the program does not use: it can't tell where they live."""
     dropped = [
-        one for one in evidence.states(*STATES) if one.leaf.number is None and one.elements > 1
+        one for one in evidence.states(*STATES) if one.argument.number is None and one.elements > 1
     ]
     if dropped:
         yield f"{_where(dropped)}: not used by the program, so that their placement is not known"
@@ -184,21 +184,21 @@ def _judged(evidence: Evidence) -> list[Held]:
     return [
         one
         for one in evidence.states(*STATES)
-        if one.shards and one.leaf.placement >= 0 and one.elements >= evidence.floor
+        if one.shards and one.argument.placement >= 0 and one.elements >= evidence.floor
     ]
 
 
 def _excess(one: Held) -> int:
     """Say whether a device holds more (1), less (-1) or as much as the layout gives it."""
     sizes = [math.prod(shape) for shape in one.shards]
-    seen = math.prod(one.leaf.shard_shape)
+    seen = math.prod(one.argument.shard_shape)
     if seen in sizes:
         return 0
     return 1 if seen > min(sizes) else -1
 
 
 def _expected_bytes(one: Held) -> int:
-    item = one.leaf.shard_bytes // max(math.prod(one.leaf.shard_shape), 1)
+    item = one.argument.shard_bytes // max(math.prod(one.argument.shard_shape), 1)
     return math.prod(one.shards[0]) * item
 
 
@@ -216,9 +216,9 @@ def _by_kind(group: Iterable[Held]) -> list[tuple[str, list[Held]]]:
 def _where(group: list[Held]) -> str:
     largest = sorted(group, key=lambda one: -one.elements)
     if len(group) == 1:
-        return f"{group[0].leaf.path} {_shape(group[0])}"
-    return f"{len(group)} leaves, the largest {largest[0].leaf.path} {_shape(largest[0])}"
+        return f"{group[0].argument.path} {_shape(group[0])}"
+    return f"{len(group)} leaves, the largest {largest[0].argument.path} {_shape(largest[0])}"
 
 
 def _shape(one: Held) -> str:
-    return f"{one.leaf.dtype}{list(one.leaf.shape)}"
+    return f"{one.argument.dtype}{list(one.argument.shape)}"

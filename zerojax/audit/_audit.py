@@ -1,0 +1,43 @@
+"""`audit`: what a compiled step moves and keeps, compared with its layout and its recipe."""
+
+from __future__ import annotations
+
+import jax
+
+from zerojax.audit._evidence import Evidence
+from zerojax.audit._host import traffic_of
+from zerojax.audit._memory import memory_of
+from zerojax.audit._program import Program
+from zerojax.audit._report import AuditReport, build_report
+from zerojax.audit.checks import CHECKS, NOTES
+from zerojax.layout import Layout
+from zerojax.recipe import Recipe, as_recipe
+
+
+def audit(
+    compiled: jax.stages.Compiled | Program, layout: Layout, recipe: Recipe | None = None
+) -> AuditReport:
+    """Compare what a compiled step moves and keeps with what its layout and recipe ask for.
+
+    Args:
+        compiled: what `step.lower(...).compile()` returns, for any step: `make_train_step`'s or one
+            that jit compiled from the user's own code; or a `Program` that was kept.
+        layout: the placement that the step should follow.
+        recipe: how the step is computed: its microbatches, when it reduces, its dtypes. A recipe
+            without dtypes (and none) leaves open in which dtype gradients are reduced.
+
+    Returns:
+        A report with volume, memory and problems, each beside the theory; it prints as a table.
+
+    Raises:
+        TypeError: `compiled` is not compiled, or `recipe` is no recipe.
+        ValueError: the program runs on another number of devices than the layout's mesh has, or
+            its text is not that of a compiled program.
+
+    Source: arXiv 1910.02054, sections 5 and 7.
+    """
+    program = compiled if isinstance(compiled, Program) else Program.of(compiled)
+    evidence = Evidence.gather(program, layout, as_recipe(recipe))
+    problems = tuple(problem for check in CHECKS.values() for problem in check(evidence))
+    notes = tuple(note for find in NOTES for note in find(evidence))
+    return build_report(evidence, memory_of(evidence), traffic_of(evidence), problems, notes)

@@ -1,0 +1,39 @@
+"""The table of checks, and that of notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from zerojax.audit._evidence import Evidence
+from zerojax.audit._problems import Problem
+from zerojax.audit.checks import _dtype, _gather, _host, _state, _traffic
+
+#: Every kind of problem and the function that looks for it.
+CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
+    "unmatched": _state.check_recognised,
+    "placement": _state.check_placement,
+    "donation": _state.check_donation,
+    "unread": _traffic.check_unread,
+    "reduce-scatter": _traffic.check_scatter,
+    "volume": _traffic.check_volume,
+    "activation": _traffic.check_activation,
+    "shuffle": _traffic.check_shuffle,
+    "dtype": _dtype.check_dtype,
+    "hoisted gather": _gather.check_hoisted,
+    "kept gather": _gather.check_kept,
+    "host traffic": _host.check_host_traffic,
+    "recompile": _state.check_recompile,
+}
+
+#: What is worth knowing and no failure.
+NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _state.note_placement,
+    _state.note_copies,
+    _state.note_dropped,
+    _traffic.note_traffic,
+    _traffic.note_excess,
+    _traffic.note_padding,
+    _dtype.note_dtypes,
+    _gather.note_stacks,
+    _gather.note_microbatches,
+)
