@@ -102,8 +102,8 @@ ENTRY %main (p0: bf16[{BIAS}], p1: bf16[{rows},{COLS}]) -> (bf16[{BIAS}], bf16[{
     )  # fmt: skip
 
 
-def report_of(rows=ROWS, **options):
-    return audit(program_of(rows, **options), layout_of(rows))
+def report_of(rows=ROWS, recipe=None, **options):
+    return audit(program_of(rows, **options), layout_of(rows), recipe)
 
 
 def kinds(report):
@@ -219,12 +219,12 @@ def test_a_leaf_that_is_reduced_whole_in_stages_is_told_to_be_cut_by_rows():
 
 
 def test_small_tensors_reduced_in_fp32_are_a_note():
-    report = report_of(precision=MIXED)
+    report = report_of(recipe=zerojax.Recipe(precision=MIXED))
     assert report.problems == ()
     assert any("1 reductions of small tensors in f32" in note for note in report.notes)
 
 
 def test_large_ones_are_a_problem():
-    assert kinds(report_of(dtype="f32", precision=MIXED)) == ["dtype"]
+    assert kinds(report_of(recipe=zerojax.Recipe(precision=MIXED), dtype="f32")) == ["dtype"]
     asked = dataclasses.replace(MIXED, reduce=jnp.float32)
-    assert report_of(dtype="f32", precision=asked).problems == ()
+    assert report_of(recipe=zerojax.Recipe(precision=asked), dtype="f32").problems == ()

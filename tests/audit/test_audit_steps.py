@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.audit import Program, audit
-from zerojax.audit._kinds import classify, item_bits
+from zerojax.audit._arguments import classify, item_bits
 from zerojax.models import gpt, mlp
 
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)

@@ -152,8 +152,8 @@ def note_placement(evidence: Evidence) -> Iterator[str]:
         if moved:
             yield (
                 f"{kind}: {_where(moved)}: cut along another dim than the layout says "
-                f"({list(moved[0].argument.shard_shape)} for {list(moved[0].shards[0])}), of the same "
-                "size"
+                f"({list(moved[0].argument.shard_shape)} for {list(moved[0].shards[0])}), of the "
+                "same size"
             )
     more = [
         one
