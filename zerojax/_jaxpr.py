@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core, source_info_util
 
 #: Primitives that are kernels of their own: their operands and results lie in memory.
@@ -70,9 +71,14 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def is_variable(atom: Any) -> bool:
+    """Whether an input or result of an equation is a variable; else it is a literal."""
+    return not isinstance(atom, core.Literal)
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Return the atoms that are variables; the others are literals."""
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+    return list(filter(is_variable, atoms))
 
 
 def depending(eqns: Iterable[Any], given: Iterable[Any]) -> set[Any]:
@@ -136,7 +142,7 @@ def run_equations(
     dead = _dead_after(eqns, outputs)
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
+        return values[atom] if is_variable(atom) else atom.val
 
     for eqn, gone in zip(eqns, dead, strict=True):
         source = eqn.source_info
@@ -147,6 +153,28 @@ def run_equations(
         for var in gone:
             del values[var]
     return [read(atom) for atom in outputs]
+
+
+def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Run a scan again with another body.
+
+    Args:
+        eqn: the scan.
+        values: its inputs: constants, what is carried, and what is sliced.
+        body: from constants, carried values and slices to carried values and what is stacked.
+    """
+    num_consts, num_carry = scan_parts(eqn.params)
+    first = num_consts + num_carry
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = body([*values[:num_consts], *carry, *slices])
+        return out[:num_carry], out[num_carry:]
+
+    same = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(
+        step, list(values[num_consts:first]), list(values[first:]), **same
+    )
+    return [*carry, *stacked]
 
 
 def _dead_after(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[list[Any]]:

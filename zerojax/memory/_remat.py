@@ -10,13 +10,25 @@ Source: arXiv 1910.02054, section 6.1 (Pa, Pa+cpu).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, opened, scan_parts
+from zerojax._jaxpr import (
+    PLAIN_CALLS,
+    REMATERIALISED,
+    bind,
+    called,
+    depending,
+    is_variable,
+    opened,
+    run,
+    run_scan,
+    scan_parts,
+)
 from zerojax.memory._host import check_host_memory, offloaded_kinds
 from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
 from zerojax.memory._names import carries, check_names, has_layers, works_outside
@@ -76,9 +88,9 @@ def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) ->
         moving = [number >= weights for number in range(len(flat))]
         runner = _Runner(chosen)
         if chosen.recompute != "none" and not has_layers(traced):
-            result = runner.layer(traced, moving)(*flat)
+            result = runner.layer(traced, moving)(flat)
         else:
-            result = runner.run(*opened(traced), flat, moving)
+            result = runner.run(traced, flat, moving)
         return jax.tree.unflatten(jax.tree.structure(out), result)
 
     return wrapped
@@ -93,89 +105,59 @@ class _Runner:
         # Layer inputs are kept under a name, rather than as what `jax.checkpoint` is given.
         self.names = policy.partition is not None or LAYER_INPUT in policy.offload
 
-    def run(
-        self,
-        jaxpr: core.Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-        moving: Sequence[bool],
-    ) -> list[Any]:
-        """Run a jaxpr outside of layers."""
-        env: dict[Any, Any] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-        )
-        moves = {var for var, flag in zip(jaxpr.invars, moving, strict=True) if flag}
+    def run(self, program: Any, args: Sequence[Any], moving: Sequence[bool]) -> list[Any]:
+        """Run a program outside of layers."""
+        jaxpr, _ = opened(program)
+        moves = depending(jaxpr.eqns, itertools.compress(jaxpr.invars, moving))
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
+        def step(eqn: Any, values: list[Any]) -> list[Any]:
+            return self._eqn(eqn, values, [is_variable(x) and x in moves for x in eqn.invars])
 
-        for eqn in jaxpr.eqns:
-            flags = [not isinstance(v, core.Literal) and v in moves for v in eqn.invars]
-            out = self._eqn(eqn, [*map(read, eqn.invars)], flags)
-            env.update(zip(eqn.outvars, out, strict=True))
-            if any(flags):
-                moves.update(eqn.outvars)
-        return [read(var) for var in jaxpr.outvars]
+        return run(program, args, step)
 
     def _eqn(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
         name = eqn.primitive.name
+        inner = called(eqn)
         if name == REMATERIALISED:
-            return self.layer(called(eqn), moving, prevent_cse=eqn.params["prevent_cse"])(*values)
-        if name in PLAIN_CALLS and has_layers(called(eqn)):
-            return self.run(*opened(called(eqn)), values, moving)
+            return self.layer(inner, moving, prevent_cse=eqn.params["prevent_cse"])(values)
+        if name in PLAIN_CALLS and has_layers(inner):
+            return self.run(inner, values, moving)
         if name == "scan":
             return self._scan(eqn, values, moving)
         return bind(eqn, values)
 
     def layer(
-        self,
-        jaxpr: Any,
-        moving: Sequence[bool],
-        *,
-        wraps: bool = True,
-        prevent_cse: bool = True,
-    ) -> Callable[..., list[Any]]:
-        """Make a layer a function, rematerialised as asked for."""
-        if self.policy.recompute == "none" or not wraps:
-            return lambda *args: self.run(*opened(jaxpr), args, moving)
+        self, program: Any, moving: Sequence[bool], *, prevent_cse: bool = True
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """Make a layer a function of its inputs, rematerialised as asked for."""
+        if self.policy.recompute == "none":
+            return functools.partial(self.run, program, moving=moving)
 
-        def run(*args: Any) -> list[Any]:
+        def layer(args: Sequence[Any]) -> list[Any]:
             given = [
                 cut_input(x, self.policy.partition) if self.names and flag else x
                 for x, flag in zip(args, moving, strict=True)
             ]
-            out = _as_it_is(*opened(jaxpr), given)
+            out = run(program, given)
             return [whole_gradient(y, self.policy.partition) for y in out]
 
-        return jax.checkpoint(run, policy=self.saves, prevent_cse=prevent_cse)
+        return jax.checkpoint(layer, policy=self.saves, prevent_cse=prevent_cse)
 
     def _scan(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
-        params = eqn.params
-        num_consts, num_carry = scan_parts(params)
-        first = num_consts + num_carry
-        body = params["jaxpr"]
-        wraps = not (has_layers(body) and not works_outside(body))
+        num_consts, num_carry = scan_parts(eqn.params)
+        body = eqn.params["jaxpr"]
         # Only what is carried differs from layer to layer and is stacked for the backward pass.
         carried = carries(body, moving, num_consts, num_carry)
         # A scan's forward and backward pass are loops of their own: nothing could be merged.
-        layer = self.layer(body, carried, wraps=wraps, prevent_cse=False)
-        consts, carry = values[:num_consts], values[num_consts:first]
-
-        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = layer(*consts, *carry, *xs)
-            return out[:num_carry], out[num_carry:]
-
-        carry, ys = jax.lax.scan(
-            step,
-            carry,
-            values[first:],
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        if has_layers(body) and not works_outside(body):
+            layer = functools.partial(self.run, body, moving=carried)
+        else:
+            layer = self.layer(body, carried, prevent_cse=False)
+        out = run_scan(eqn, values, layer)
         # What the last layer gives is whole, and so is its gradient, with which the backward pass
         # begins: how a loop starts decides how it carries on.
-        return [*(whole(x, self.policy.partition) for x in carry), *ys]
+        last = [whole(x, self.policy.partition) for x in out[:num_carry]]
+        return [*last, *out[num_carry:]]
 
 
 def _saves(policy: RematPolicy) -> Callable[..., Any] | None:
@@ -199,7 +181,3 @@ def _saves(policy: RematPolicy) -> Callable[..., Any] | None:
 
         return either
     return named if policy.keep or policy.offload or inputs else None
-
-
-def _as_it_is(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return list(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, consts))(*args))

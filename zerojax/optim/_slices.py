@@ -8,33 +8,34 @@ leaf's states are at hand.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from zerojax._jaxpr import bind, opened
+from zerojax._jaxpr import (
+    EquationRunner,
+    bind,
+    called,
+    depending,
+    opened,
+    run,
+    run_equations,
+    variables,
+)
 from zerojax._tree import num_elements
 from zerojax._types import PyTree
 
 #: Operations that compute each element from the same element of their operands.
 ELEMENTWISE = frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "cos", "cosh", "div", "eq",
-        "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
-        "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
-        "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real", "reduce_precision", "rem",
-        "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-        "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"
-    }
-)  # fmt: skip
-_CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
-}  # fmt: skip
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
+    convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow
+    real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +52,10 @@ class Slice:
     eqns: tuple[Any, ...]
     outputs: tuple[Any, ...]
 
-    def run(self, values: Sequence[Any], step: Callable[..., list[Any]] = bind) -> list[Any]:
+    def run(self, values: Sequence[Any], step: EquationRunner = bind) -> list[Any]:
         """Run the equations; `step(eqn, operands)` runs one."""
-        env = dict(zip(self.inputs, values, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in self.eqns:
-            env.update(zip(eqn.outvars, step(eqn, [read(x) for x in eqn.invars]), strict=True))
-        return [read(atom) for atom in self.outputs]
+        given = dict(zip(self.inputs, values, strict=True))
+        return run_equations(self.eqns, given, self.outputs, step)
 
     def not_elementwise(self) -> list[str]:
         """Name the operations that look at other elements than the one they compute."""
@@ -84,7 +79,7 @@ class Traced:
     def __init__(self, function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         traced, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        flat = jax.make_jaxpr(functools.partial(_inlined, *opened(traced)))(
+        flat = jax.make_jaxpr(lambda *leaves: run(traced, leaves, _inline))(
             *jax.tree.leaves(shapes)
         )
         jaxpr, consts = opened(flat)
@@ -97,17 +92,13 @@ class Traced:
 
     def depending(self, given: Iterable[Any]) -> set[Any]:
         """Collect the variables that depend on some of the inputs."""
-        found = set(given)
-        for eqn in self._eqns:
-            if any(x in found for x in eqn.invars if not isinstance(x, core.Literal)):
-                found.update(eqn.outvars)
-        return found
+        return depending(self._eqns, given)
 
     def slice(self, outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:
         """Collect what outputs need, back to inputs and to variables at which to stop."""
         needed: set[int] = set()
         inputs: dict[Any, None] = {}
-        todo = [x for x in outputs if not isinstance(x, core.Literal)]
+        todo = variables(outputs)
         while todo:
             var = todo.pop()
             if var not in self._made or stop(var):
@@ -115,7 +106,7 @@ class Traced:
             elif (number := self._made[var]) not in needed:
                 needed.add(number)
                 eqn = self._eqns[number]
-                todo += [x for x in eqn.invars if not isinstance(x, core.Literal)]
+                todo += variables(eqn.invars)
         return Slice(tuple(inputs), tuple(self._eqns[n] for n in sorted(needed)), tuple(outputs))
 
     def is_scalar(self, var: Any) -> bool:
@@ -128,18 +119,7 @@ def is_fill(eqn: Any) -> bool:
     return eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
 
 
-def _inlined(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """Run a jaxpr with its calls inlined."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
-        called = _CALLS.get(eqn.primitive.name)
-        out = (
-            bind(eqn, values) if called is None else _inlined(*opened(eqn.params[called]), *values)
-        )
-        env.update(zip(eqn.outvars, out, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _inline(eqn: Any, values: list[Any]) -> list[Any]:
+    """Run an equation; of a call, what it holds."""
+    inner = None if eqn.primitive.name == "shard_map" else called(eqn)
+    return bind(eqn, values) if inner is None else run(inner, values, _inline)
