@@ -1,7 +1,6 @@
 """How bytes move."""
 
 from zerojax.collectives._buckets import check_bucket_bytes, compiler_options
-from zerojax.collectives._gather import gather_where_used
 from zerojax.collectives._placement import (
     auto_region,
     constrain,
@@ -13,6 +12,7 @@ from zerojax.collectives._placement import (
     view,
 )
 from zerojax.collectives._reduce import accumulate, reduce_once
+from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._writeback import write_back
 
 __all__ = [

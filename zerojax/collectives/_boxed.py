@@ -10,17 +10,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax._jaxpr import opened
-from zerojax.collectives._phases import gather, scatter
-from zerojax.layout import Layout, LeafLayout
-from zerojax.layout._leaf import Entries
+from zerojax._jaxpr import bind, opened
+from zerojax.collectives._gather import gather, scatter
+from zerojax.layout import Entries, Layout, LeafLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """An equation that waits for the gather.
+
+    Attributes:
+        eqn: the equation, of one result.
+        operands: its inputs: scalars, and None in the place of the box.
+    """
+
+    eqn: Any
+    operands: tuple[Any, ...]
+
+    def run(self, opened: jax.Array) -> jax.Array:
+        """Run the equation on the opened box."""
+        return bind(self.eqn, [opened if x is None else x for x in self.operands])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +49,7 @@ class Boxed:
         size: logical size of `dim`, which padding may exceed.
         dtype: dtype that the use asks for; wider than the value's where a cast waits.
         path: for messages.
-        pending: operations that wait for the gather, in order.
+        pending: equations that wait for the gather, in order.
     """
 
     value: jax.Array
@@ -43,12 +58,16 @@ class Boxed:
     size: int
     dtype: Any
     path: str
-    pending: tuple[Callable[[jax.Array], jax.Array], ...] = ()
+    pending: tuple[Pending, ...] = ()
 
     @property
     def is_padded(self) -> bool:
         """Whether the stored value is longer than the logical one."""
         return self.dim is not None and self.value.shape[self.dim] != self.size
+
+    def holding(self, value: jax.Array) -> Boxed:
+        """Hold another array of the same placement."""
+        return dataclasses.replace(self, value=value)
 
     def moved(self, value: jax.Array, dims: tuple[int | None, ...]) -> Boxed:
         """Follow a structural operation; `dims` says where each new dim comes from."""
@@ -108,15 +127,15 @@ class Opening:
 
         give.defvjp(lambda x: (give(x), None), backward)
         out = give(boxed.value)
-        for operation in boxed.pending:
-            out = operation(out)
+        for pending in boxed.pending:
+            out = pending.run(out)
         return out
 
 
 def cast(boxed: Boxed, dtype: Any) -> Boxed:
     """Cast a boxed parameter: at once where that leaves less to gather, else after the gather."""
     if jnp.dtype(dtype).itemsize < jnp.dtype(boxed.value.dtype).itemsize:
-        return dataclasses.replace(boxed, value=boxed.value.astype(dtype), dtype=dtype)
+        boxed = boxed.holding(boxed.value.astype(dtype))
     return dataclasses.replace(boxed, dtype=dtype)
 
 
@@ -125,16 +144,9 @@ GATHERED = "zerojax_gathered"
 
 #: What stands between a gather and the use of a weight; cheap to do again.
 FROM_GATHERED = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "reshape",
-        "sharding_constraint",
-        "slice",
-        "squeeze",
-        "transpose",
-    }
+    """
+    broadcast_in_dim convert_element_type copy reshape sharding_constraint slice squeeze transpose
+    """.split()
 )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax.collectives._boxed import Boxed, Opening
-from zerojax.collectives._phases import PerDevice
+from zerojax.collectives._gather import PerDevice
 from zerojax.collectives._placement import constrain
 from zerojax.layout import Layout
 
@@ -51,7 +51,7 @@ def look_up(eqn: Any, boxed: Boxed, indices: jax.Array, opening: Opening) -> jax
 
     @jax.custom_vjp
     def take_rows(value: jax.Array, indices: jax.Array) -> jax.Array:
-        table = opening.open_box(boxed.moved(value, tuple(range(value.ndim))))
+        table = opening.open_box(boxed.holding(value))
         return eqn.primitive.bind(table, indices, **eqn.params)
 
     def local(cotangent: jax.Array, indices: jax.Array) -> jax.Array:

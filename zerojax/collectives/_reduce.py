@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
-from zerojax.collectives._phases import PerDevice, scatter
+from zerojax.collectives._gather import PerDevice, scatter
 from zerojax.collectives._placement import constrain, to_stored
 from zerojax.layout import Layout, LeafLayout
 

@@ -4,59 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives._boxed import Boxed, cast
+from zerojax._jaxpr import bind
+from zerojax.collectives._boxed import Boxed, Pending, cast
 
 #: Elementwise operations that are safe in padding: finite there, and so are their derivatives.
-LINEAR = frozenset({"abs", "add", "add_any", "copy", "max", "min", "mul", "neg", "sign", "sub"})
+LINEAR = frozenset("abs add add_any copy max min mul neg sign sub".split())
 
 #: Elementwise operations that are done on shards when everything else in them is a scalar.
-ELEMENTWISE = LINEAR | {
-    "cos", "div", "exp", "integer_pow", "log", "logistic", "pow", "rsqrt", "sin", "sqrt", "square",
-    "tanh",
-}  # fmt: skip
+ELEMENTWISE = LINEAR.union(
+    "cos div exp integer_pow log logistic pow rsqrt sin sqrt square tanh".split()
+)
 
 #: Operations that wait for the gather when they can't be done on shards, and are done again for
 #: the backward pass; kept, their results would be whole weights.
-DEFERRED = ELEMENTWISE | {
-    "broadcast_in_dim", "convert_element_type", "expand_dims", "reshape", "rev", "slice", "squeeze",
-    "transpose",
-}  # fmt: skip
+DEFERRED = ELEMENTWISE.union(
+    "broadcast_in_dim convert_element_type expand_dims reshape rev slice squeeze transpose".split()
+)
 
 
-def keep_boxed(
-    eqn: Any, values: list[Any], bind: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any] | None:
+def keep_boxed(eqn: Any, values: list[Any]) -> list[Any] | None:
     """Carry a box through one equation, or return None where it has to be opened.
+
+    Of `b = transpose a; c = mul b 0.5; d = add c x`, a and b and c stay on shards; d, where x is an
+    array, is a real use.
 
     Args:
         eqn: the equation.
         values: its inputs; at least one is `Boxed`.
-        bind: runs the equation on arrays.
     """
     if eqn.primitive.name == "optimization_barrier":
         out = bind(eqn, [v.value if isinstance(v, Boxed) else v for v in values])
         return [
-            v.moved(x, tuple(range(x.ndim))) if isinstance(v, Boxed) else x
-            for v, x in zip(values, out, strict=True)
+            v.holding(x) if isinstance(v, Boxed) else x for v, x in zip(values, out, strict=True)
         ]
     boxes = [v for v in values if isinstance(v, Boxed)]
     if len(boxes) != 1:
         return None
-    kept = None if boxes[0].pending else _on_shards(eqn, values, boxes[0], bind)
-    return _after_gather(eqn, values, boxes[0], bind) if kept is None else kept
+    kept = None if boxes[0].pending else _on_shards(eqn, values, boxes[0])
+    return _after_gather(eqn, values, boxes[0]) if kept is None else kept
 
 
-def _on_shards(
-    eqn: Any, values: list[Any], boxed: Boxed, bind: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any] | None:
+def _on_shards(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
     """Run an equation on the stored value, if it treats all shards alike."""
     name, params = eqn.primitive.name, eqn.params
+    arrays = [v.value if isinstance(v, Boxed) else v for v in values]
     if name == "convert_element_type":
         new = params["new_dtype"]
         both_float = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(boxed.dtype, jnp.floating)
@@ -68,8 +64,8 @@ def _on_shards(
             return None
         if any(jnp.ndim(v) for v in values if not isinstance(v, Boxed)):
             return None
-        out = bind(eqn, [v.value if isinstance(v, Boxed) else v for v in values])[0]
-        return [boxed.moved(out, tuple(range(out.ndim)))] if out.dtype == boxed.dtype else None
+        (out,) = bind(eqn, arrays)
+        return [boxed.holding(out)] if out.dtype == boxed.dtype else None
     dims = _dims_after(name, params, boxed.value.shape, boxed)
     if dims is None:
         return None
@@ -79,22 +75,15 @@ def _on_shards(
         return [_reshape(eqn, boxed, dims)]
     if name == "dynamic_slice" and boxed.is_padded:
         return None
-    outs = bind(eqn, [v.value if isinstance(v, Boxed) else v for v in values])
-    return [boxed.moved(out, dims) for out in outs]
+    return [boxed.moved(out, dims) for out in bind(eqn, arrays)]
 
 
-def _after_gather(
-    eqn: Any, values: list[Any], boxed: Boxed, bind: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any] | None:
+def _after_gather(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
     """Put an equation off until the box is opened, if it is cheap and else needs only scalars."""
-    others = [v for v in values if not isinstance(v, Boxed)]
-    if eqn.primitive.name not in DEFERRED or any(jnp.ndim(v) for v in others):
+    operands = tuple(None if isinstance(v, Boxed) else v for v in values)
+    if eqn.primitive.name not in DEFERRED or any(jnp.ndim(v) for v in operands if v is not None):
         return None
-
-    def operation(x: jax.Array) -> jax.Array:
-        return bind(eqn, [x if isinstance(v, Boxed) else v for v in values])[0]
-
-    return [dataclasses.replace(boxed, pending=(*boxed.pending, operation))]
+    return [dataclasses.replace(boxed, pending=(*boxed.pending, Pending(eqn, operands)))]
 
 
 def _dims_after(
@@ -151,7 +140,7 @@ def _slice(eqn: Any, boxed: Boxed) -> Boxed:
     assert boxed.dim is not None
     limits[boxed.dim] = boxed.value.shape[boxed.dim]
     out = jax.lax.slice(boxed.value, eqn.params["start_indices"], limits, eqn.params["strides"])
-    return boxed.moved(out, tuple(range(out.ndim)))
+    return boxed.holding(out)
 
 
 def _reshape(eqn: Any, boxed: Boxed, dims: tuple[int | None, ...]) -> Boxed:
