@@ -1,6 +1,6 @@
 """Make a virtual environment that holds the project, or find it made.
 
-    python scripts/make_environment.py FOLDER [EXTRA]
+    python scripts/make_environment.py FOLDER EXTRAS    # as pip has them: cli, or dev,aot
 
 Runs on a bare Python 3.11 or newer with pip. May be called by several processes at once, and again
 after it was interrupted. A change of pyproject.toml brings the environment up to date.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-ENOUGH = {"": ("", "dev"), "dev": ("dev",), "aot": ("aot",)}  # what holds what an extra needs
+HOLD = {"cli": ("cli", "dev")}  # the extras that hold what others need, where not only themselves
 
 
 def stamp(folder: Path, holds: str = "") -> str:
@@ -38,7 +38,7 @@ def found(folder: Path) -> str | None:
 
 def ready(folder: Path, extra: str) -> bool:
     """Tell whether nothing is left to do."""
-    enough = [stamp(folder, content(e)) for e in ENOUGH[extra]]
+    enough = [stamp(folder, content(one)) for one in HOLD.get(extra, (extra,))]
     return found(folder) in enough and runs(folder)
 
 
@@ -93,12 +93,12 @@ def install(folder: Path, extra: str, lock: IO[str]) -> bool:
     if not succeeds([*pip, "--version"]):
         pip = [sys.executable, "-m", "pip", "--python", python]
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-compile"]
-    command = [*pip, "install", *options, "--editable", f"{ROOT}[{extra}]" if extra else str(ROOT)]
+    command = [*pip, "install", *options, "--editable", f"{ROOT}[{extra}]"]
     # pip holds the lock too: it may outlive this process.
     return subprocess.run(command, pass_fds=(lock.fileno(),), check=False).returncode == 0
 
 
-def main(folder: Path, extra: str = "") -> int:
+def main(folder: Path, extra: str) -> int:
     """Make the environment unless it is there; give the exit status."""
     if ready(folder, extra):
         return 0
@@ -114,7 +114,7 @@ def main(folder: Path, extra: str = "") -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
+        sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
     except KeyboardInterrupt:
         say("stopped; the next run goes on")
         sys.exit(130)

@@ -1,5 +1,7 @@
 """ZeRO for JAX: model states partitioned over a device mesh."""
 
+import zerojax._quiet  # noqa: F401  # the first to import jax
+from zerojax._version import __version__
 from zerojax.aot import search_plans, topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
@@ -33,6 +35,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transformer",
+    "__version__",
     "abstract_train_state",
     "apply_updates",
     "audit",

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from zerojax._quiet import quiet_stderr
 from zerojax.aot import MissingCompiler, known_topologies, parse_topology, topology_mesh
 from zerojax.aot import _plugin as plugin
 from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, gpu_target_config
@@ -158,7 +159,7 @@ def test_the_pin_is_read_from_jax_itself():
 
 
 def test_known_noise_is_dropped_and_the_rest_passes(capfd):
-    with plugin.quiet_stderr():
+    with quiet_stderr():
         os.write(2, b"I0000 cudart_stub.cc:31] Could not find cuda drivers\nsomething real\n")
     assert capfd.readouterr().err == "something real\n"
 

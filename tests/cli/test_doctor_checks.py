@@ -100,11 +100,12 @@ def test_an_installed_package_and_a_checkout_say_the_same(monkeypatch):
     monkeypatch.setattr(metadata, "distribution", lambda name: held)
     installed = Project.read()
     assert installed.is_installed
-    for extra in ("", "notebooks", "aot"):
+    for extra in ("", "notebooks", "checkpoint", "cli", "aot"):
         names = [one.name for one in installed.of_extra(extra)]
         assert names == [one.name for one in checkout.of_extra(extra)]
         assert ("optax" in names) == (not extra)
         assert ("nbclient" in names) == (extra == "notebooks")
+        assert ("orbax-checkpoint" in names) == (extra in ("checkpoint", "cli", "notebooks"))
 
 
 def test_a_requirement_of_another_platform_is_none_here():

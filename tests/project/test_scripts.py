@@ -49,22 +49,22 @@ def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_environment_is_made_once(maker):
     assert maker.main(maker.folder, "dev") == 0
     assert maker.main(maker.folder, "dev") == 0
-    assert maker.main(maker.folder) == 0, "what the tests need holds what training needs"
+    assert maker.main(maker.folder, "cli") == 0, "what the tests need holds what training needs"
     assert maker.installed == ["dev"]
 
 
 def test_tests_need_more_than_training(maker):
-    maker.main(maker.folder)
+    maker.main(maker.folder, "cli")
     maker.main(maker.folder, "dev")
-    assert maker.installed == ["", "dev"]
+    assert maker.installed == ["cli", "dev"]
 
 
 def test_a_change_of_pyproject_brings_it_up_to_date_in_place(maker):
-    maker.main(maker.folder)
+    maker.main(maker.folder, "cli")
     (maker.folder / "kept").touch()
     (maker.ROOT / "pyproject.toml").write_text("[project]\nversion = '2'\n")
-    maker.main(maker.folder)
-    assert maker.installed == ["", ""]
+    maker.main(maker.folder, "cli")
+    assert maker.installed == ["cli", "cli"]
     assert (maker.folder / "kept").exists()
 
 
@@ -76,25 +76,25 @@ def test_an_interrupted_installation_starts_over(maker, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(maker, "install", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            maker.main(maker.folder)
-    assert maker.main(maker.folder) == 0
-    assert maker.installed == [""]
+            maker.main(maker.folder, "cli")
+    assert maker.main(maker.folder, "cli") == 0
+    assert maker.installed == ["cli"]
     assert not (maker.folder / "half").exists()
 
 
 def test_an_environment_that_was_moved_is_made_anew(maker):
-    maker.main(maker.folder)
+    maker.main(maker.folder, "cli")
     moved = maker.folder.rename(maker.folder.with_name(".venv-moved"))
     (moved / "bin/pip").write_text("names the old place in its first line")
-    maker.main(moved)
-    assert maker.installed == ["", ""]
+    maker.main(moved, "cli")
+    assert maker.installed == ["cli", "cli"]
     assert not (moved / "bin/pip").exists()
 
 
 def test_a_folder_of_somebody_elses_is_left_alone(maker, capsys):
     maker.folder.mkdir()
     (maker.folder / "thesis.txt").touch()
-    assert maker.main(maker.folder) == 1
+    assert maker.main(maker.folder, "cli") == 1
     assert (maker.folder / "thesis.txt").exists()
     assert "remove or rename" in capsys.readouterr().err
 

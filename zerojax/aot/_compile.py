@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from zerojax._quiet import quiet_stderr
 from zerojax.aot._cache import Compilation, ProgramCache, Shortage, digest
-from zerojax.aot._plugin import quiet_stderr
 from zerojax.audit import Program
 
 # "memory required for HLO temporaries (124.22G) exceeds available HBM (15.75G)", and

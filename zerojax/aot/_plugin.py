@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+
+from zerojax._quiet import quiet_stderr
 
 # Unless told not to, libtpu asks the metadata server of a TPU machine and locks its chips.
 _TPU_ENVIRONMENT = {
@@ -30,9 +28,6 @@ _TPU_ENVIRONMENT = {
 _DEVICE_FILES = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
 _CUDA_MODULES = ("xla_cuda13", "xla_cuda12")
 _NVCC_MODULES = ("cu13", "cuda_nvcc")  # where jax itself looks for ptxas and libdevice
-_NOISE = re.compile(
-    r"cudart_stub\.cc|absl::InitializeLog\(\)|InitGoogle\(\)|hlo_rematerialization\.cc"
-)
 
 
 class MissingCompiler(RuntimeError):
@@ -64,25 +59,6 @@ def gpu_devices(target_config: str, *, num_nodes: int, gpus_per_node: int) -> li
             importlib.import_module(f"jax_plugins.{module}").initialize()
             topology = topologies.get_topology_desc("", platform="cuda", **arrangement)
     return list(topology.devices)
-
-
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Hold back what C++ writes to stderr, and pass on all of it but the known noise."""
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        kept = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-            held.seek(0)
-            for line in held.read().splitlines(keepends=True):
-                if not _NOISE.search(line.decode(errors="replace")):
-                    os.write(2, line)
 
 
 def _require_libtpu() -> None:

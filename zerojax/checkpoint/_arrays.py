@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax._extras import extra
 from zerojax.checkpoint._manifest import ARRAYS, Manifest
 
 #: Bytes of the rows that are read at a time.
@@ -24,7 +25,8 @@ class SavedArrays:
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
-        import tensorstore
+        with extra("checkpoint", "reading a checkpoint"):
+            import tensorstore
 
         self._tensorstore = tensorstore
         self._manifest = manifest

@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import xxhash
+from zerojax._extras import extra
 
 #: Bytes that are read at a time, bytes of a segment of a large file, and how many at once.
 BLOCK = 1 << 18
@@ -43,7 +44,7 @@ class DamagedCheckpointError(ValueError):
 
 def digest_text(text: str) -> str:
     """Give the digest of a text."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return _hash(text.encode()).hexdigest()
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
@@ -98,12 +99,12 @@ def _digest(path: Path, threads: ThreadPoolExecutor) -> FileDigest:
     if len(parts) == 1:
         return FileDigest(count, parts[0][0].hex())
     joined = b"".join(digest for digest, _ in parts)
-    return FileDigest(count, xxhash.xxh3_128_hexdigest(joined))
+    return FileDigest(count, _hash(joined).hexdigest())
 
 
 def _digest_segment(path: Path, start: int) -> tuple[bytes, int]:
     """Give the digest of a segment and its bytes."""
-    state, block, left = xxhash.xxh3_128(), bytearray(BLOCK), SEGMENT
+    state, block, left = _hash(), bytearray(BLOCK), SEGMENT
     view = memoryview(block)
     with path.open("rb", buffering=0) as file:
         file.seek(start)
@@ -111,6 +112,13 @@ def _digest_segment(path: Path, start: int) -> tuple[bytes, int]:
             state.update(view[:size])
             left -= size
     return state.digest(), SEGMENT - left
+
+
+def _hash(content: bytes = b"") -> Any:
+    """Start an XXH3-128 digest."""
+    with extra("checkpoint", "the digest of a checkpoint"):
+        import xxhash
+    return xxhash.xxh3_128(content)
 
 
 def part_of_digests(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:

@@ -18,7 +18,7 @@ from zerojax._types import PyTree
 from zerojax.checkpoint._agreement import gather_texts
 from zerojax.checkpoint._digests import DamagedCheckpointError
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, read_whole
-from zerojax.checkpoint._orbax import barrier
+from zerojax.checkpoint._orbax import barrier, require_orbax
 from zerojax.checkpoint._restore import restore
 from zerojax.checkpoint._save import REMOVED, PendingSave, check_step, start_save
 from zerojax.layout import Layout
@@ -74,6 +74,7 @@ class Checkpoints:
         keep: Any = None,
         tx: optax.GradientTransformation | None = None,
     ) -> None:
+        require_orbax()
         is_number = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1
         if not (keep is None or is_number or hasattr(keep, "should_preserve")):
             raise ValueError(f"keep is {keep!r}; give at least 1, a policy of orbax, or None")

@@ -6,11 +6,14 @@ long as writing (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from zerojax._extras import extra
 
 #: Bytes of a chunk: the least that is read of a leaf, the most beyond what a device needs.
 CHUNK_BYTES = 16 << 20
@@ -20,6 +23,17 @@ MIN_SLICE_BYTES = 4 << 20
 READ_PARTS, READ_BYTES = 32, 8 << 20
 #: Shards that orbax is asked for at once: each that was read wakes all others that wait.
 MOST_READS = 1024
+
+
+def require_orbax() -> None:
+    """Check that the extra `checkpoint` is installed, before anything is written or read.
+
+    Raises:
+        ImportError: a package is missing; the message has the pip line.
+    """
+    with extra("checkpoint", "a checkpoint"):
+        for package in ("orbax.checkpoint", "tensorstore", "xxhash"):
+            importlib.import_module(package)
 
 
 def make_checkpointer() -> Any:

@@ -18,7 +18,7 @@ from zerojax.checkpoint._agreement import agree_whole, read_agreed
 from zerojax.checkpoint._digests import FileDigest, wrong_contents, wrong_sizes
 from zerojax.checkpoint._leaves import dtype_of, named_leaves
 from zerojax.checkpoint._manifest import ARRAYS, Manifest
-from zerojax.checkpoint._orbax import read_arrays
+from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout
 
@@ -56,6 +56,7 @@ def restore(
         IncompatibleCheckpointError: leaves are missing, left over, or of another shape or dtype, or
             the optimizer is another; nothing has been read then.
     """
+    require_orbax()
     root = Path(directory).absolute()
     manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)

@@ -30,7 +30,7 @@ from zerojax.checkpoint._manifest import (
     make_manifest,
     write_manifest,
 )
-from zerojax.checkpoint._orbax import barrier, make_checkpointer, save_args
+from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
 from zerojax.layout import Layout
 
 #: Ends the name of what is removed: so renamed first, it is whole or not there at all.
@@ -164,6 +164,7 @@ def start_save(
     Returns:
         What to `wait` for; only then the checkpoint is known to be there.
     """
+    require_orbax()
     root = Path(directory).absolute()
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 
+from zerojax._extras import MissingExtra
+from zerojax._version import __version__
 from zerojax.cli.checkpoint._command import checkpoint
 from zerojax.cli.compile._command import compile_
 from zerojax.cli.doctor._command import doctor
@@ -39,11 +40,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         import jax
 
-        try:
-            mine = metadata.version("zerojax")
-        except metadata.PackageNotFoundError:
-            mine = "(not installed)"
-        typer.echo(f"zerojax {mine}, jax {jax.__version__}")
+        typer.echo(f"zerojax {__version__}, jax {jax.__version__}")
         raise typer.Exit
 
 
@@ -70,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end("interrupted", status) if status == INTERRUPTED else status
     except _UsageError as error:
         return _end(error.format_message(), 2)
+    except MissingExtra as missing:
+        return _end(str(missing), 2)
     except Failure as failure:
         return _end(str(failure), failure.status)
     except Interrupted as stop:

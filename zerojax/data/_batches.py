@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
+from zerojax._extras import extra
+
 if TYPE_CHECKING:
     import grain
 
@@ -83,6 +85,7 @@ def make_batches(
     num_epochs=None never ends.
 
     Raises:
+        ImportError: the extra `cli` is not installed; the message has the pip line.
         ValueError: the tokens fill no batch, the processes do not divide it, or no such process.
     """
     if batch_size < 1 or process_count < 1 or batch_size % process_count:
@@ -103,7 +106,8 @@ def make_batches(
             f"batch of {batch_size}; give more text, a smaller batch or a smaller context"
         )
 
-    import grain  # takes a second or two, which importing zerojax should not
+    with extra("cli", "zerojax.data.make_batches"):
+        import grain  # takes a second or two, which importing zerojax should not
 
     dataset = grain.MapDataset.source(windows).shuffle(seed)[: num_batches * batch_size]
     dataset = dataset[process_index::process_count].repeat(num_epochs)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerojax._extras import extra
 from zerojax.cli.compile._result import Answer, in_words, unit_of
 from zerojax.cli.train._plot import COLORS
 
@@ -31,8 +32,9 @@ DASHES = (0, (3, 2))
 
 def write_stages_plot(answers: Sequence[Answer], path: Path) -> None:
     """Write the drawing as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("cli", "a plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(6, 4))

@@ -89,7 +89,7 @@ class Project:
         return cls(version, python, [Requirement(line) for line in lines], is_installed=True)
 
     def of_extra(self, extra: str = "") -> list[Requirement]:
-        """Give the requirements of an extra alone; by default those without any."""
+        """Return the requirements of an extra alone; by default those without any."""
 
         def holds(one: Requirement, name: str) -> bool:
             return one.marker is None or one.marker.evaluate({"extra": name})
@@ -97,7 +97,11 @@ class Project:
         plain = [one for one in self.requirements if holds(one, "")]
         if not extra:
             return plain
-        return [one for one in self.requirements if holds(one, extra) and one not in plain]
+        found = [one for one in self.requirements if holds(one, extra) and one not in plain]
+        # An extra may name others of the package's own: zerojax[checkpoint] is no requirement.
+        others = [name for one in found if one.name == "zerojax" for name in sorted(one.extras)]
+        found = [one for one in found if one.name != "zerojax"]
+        return found + [one for name in others for one in self.of_extra(name)]
 
 
 def check_python(bench: Bench) -> Finding:
@@ -113,9 +117,9 @@ def check_python(bench: Bench) -> Finding:
 
 
 def check_packages(bench: Bench) -> Finding:
-    """Check the versions of the packages that zerojax needs."""
+    """Check the versions of the packages that zerojax and its command need."""
     project = Project.read()
-    wanted = project.of_extra()
+    wanted = [*project.of_extra(), *project.of_extra("cli")]
     wrong = _unmet(wanted)
     if wrong:
         return Finding(status="failed", found="; ".join(wrong.values()), remedy=_install(wrong))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerojax._extras import extra
 from zerojax.cli.plan._request import PlanQuestion
 from zerojax.cli.plan._screen import PRECISIONS, amount, unit_of
 from zerojax.cli.plan._sweep import counts_of, slower, sweep
@@ -46,8 +47,9 @@ HEADROOM = 2.5
 
 def write_plan_plot(question: PlanQuestion, path: Path) -> None:
     """Write the drawing as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("cli", "a plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     one, options = question.hardware, question.options
     plans = [question.plan(stage) for stage in STAGES]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
+from zerojax._extras import extra
 from zerojax.cli.train._metrics import Record
 from zerojax.cli.train._run import Session
 
@@ -24,8 +25,9 @@ MEASURED = "held by\ndevice 0"
 
 def write_plot(session: Session, record: Record, held: dict[str, int]) -> Path:
     """Write the plot and return its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("cli", "a plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(6, 5))

@@ -1,0 +1,22 @@
+"""The `zerojax` command, also as `python -m zerojax`; without its packages, one line says so."""
+
+from __future__ import annotations
+
+import sys
+
+from zerojax._extras import MissingExtra, extra
+
+
+def main() -> int:
+    """Run the command line and return its exit status."""
+    try:
+        with extra("cli", "the zerojax command"):
+            from zerojax import cli
+    except MissingExtra as missing:
+        sys.stderr.write(f"zerojax: {missing}\n")
+        return 2
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
