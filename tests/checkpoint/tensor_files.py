@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
-from zerojax.checkpoint._safetensors import Tensor, write
-from zerojax.checkpoint._safetensors_header import CODES, DTYPES
+from zerojax.checkpoint._safetensors_writer import Tensor, write
 
 BIG = 10**9
 
 
 def random(dtype, shape, seed=0):
     """Give arbitrary bits, NaNs of all kinds among them; a bool has only two."""
-    dtype = DTYPES[CODES[dtype]]
+    dtype = jnp.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     bits = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     return (bits % 2 if dtype == np.bool_ else bits).view(dtype).reshape(shape)

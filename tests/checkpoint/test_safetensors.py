@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+import tracemalloc
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,17 +13,9 @@ import safetensors
 import safetensors.numpy
 
 from tests.checkpoint.tensor_files import BIG, names_in, random, same, store
-from zerojax.checkpoint import _safetensors as module
-from zerojax.checkpoint._safetensors import SafetensorsReader, Tensor, write
-from zerojax.checkpoint._safetensors_header import CODES, DTYPES, is_safetensors
+from zerojax.checkpoint._safetensors import SafetensorsReader, is_safetensors
+from zerojax.checkpoint._safetensors_writer import CODES, Tensor, write
 
-ROOT = Path(__file__).resolve().parents[2]
-#: What the format has and numpy or jax too; 4 and 6 bits to an element are nobody's in memory.
-NAMES = [
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
-    "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
-    "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64",
-]  # fmt: skip
 SHAPES = [(), (1,), (7,), (5, 3), (2, 3, 4), (0, 3), (3, 0)]
 
 
@@ -41,12 +29,12 @@ def header_of(path):
 
 
 def test_every_dtype_that_the_format_shares_with_jax_is_known():
-    assert sorted(CODES) == sorted(NAMES)
     for name, code in CODES.items():
-        assert np.dtype(getattr(jnp, name)) == DTYPES[code]
+        spec = safetensors.TensorSpec(dtype=name, shape=[1], data_ptr=0, data_len=8)
+        assert (spec.dtype, jnp.dtype(name)) == (code, np.dtype(getattr(jnp, name)))
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("dtype", CODES)
 def test_the_formats_own_package_reads_what_is_written_to_the_bit(tmp_path, dtype):
     arrays = {str(shape): random(dtype, shape, seed) for seed, shape in enumerate(SHAPES)}
     (path,) = store(tmp_path / "a.safetensors", arrays, {"model": "größer"})
@@ -68,7 +56,7 @@ def test_the_formats_own_package_reads_what_is_written_to_the_bit(tmp_path, dtyp
         assert same(reader.read(name), array)
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("dtype", CODES)
 def test_what_the_formats_own_package_writes_is_read_to_the_bit(tmp_path, dtype):
     arrays = {str(shape): random(dtype, shape, seed) for seed, shape in enumerate(SHAPES)}
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors", {"by": "them"})
@@ -85,7 +73,7 @@ def test_names_keep_their_order_and_every_tensor_is_aligned(tmp_path):
     (path,) = store(tmp_path / "a.safetensors", arrays)
     header, start = header_of(path)
     assert start % 8 == 0
-    assert list(header) == list(SafetensorsReader(path).tensors) == list(arrays)
+    assert list(header) == list(arrays)
     for name, array in arrays.items():
         assert header[name]["data_offsets"][0] % array.dtype.itemsize == 0
     got = safetensors.numpy.load_file(path)
@@ -158,56 +146,25 @@ def test_a_folder_is_read_where_it_holds_one_model(tmp_path):
         SafetensorsReader(tmp_path / "none.safetensors")
 
 
-# ------------------------------------------------------------------ blocks and parts
+# ------------------------------------------------------------------ parts and blocks
 
 
-@pytest.mark.parametrize("max_bytes", [1, 12, 25, 1000])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_are_rows_in_order_and_no_larger_than_asked(tmp_path, shape, max_bytes):
-    want = random("float32", shape)
-    (path,) = store(tmp_path / "a.safetensors", {"x": want})
-    blocks = list(SafetensorsReader(path).blocks("x", max_bytes))
-    if shape:
-        row = math.prod(shape[1:]) * 4
-        assert all(len(block) <= 1 or block.nbytes <= max(max_bytes, row) for block in blocks)
-        assert same(np.concatenate(blocks), want)
-    else:
-        assert [same(block, want) for block in blocks] == [True]
-
-
-@pytest.mark.parametrize("long_row", [1, 40, 10**6], ids=["seeks", "both", "whole rows"])
 @pytest.mark.parametrize(
     "index",
     [
-        (), (slice(1, 4),), (slice(2, 3), slice(1, 4)), (slice(None), slice(0, 5), slice(2, 3)),
-        (slice(3, 3),), (slice(-2, None), slice(None, -1), slice(None)), (slice(None),) * 3,
-        (slice(0, 4, 1), slice(4, 2)), (slice(1, 100), slice(3, 4), slice(None)),
+        (),
+        (slice(1, 4),),
+        (slice(2, 3), slice(1, 4)),
+        (slice(None), slice(0, 5), slice(2, 3)),
+        (slice(3, 3),),
+        (slice(-2, None), slice(None, -1), slice(None)),
+        (slice(1, 100), slice(3, 4), slice(None)),
     ],
-)  # fmt: skip
-def test_any_part_equals_the_slice(tmp_path, monkeypatch, long_row, index):
-    monkeypatch.setattr(module, "LONG_ROW_BYTES", max(long_row, 30))
-    want = random("bfloat16", (4, 5, 3))  # rows of 30 bytes, of 6 within them
-    if long_row == 1:
-        want = random("bfloat16", (4, 5, 20))
+)
+def test_any_part_equals_the_slice(tmp_path, index):
+    want = random("bfloat16", (4, 5, 3))
     (path,) = store(tmp_path / "a.safetensors", {"before": random("int8", (3,)), "x": want})
     assert same(SafetensorsReader(path).read("x", index), want[index])
-
-
-def test_little_more_than_the_part_is_read(tmp_path, monkeypatch):
-    want = random("uint8", (4, 8, 2**17))
-    (path,) = store(tmp_path / "a.safetensors", {"x": want})
-    fill, counts = module._fill, []
-    monkeypatch.setattr(module, "_fill", lambda f, x, at: (counts.append(x.nbytes), fill(f, x, at)))
-    part = SafetensorsReader(path).read("x", (slice(None), slice(2, 4)))
-    assert same(part, want[:, 2:4])
-    assert sum(counts) == part.nbytes
-
-
-@pytest.mark.parametrize("index", [(slice(0, 4, 2),), (slice(0, 1),) * 2, (slice(4, 0, -1),)])
-def test_a_part_that_is_no_plain_slice_is_refused(tmp_path, index):
-    (path,) = store(tmp_path / "a.safetensors", {"x": random("int8", (4,))})
-    with pytest.raises(IndexError, match="slices of step 1"):
-        SafetensorsReader(path).read("x", index)
 
 
 def test_blocks_that_are_not_contiguous_are_written_in_order(tmp_path):
@@ -222,63 +179,31 @@ def test_blocks_that_are_not_contiguous_are_written_in_order(tmp_path):
     assert same(SafetensorsReader(path).read("x"), want)
 
 
-MEMORY = """
-import sys
-from pathlib import Path
-import numpy as np
-from zerojax.checkpoint._safetensors import SafetensorsReader, Tensor, write
-
 def peak(action):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    lines = lambda: Path("/proc/self/status").read_text().splitlines()
-    of = lambda key: int(next(l for l in lines() if l.startswith(key)).split()[1]) * 1024
-    before = of("VmRSS")
-    action()
-    return of("VmHWM") - before
-
-path, size, block = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-rows, width = block // 4096, 1024
-def tensor(num_rows):
-    def blocks():
-        for first in range(0, num_rows, rows):
-            yield np.full((rows, width), first, np.float32)
-    return Tensor("x", (num_rows, width), "float32", blocks)
-def put(path, num_rows):
-    write(path, [tensor(num_rows)], metadata={}, max_file_bytes=10**12)
-def get(path):
-    first = 0
-    for got in SafetensorsReader(path).blocks("x", block):
-        assert got.nbytes == block and got[0, 0] == got[-1, -1] == first
-        first += rows
-        del got
-def columns(path):
-    got = SafetensorsReader(path).read("x", (slice(None), slice(3, 4)))
-    assert got[-1, 0] == size // 4096 - rows
-warm = path.with_name("warm.safetensors")
-put(warm, rows), get(warm), SafetensorsReader(warm).read("x", (slice(None), slice(3, 4)))
-print(peak(lambda: put(path, size // 4096)), peak(lambda: get(path)), peak(lambda: columns(path)))
-"""
+    """Return the bytes that Python and NumPy allocate at most; mapped files do not count."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
-def measure(path, size, block):
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(path), str(size), str(block)],
-        # Freed blocks go back to the system at once, so that none hides in what was there before.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(figure) for figure in done.stdout.split()]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_grows_with_the_block_and_not_with_the_tensor(tmp_path):
-    size, block = 64 * 2**20, 4 * 2**20
-    for growth in measure(tmp_path / "a.safetensors", size, block):
-        assert growth < 1.5 * block  # a block, and less than a second one
+    rows, width, num_blocks = 1024, 1024, 16
+    block, path = rows * width * 4, tmp_path / "a.safetensors"
+
+    def blocks():
+        for first in range(num_blocks):
+            yield np.full((rows, width), first, np.float32)
+
+    tensor = Tensor("x", (num_blocks * rows, width), "float32", blocks)
+    written = peak(lambda: write(path, [tensor], metadata={}, max_file_bytes=10**12))
+    reader = SafetensorsReader(path)
+    one = peak(lambda: reader.read("x", (slice(rows, 2 * rows),)))
+    columns = peak(lambda: reader.read("x", (slice(None), slice(3, 4))))
+    assert max(written, one) < 1.5 * block  # a block, and less than a second one
+    assert columns < 0.5 * block  # 64 KiB of the 64 MiB
 
 
 def test_bfloat16_is_numpys_and_jaxs(tmp_path):

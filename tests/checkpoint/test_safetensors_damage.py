@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tensor_files import BIG, names_in, random, same, store, tensor
-from zerojax.checkpoint import _safetensors_header as header
-from zerojax.checkpoint._safetensors import SafetensorsReader, Tensor, write
+from zerojax.checkpoint import _safetensors_writer as writer
+from zerojax.checkpoint._safetensors import SafetensorsReader
+from zerojax.checkpoint._safetensors_writer import Tensor, write
 
 
 def pack(path, text, data=b""):
@@ -134,8 +135,8 @@ def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(
 
 
 def test_a_header_beyond_the_formats_limit_is_refused(tmp_path, monkeypatch):
-    assert header.MAX_HEADER_BYTES == 100_000_000
-    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 96)
+    assert writer.MAX_HEADER_BYTES == 100_000_000
+    monkeypatch.setattr(writer, "MAX_HEADER_BYTES", 96)
     with pytest.raises(ValueError, match="would take 104 bytes, and the format allows 96"):
         store(
             tmp_path / "a.safetensors",
@@ -143,10 +144,6 @@ def test_a_header_beyond_the_formats_limit_is_refused(tmp_path, monkeypatch):
             {"long": "x" * (97 - len('{"__metadata__":{"long":""}}'))},
         )
     assert not names_in(tmp_path)
-    (path,) = store(tmp_path / "a.safetensors", {}, {"long": "x"})
-    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 24)
-    with pytest.raises(ValueError, match="its header would take"):
-        SafetensorsReader(path)
 
 
 # ------------------------------------------------------------------ damage
@@ -157,28 +154,16 @@ FOUR = b"1234"
 @pytest.mark.parametrize(
     ("text", "data", "said"),
     [
-        (b'{"x": ', b"", "JSON can't be read"),
-        (b"\xff\xfe\xfd\xfc", b"", "JSON can't be read"),
-        (b"[" * 100_000, b"", "JSON can't be read"),
-        (b"[]", b"", "its JSON is no object"),
-        (b'{"x": %s, "x": %s}' % ((json.dumps(entry()).encode(),) * 2), FOUR, "there twice"),
-        ({"x": 3}, b"", "the entry of 'x' is 3"),
-        ({"x": {"dtype": "F32", "shape": [1]}}, FOUR, "the entry of 'x' is"),
-        ({"x": entry("F4", (2,), (0, 1))}, b"1", "'x' is 'F4', which numpy and jax have not"),
-        ({"x": entry(["F32"])}, FOUR, "which numpy and jax have not"),
-        ({"x": entry(shape=(-1,))}, FOUR, "the entry of 'x' is"),
-        ({"x": entry(shape=(1.0,))}, FOUR, "the entry of 'x' is"),
-        ({"x": entry(shape=(True,))}, FOUR, "the entry of 'x' is"),
-        ({"x": entry(offsets=(0, 4, 8))}, FOUR, "the entry of 'x' is"),
-        ({"x": entry(offsets=(4, 0))}, FOUR, "takes 4 bytes, and its offsets are [4, 0]"),
-        ({"x": entry(shape=(2,))}, FOUR, "takes 8 bytes, and its offsets are [0, 4]"),
-        ({"x": entry(offsets=(4, 8))}, FOUR * 2, "'x' leaves a hole before"),
-        ({"x": entry(), "y": entry(offsets=(2, 6))}, FOUR * 2, "'y' overlaps another"),
-        ({"x": entry(), "y": entry()}, FOUR, "overlaps another"),
-        ({"x": entry()}, FOUR + b"5", "damaged: its tensors end at byte"),
-        ({"x": entry()}, b"123", "cut short: its tensors end at byte"),
-        ({"__metadata__": {"a": 1}}, b"", "__metadata__ is not text"),
-        ({"__metadata__": "a"}, b"", "__metadata__ is not text"),
+        (b'{"x": ', b"", "damaged or no safetensors file"),
+        (b"[]", b"", "damaged or no safetensors file"),
+        ({"x": entry("F4", (2,), (0, 1))}, b"1", "'x' is F4, which NumPy and JAX have not"),
+        ({"x": entry(shape=(-1,))}, FOUR, "damaged or no safetensors file"),
+        ({"x": entry(shape=(2,))}, FOUR, "damaged or no safetensors file"),
+        ({"x": entry(offsets=(4, 8))}, FOUR * 2, "invalid offset for tensor `x`"),
+        ({"x": entry(), "y": entry(offsets=(2, 6))}, FOUR * 2, "invalid offset for tensor `y`"),
+        ({"x": entry()}, FOUR + b"5", "file not fully covered"),
+        ({"x": entry()}, b"123", "file not fully covered"),
+        ({"__metadata__": {"a": 1}}, b"", "damaged or no safetensors file"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, text, data, said):
@@ -189,18 +174,12 @@ def test_a_damaged_file_is_named(tmp_path, text, data, said):
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
-    [
-        (b"", "it has only 0 bytes"),
-        (b"1234567", "it has only 7 bytes"),
-        (b"\x10\0\0\0\0\0\0\0{}", "its header would take 16 bytes"),
-        (b"PK\x03\x04 no such file", "damaged or no safetensors file"),
-    ],
+    "held", [b"", b"1234567", b"\x10\0\0\0\0\0\0\0{}", b"PK\x03\x04 a zip file"]
 )
-def test_what_is_no_such_file_is_named(tmp_path, held, said):
+def test_what_is_no_such_file_is_named(tmp_path, held):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(held)
-    with pytest.raises(ValueError, match=said) as raised:
+    with pytest.raises(ValueError, match=r"damaged or no safetensors file: .*header") as raised:
         SafetensorsReader(path)
     assert str(path) in str(raised.value)
 

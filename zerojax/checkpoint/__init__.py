@@ -7,7 +7,7 @@ from zerojax.checkpoint._leaves import SavedLeaf
 from zerojax.checkpoint._manifest import Manifest, read_manifest
 from zerojax.checkpoint._parts import Part, parts
 from zerojax.checkpoint._restore import restore
-from zerojax.checkpoint._safetensors_header import is_safetensors
+from zerojax.checkpoint._safetensors import is_safetensors
 from zerojax.checkpoint._save import PendingSave, save, start_save
 from zerojax.checkpoint._verdict import IncompatibleCheckpointError
 from zerojax.checkpoint._verify import verify

@@ -20,7 +20,8 @@ from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, read_manifest
 from zerojax.checkpoint._parts import parts
-from zerojax.checkpoint._safetensors import SafetensorsReader, Tensor, write
+from zerojax.checkpoint._safetensors import SafetensorsReader
+from zerojax.checkpoint._safetensors_writer import Tensor, write
 from zerojax.checkpoint._verdict import check_leaves
 from zerojax.layout import Layout
 
