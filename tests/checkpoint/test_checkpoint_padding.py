@@ -95,8 +95,10 @@ def test_a_leaf_that_is_padded_or_not_is_refused_until_the_optimizer_is_passed(t
 
 def test_arrays_of_the_users_own_are_not_taken_for_padded_ones(tmp_path):
     layout = make(8)
-    stored = layout.leaves[0].stored_shape
-    tree = {"buffer": {"w": jnp.ones(stored), "x": jnp.ones((16, 3))}, "rows": jnp.ones((2048, 3))}
+    rows = layout.sharding(jax.sharding.PartitionSpec("data"))
+    like_padded = jnp.ones(layout.leaves[0].stored_shape)
+    buffer = {"w": jax.device_put(like_padded, rows), "x": jnp.ones((16, 3))}
+    tree = {"buffer": buffer, "rows": jax.device_put(jnp.ones((2048, 3)), rows)}
     with pytest.raises(ValueError, match=r"leaf 'buffer/w'.*pass tx="):
         zerojax.save(tmp_path / "1", tree, layout)
     zerojax.save(tmp_path / "2", tree, layout, tx=FACTORED)

@@ -13,11 +13,11 @@ import optax
 
 from zerojax._tree import flatten_with_names, map_with_name, num_bytes, path_name
 from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._logical import logical_shapes, nodes
+from zerojax.checkpoint._logical import MASTERS, PARAMS, logical_shapes, nodes
 from zerojax.layout import Layout
 
-#: The parts of a train state that a precision adds: the paths begin so.
-PARAMS, MASTERS, LOSS_SCALE = "params/", "masters/", "loss_scale/"
+#: The part of a train state that a loss scale adds: the paths begin so.
+LOSS_SCALE = "loss_scale/"
 LOSS_SCALE_LEAVES = (f"{LOSS_SCALE}scale", f"{LOSS_SCALE}good_steps")
 
 

@@ -26,6 +26,9 @@ from zerojax._tree import flatten_with_names, num_elements, path_name
 from zerojax._types import PyTree, Shape
 from zerojax.layout import Layout, LeafLayout
 
+#: The parts of a train state that hold parameters: the paths begin so.
+PARAMS, MASTERS = "params/", "masters/"
+
 
 def logical_shapes(
     tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
@@ -114,15 +117,23 @@ def _from_owner(
     if layout.num_shards == 1 or is_key:
         return shape
     options = set() if owner is None else _readings(shape, owner, layout)
-    in_optimizer = path.startswith(tuples)
-    if in_optimizer and not options and _may_be_padded(shape, layout):
+    if not path.startswith((PARAMS, MASTERS, *tuples)):
+        if tx is not None or not _is_cut(x, layout):  # the user's own, whatever it is called
+            return shape
+        options |= set() if path in params else {shape}
+    if path.startswith(tuples) and not options and _may_be_padded(shape, layout):
         raise ValueError(_doubt(path, shape, "no parameter tells its logical shape"))
-    if not path.startswith(("params/", "masters/", *tuples)):  # it may be no optimizer's at all
-        options = {shape} if tx is not None else options | {shape}
     if len(options) > 1:
         shapes = " or ".join(str(list(option)) for option in sorted(options))
         raise ValueError(_doubt(path, shape, f"its logical shape may be {shapes}"))
     return options.pop() if options else shape
+
+
+def _is_cut(x: Any, layout: Layout) -> bool:
+    """Return whether an array is partitioned over the axes that ZeRO uses."""
+    spec = getattr(getattr(x, "sharding", None), "spec", None) or ()
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return any(set(entry) & set(layout.axis) for entry in names)
 
 
 def _owner(path: str, params: Mapping[str, LeafLayout]) -> LeafLayout | None:
