@@ -20,6 +20,7 @@ from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, read_manifest
 from zerojax.checkpoint._parts import parts
+from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._safetensors import SafetensorsReader
 from zerojax.checkpoint._safetensors_writer import Tensor, write
 from zerojax.checkpoint._verdict import check_leaves
@@ -65,7 +66,7 @@ def export_safetensors(
         FileExistsError: an output is there already.
         ValueError: there is no such part, or a dtype that the format has not.
     """
-    root, path = Path(directory).absolute(), Path(path)
+    root, path = local_path(directory).absolute(), local_path(path)
     manifest = read_manifest(root)
     leaves = _part_of(manifest, part, root)
     wrong = wrong_contents(root, manifest.files)

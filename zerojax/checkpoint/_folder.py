@@ -19,6 +19,7 @@ from zerojax.checkpoint._agreement import gather_texts
 from zerojax.checkpoint._digests import DamagedCheckpointError
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, read_whole
 from zerojax.checkpoint._orbax import barrier, require_orbax
+from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._restore import restore
 from zerojax.checkpoint._save import REMOVED, PendingSave, check_step, start_save
 from zerojax.layout import Layout
@@ -60,7 +61,8 @@ class Checkpoints:
     and a program that ends without one, or `wait`, may lose it.
 
     Args:
-        directory: the folder, which all processes see; made where it is missing.
+        directory: the folder, which all processes see; made where it is missing. It is on a local
+            or mounted file system: URLs such as "gs://bucket" are refused, here and everywhere.
         keep: how many of the newest to keep, or one of orbax's preservation policies (see
             `orbax.checkpoint.checkpoint_managers`: `EveryNSteps` and others); None keeps all.
             Others are removed when one is whole; the newest, and what was saved last, never.
@@ -78,7 +80,7 @@ class Checkpoints:
         is_number = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1
         if not (keep is None or is_number or hasattr(keep, "should_preserve")):
             raise ValueError(f"keep is {keep!r}; give at least 1, a policy of orbax, or None")
-        self.directory = Path(directory)
+        self.directory = local_path(directory)
         _check_folder(self.directory)
         self._keep = keep
         self._tx = tx
@@ -228,7 +230,7 @@ def find_checkpoints(
         passed_over: called with the folder and the reason.
     """
     found = {}
-    for step, path in _folders(Path(directory)).items():
+    for step, path in _folders(local_path(directory)).items():
         try:
             read_whole(path)
             found[step] = path

@@ -32,6 +32,7 @@ from zerojax.checkpoint._leaves import (
     named_tuples,
     saved_leaves,
 )
+from zerojax.checkpoint._paths import local_path
 from zerojax.layout import Layout
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
@@ -167,7 +168,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         DamagedCheckpointError: the manifest is not what was written.
         ValueError: another version of zerojax wrote it.
     """
-    root = Path(directory)
+    root = local_path(directory)
     path = root / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(
@@ -202,8 +203,9 @@ def read_whole(directory: str | os.PathLike[str]) -> Manifest:
     Raises:
         DamagedCheckpointError: a file is missing or of another size; and what `read_manifest` does.
     """
-    manifest = read_manifest(directory)
-    wrong = wrong_sizes(Path(directory), manifest.files)
+    root = local_path(directory)
+    manifest = read_manifest(root)
+    wrong = wrong_sizes(root, manifest.files)
     if wrong:
-        raise DamagedCheckpointError(Path(directory), wrong)
+        raise DamagedCheckpointError(root, wrong)
     return manifest

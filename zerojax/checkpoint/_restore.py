@@ -19,6 +19,7 @@ from zerojax.checkpoint._digests import FileDigest, wrong_contents, wrong_sizes
 from zerojax.checkpoint._leaves import dtype_of, named_leaves
 from zerojax.checkpoint._manifest import ARRAYS, Manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
+from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout
 
@@ -57,7 +58,7 @@ def restore(
             the optimizer is another; nothing has been read then.
     """
     require_orbax()
-    root = Path(directory).absolute()
+    root = local_path(directory).absolute()
     manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)
     wanted = _requests(manifest, sources, layout, like)

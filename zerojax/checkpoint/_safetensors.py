@@ -24,6 +24,8 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.checkpoint._paths import local_path
+
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = f"{SUFFIX}.index.json"
 
@@ -81,7 +83,7 @@ class SafetensorsReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _find_file(Path(path))
+        self.path = _find_file(local_path(path))
         read = _read_indexed if self.path.name.endswith(INDEX_SUFFIX) else _read_header
         self._stored, self.metadata = read(self.path)
         self.tensors = {name: (one.shape, one.dtype.name) for name, one in self._stored.items()}
@@ -108,7 +110,7 @@ class SafetensorsReader:
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is such a file, an index, or a folder that holds some, by its name."""
-    path = Path(path)
+    path = local_path(path)
     if path.is_dir():
         return any(one.name.endswith((SUFFIX, INDEX_SUFFIX)) for one in path.iterdir())
     return path.name.endswith((SUFFIX, INDEX_SUFFIX))

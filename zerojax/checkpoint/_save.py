@@ -31,6 +31,7 @@ from zerojax.checkpoint._manifest import (
     write_manifest,
 )
 from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
+from zerojax.checkpoint._paths import local_path
 from zerojax.layout import Layout
 
 #: Ends the name of what is removed: so renamed first, it is whole or not there at all.
@@ -165,7 +166,7 @@ def start_save(
         What to `wait` for; only then the checkpoint is known to be there.
     """
     require_orbax()
-    root = Path(directory).absolute()
+    root = local_path(directory).absolute()
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")
     state = placed_leaves(state, layout.sharding(P()))

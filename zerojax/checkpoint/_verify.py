@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from zerojax.checkpoint._arrays import SavedArrays
 from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
 from zerojax.checkpoint._manifest import Manifest, read_manifest
+from zerojax.checkpoint._paths import local_path
 
 
 def verify(
@@ -27,7 +27,7 @@ def verify(
         FileNotFoundError: there is no whole checkpoint in the directory.
         DamagedCheckpointError: with every file and leaf that is damaged.
     """
-    root = Path(directory).absolute()
+    root = local_path(directory).absolute()
     manifest = read_manifest(root)
     wrong = wrong_contents(root, manifest.files)
     arrays = SavedArrays(root, manifest)

@@ -1,0 +1,74 @@
+"""Paths are local or mounted; anything else is refused at once, before a folder is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax import checkpoint
+from zerojax.cli import main
+
+X = {"w": jnp.ones((64, 64))}
+LAYOUT = zerojax.make_layout(X, zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]), stage=2)
+CALLS = {
+    "Checkpoints": zerojax.Checkpoints,
+    "save": lambda path: zerojax.save(path, X, LAYOUT),
+    "start_save": lambda path: checkpoint.start_save(path, X, LAYOUT),
+    "restore": lambda path: zerojax.restore(path, LAYOUT, X),
+    "find_checkpoints": checkpoint.find_checkpoints,
+    "read_manifest": checkpoint.read_manifest,
+    "verify": checkpoint.verify,
+    "export from": lambda path: checkpoint.export_safetensors(path, "a.safetensors"),
+    "import": lambda path: checkpoint.import_safetensors(path, LAYOUT, X),
+    "weights_of": checkpoint.weights_of,
+    "is_safetensors": checkpoint.is_safetensors,
+}
+
+
+@pytest.mark.parametrize("path", ["gs://my-bucket/run", "s3://b/run", Path("gs://my-bucket/run")])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_object_store_is_refused_and_no_folder_is_made_beside_the_program(
+    tmp_path, monkeypatch, name, path
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^(gs|s3):/.* mount the bucket and pass the path of"):
+        CALLS[name](path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_to_an_object_store_is_refused(tmp_path, monkeypatch):
+    zerojax.save(tmp_path / "saved", X, LAYOUT)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="mount the bucket"):
+        checkpoint.export_safetensors("saved", "gs://my-bucket/w.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["checkpoint", "inspect", "gs://my-bucket/run"],
+        ["checkpoint", "verify", "gs://my-bucket/run"],
+        ["checkpoint", "export", "gs://my-bucket/run", "w.safetensors"],
+        ["checkpoint", "import", "gs://my-bucket/w.safetensors", "here"],
+    ],
+)
+def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    assert "mount the bucket" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_home_and_file_urls_are_local(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    zerojax.save("~/one", X, LAYOUT)
+    zerojax.save((tmp_path / "two words").as_uri(), X, LAYOUT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two words"]
+    for path in ("~/one", (tmp_path / "two words").as_uri()):
+        np.testing.assert_array_equal(zerojax.restore(path, LAYOUT, X)["w"], X["w"])

@@ -1,0 +1,31 @@
+"""The one door to the file system: every path that a caller passes goes through it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path of the local or a mounted file system, with `~` expanded.
+
+    A checkpoint is renamed into place, flushed to disk and read in parts at any offset, which
+    object stores do not do.
+
+    Raises:
+        ValueError: the path is a URL such as "gs://bucket/run"; also as `pathlib` writes it,
+            "gs:/bucket/run".
+    """
+    text = os.fspath(path)
+    scheme = re.match(r"([A-Za-z][\w+.-]+):/", text)  # two letters at least: "C:/" is a drive
+    if scheme is not None and scheme[1].lower() == "file":
+        return Path(unquote(urlsplit(text).path))
+    if scheme is not None:
+        raise ValueError(
+            f"{text} is not on a local or mounted file system, which a checkpoint needs; mount the "
+            f"bucket and pass the path of the mount, or use a local folder and copy it to "
+            f"{scheme[1]}:// when the save is done"
+        )
+    return Path(text).expanduser()
