@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 NUM_DEVICES = 8
 
+#: What a test marked `aot` may name: the modules, of which one will do.
+COMPILERS = {"libtpu": ("libtpu",), "cuda": ("xla_cuda12", "xla_cuda13")}
 #: Set for tests that run in a process of their own, with the emitters that users have.
 EMITTERS = "ZEROJAX_TEST_FUSION_EMITTERS"
 #: jaxlib 0.10 has two ways to emit CPU code: the older compiles a step up to three times faster.
@@ -45,6 +48,21 @@ os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(CACHE / "hypothesis"))
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `aot` where a compiler that it names is not installed."""
+    for mark in item.iter_markers("aot"):
+        for name in mark.args:
+            if not any(map(_is_installed, COMPILERS[name])):
+                pytest.skip(f"{name} is not installed here; scripts/test --aot runs this test")
+
+
+def _is_installed(module: str) -> bool:
+    found = importlib.util.find_spec(module)
+    if found is None and importlib.util.find_spec("jax_plugins") is not None:
+        found = importlib.util.find_spec(f"jax_plugins.{module}")
+    return found is not None
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

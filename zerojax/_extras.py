@@ -20,7 +20,9 @@ def extra(name: str, user: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "a package").split(".")[0]
+        package = (error.name or "").split(".")[0]
+        if package in ("", "zerojax"):
+            raise
         raise MissingExtra(
             f"{user} needs {package}, which is not installed: pip install 'zerojax[{name}]'",
             name=error.name,

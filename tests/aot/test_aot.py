@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -20,22 +19,6 @@ from zerojax.aot import _plugin as plugin
 from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, gpu_target_config
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def installed(module: str) -> bool:
-    package = module.split(".", maxsplit=1)[0]
-    return importlib.util.find_spec(package) is not None and (
-        package == module or importlib.util.find_spec(module) is not None
-    )
-
-
-needs_libtpu = pytest.mark.skipif(
-    not installed("libtpu"), reason="libtpu is not installed: pip install zerojax[aot]"
-)
-needs_cuda = pytest.mark.skipif(
-    not any(installed(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")),
-    reason="the CUDA plugin is not installed: pip install zerojax[aot]",
-)
 
 
 def coordinates(mesh) -> np.ndarray:
@@ -167,7 +150,7 @@ def test_known_noise_is_dropped_and_the_rest_passes(capfd):
 # ------------------------------------------------------------------ meshes
 
 
-@needs_libtpu
+@pytest.mark.aot("libtpu")
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -186,7 +169,7 @@ def test_a_tpu_mesh_has_every_device_once_and_auto_axes(name, axes):
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-@needs_libtpu
+@pytest.mark.aot("libtpu")
 def test_axes_of_the_torus_sizes_lie_along_the_torus():
     mesh = topology_mesh("v5p:4x4x8", {"x": 4, "y": 4, "z": 8})
     found = coordinates(mesh).reshape(4, 4, 8, 3)
@@ -196,7 +179,7 @@ def test_axes_of_the_torus_sizes_lie_along_the_torus():
         assert sum(move > 0 for move in moves) == 1, "one step along an axis is one torus dim"
 
 
-@needs_libtpu
+@pytest.mark.aot("libtpu")
 def test_the_first_axis_crosses_the_slices_and_the_others_stay_within():
     mesh = topology_mesh("v5e:4x4x2slices", {"data": 4, "model": 8})
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
@@ -205,13 +188,13 @@ def test_the_first_axis_crosses_the_slices_and_the_others_stay_within():
     assert [d.slice_index for d in odd.devices[0]] == [0, 1, 2]
 
 
-@needs_libtpu
+@pytest.mark.aot("libtpu")
 def test_a_shape_that_libtpu_refuses_lists_those_known():
     with pytest.raises(ValueError, match=r"refused by libtpu.*Known, nearest first: v6e:"):
         topology_mesh("v6e:3x4", {"data": 12})
 
 
-@needs_cuda
+@pytest.mark.aot("cuda")
 @pytest.mark.parametrize("chip", GPU_CHIPS)
 def test_the_last_axis_of_a_gpu_mesh_stays_within_a_node(chip):
     mesh = topology_mesh(f"{chip}:2x8", {"data": 2, "model": 8})
@@ -235,19 +218,16 @@ for name in {names}:
     assert compiled.memory_analysis().peak_memory_in_bytes > 0
 print(jax.default_backend())
 """
-TARGETS = (["v6e:2x4"] if installed("libtpu") else []) + (
-    ["h100:1x8"] if not needs_cuda.args[0] else []
-)
 
 
-@pytest.mark.skipif(not TARGETS, reason="no compiler is installed: pip install zerojax[aot]")
+@pytest.mark.aot("libtpu", "cuda")
 @pytest.mark.parametrize(
     "before", ["", "import jax; jax.random.key(0)"], ids=["at once", "after jax has started"]
 )
 def test_a_program_compiles_without_a_device_a_variable_or_a_word(before):
     keep = {k: v for k, v in os.environ.items() if not re.match("JAX_|XLA_|TPU_|TF_CPP", k)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(before=before, names=TARGETS)],
+        [sys.executable, "-c", COMPILE.format(before=before, names=["v6e:2x4", "h100:1x8"])],
         env=dict(keep, PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,

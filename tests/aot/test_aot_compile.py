@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import importlib.util
 import json
 import os
 import warnings
@@ -31,10 +30,6 @@ REFUSED_AT_ONCE = (
 REFUSED_AFTER_ALL = (
     "Ran out of memory in memory space hbm. Used 33.00G of 31.25G hbm. Exceeded hbm capacity by "
     "1.75G."
-)
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install zerojax[aot]",
 )
 
 
@@ -195,7 +190,7 @@ def test_another_error_of_the_compiler_is_raised_and_not_kept(mesh8, folder, mon
     assert not folder.exists()
 
 
-@needs_libtpu
+@pytest.mark.aot("libtpu")
 def test_libtpu_refuses_with_the_memory_that_the_chips_say():
     for chip, shape, devices in (("v5e", "2x4", 8), ("v5p", "2x2x1", 4), ("v6e", "2x4", 8)):
         mesh = aot.topology_mesh(f"{chip}:{shape}", {"data": devices})

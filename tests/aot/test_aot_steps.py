@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import zerojax
-from tests.aot.test_aot import needs_cuda, needs_libtpu
 from zerojax.models import gpt
 
 CONFIG = gpt.Config(num_layers=4, width=512, num_heads=4, vocab_size=1024, context=128)
@@ -35,7 +34,7 @@ def audited(target, num_devices, stage, accumulate=1, reduce=None):
     )
 
 
-@needs_libtpu
+@pytest.mark.aot("libtpu")
 @pytest.mark.parametrize(
     ("target", "num_devices", "dims"),
     [
@@ -55,7 +54,7 @@ def test_a_torus_moves_what_zero_says(target, num_devices, dims, stage):
     assert "reduce-scatter" in {c.op for c in report.collectives}
 
 
-@needs_cuda
+@pytest.mark.aot("cuda")
 @pytest.mark.parametrize(("stage", "accumulate", "reduce"), [(1, 8, "once"), (2, 2, "each")])
 def test_gradients_are_reduced_as_often_as_asked(stage, accumulate, reduce):
     _, report = audited("h100:1x8", 8, stage, accumulate, reduce)

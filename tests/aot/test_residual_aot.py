@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.aot.test_aot import needs_cuda, needs_libtpu
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "residual"
 SIZES = {"layers": 5, "width": 256, "tokens": 128, "batch": 4, "model": 4}
 TARGETS = [
-    pytest.param("h100:1x8", marks=needs_cuda),
-    pytest.param("v5p:2x2x2", marks=needs_libtpu),
+    pytest.param("h100:1x8", marks=pytest.mark.aot("cuda")),
+    pytest.param("v5p:2x2x2", marks=pytest.mark.aot("libtpu")),
 ]
 #: Bytes of one layer's input: 16-bit numbers.
 LAYER = SIZES["batch"] * SIZES["tokens"] * SIZES["width"] * 2

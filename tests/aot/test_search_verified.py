@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import zerojax
-from tests.aot.test_aot import needs_cuda
 from tests.planner import plans
 from tests.planner.plans import MIXED, TRACED, TX, first_word
 from zerojax.aot import DoesNotFit, Shortage, parse_topology
@@ -121,7 +120,7 @@ def test_winners_are_compiled_and_what_can_t_be_is_said(monkeypatch, mesh8, want
     assert json.loads(choices.to_json())["verified"][str(compiled[0])]["peak"] == 10**12
 
 
-@needs_cuda
+@pytest.mark.aot("cuda")
 def test_a_gpu_that_is_not_here_takes_what_was_planned():
     config = gpt.Config(num_layers=2, width=256, num_heads=4, vocab_size=16384, context=256)
     choices = zerojax.search_plans(

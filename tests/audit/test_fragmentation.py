@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import zerojax
-from tests.aot.test_aot import needs_cuda, needs_libtpu
 from zerojax.audit import Fragmentation
 from zerojax.audit._fragmentation import LIVE, _messages, fragmentation_of, most_alive
 from zerojax.models import gpt
@@ -141,7 +140,9 @@ def lowered(mesh, stage):
     return layout, step.lower(state, batch)
 
 
-@pytest.mark.parametrize("target", ["cpu", pytest.param("v5p:2x2x2", marks=needs_libtpu)])
+@pytest.mark.parametrize(
+    "target", ["cpu", pytest.param("v5p:2x2x2", marks=pytest.mark.aot("libtpu"))]
+)
 def test_a_compiler_that_does_not_tell_is_not_guessed(target):
     sizes = {"data": 8}
     mesh = zerojax.make_mesh(sizes) if target == "cpu" else zerojax.topology_mesh(target, sizes)
@@ -154,7 +155,7 @@ def test_a_compiler_that_does_not_tell_is_not_guessed(target):
     assert f"{report.memory.reused:,}" in str(report)
 
 
-@needs_cuda
+@pytest.mark.aot("cuda")
 def test_a_gpus_peak_is_that_of_its_heap(tmp_path):
     layout, step = lowered(zerojax.topology_mesh("h100:1x8", {"data": 8}), 3)
     compiled = step.compile(

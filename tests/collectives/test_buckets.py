@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import zerojax
-from tests.aot.test_aot import needs_cuda, needs_libtpu
 from zerojax.collectives import compiler_options, shard_tree, write_back
 from zerojax.collectives._buckets import BUCKET_BYTES, layers_per_bucket
 from zerojax.hlo import parse_collectives
@@ -113,7 +112,10 @@ def test_groups_of_layers_write_what_single_layers_write(layout, monkeypatch, co
 
 @pytest.mark.parametrize(
     "target",
-    [pytest.param("h100:1x8", marks=needs_cuda), pytest.param("v5p:2x2x2", marks=needs_libtpu)],
+    [
+        pytest.param("h100:1x8", marks=pytest.mark.aot("cuda")),
+        pytest.param("v5p:2x2x2", marks=pytest.mark.aot("libtpu")),
+    ],
 )
 def test_compilers_know_the_options_and_obey(target):
     """A list of layers, whose gradients a compiler combines: with small buckets, into more sums."""

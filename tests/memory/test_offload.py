@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import zerojax
-from tests.aot.test_aot import needs_cuda, needs_libtpu
 from zerojax.audit import Program
 from zerojax.audit._host import find_moves
 from zerojax.hlo._module import parse_module
@@ -264,8 +263,8 @@ LARGE = gpt.Config(num_layers=24, width=2048, num_heads=16, vocab_size=8192, con
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param("v5p:2x2x2", marks=needs_libtpu),
-        pytest.param("h100:1x8", marks=needs_cuda),
+        pytest.param("v5p:2x2x2", marks=pytest.mark.aot("libtpu")),
+        pytest.param("h100:1x8", marks=pytest.mark.aot("cuda")),
     ],
 )
 def test_the_device_holds_parameters_and_a_share_of_gradients(target):
@@ -281,7 +280,7 @@ def test_the_device_holds_parameters_and_a_share_of_gradients(target):
     assert report.host_traffic.theory == pytest.approx(theory, rel=0.01)
 
 
-@needs_cuda
+@pytest.mark.aot("cuda")
 def test_masters_that_are_sent_down_and_up_are_caught():
     offload = zerojax.OffloadPolicy(kinds=("optimizer",))
     layout, compiled = compiled_step("h100:1x8", 2, offload=offload)
@@ -291,13 +290,13 @@ def test_masters_that_are_sent_down_and_up_are_caught():
     assert report.host_traffic.updated > 2.9 * report.host_traffic.theory
 
 
-@needs_cuda
+@pytest.mark.aot("cuda")
 def test_states_are_not_brought_to_devices_that_do_not_tell_their_memories():
     with pytest.raises(ValueError, match=r"names no memories.*compile update='host'"):
         compiled_step("h100:1x8", 2, offload=zerojax.OffloadPolicy(update="device"))
 
 
-@needs_libtpu
+@pytest.mark.aot("libtpu")
 def test_states_that_come_up_move_both_ways():
     offload = zerojax.OffloadPolicy(update="device")
     layout, compiled = compiled_step("v5p:2x2x2", 2, offload=offload, config=LARGE)

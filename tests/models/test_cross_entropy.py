@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.aot.test_aot import needs_cuda, needs_libtpu
 from zerojax.models.cross_entropy import chunked_cross_entropy
 
 B, T, D = 8, 6, 16
@@ -253,8 +252,8 @@ def beyond_arguments(target, vocab_size, num_groups):
 @pytest.mark.parametrize(
     ("target", "num_groups"),
     [
-        pytest.param("v5p:2x2x2", 8, marks=needs_libtpu),
-        pytest.param("h100:1x8", 1, marks=needs_cuda),
+        pytest.param("v5p:2x2x2", 8, marks=pytest.mark.aot("libtpu")),
+        pytest.param("h100:1x8", 1, marks=pytest.mark.aot("cuda")),
     ],
 )
 def test_temporaries_do_not_grow_with_the_vocabulary(target, num_groups):
