@@ -60,7 +60,7 @@ def num_bytes(shape: Shape, dtype: Any) -> int:
 
 
 def floating_dtype(own: Any, wanted: Any) -> Any:
-    """Give the dtype that a leaf gets: the wanted one, if any, where its own is floating."""
+    """Return a leaf's dtype: the wanted one, if any, where its own is floating."""
     return wanted if wanted is not None and jnp.issubdtype(own, jnp.floating) else own
 
 

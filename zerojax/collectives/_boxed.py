@@ -66,18 +66,23 @@ class Boxed:
         return self.dim is not None and self.value.shape[self.dim] != self.size
 
     def holding(self, value: jax.Array) -> Boxed:
-        """Hold another array of the same placement."""
+        """Return a box with another array of the same placement."""
         return dataclasses.replace(self, value=value)
 
     def moved(self, value: jax.Array, dims: tuple[int | None, ...]) -> Boxed:
-        """Follow a structural operation; `dims` says where each new dim comes from."""
+        """Return a box with the result of a structural operation.
+
+        Args:
+            value: the result.
+            dims: for each of its dims, the old dim that it is, or None: (1, 0) of a transpose.
+        """
         entries = tuple(() if dim is None else self.entries[dim] for dim in dims)
         dim = None if self.dim is None else dims.index(self.dim)
         return dataclasses.replace(self, value=value, entries=entries, dim=dim)
 
 
 def box(value: jax.Array, leaf: LeafLayout) -> Boxed:
-    """Put a stored parameter into a box."""
+    """Return a box with a stored parameter."""
     size = 0 if leaf.dim is None else leaf.shape[leaf.dim]
     return Boxed(value, leaf.entries, leaf.dim, size, value.dtype, leaf.path)
 
@@ -97,7 +102,7 @@ class Opening:
     reduce_dtype: Any = None
 
     def widens(self, dtype: Any) -> bool:
-        """Tell whether gradients of this dtype are summed in a wider one."""
+        """Whether gradients of this dtype are summed in a wider one."""
         return (
             self.reduce_dtype is not None
             and jnp.issubdtype(dtype, jnp.floating)
@@ -105,12 +110,12 @@ class Opening:
         )
 
     def open_box(self, boxed: Boxed) -> jax.Array:
-        """Give the logical parameter on every device, gathered if it was partitioned."""
+        """Return the logical parameter on every device, gathered if it was partitioned."""
         stored, dtype, dim, size = boxed.value.dtype, boxed.dtype, boxed.dim, boxed.size
         padding = boxed.value.shape[dim] - size if dim is not None else 0
 
         @jax.custom_vjp
-        def give(x: jax.Array) -> jax.Array:
+        def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
                 x = gather(x, self.layout, boxed.entries, dim)
             if padding:
@@ -125,8 +130,8 @@ class Opening:
             cotangent = scatter(cotangent.astype(wide), self.layout, boxed.entries, dim)
             return (cotangent.astype(stored),)
 
-        give.defvjp(lambda x: (give(x), None), backward)
-        out = give(boxed.value)
+        whole.defvjp(lambda x: (whole(x), None), backward)
+        out = whole(boxed.value)
         for pending in boxed.pending:
             out = pending.run(out)
         return out
@@ -159,15 +164,15 @@ def never_saves_gathered(policy: Any) -> Any:
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive.name in FROM_GATHERED or _gives_gathered(primitive.name, params):
+        if primitive.name in FROM_GATHERED or _makes_gathered(primitive.name, params):
             return False
         return True if policy is None else policy(primitive, *avals, **params)
 
     return wrapped
 
 
-def _gives_gathered(name: str, params: dict[str, Any]) -> bool:
-    """Tell whether an operation is `open_box`, or the name it gives its result."""
+def _makes_gathered(name: str, params: dict[str, Any]) -> bool:
+    """Whether an operation is `open_box`, or the name it gives its result."""
     if name == "name":
         return params["name"] == GATHERED
     inner, _ = opened(params.get("call_jaxpr"))

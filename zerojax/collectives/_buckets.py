@@ -24,7 +24,7 @@ _TPU = ("xla_jf_crs_combiner_threshold_in_bytes", "xla_tpu_ars_combiner_threshol
 
 
 def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[str, str]:
-    """Give the compiler options that bound what is combined into one collective.
+    """Return the compiler options that bound what is combined into one collective.
 
     Args:
         layout: the placement; its platform decides the options, and a CPU has none.
@@ -58,7 +58,7 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
 def layers_per_bucket(
     leaves: Sequence[LeafLayout], item_sizes: Iterable[int], bucket_bytes: int | None
 ) -> int:
-    """Say how many layers of a stack are gathered together; at least one.
+    """Count the layers of a stack that are gathered together; at least one.
 
     Args:
         leaves: the leaves of the stack, layers on dim 0.

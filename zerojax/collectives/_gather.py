@@ -87,7 +87,7 @@ class PerDevice:
             return mapped(*args)
 
     def scatters(self, dim: int | None, entries: Entries) -> bool:
-        """Tell whether a leaf is summed straight into shards.
+        """Whether a leaf is summed straight into shards.
 
         A leaf that the user cuts too is not: the partitioner would make it whole along the user's
         axes before it sums.
@@ -107,5 +107,5 @@ class PerDevice:
         return jax.lax.psum(x, rest) if rest else x
 
     def spec(self, dim: int) -> P:
-        """Give the spec of what `sum_over` returns."""
+        """Return the spec of what `sum_over` returns."""
         return P(*[None] * dim, self._names)

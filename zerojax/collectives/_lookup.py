@@ -20,7 +20,7 @@ from zerojax.layout import Layout
 
 
 def is_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:
-    """Tell whether an equation looks rows of a box up by a batch of indices, in several phases."""
+    """Whether an equation looks rows of a box up by a batch of indices, in several phases."""
     if eqn.primitive.name != "gather":
         return False
     table, indices = values

@@ -79,7 +79,7 @@ def auto_region(
 
 
 def _is_explicit(x: Any) -> bool:
-    """Tell whether the type of an array names Explicit axes."""
+    """Whether the type of an array names Explicit axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return mesh is not None and any(

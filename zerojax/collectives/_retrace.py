@@ -219,11 +219,11 @@ def _unboxed(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]]
 
 
 def _has_inside(eqn: Any) -> bool:
-    """Tell whether an equation holds a program of its own."""
+    """Whether an equation holds a program of its own."""
     return any(True for _ in core.jaxprs_in_params(eqn.params))
 
 
 def _is_unplaced(params: dict[str, Any]) -> bool:
-    """Tell whether a nested jit says nothing of placement, so that it can run in its place."""
+    """Whether a nested jit says nothing of placement, so that it can run in its place."""
     given = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     return all(type(s).__name__ == "UnspecifiedValue" for s in given)

@@ -79,7 +79,7 @@ def _on_shards(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
 
 
 def _after_gather(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
-    """Put an equation off until the box is opened, if it is cheap and else needs only scalars."""
+    """Let an equation wait until the box is opened, if it is cheap and else needs only scalars."""
     operands = tuple(None if isinstance(v, Boxed) else v for v in values)
     if eqn.primitive.name not in DEFERRED or any(jnp.ndim(v) for v in operands if v is not None):
         return None
@@ -89,7 +89,11 @@ def _after_gather(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None
 def _dims_after(
     name: str, params: dict[str, Any], shape: tuple[int, ...], boxed: Boxed
 ) -> tuple[int | None, ...] | None:
-    """Say where each dim of the result comes from; None where the partitioned dim is cut up."""
+    """Return the old dim that each dim of the result is; None where the partitioned dim is cut up.
+
+    Of `[4, 8, 8]` with dim 1 partitioned, transposed by (0, 2, 1): (0, 2, 1). Reshaped to
+    `[4, 8, 2, 4]`: (None, 1, None, None). Reshaped to `[32, 8]`: None.
+    """
     held = {dim for dim, axes in enumerate(boxed.entries) if axes}
     if boxed.dim is not None:
         held.add(boxed.dim)

@@ -48,7 +48,7 @@ def dim_to_cut(shape: Sequence[int], num_parts: int) -> int | None:
 
 
 def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
-    """Name a layer's input as a device's part of it, and give it whole again from that part.
+    """Name a device's part of a layer's input, and return the whole that is made of the parts.
 
     What is no activation (whole numbers, scalars) stays as it is; what no dim divides is named
     whole.
@@ -76,13 +76,13 @@ def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
 
 
 def whole(x: jax.Array, axis: str | None) -> jax.Array:
-    """Give an activation [B, ...] and its gradient whole along an axis over which it may be cut."""
+    """Make an activation [B, ...] and its gradient whole along an axis that may cut it."""
     dim = _dim_to_cut(x, axis)
     return x if dim is None else jax.lax.with_sharding_constraint(x, _spec(x, dim, None))
 
 
 def whole_gradient(x: jax.Array, axis: str | None) -> jax.Array:
-    """Pass a layer's output [B, ...] on; its gradient comes whole, as the layer uses it."""
+    """Return a layer's output [B, ...] as it is, and make its gradient whole."""
 
     @jax.custom_vjp
     def out(x: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def _dim_to_cut(x: jax.Array, axis: str | None) -> int | None:
 
 
 def is_activation(x: jax.Array) -> bool:
-    """Tell whether a value can be cut: a floating array of examples."""
+    """Whether a value can be cut: a floating array of examples."""
     return jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.ndim(x) > 1
 
 

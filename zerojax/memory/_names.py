@@ -84,7 +84,7 @@ def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
 
 
 def has_layers(jaxpr: Any) -> bool:
-    """Tell whether a function has layers that a policy can be applied to."""
+    """Whether a function has layers that a policy can be applied to."""
     for eqn in opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in (REMATERIALISED, "scan"):
@@ -95,7 +95,7 @@ def has_layers(jaxpr: Any) -> bool:
 
 
 def works_outside(jaxpr: Any) -> bool:
-    """Tell whether some product or loop lies in no rematerialised call."""
+    """Whether some product or loop lies in no rematerialised call."""
     for eqn in opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in OPAQUE or name in LOOPS:
@@ -107,7 +107,10 @@ def works_outside(jaxpr: Any) -> bool:
 
 
 def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) -> list[bool]:
-    """Tell which inputs of a scan's body are activations that it carries on.
+    """Return which inputs of a scan's body are activations that it carries on.
+
+    Of `{ lambda w h i s. h2 = dot_general h w; i2 = add i 1 in (h2, i2) }` with w constant, h and i
+    carried and s sliced, where h comes from the batch: (False, True, False, False).
 
     Args:
         body: the jaxpr of one step.
@@ -128,7 +131,7 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
 
 
 def _walk(jaxpr: Any, count: int) -> Iterator[tuple[str, Any, int]]:
-    """Give each named value with how often it is computed."""
+    """Return each named value's name and shape, and how often it is computed."""
     for eqn in opened(jaxpr)[0].eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"], eqn.outvars[0].aval, count

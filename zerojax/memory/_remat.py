@@ -38,7 +38,7 @@ from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, OffloadPolicy, Remat, Remat
 def of_step(
     policy: RematPolicy | Remat | None, offload: OffloadPolicy | None, mesh: Any
 ) -> RematPolicy | None:
-    """Put together what a step was asked for about activations; None leaves all to the model.
+    """Return the policy of a step for its activations; None leaves all to the model.
 
     Args:
         policy: for rematerialisation.
@@ -97,7 +97,7 @@ def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) ->
 
 
 class _Runner:
-    """Runs jaxprs; layers are wrapped. `moving` tells which values could be layer inputs."""
+    """Runs programs; layers are wrapped. `moving` marks what could be a layer's input."""
 
     def __init__(self, policy: RematPolicy) -> None:
         self.policy = policy
@@ -129,7 +129,7 @@ class _Runner:
     def layer(
         self, program: Any, moving: Sequence[bool], *, prevent_cse: bool = True
     ) -> Callable[[Sequence[Any]], list[Any]]:
-        """Make a layer a function of its inputs, rematerialised as asked for."""
+        """Return a layer as a function of its inputs, rematerialised as asked for."""
         if self.policy.recompute == "none":
             return functools.partial(self.run, program, moving=moving)
 
@@ -161,7 +161,7 @@ class _Runner:
 
 
 def _saves(policy: RematPolicy) -> Callable[..., Any] | None:
-    """Put JAX's own rules together; None keeps nothing but a layer's input."""
+    """Return JAX's own policy for it; None keeps nothing but a layer's input."""
     policies = jax.checkpoint_policies
     inputs = (LAYER_INPUT,) if policy.partition and LAYER_INPUT not in policy.offload else ()
     named = policies.save_and_offload_only_these_names(

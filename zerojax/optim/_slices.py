@@ -40,7 +40,7 @@ ELEMENTWISE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Hold the equations that some results need.
+    """The equations that some results need.
 
     Attributes:
         inputs: what has to be given: inputs of the whole, and shared scalars.
@@ -110,12 +110,12 @@ class Traced:
         return Slice(tuple(inputs), tuple(self._eqns[n] for n in sorted(needed)), tuple(outputs))
 
     def is_scalar(self, var: Any) -> bool:
-        """Tell whether an equation makes this variable, of one element."""
+        """Whether an equation makes this variable, of one element."""
         return var in self._made and num_elements(var.aval.shape) == 1
 
 
 def is_fill(eqn: Any) -> bool:
-    """Tell whether an equation fills an array with one number."""
+    """Whether an equation fills an array with one number."""
     return eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
 
 
