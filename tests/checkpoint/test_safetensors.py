@@ -67,13 +67,12 @@ def test_what_the_formats_own_package_writes_is_read_to_the_bit(tmp_path, dtype)
         assert same(reader.read(name), array)
 
 
-def test_names_keep_their_order_and_every_tensor_is_aligned(tmp_path):
+def test_every_tensor_is_aligned(tmp_path):
     dtypes = ["int8", "float32", "bool", "complex64", "bfloat16", "int64", "float16"]
     arrays = {f"t{i}": random(dtype, (3, 1 + i)) for i, dtype in enumerate(dtypes)}
     (path,) = store(tmp_path / "a.safetensors", arrays)
     header, start = header_of(path)
     assert start % 8 == 0
-    assert list(header) == list(arrays)
     for name, array in arrays.items():
         assert header[name]["data_offsets"][0] % array.dtype.itemsize == 0
     got = safetensors.numpy.load_file(path)

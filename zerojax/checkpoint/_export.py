@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,6 @@ from zerojax.layout import Layout
 
 #: Bytes of a file beyond which there are several and an index.
 MAX_FILE_BYTES = 5_000_000_000
-#: Bytes of the rows that are in memory at a time.
-BLOCK_BYTES = 64 << 20
 #: How what zerojax itself says in a file's metadata begins: never a tensor that is tied.
 OWN = "zerojax."
 #: Where it keeps the paths that names with dots alone do not tell.
@@ -68,67 +66,58 @@ def export_safetensors(
     """
     root, path = local_path(directory).absolute(), local_path(path)
     manifest = read_manifest(root)
-    leaves = _part_of(manifest, part, root)
+    endings = _endings(manifest, part, root)
     wrong = wrong_contents(root, manifest.files)
     if wrong:
         raise DamagedCheckpointError(root, wrong)
     arrays = SavedArrays(root, manifest)
-    short = {held: held.removeprefix(_prefix(manifest, part)) for held in leaves}
-    short = {held: held.removeprefix(_prefix(manifest, part)) for held in leaves}
-    names = {held: ending.replace("/", ".") for held, ending in short.items()}
+
+    def tensor(name: str, held: str) -> Tensor:
+        def blocks() -> Iterator[np.ndarray]:
+            yield from arrays.blocks(held)
+            if on_leaf is not None:
+                on_leaf(held)
+
+        leaf = manifest.leaves[held]
+        return Tensor(name=name, shape=leaf.shape, dtype=leaf.dtype, blocks=blocks)
+
+    names = {held: ending.replace("/", ".") for held, ending in endings.items()}
     owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
-    tied, tensors = {}, []
-    for held, leaf in leaves.items():
-        owner = owners.setdefault(leaf.same_as or held, held)
-        if owner == held:
-            tensors.append(_tensor(names[held], held, leaf, arrays, on_leaf))
-        else:
-            tied[names[held]] = names[owner]
+    for held in endings:
+        owners.setdefault(manifest.leaves[held].same_as or held, held)
     metadata = {f"{OWN}writer": "zerojax"}
     if manifest.step is not None:
         metadata[f"{OWN}step"] = str(manifest.step)
-    unclear = {names[held]: ending for held, ending in short.items() if "." in ending}
+    unclear = {names[held]: ending for held, ending in endings.items() if "." in ending}
     if unclear:
         metadata[PATHS] = json.dumps(unclear)
-    return write(path, tensors, metadata=metadata | tied, max_file_bytes=max_file_bytes)
+    for held in endings:
+        owner = owners[manifest.leaves[held].same_as or held]
+        if owner != held:
+            metadata[names[held]] = names[owner]
+    tensors = [tensor(names[held], held) for held in owners.values()]
+    return write(path, tensors, metadata=metadata, max_file_bytes=max_file_bytes)
 
 
-def _prefix(manifest: Manifest, part: str | None) -> str:
+def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
+    """Return the leaves of a part, by path, with what is left of their paths within it."""
     if part is None:
-        return PARAMS if any(path.startswith(PARAMS) for path in manifest.leaves) else ""
-    return part.rstrip("/") + "/"
-
-
-def _part_of(manifest: Manifest, part: str | None, root: Path) -> dict[str, SavedLeaf]:
-    prefix = _prefix(manifest, part)
-    leaves = {path: leaf for path, leaf in manifest.leaves.items() if path.startswith(prefix)}
-    if not leaves and part is not None and part in manifest.leaves:
-        leaves = {part: manifest.leaves[part]}
-    if not leaves:
+        prefix = PARAMS if any(path.startswith(PARAMS) for path in manifest.leaves) else ""
+    else:
+        prefix = f"{part.rstrip('/')}/"
+    found = {p: p.removeprefix(prefix) for p in manifest.leaves if p.startswith(prefix)}
+    if not found and part is not None and part in manifest.leaves:
+        found = {part: part}
+    if not found:
         known = ", ".join(one.path for one in parts(manifest))
         raise ValueError(f"{root} has no part {part!r}; it has {known}")
-    keys = [path for path, leaf in leaves.items() if leaf.is_key]
+    keys = [path for path in found if manifest.leaves[path].is_key]
     if keys:
         raise ValueError(
             f"leaf {keys[0]!r} holds PRNG keys, which safetensors files can't; give the part that "
             "holds the weights, such as params"
         )
-    return leaves
-
-
-def _tensor(
-    name: str,
-    path: str,
-    leaf: SavedLeaf,
-    arrays: SavedArrays,
-    on_leaf: Callable[[str], None] | None,
-) -> Tensor:
-    def blocks() -> Any:
-        yield from arrays.blocks(path, BLOCK_BYTES)
-        if on_leaf is not None:
-            on_leaf(path)
-
-    return Tensor(name=name, shape=leaf.shape, dtype=leaf.dtype, blocks=blocks)
+    return found
 
 
 def import_safetensors(
@@ -158,7 +147,7 @@ def import_safetensors(
         ValueError: a file is damaged.
     """
     reader = SafetensorsReader(path)
-    names = tensor_names(reader)
+    names = _tensor_names(reader)
     found = {leaf: _described(*reader.tensors[name]) for leaf, name in names.items()}
     wanted = saved_leaves(like, layout)
     check_leaves(found, wanted, reader.path, cast=cast)
@@ -169,7 +158,7 @@ def import_safetensors(
         sharding = getattr(x, "sharding", None) or whole
         key = names[leaf], x.shape, x.dtype, sharding
         if key not in read:
-            read[key] = _placed(reader, *key, logical=wanted[leaf].shape)
+            read[key] = _placed(reader, *key)
         leaves[leaf] = read[key]
         if on_leaf is not None:
             on_leaf(leaf)
@@ -182,10 +171,10 @@ def _described(shape: Shape, dtype: str) -> SavedLeaf:
 
 
 def weights_of(path: str | os.PathLike[str]) -> PyTree:
-    """Give the weights of safetensors files as a nested dict of shapes; reads headers only."""
+    """Return the weights of safetensors files as a nested dict of shapes; reads headers only."""
     reader = SafetensorsReader(path)
     tree: dict[str, Any] = {}
-    for leaf, name in tensor_names(reader).items():
+    for leaf, name in _tensor_names(reader).items():
         *above, last = leaf.split("/")
         node = tree
         for key in above:
@@ -197,8 +186,8 @@ def weights_of(path: str | os.PathLike[str]) -> PyTree:
     return tree
 
 
-def tensor_names(reader: SafetensorsReader) -> dict[str, str]:
-    """Give the tensor that each leaf is read from, by the leaf's path."""
+def _tensor_names(reader: SafetensorsReader) -> dict[str, str]:
+    """Return the tensor that each leaf is read from, by the leaf's path."""
     paths: Mapping[str, str] = json.loads(reader.metadata.get(PATHS, "{}"))
     tied = {
         name: owner
@@ -215,26 +204,16 @@ def _placed(
     shape: Shape,
     dtype: Any,
     sharding: jax.sharding.Sharding,
-    *,
-    logical: Shape,
 ) -> jax.Array:
     """Read a tensor as shards; those of one place are read once, padding is zeros."""
-    read: dict[Any, np.ndarray] = {}
+    read: dict[str, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
-        spans = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-        key = tuple(spans)
-        if key not in read:
-            inner = tuple(
-                slice(min(start, size), min(stop, size))
-                for (start, stop), size in zip(spans, logical, strict=True)
-            )
-            block = reader.read(name, inner).astype(dtype, copy=False)
-            missing = [
-                (0, stop - start - have)
-                for (start, stop), have in zip(spans, block.shape, strict=True)
-            ]
-            read[key] = np.pad(block, missing) if any(more for _, more in missing) else block
-        return read[key]
+        if str(index) not in read:
+            block = reader.read(name, index).astype(dtype, copy=False)  # ends where the tensor does
+            sizes = [len(range(*one.indices(size))) for one, size in zip(index, shape, strict=True)]
+            padding = [(0, size - have) for size, have in zip(sizes, block.shape, strict=True)]
+            read[str(index)] = np.pad(block, padding) if tuple(sizes) != block.shape else block
+        return read[str(index)]
 
     return jax.make_array_from_callback(shape, sharding, part)

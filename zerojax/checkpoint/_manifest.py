@@ -23,7 +23,6 @@ from zerojax.checkpoint._digests import (
     digest_text,
     wrong_sizes,
 )
-from zerojax.checkpoint._durable import sync_folder
 from zerojax.checkpoint._leaves import (
     MASTERS,
     PARAMS,
@@ -32,7 +31,7 @@ from zerojax.checkpoint._leaves import (
     named_tuples,
     saved_leaves,
 )
-from zerojax.checkpoint._paths import local_path
+from zerojax.checkpoint._paths import local_path, sync_folder
 from zerojax.layout import Layout
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.

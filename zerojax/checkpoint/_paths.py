@@ -1,7 +1,8 @@
-"""The one door to the file system: every path that a caller passes goes through it."""
+"""The file system: the one door for paths that callers pass, and names that survive a power cut."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -29,3 +30,13 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"{scheme[1]}:// when the save is done"
         )
     return Path(text).expanduser()
+
+
+def sync_folder(directory: Path) -> None:
+    """Flush a folder's names to disk, where the file system can."""
+    with contextlib.suppress(OSError):  # some don't open folders, and keep names in their own way
+        opened = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

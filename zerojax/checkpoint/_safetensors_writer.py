@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.checkpoint._durable import sync_folder
+from zerojax.checkpoint._paths import sync_folder
 from zerojax.checkpoint._safetensors import DTYPES, INDEX_SUFFIX, SUFFIX
 
 METADATA = "__metadata__"
@@ -61,8 +61,7 @@ def write(
     Args:
         path: `NAME.safetensors`; several files are `NAME-00001-of-00003.safetensors`, beside
             `NAME.safetensors.index.json`.
-        tensors: names keep their order. Within a file those of wider dtypes lie first, so that
-            each begins at a multiple of its element's size.
+        tensors: what goes to the files, in this order.
         metadata: text by name, for every file's header.
         max_file_bytes: of tensors in a file; a larger tensor has a file of its own.
 
@@ -74,7 +73,7 @@ def write(
         ValueError: a name is there twice or a dtype is not the format's, before anything is
             written; or blocks are not what was declared, after which nothing is left.
     """
-    _check(path, tensors, metadata, max_file_bytes)
+    _check(path, tensors, max_file_bytes)
     groups = _group(tensors, max_file_bytes)
     names = [f"{path.stem}-{i + 1:05}-of-{len(groups):05}{SUFFIX}" for i in range(len(groups))]
     files = [path] if len(groups) == 1 else [path.with_name(name) for name in names]
@@ -90,7 +89,7 @@ def write(
         for partial, group, header in zip(partials, groups, headers, strict=False):
             _write_file(partial, header, group)
         if index in outputs:
-            _write_index(partials[-1], files, groups, metadata)
+            _write_file(partials[-1], _index(files, groups, metadata))
         for partial, output in zip(partials, outputs, strict=True):
             partial.replace(output)
     finally:
@@ -100,16 +99,11 @@ def write(
     return outputs
 
 
-def _check(
-    path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str], max_file_bytes: int
-) -> None:
+def _check(path: Path, tensors: Sequence[Tensor], max_file_bytes: int) -> None:
     if path.suffix != SUFFIX:
         raise ValueError(f"{path} must end in {SUFFIX}")
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be positive, got {max_file_bytes}")
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError(f"metadata of {path} must be text, got {key!r}: {value!r}")
     seen = {METADATA}
     for tensor in tensors:
         if tensor.name in seen:
@@ -123,7 +117,10 @@ def _check(
 
 
 def _group(tensors: Sequence[Tensor], max_file_bytes: int) -> list[list[Tensor]]:
-    """Part tensors into files, in their order."""
+    """Part tensors into files, in their order; within a file wider dtypes come first.
+
+    So each tensor begins at a multiple of its element's size.
+    """
     groups: list[list[Tensor]] = [[]]
     held = 0
     for tensor in tensors:
@@ -132,23 +129,16 @@ def _group(tensors: Sequence[Tensor], max_file_bytes: int) -> list[list[Tensor]]
             held = 0
         groups[-1].append(tensor)
         held += tensor.nbytes
-    return groups
-
-
-def _by_width(group: Sequence[Tensor]) -> list[Tensor]:
-    return sorted(group, key=lambda tensor: -tensor.itemsize)
+    return [sorted(group, key=lambda tensor: -tensor.itemsize) for group in groups]
 
 
 def _header(path: Path, group: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return length and header; the data after them begin at a multiple of eight."""
-    spans, end = {}, 0
-    for tensor in _by_width(group):
-        spans[tensor.name] = [end, end + tensor.nbytes]
-        end += tensor.nbytes
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    start = 0
     for one in group:
-        shape, offsets = [*one.shape], spans[one.name]
-        header[one.name] = {"dtype": CODES[one.dtype], "shape": shape, "data_offsets": offsets}
+        offsets = [start, start := start + one.nbytes]
+        header[one.name] = {"dtype": CODES[one.dtype], "shape": one.shape, "data_offsets": offsets}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
@@ -159,10 +149,10 @@ def _header(path: Path, group: Sequence[Tensor], metadata: Mapping[str, str]) ->
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_file(path: Path, header: bytes, group: Sequence[Tensor]) -> None:
+def _write_file(path: Path, header: bytes, group: Sequence[Tensor] = ()) -> None:
     with path.open("wb") as file:
         file.write(header)
-        for tensor in _by_width(group):
+        for tensor in group:
             _write_tensor(file, tensor)
         file.flush()
         os.fsync(file.fileno())
@@ -170,33 +160,23 @@ def _write_file(path: Path, header: bytes, group: Sequence[Tensor]) -> None:
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
     declared = f"{tensor.name!r} was declared {tensor.dtype}{list(tensor.shape)}"
-    num_rows = tensor.shape[0] if tensor.shape else 1
     written = 0
     for block in tensor.blocks():
-        rows = block.shape[0] if block.ndim else 1
-        alike = block.ndim == len(tensor.shape) and block.shape[1:] == tensor.shape[1:]
-        if not alike or block.dtype != jnp.dtype(tensor.dtype):
+        if block.dtype != jnp.dtype(tensor.dtype) or block.shape[1:] != tensor.shape[1:]:
             raise ValueError(f"{declared}, got a block {block.dtype.str}{list(block.shape)}")
-        written += rows
-        if written > num_rows:
-            raise ValueError(f"{declared}, got {written} rows or more")
-        file.write(block.reshape(-1).view(np.uint8).data)  # a copy only if it is not contiguous
+        # A copy only if it is not contiguous.
+        written += file.write(block.reshape(-1).view(np.uint8).data)
         del block  # before the next one is made
-    if written < num_rows and tensor.nbytes:
-        raise ValueError(f"{declared}, got {written} rows")
+    if written != tensor.nbytes:
+        raise ValueError(f"{declared}, got {written} bytes of {tensor.nbytes}")
 
 
-def _write_index(
-    path: Path, files: Sequence[Path], groups: Sequence[Sequence[Tensor]], text: Mapping[str, str]
-) -> None:
+def _index(
+    files: Sequence[Path], groups: Sequence[Sequence[Tensor]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the index of several files, as Hugging Face writes it."""
     total = sum(tensor.nbytes for group in groups for tensor in group)
-    names = {
-        tensor.name: file.name
-        for file, group in zip(files, groups, strict=True)
-        for tensor in group
-    }
-    index = {"metadata": {**text, "total_size": total}, "weight_map": names}
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(index, ensure_ascii=False, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    pairs = zip(files, groups, strict=True)
+    names = {tensor.name: file.name for file, group in pairs for tensor in group}
+    index = {"metadata": {**metadata, "total_size": total}, "weight_map": names}
+    return json.dumps(index, ensure_ascii=False, indent=2).encode() + b"\n"

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import FileDigest, digest_files, join_digests, part_of_digests
-from zerojax.checkpoint._durable import sync_folder
 from zerojax.checkpoint._leaves import named_leaves, placed_leaves
 from zerojax.checkpoint._manifest import (
     ARRAYS,
@@ -31,7 +30,7 @@ from zerojax.checkpoint._manifest import (
     write_manifest,
 )
 from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
-from zerojax.checkpoint._paths import local_path
+from zerojax.checkpoint._paths import local_path, sync_folder
 from zerojax.layout import Layout
 
 #: Ends the name of what is removed: so renamed first, it is whole or not there at all.
