@@ -14,7 +14,7 @@ from zerojax.cli.checkpoint._command import checkpoint
 from zerojax.cli.compile._command import compile_
 from zerojax.cli.doctor._command import doctor
 from zerojax.cli.plan._command import plan
-from zerojax.cli.shared._errors import INTERRUPTED, Failure, Interrupted
+from zerojax.cli.shared._errors import INTERRUPTED, Failure
 from zerojax.cli.train._command import train
 
 # typer names one of its usage errors in public; that one's base is all of them.
@@ -71,8 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(str(missing), 2)
     except Failure as failure:
         return _end(str(failure), failure.status)
-    except Interrupted as stop:
-        return _end(str(stop), stop.status)
     except (KeyboardInterrupt, typer.Abort):
         return _end("interrupted", INTERRUPTED)
 

@@ -1,50 +1,24 @@
-"""`zerojax compile`: parse, compile, audit, show."""
+"""`zerojax compile`: compile, audit, show."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 import jax
 
-from zerojax.aot import Compilation, MissingCompiler, ProgramCache, compile_lowered
-from zerojax.cli.compile import _options as o
+from zerojax.aot import Compilation, ProgramCache, compile_lowered
+from zerojax.cli.compile._options import CompileOptions
 from zerojax.cli.compile._outputs import Outputs
-from zerojax.cli.compile._request import Question, read_question
-from zerojax.cli.compile._result import Answer
+from zerojax.cli.compile._request import CompileRequest, read_requests
+from zerojax.cli.compile._result import CompileResult
 from zerojax.cli.compile._screen import CompileScreen
-from zerojax.cli.shared import _residual_options as r
-from zerojax.cli.shared import _step_options as s
+from zerojax.cli.shared._command import command
 from zerojax.cli.shared._errors import Failure, refusing
-from zerojax.cli.shared._progress import Phases
+from zerojax.cli.shared._progress import TimedTasks
 
 
-def compile_(
-    topology: o.TopologyName,
-    mesh: o.MeshAxes = None,
-    model: s.Model[str] = "gpt2-small",
-    context: s.Context = None,
-    scan: o.Scan = True,
-    remat: r.KeepsRemat = None,
-    remat_policy: r.RematName = None,
-    loss_chunk: r.LossChunk = None,
-    stage: s.Stage = None,
-    all_stages: o.AllStages = False,
-    config: r.Config = None,
-    model_axis: r.ModelAxis = None,
-    sequence_parallel: r.SequenceParallel = False,
-    offload: r.Offload = None,
-    precision: s.PrecisionName = "bf16",
-    reduce: s.Reduce = None,
-    batch: o.Batch = 1,
-    accumulate: s.Accumulate = 1,
-    optimizer: s.Optimizer = "adamw",
-    plot: s.Plot = None,
-    hlo: o.Hlo = None,
-    json: s.Json = None,
-    no_cache: o.NoCache = False,
-) -> None:
+@command
+def compile_(options: CompileOptions) -> None:
     r"""Compile a training step for hardware that is not here, and audit it.
 
     Nothing is run and no accelerator is needed: the compilers of TPUs and GPUs work on any Linux
@@ -65,90 +39,62 @@ def compile_(
     ```
     zerojax compile --model gpt2-xl --topology h100:1x8 --stage 2
     zerojax compile --model gpt2-xl --topology v6e:2x4 --all-stages
-    zerojax compile --model zero-100b --topology v5p:4x4x8 --stage 3 --batch 2
-    zerojax compile --model zero-100b --topology h100:50x8 --mesh data=25,model=16 \
-        --config C4 --batch 16
+    zerojax compile --model zero-100b --topology v5p:4x4x8 --stage 3 --batch-size 256
+    zerojax compile --model zero-100b --topology h100:50x8 --model-axis 16 --config C4 \
+        --batch-size 400
     zerojax compile --topology h100:4x8 --stage 1 --accumulate 8 --hlo step.txt
     ```
     """
-    options = o.CompileOptions(
-        topology=topology, mesh=mesh, model=model, context=context, scan=scan, remat=remat,
-        remat_policy=remat_policy, loss_chunk=loss_chunk, stage=stage, all_stages=all_stages,
-        config=config, model_axis=model_axis, sequence_parallel=sequence_parallel,
-        offload=tuple(offload or ()), precision=precision, reduce=reduce, batch=batch,
-        accumulate=accumulate, optimizer=optimizer, plot=plot, hlo=hlo, json=json,
-        no_cache=no_cache,
-    )  # fmt: skip
-    _run(options)
-
-
-def _run(options: o.CompileOptions) -> None:
-    """Read the question, answer it, and show and write the answers."""
     screen = CompileScreen()
     with refusing():
-        try:
-            questions = read_question(options)
-        except MissingCompiler as error:
-            raise Failure(str(error)) from error
+        requests = read_requests(options)
         outputs = Outputs.of(options)
-        outputs.check()
-    screen.start(questions[0])
-    answers = _answer_all(questions, screen)
-    screen.compiled(answers)
+    screen.start(requests[0])
+    results = _compile_all(requests, screen)
+    screen.compiled(results)
     if options.all_stages:
-        screen.compare(answers)
+        screen.compare(results)
     else:
-        screen.show(answers[0])
-    screen.wrote(outputs.write(answers))
-    _end(answers)
-
-
-def _answer_all(questions: Sequence[Question], screen: CompileScreen) -> list[Answer]:
-    """Compile and audit every stage, each phase shown with its seconds."""
-    cache = None if questions[0].options.no_cache else ProgramCache()
-    phases = Phases(screen.console)
-    answers = []
-    try:
-        with phases.shown():
-            for question in questions:
-                compilation = _compile(question, cache, phases)
-                answers.append(
-                    phases.run(
-                        f"stage {question.stage}: reading the program",
-                        lambda: Answer.of(question, compilation),  # noqa: B023 - called here
-                    )
-                )
-    except KeyboardInterrupt:
-        screen.say("interrupted")
-        # A compiler that is at work in a thread can't be stopped, and leaving around it crashes.
-        sys.stdout.flush()
-        os._exit(130)
-    for note in cache.notes if cache is not None else ():
-        screen.say(f"note: {note}")
-    return answers
-
-
-def _compile(question: Question, cache: ProgramCache | None, phases: Phases) -> Compilation:
-    kept = cache.find(question.key) if cache is not None else None
-    if kept is not None:
-        return kept
-    name = f"stage {question.stage}"
-    lowered = phases.run(f"{name}: tracing and lowering", question.lower)
-    try:
-        return phases.run(
-            f"{name}: compiling for {question.options.topology}",
-            lambda: compile_lowered(lowered, cache, None if cache is None else question.key),
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise Failure(f"{name}: the compiler failed: {error}", 1) from error
-
-
-def _end(answers: Sequence[Answer]) -> None:
-    """End with status 1 where something is wrong, and say what."""
+        screen.one_stage(results[0])
+    screen.wrote(outputs.write(results))
     wrong = [
-        f"stage {answer.stage}: {', and '.join(answer.complaints)}"
-        for answer in answers
-        if answer.complaints
+        f"stage {result.stage}: {', and '.join(result.complaints)}"
+        for result in results
+        if result.complaints
     ]
     if wrong:
         raise Failure("; ".join(wrong), 1)
+
+
+def _compile_all(requests: Sequence[CompileRequest], screen: CompileScreen) -> list[CompileResult]:
+    """Compile and audit every stage, each task shown with its seconds."""
+    cache = None if requests[0].options.no_cache else ProgramCache()
+    tasks = TimedTasks(screen.console)
+    results = []
+    with tasks.shown():
+        for request in requests:
+            compilation = _compile(request, cache, tasks)
+            results.append(
+                tasks.run(
+                    f"stage {request.stage}: reading the program",
+                    lambda: CompileResult.of(request, compilation),  # noqa: B023 - called here
+                )
+            )
+    for note in cache.notes if cache is not None else ():
+        screen.say(f"note: {note}")
+    return results
+
+
+def _compile(request: CompileRequest, cache: ProgramCache | None, tasks: TimedTasks) -> Compilation:
+    kept = cache.find(request.key) if cache is not None else None
+    if kept is not None:
+        return kept
+    name = f"stage {request.stage}"
+    lowered = tasks.run(f"{name}: tracing and lowering", request.lower)
+    try:
+        return tasks.run(
+            f"{name}: compiling for {request.options.topology}",
+            lambda: compile_lowered(lowered, cache, None if cache is None else request.key),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise Failure(f"{name}: the compiler failed: {error}", 1) from error

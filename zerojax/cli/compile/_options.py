@@ -1,127 +1,75 @@
-"""The options of `zerojax compile` alone: their names, limits and help."""
+"""The options of `zerojax compile`."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from zerojax.cli.shared._residual_options import Residual, find_remat
-from zerojax.cli.shared._step_options import MODEL, OUTPUT, TRAINING, ZERO
-
-HARDWARE = "Hardware"
-
-TopologyName = Annotated[
-    str,
-    typer.Option(
-        "--topology",
-        metavar="NAME",
-        help="Nodes x GPUs (h100:1x8, a100:4x8; also h200, b200), TPU chips along each dim of the "
-        "torus (v5e:2x4, v6e:16x16, v4:2x2x4, v5p:8x8x16, tpu7x:2x2x1), or several TPU slices "
-        "(v5e:4x4x2slices).",
-        rich_help_panel=HARDWARE,
-    ),
-]
-MeshAxes = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh",
-        "--axes",
-        metavar="AXIS=SIZE,...",
-        help="Axes of the mesh, major first. ZeRO partitions over all of them but model, the axis "
-        "of model parallelism: data=4,model=2 is --model-axis 2.",
-        show_default="data=all devices, or what --model-axis leaves",
-        rich_help_panel=HARDWARE,
-    ),
-]
-Scan = Annotated[
-    bool,
-    typer.Option(
-        "--scan/--no-scan",
-        help="Layers stacked and scanned, or a Python list of them, which compiles far longer.",
-        rich_help_panel=MODEL,
-    ),
-]
-AllStages = Annotated[
-    bool,
-    typer.Option(
-        "--all-stages",
-        help="Compile stages 0 to 3, compare them, and draw bytes and volume: to --plot, or to "
-        "MODEL.TOPOLOGY.png.",
-        rich_help_panel=ZERO,
-    ),
-]
-Batch = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Examples that each device, or group along the model axis, takes in a microbatch.",
-        rich_help_panel=TRAINING,
-    ),
-]
-Hlo = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Keep the text of the compiled program; with --all-stages, a file for each stage.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-NoCache = Annotated[
-    bool,
-    typer.Option(
-        "--no-cache",
-        help="Compile even what was compiled before, and keep nothing.",
-        rich_help_panel=OUTPUT,
-    ),
-]
+from zerojax.cli.shared._built_step import BuiltStepOptions
+from zerojax.cli.shared._command import option
+from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, model_option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileOptions:
-    """What `zerojax compile` was asked for; None leaves a choice to it."""
+class CompileOptions(BuiltStepOptions):
+    """What `zerojax compile` was asked for; None leaves a choice to it.
 
-    topology: str
-    mesh: str | None
-    model: str
-    context: int | None
-    scan: bool
-    remat: bool | None
-    remat_policy: str | None
-    loss_chunk: int | None
-    stage: int | None
-    all_stages: bool
-    config: str | None
-    model_axis: int | None
-    sequence_parallel: bool
-    offload: tuple[str, ...]
-    precision: str
-    reduce: str | None
-    batch: int
-    accumulate: int
-    optimizer: str
-    plot: Path | None
-    hlo: Path | None
-    json: Path | None
-    no_cache: bool
+    Raises:
+        ValueError: options that contradict each other.
+    """
 
-    @property
-    def residual(self) -> Residual:
-        """What was asked for beside the model states; a ValueError where it can't be meant."""
-        return Residual(
-            config=self.config, model_axis=self.model_axis,
-            sequence_parallel=self.sequence_parallel,
-            remat_policy=find_remat(self.remat, self.remat_policy), offload=self.offload,
-            loss_chunk=self.loss_chunk,
-        )  # fmt: skip
+    model: str = model_option("gpt2-small")
+    topology: str = option(
+        ...,
+        help="Nodes x GPUs (h100:1x8, a100:4x8; also h200, b200), TPU chips along each dim of the "
+        "torus (v5e:2x4, v6e:16x16, v4:2x2x4, v5p:8x8x16, tpu7x:2x2x1), or several TPU slices "
+        "(v5e:4x4x2slices).",
+        metavar="NAME",
+        panel=HARDWARE,
+    )
+    mesh: str | None = option(
+        None,
+        help="Axes of the mesh, major first, in the place of one axis of data: node=4,data=8. ZeRO "
+        "partitions over all of them; --model-axis adds that of model parallelism.",
+        metavar="AXIS=SIZE,...",
+        shown="data=all devices that --model-axis leaves",
+        panel=HARDWARE,
+    )
+    scan: bool = option(
+        True,
+        "--scan/--no-scan",
+        help="Layers stacked and scanned, or a Python list of them, which compiles far longer.",
+        panel=MODEL,
+    )
+    all_stages: bool = option(
+        False,
+        help="Compile stages 0 to 3, compare them, and draw bytes and volume: to --plot, or to "
+        "MODEL.TOPOLOGY.png.",
+        panel=ZERO,
+    )
+    plot: Path | None = option(None, help="Keep a drawing.", metavar="FILE.png", panel=OUTPUT)
+    hlo: Path | None = option(
+        None,
+        help="Keep the text of the compiled program; with --all-stages, a file for each stage.",
+        metavar="FILE",
+        panel=OUTPUT,
+    )
+    json: Path | None = option(None, help="Keep the report as JSON.", metavar="FILE", panel=OUTPUT)
+    no_cache: bool = option(
+        False, help="Compile even what was compiled before, and keep nothing.", panel=OUTPUT
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.all_stages and self.config is not None:
+            raise ValueError(f"--config {self.config} is of one stage: leave --all-stages out")
+        if self.reduce == "once" and 3 in self.stages:
+            raise ValueError(
+                "--reduce once needs a whole gradient on each device, and stage 3 never holds one; "
+                "leave it out, or give --stage 1 or 2"
+            )
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages to compile; a ValueError where two options name different ones."""
-        if not self.all_stages:
-            return (self.residual.stage(self.stage),)
-        if self.config is not None:
-            raise ValueError(f"--config {self.config} is of one stage: leave --all-stages out")
-        return (0, 1, 2, 3)
+        """The stages to compile."""
+        return (0, 1, 2, 3) if self.all_stages else (self.chosen_stage,)

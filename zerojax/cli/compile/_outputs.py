@@ -7,8 +7,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from zerojax.cli import charts
 from zerojax.cli.compile._options import CompileOptions
-from zerojax.cli.compile._result import Answer
+from zerojax.cli.compile._result import CompileResult
+from zerojax.cli.shared._files import check_outputs
+from zerojax.cli.shared._units import binary_unit, in_words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,99 +24,97 @@ class Outputs:
 
     @classmethod
     def of(cls, options: CompileOptions) -> Outputs:
-        """Name the files.
+        """Name the files, and check that they can be written.
 
         Raises:
             ValueError: the plot has another ending than .png, or two files have one name.
+            OSError: one can't be written.
         """
-        plot = options.plot
+        plot, hlo = options.plot, {}
         if plot is None and options.all_stages:
             plot = Path(f"{options.model}.{options.topology.replace(':', '-')}.png".lower())
-        check_png(plot)
-        hlo = {}
         if options.hlo is not None:
             hlo = {stage: _of_stage(options.hlo, stage, options) for stage in options.stages}
-        named = [path for path in (plot, options.json, *hlo.values()) if path is not None]
-        if len(set(named)) < len(named):
-            raise ValueError(f"two outputs have one name: {', '.join(map(str, named))}")
+        texts = {f"--hlo (stage {stage})": path for stage, path in hlo.items()}
+        check_outputs({"--plot": plot, "--json": options.json, **texts})
         return cls(plot=plot, json=options.json, hlo=hlo)
 
-    def check(self) -> None:
-        """See that every file can be written, and leave nothing behind.
-
-        Raises:
-            OSError: one can't be.
-        """
-        named = {"--plot": self.plot, "--json": self.json}
-        named |= {f"--hlo (stage {stage})": path for stage, path in self.hlo.items()}
-        for option, path in named.items():
-            if path is not None:
-                check_file(option, path)
-
-    def write(self, answers: Sequence[Answer]) -> list[Path]:
+    def write(self, results: Sequence[CompileResult]) -> list[Path]:
         """Write the files and list them."""
         written = []
-        for answer in answers:
-            if answer.stage in self.hlo and answer.compilation.program is not None:
-                self.hlo[answer.stage].write_text(answer.compilation.program.text)
-                written.append(self.hlo[answer.stage])
+        for result in results:
+            if result.stage in self.hlo and result.compilation.program is not None:
+                self.hlo[result.stage].write_text(result.compilation.program.text)
+                written.append(self.hlo[result.stage])
         if self.json is not None:
-            self.json.write_text(json.dumps(_plain(answers), indent=2) + "\n")
+            self.json.write_text(json.dumps(_plain(results), indent=2) + "\n")
             written.append(self.json)
         if self.plot is not None:
-            from zerojax.cli.compile._plot import write_stages_plot
-
-            write_stages_plot(answers, self.plot)
+            charts.write(draw(results), self.plot)
             written.append(self.plot)
         return written
-
-
-def check_png(plot: Path | None) -> None:
-    """Refuse a drawing under another ending than .png.
-
-    Raises:
-        ValueError: it has one.
-    """
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise ValueError(f"--plot {plot}: give a name that ends in .png")
 
 
 def _of_stage(path: Path, stage: int, options: CompileOptions) -> Path:
     return path.with_name(f"{path.stem}.stage{stage}{path.suffix}") if options.all_stages else path
 
 
-def check_file(option: str, path: Path) -> None:
-    """See that a file can be written, and leave nothing behind.
+def draw(results: Sequence[CompileResult]) -> charts.Figure:
+    """Draw what one device holds and moves under each stage."""
+    request = results[0].request
+    layout, options = request.layout, request.options
+    available = results[0].available
+    memory = [_memory_bar(result) for result in results]
+    return charts.stages_figure(
+        f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
+        f"{options.optimizer}, compiled for {options.topology} "
+        f"({layout.devices.size} x {layout.devices.flat[0].device_kind})",
+        memory=memory,
+        volume=[_volume_bar(result) for result in results],
+        available=available,
+        unit=binary_unit(max(bar.height for bar in memory)),
+    )
 
-    Raises:
-        OSError: it can't be.
-    """
-    existed = path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise OSError(f"can't write to {option} {path}: {error.strerror}") from error
+
+def _memory_bar(result: CompileResult) -> charts.Bar:
+    parts: dict[str, float] = dict(result.parts)
+    rest = (result.needed or 0) - sum(parts.values())
+    if result.report is None and rest > 0:
+        parts[charts.REFUSED] = rest
+    label = in_words(result.needed or result.available)
+    if not result.fits:
+        label = f"needs {label}" if result.needed else f"needs more than\n{label}"
+    return charts.Bar(
+        name=f"stage {result.stage}",
+        parts=parts,
+        label=label,
+        theory=result.request.description.theory["total"],
+        fits=result.fits,
+    )
 
 
-def _plain(answers: Sequence[Answer]) -> dict[str, object]:
-    question = answers[0].question
-    options = question.options
-    return {
-        "model": options.model,
-        "num_params": question.layout.num_params,
-        "topology": options.topology,
-        "mesh": dict(question.layout.mesh.shape),
-        "num_examples": question.num_examples,
-        "context": question.config.context,
-        "scan": options.scan,
-        "remat": question.config.remat,
-        **dataclasses.asdict(question.residual),
-        "precision": options.precision,
-        "optimizer": options.optimizer,
-        "accumulate": options.accumulate,
-        "stages": [answer.to_dict() for answer in answers],
+def _volume_bar(result: CompileResult) -> charts.Bar:
+    name, report = f"stage {result.stage}", result.report
+    if report is None:
+        return charts.Bar(name=name, parts={}, label="not\ncompiled", fits=False)
+    return charts.Bar(
+        name=name,
+        parts={"volume": report.volume},
+        label=f"{report.volume:.3f}",
+        theory=report.theory_volume,
+    )
+
+
+def _plain(results: Sequence[CompileResult]) -> dict[str, object]:
+    request = results[0].request
+    asked = dataclasses.asdict(request.options)
+    for name in ("given", "plot", "hlo", "json", "no_cache", "stage", "all_stages"):
+        del asked[name]
+    return asked | {
+        "num_params": request.layout.num_params,
+        "mesh": dict(request.layout.mesh.shape),
+        "num_examples": request.num_examples,
+        "context": request.config.context,
+        "recipe": request.recipe.to_dict(),
+        "stages": [result.to_dict() for result in results],
     }

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zerojax.aot import Compilation, describe_shortage
+from zerojax.aot import Compilation, Shortage, describe_shortage
 from zerojax.audit import AuditReport, audit
-from zerojax.cli.compile._request import Question
-from zerojax.recipe import Recipe
+from zerojax.cli.compile._request import CompileRequest
+from zerojax.cli.shared._units import in_words
 
-GIB = 2**30
 #: What a device holds, in the order in which it is shown: the name, and the kinds of the audit.
 PARTS = {
     "parameters": ("parameters",),
@@ -25,82 +24,77 @@ GPU_FRACTION = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class CompileResult:
     """The answer for one stage.
 
     Attributes:
         report: the audit; None where the compiler refused the program for its memory.
     """
 
-    question: Question
+    request: CompileRequest
     compilation: Compilation
     report: AuditReport | None
 
     @classmethod
-    def of(cls, question: Question, compilation: Compilation) -> Answer:
+    def of(cls, request: CompileRequest, compilation: Compilation) -> CompileResult:
         """Audit a compiled program."""
         report = None
         if compilation.program is not None:
-            recipe = Recipe(
-                accumulate=question.options.accumulate,
-                reduce=question.reduce,
-                precision=question.precision,
-            )
-            report = audit(compilation.program, question.layout, recipe)
-        return cls(question=question, compilation=compilation, report=report)
+            report = audit(compilation.program, request.layout, request.recipe)
+        return cls(request=request, compilation=compilation, report=report)
 
     @property
     def stage(self) -> int:
         """The ZeRO stage."""
-        return self.question.stage
+        return self.request.stage
+
+    @property
+    def refusal(self) -> Shortage:
+        """What the compiler said of a program that it refused."""
+        assert self.compilation.shortage is not None
+        return self.compilation.shortage
 
     @property
     def available(self) -> int:
         """Bytes that a device has."""
         shortage = self.compilation.shortage
-        return (shortage and shortage.available) or self.question.memory
+        return (shortage and shortage.available) or self.request.memory
 
     @property
     def needed(self) -> int | None:
         """Bytes that the program takes at its peak; None where the compiler did not tell."""
-        if self.report is not None:
-            return self.report.memory.peak
-        assert self.compilation.shortage is not None
-        return self.compilation.shortage.needed
+        return self.refusal.needed if self.report is None else self.report.memory.peak
 
     @property
     def fits(self) -> bool:
-        """Tell whether a device can hold the program."""
+        """Whether a device can hold the program."""
         return self.report is not None and self.report.memory.peak <= self.available
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes per device, named as in `PARTS`; of a refused program the states by the layout."""
         if self.report is None:
-            counted = self.question.description.bytes
+            counted = self.request.description.bytes
             return {name: counted[name] for name in ("parameters", "masters", "optimizer")}
         memory = self.report.memory
         return {name: sum(getattr(memory, k) for k in kinds) for name, kinds in PARTS.items()}
 
     @property
     def verdict(self) -> str:
-        """Say in one line whether the program fits, and by how much."""
+        """Whether the program fits, and by how much, in a line."""
         if self.report is None:
-            assert self.compilation.shortage is not None
-            return describe_shortage(self.compilation.shortage)
+            return describe_shortage(self.refusal)
         peak, available = self.report.memory.peak, self.available
+        of_device = f"{in_words(peak)} of a device's {in_words(available)}"
         if not self.fits:
-            return (
-                f"does not fit: it needs {in_words(peak)} of a device's {in_words(available)}, "
-                f"{in_words(peak - available)} too much"
-            )
+            return f"does not fit: it needs {of_device}, {in_words(peak - available)} too much"
         left = f"{in_words(available - peak)} ({1 - peak / available:.0%}) left"
-        return f"fits: {in_words(peak)} of a device's {in_words(available)}, {left}"
+        return f"fits: {of_device}, {left}"
 
     @property
     def advice(self) -> str:
-        """Say what to set where JAX's default part of a GPU is too small; empty where it is not."""
-        if self.question.topology.is_tpu or not self.fits or self.needed is None:
+        """What to set where JAX's default part of a GPU is too small; empty where it is not."""
+        if self.request.topology.is_tpu or not self.fits or self.needed is None:
             return ""
         if self.needed <= GPU_FRACTION * self.available:
             return ""
@@ -111,7 +105,7 @@ class Answer:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Say in a few words each what is wrong; empty where the program is right and fits."""
+        """What is wrong, in a few words each; empty where the program is right and fits."""
         found = [] if self.fits else [self.verdict]
         if self.report is not None and self.report.problems:
             count = len(self.report.problems)
@@ -120,7 +114,7 @@ class Answer:
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the answer as plain data."""
+        """Return the answer as plain data."""
         compilation = self.compilation
         return {
             "stage": self.stage,
@@ -133,26 +127,3 @@ class Answer:
             "refused": compilation.shortage and compilation.shortage.message,
             "report": self.report and self.report.to_dict(),
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """A power of 1024 bytes, and its name."""
-
-    name: str
-    size: int
-
-    def text(self, count: float | None) -> str:
-        """Write bytes as a number of this unit."""
-        return "-" if count is None else f"{count / self.size:,.2f}"
-
-
-def unit_of(largest: float) -> Unit:
-    """Give the unit that suits a column whose largest number of bytes this is."""
-    return Unit("GiB", GIB) if largest >= 0.1 * GIB else Unit("MiB", 2**20)
-
-
-def in_words(count: float) -> str:
-    """Write bytes with the unit that suits them."""
-    unit = unit_of(count)
-    return f"{unit.text(count)} {unit.name}"

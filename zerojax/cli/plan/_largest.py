@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
 
-from zerojax.cli.plan._request import PlanQuestion
+from zerojax.cli.plan._request import PlanRequest
 from zerojax.planner import CONFIGURATIONS, Transformer, max_params, max_transformer, plan
 
 STAGES = (0, 1, 2, 3)
@@ -33,23 +33,25 @@ class LargestRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Largest:
+class LargestModels:
     """The largest models of some hardware.
 
     Attributes:
         model_axis: devices that cut the parameters of a stage's column.
         gpt_axis: devices that cut the GPTs.
+        examples: of a microbatch, for each group of devices that cut a GPT.
         bytes_per_param: of parameters, gradients and optimizer.
     """
 
-    question: PlanQuestion
+    request: PlanRequest
     model_axis: int
     gpt_axis: int
-    bytes_per_param: tuple[float, float, float]
+    examples: int
+    bytes_per_param: tuple[float, ...]
     rows: tuple[LargestRow, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Give the figures as plain data."""
+        """Return the figures as plain data."""
         return {
             "model_axis_of_params": self.model_axis,
             "model_axis_of_gpts": self.gpt_axis,
@@ -70,63 +72,52 @@ class Largest:
         }
 
 
-def find_largest(question: PlanQuestion) -> Largest:
+def find_largest(request: PlanRequest) -> LargestModels:
     """Find the largest models.
 
     Raises:
         ValueError: an option that can't be met.
     """
-    options, hardware = question.options, question.hardware
-    asked = options.model_axis
-    axis, gpt_axis = asked or 1, asked or min(MODEL_AXIS, hardware.domain)
+    options, hardware = request.options, request.hardware
+    axis = options.model_parts
+    gpt_axis = options.model_axis or min(MODEL_AXIS, hardware.domain)
+    examples = options.examples(max(1, options.devices // gpt_axis))
+    examples //= max(1, options.devices // gpt_axis)
     states = plan(
-        MANY, question.tx, stage=0, num_devices=1, hardware=hardware, precision=question.precision
+        MANY, request.tx, stage=0, num_devices=1, hardware=hardware, precision=request.precision
     ).bytes
-    widths = (
-        round(states.parameters / MANY, 6),
-        round(states.gradients / MANY, 6),
-        round(states.optimizer / MANY, 6),
+    kinds = (states.parameters, states.gradients, states.optimizer)
+    widths = tuple(round(count / MANY, 6) for count in kinds)
+    names = ("param_bytes", "grad_bytes", "optimizer_bytes_per_param")
+    given = dict(zip(names, widths, strict=True))
+    params = functools.partial(max_params, hardware, model_axis=axis, **given)
+    gpts = functools.partial(
+        max_transformer,
+        hardware,
+        model_axis=gpt_axis,
+        batch=examples,
+        num_tokens=options.context,
+        **given,
     )
-    counts = sorted({*COUNTS, options.devices})
-    rows = (_row(question, count, axis, gpt_axis, widths) for count in counts)
-    return Largest(
-        question=question,
+    rows = []
+    for count in sorted({*COUNTS, options.devices}):
+        shards, left = divmod(count, axis)
+        gpt_shards, gpt_left = divmod(count, gpt_axis)
+        row = LargestRow(
+            num_devices=count,
+            params={s: None if left else params(stage=s, num_shards=shards) for s in STAGES},
+            gpts={
+                name: None if gpt_left else gpts(name, num_shards=gpt_shards)
+                for name in CONFIGURATIONS
+            },
+        )
+        if any((*row.params.values(), *row.gpts.values())):
+            rows.append(row)
+    return LargestModels(
+        request=request,
         model_axis=axis,
         gpt_axis=gpt_axis,
+        examples=examples,
         bytes_per_param=widths,
-        rows=tuple(row for row in rows if any((*row.params.values(), *row.gpts.values()))),
-    )
-
-
-def _row(
-    question: PlanQuestion,
-    num_devices: int,
-    axis: int,
-    gpt_axis: int,
-    widths: tuple[float, float, float],
-) -> LargestRow:
-    given: dict[str, Any] = {
-        "param_bytes": widths[0], "grad_bytes": widths[1], "optimizer_bytes_per_param": widths[2],
-    }  # fmt: skip
-    memory = question.hardware
-
-    def params(stage: int) -> int | None:
-        if num_devices % axis:
-            return None
-        return max_params(
-            memory, stage=stage, num_shards=num_devices // axis, model_axis=axis, **given
-        )
-
-    def gpt(name: str) -> Transformer | None:
-        if num_devices % gpt_axis:
-            return None
-        return max_transformer(
-            memory, name, num_shards=num_devices // gpt_axis, model_axis=gpt_axis,
-            batch=question.options.batch, num_tokens=question.options.context, **given,
-        )  # fmt: skip
-
-    return LargestRow(
-        num_devices=num_devices,
-        params={stage: params(stage) for stage in STAGES},
-        gpts={name: gpt(name) for name in CONFIGURATIONS},
+        rows=tuple(rows),
     )

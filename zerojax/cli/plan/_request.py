@@ -11,24 +11,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax import planner
 from zerojax._types import LossFn, PyTree
 from zerojax.aot import search_plans
-from zerojax.cli.compile._outputs import check_file, check_png
-from zerojax.cli.compile._request import STEPS, WARMUP, WEIGHT_DECAY
-from zerojax.cli.plan._options import PlanOptions, read_bytes, read_count
-from zerojax.cli.shared._optimizers import find_optimizer, make_schedule
-from zerojax.cli.shared._residual_options import find_remat
-from zerojax.cli.train._run import PRECISIONS
+from zerojax.cli.plan._numbers import read_bytes, read_count
+from zerojax.cli.plan._options import PlanOptions
+from zerojax.cli.shared._built_step import gpt_shapes
+from zerojax.cli.shared._files import check_outputs
 from zerojax.models import gpt
-from zerojax.planner import Choices, Hardware, Plan, Space, Transformer, find_hardware, plan
-from zerojax.recipe import Precision
+from zerojax.planner import Choices, Hardware, Plan, Space, Transformer, find_hardware
+from zerojax.recipe import PRECISIONS, Precision
 
 #: Optimizers whose state depends on the shapes of leaves, which a number of parameters has not.
 BY_SHAPE = ("adafactor", "muon")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanQuestion:
+class PlanRequest:
     """A step to plan.
 
     Attributes:
@@ -36,8 +35,6 @@ class PlanQuestion:
         params: shapes, or their number; None where --largest looks for it.
         config: the model; None where there is a number alone.
         transformer: the GPT that a number stands for; None where there is a model.
-        context: tokens of an example.
-        remat: what is recomputed; None is as the model has it.
     """
 
     options: PlanOptions
@@ -45,32 +42,28 @@ class PlanQuestion:
     params: PyTree | int | None
     config: gpt.Config | None
     transformer: Transformer | None
-    context: int
-    remat: Any
     tx: optax.GradientTransformation
-    precision: Precision
 
     @property
-    def model_axis(self) -> int:
-        """Devices of model parallelism."""
-        return self.options.model_axis or 1
+    def precision(self) -> Precision:
+        """The dtypes of the step."""
+        return PRECISIONS[self.options.precision]
+
+    @property
+    def context(self) -> int:
+        """Tokens of an example."""
+        model = self.config or self.transformer
+        return 1 if model is None else model.context
+
+    @property
+    def examples_per_group(self) -> int:
+        """Examples of a microbatch for each group of devices along the model axis."""
+        return self.options.num_examples // (self.options.num_groups * self.options.accumulate)
 
     @property
     def loss_fn(self) -> LossFn | None:
         """The loss that is traced, where there is a model."""
         return None if self.config is None else functools.partial(gpt.loss, self.config)
-
-    def batch(self, num_examples: int) -> jax.ShapeDtypeStruct | None:
-        """Shape a batch, where there is a model to take one."""
-        shape = (num_examples, self.context + 1)
-        return None if self.config is None else jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    @property
-    def num_examples(self) -> int:
-        """Examples of a step: those of all devices, or of all groups along a model axis."""
-        options = self.options
-        parts = 1 if options.search else self.model_axis
-        return options.batch * options.accumulate * max(1, options.devices // parts)
 
     def plan(self, stage: int) -> Plan:
         """Plan one stage.
@@ -78,22 +71,31 @@ class PlanQuestion:
         Raises:
             ValueError: an option that can't be met.
         """
-        assert self.params is not None
         options = self.options
-        return plan(
-            self.params, self.tx, stage=stage, num_devices=options.devices,
-            hardware=self.hardware, precision=self.precision, num_shards=options.shards,
-            model_axis=self.model_axis, loss_fn=self.loss_fn, batch=self.batch(self.num_examples),
-            transformer=self.told, tokens_per_device=self._tokens(options.batch),
-            accumulate=options.accumulate, reduce=options.reduce,  # pyright: ignore[reportArgumentType]
-            remat=self.remat, offload=options.residual.on_host,  # pyright: ignore[reportArgumentType]
-            partition_activations=self.cuts_checkpoints,
-        )  # fmt: skip
+        return planner.plan(
+            self.params,
+            self.tx,
+            stage=stage,
+            num_devices=options.devices,
+            hardware=self.hardware,
+            batch=self._batch(options.num_examples),
+            # Over a model axis of one device nothing is cut (Pa).
+            partition_activations=options.cuts_checkpoints and options.model_parts > 1,
+            **self._shared(),
+        )
 
-    @property
-    def cuts_checkpoints(self) -> bool:
-        """Whether checkpoints are cut (Pa): over a model axis of one device nothing is."""
-        return self.options.residual.cuts_checkpoints and self.model_axis > 1
+    def sweep(
+        self, counts: Sequence[int], networks: Sequence[Hardware]
+    ) -> list[dict[int, list[Plan]]]:
+        """Plan all stages for every number of devices; for each network, by stage."""
+        return planner.sweep(
+            self.params,
+            self.tx,
+            num_devices=counts,
+            hardware=networks,
+            batch=self._batch(self.examples_per_group),
+            **self._shared(),
+        )
 
     def search(self) -> Choices:
         """Search among all that the options leave open, and compile the winners if asked to.
@@ -101,7 +103,6 @@ class PlanQuestion:
         Raises:
             ValueError: nothing fits, or an option can't be met.
         """
-        assert self.params is not None
         options = self.options
         # A group that was asked for has to divide what each model axis leaves: 1 leaves all. And
         # what is to be compiled is a train step, without model parallelism and all on the device.
@@ -109,130 +110,100 @@ class PlanQuestion:
         space = Space(
             stages=options.stages,
             num_shards=None if options.shards is None else (options.shards,),
-            model_axes=None if free else (self.model_axis,),
-            remats=None if self.remat is None else (self.remat,),
+            model_axes=None if free else (options.model_parts,),
+            remats=None if options.remat is None else (options.remat,),  # pyright: ignore[reportArgumentType]
         )
         if options.offload or options.verify:
             space = dataclasses.replace(space, offloads=(options.offload,))
         return search_plans(
-            self.params, self.tx, num_devices=options.devices, hardware=self.hardware,
-            precision=self.precision, loss_fn=self.loss_fn, batch=self.batch(self.num_examples),
-            transformer=self.told,
-            tokens_per_device=self._tokens(options.batch * options.accumulate), space=space,
+            self.params,
+            self.tx,
+            num_devices=options.devices,
+            hardware=self.hardware,
+            precision=self.precision,
+            loss_fn=self.loss_fn,
+            batch=self._batch(options.num_examples),
+            transformer=self._told,
+            tokens_per_device=self._tokens(),
+            space=space,
             verify=options.verify,
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what was asked as plain data, outputs left out."""
+        """Return what was asked as plain data, outputs left out."""
         asked = dataclasses.asdict(self.options)
-        for name in ("json", "plot"):
+        for name in ("given", "json", "plot"):
             del asked[name]
-        asked |= {
-            "hardware": self.hardware.name, "memory": self.hardware.memory,
-            "context": self.context, "num_examples": self.num_examples,
-        }  # fmt: skip
-        return asked
+        return asked | {
+            "hardware": self.hardware.name,
+            "memory": self.hardware.memory,
+            "context": self.context,
+            "num_examples": self.options.num_examples,
+        }
+
+    def _shared(self) -> dict[str, Any]:
+        """Return what a plan and a sweep are told alike."""
+        options = self.options
+        return {
+            "precision": self.precision,
+            "num_shards": options.shards,
+            "model_axis": options.model_parts,
+            "loss_fn": self.loss_fn,
+            "transformer": self._told,
+            "tokens_per_device": self._tokens(),
+            "accumulate": options.accumulate,
+            "reduce": options.reduce,
+            "remat": options.remat,
+            "offload": options.on_host,
+        }
+
+    def _batch(self, num_examples: int) -> jax.ShapeDtypeStruct | None:
+        """Return the shape of a batch, where there is a model to take one."""
+        shape = (num_examples, self.context + 1)
+        return None if self.config is None else jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def _tokens(self) -> int | None:
+        """Return the tokens of a microbatch on a device, where there is no batch to tell."""
+        return None if self.config is not None else self.examples_per_group * self.context
 
     @property
-    def told(self) -> Transformer | None:
+    def _told(self) -> Transformer | None:
         """The GPT where more is known of it than the number implies."""
         return self.transformer if self.options.context is not None else None
 
-    def _tokens(self, num_examples: int) -> int | None:
-        return None if self.config is not None else num_examples * self.context
 
-
-def read_plan_question(options: PlanOptions) -> PlanQuestion:
+def read_request(options: PlanOptions) -> PlanRequest:
     """Check what was asked.
 
     Raises:
-        ValueError: an option that can't be met, or two that contradict each other.
+        ValueError: an option that can't be met.
         OSError: an output can't be written.
     """
-    _check_question(options)
     hardware = _limited(find_hardware(options.hardware), options)
-    choice = find_optimizer(options.optimizer)
-    if options.precision not in PRECISIONS:
-        raise ValueError(f"--precision {options.precision}: give one of {', '.join(PRECISIONS)}")
-    options.residual.stage(options.stage)
-    params, config, transformer = _read_model(options)
-    width = 1 if config is None else config.width
-    one = config or transformer
-    check_outputs(options)
-    return PlanQuestion(
+    params, config, transformer = None, None, None
+    if options.params is not None:
+        params = read_count("--params", options.params)
+        transformer = Transformer.of(params, context=options.context)
+    elif options.model is not None:
+        config = options.chosen_model
+        params = gpt_shapes(config)
+    json = None if options.prints_json else options.json
+    request = PlanRequest(
         options=options,
         hardware=hardware,
         params=params,
         config=config,
         transformer=transformer,
-        context=1 if one is None else one.context,
-        remat=_read_remat(options),
-        tx=choice.make(make_schedule(choice, None, WARMUP, STEPS, width), WEIGHT_DECAY),
-        precision=PRECISIONS[options.precision],
+        tx=options.chosen_optimizer.unscheduled(1 if config is None else config.width),
     )
-
-
-def check_outputs(options: PlanOptions) -> None:
-    """See that what is to be written can be.
-
-    Raises:
-        ValueError: the drawing ends in something else than .png, or both have one name.
-        OSError: one can't be written.
-    """
-    check_png(options.plot)
-    if options.plot is not None and options.plot == options.json:
-        raise ValueError(f"two outputs have one name: {options.plot}")
-    named = {"--plot": options.plot, "--json": options.json}
-    for option, path in named.items():
-        if path is not None and not (path is options.json and options.prints_json):
-            check_file(option, path)
-
-
-def _check_question(options: PlanOptions) -> None:
-    """Refuse options that don't go together."""
-    if options.verify and not options.search:
-        raise ValueError("--verify compiles the winners of --search: give both")
-    if options.verify and options.model is None:
-        raise ValueError("--verify compiles a model: give --model in the place of --params")
-    if options.verify and (options.offload or (options.model_axis or 1) > 1):
-        raise ValueError(
-            "--verify compiles without model parallelism and with everything on the device: leave "
-            "--offload and --model-axis out, or ask `zerojax compile`, which has both"
-        )
-    if options.search and options.reduce is not None:
-        raise ValueError("--search takes the --reduce that suits each choice; leave it out")
-    keeps = options.remat is False or options.remat_policy in ("none", "dots")
-    if options.search and keeps and "activations" in options.offload:
-        raise ValueError(
-            "--search moves activations to the host where layers are recomputed from their inputs: "
-            "leave --no-remat and --remat-policy out, or --offload activations"
-        )
-    if options.config is not None and (options.search or options.plot is not None):
-        given = "--search goes through" if options.search else "--plot draws"
-        raise ValueError(
-            f"--config {options.config} is of one stage, and {given} all of them: give one of the "
-            "two options"
-        )
-    if options.largest:
-        given = {
-            "--params": options.params, "--model": options.model, "--stage": options.stage,
-            "--config": options.config, "--shards": options.shards,
-            "--search": options.search or None, "--plot": options.plot,
-            "--remat-policy": options.remat_policy,
-            "--remat/--no-remat": options.remat, "--offload": options.offload or None,
-            "--reduce": options.reduce, "--accumulate": options.accumulate if
-            options.accumulate > 1 else None,
-        }  # fmt: skip
-        if wrong := [name for name, value in given.items() if value is not None]:
-            raise ValueError(
-                f"--largest looks for the model, by stage and configuration: leave {wrong[0]} out"
-            )
-    elif (options.params is None) == (options.model is None):
-        raise ValueError("say what to plan: --model gpt2-xl, or --params 7.5e9 (one of the two)")
+    if not options.largest:
+        request.options.num_examples  # noqa: B018 - refuses examples that can't be split
+    check_outputs({"--plot": options.plot, "--json": json})
+    return request
 
 
 def _limited(hardware: Hardware, options: PlanOptions) -> Hardware:
-    """Give hardware with as much memory as may be used."""
+    """Return hardware with as much memory as may be used."""
     if options.memory_limit is None:
         return hardware
     limit = read_bytes("--memory-limit", options.memory_limit)
@@ -244,28 +215,8 @@ def _limited(hardware: Hardware, options: PlanOptions) -> Hardware:
     return dataclasses.replace(hardware, memory=max(1, int(limit)))
 
 
-def _read_model(
-    options: PlanOptions,
-) -> tuple[PyTree | int | None, gpt.Config | None, Transformer | None]:
-    """Give shapes and the model that they are of, or a number and the GPT that it stands for."""
-    if options.params is not None:
-        count = read_count("--params", options.params)
-        return count, None, Transformer.of(count, context=options.context)
-    if options.model is None:
-        return None, None, None
-    config = gpt.preset(options.model)
-    config = dataclasses.replace(config, context=options.context or config.context)
-    key = jax.eval_shape(lambda: jax.random.key(0))  # a real key would start a backend
-    return jax.eval_shape(functools.partial(gpt.init, config), key), config, None
-
-
-def _read_remat(options: PlanOptions) -> str | None:
-    found = find_remat(options.remat, options.remat_policy)
-    return "full" if found is None and options.remat and options.search else found
-
-
 def shortage(plans: Sequence[Plan]) -> str | None:
-    """Say what the smallest plan needs, where none fits."""
+    """Return what the smallest plan needs, where none fits."""
     if any(one.fits for one in plans):
         return None
     least = min(plans, key=lambda one: one.bytes.total)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
-from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.cli.plan._largest import Largest
-from zerojax.cli.plan._request import BY_SHAPE, PlanQuestion
+from zerojax.cli.plan._largest import LargestModels, LargestRow
+from zerojax.cli.plan._request import BY_SHAPE, PlanRequest
+from zerojax.cli.shared._screen import PRECISIONS, Screen
+from zerojax.cli.shared._units import Unit, amount, decimal_unit
 from zerojax.models import gpt
 from zerojax.planner import CONFIGURATIONS, Plan, find_hardware
 
@@ -22,86 +19,72 @@ from zerojax.planner import CONFIGURATIONS, Plan, find_hardware
 WIDTH = 132
 #: Columns from which on the table of stages has all of its own.
 ROOMY = 112
-UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
-#: A unit is small enough where the largest figure has two digits before the point.
-LEAST = 10
-PRECISIONS = {"bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
 
 
-class PlanScreen:
-    """Prints the question and its answer to stdout, all at once: `| grep -q` may stop listening."""
+class PlanScreen(Screen):
+    """Prints the request and its answer."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        given = sys.stdout.isatty() or "COLUMNS" in os.environ
-        self.console = Console(highlight=False, width=None if given else WIDTH, quiet=quiet)
+        super().__init__(width=WIDTH, quiet=quiet)
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Print what the block shows, in one piece."""
-        with self.console:
-            yield
-
-    def start(self, question: PlanQuestion, network: str | None = None) -> None:
+    def start(self, request: PlanRequest, network: str | None = None) -> None:
         """Show model, hardware, network and step."""
-        options, one = question.options, question.hardware
+        options, one = request.options, request.hardware
         limit = f"{one.memory / 1e9:,.1f} GB each"
         if options.memory_limit is not None:
             limit += f" allowed of {find_hardware(one.name).memory / 1e9:,.1f}"
         rows = {"hardware": f"{options.devices:,} x {one.name}, {limit}"}
         if network is not None:
-            rows["network"] = network.replace("\n", "\n" + " " * 10)
-        if question.params is not None:
-            rows = {"model": _model(question), **rows, "step": _step(question)}
-        for name, text in rows.items():
-            self.show(Text.assemble((f"{name:<10}", "bold"), text))
+            rows["network"] = network
+        if request.params is not None:
+            rows = {"model": _model(request), **rows, "step": _step(request)}
+        self.facts(rows)
 
-    def show(self, what: RenderableType) -> None:
-        """Print something."""
-        self.console.print(what, soft_wrap=isinstance(what, Text))
-
-    def title(self, text: str) -> None:
-        """Print the title of a table."""
-        self.show(Text(f"\n{text}", style="bold"))
-
-    def say(self, text: str) -> None:
-        """Print one line of what a reader may skip."""
-        self.show(Text(text, style="dim"))
-
-    def stages(self, question: PlanQuestion, plans: Sequence[Plan]) -> None:
+    def stages(self, request: PlanRequest, plans: Sequence[Plan]) -> None:
         """Show the stages side by side, and what the figures rest on."""
-        unit, _ = _unit(plans)
-        self.title(f"one device, in {unit}" + (" (1e9 bytes)" if unit == "GB" else ""))
+        unit = _unit(plans)
+        self.title(f"one device, in {unit.name}" + (" (1e9 bytes)" if unit.size == 1e9 else ""))
         self.show(stages_table(plans, self.console.width))
-        for line in notes(question, plans):
+        for line in notes(request, plans):
             self.say(line)
 
-    def largest(self, largest: Largest) -> None:
+    def largest(self, found: LargestModels) -> None:
         """Show the largest models."""
-        options = largest.question.options
+        options = found.request.options
         self.title(
             f"the most parameters whose states fit, in 1e9 ({options.optimizer}, "
-            f"{PRECISIONS.get(options.precision, options.precision)}, {_axis(largest.model_axis)})"
+            f"{PRECISIONS[options.precision]}, {_axis(found.model_axis)})"
         )
-        self.show(params_table(largest))
-        many = "s" if options.batch > 1 else ""
+        stages = [f"stage {stage}" for stage in found.rows[0].params]
+        self.show(_largest_table(found, stages, lambda row: list(row.params.values())))
+        many = "s" if found.examples > 1 else ""
         self.title(
-            f"the largest GPT with its activations, in 1e9 parameters ({_axis(largest.gpt_axis)}, "
-            f"{options.batch} sequence{many} in a microbatch)"
+            f"the largest GPT with its activations, in 1e9 parameters ({_axis(found.gpt_axis)}, "
+            f"{found.examples} sequence{many} in a microbatch)"
         )
-        self.show(gpts_table(largest))
-        for line in _largest_notes(largest):
+        self.show(
+            _largest_table(
+                found,
+                CONFIGURATIONS,
+                lambda row: [one and one.num_params for one in row.gpts.values()],
+            )
+        )
+        for line in _largest_notes(found):
             self.say(line)
 
-    def wrote(self, paths: Sequence[Path]) -> None:
-        """Show which files were written."""
-        if paths:
-            self.say("wrote " + ", ".join(map(str, paths)))
+    def chart_title(self, request: PlanRequest, num_params: int) -> str:
+        """Return what the drawing is of."""
+        options, examples = request.options, request.examples_per_group
+        return (
+            f"{options.model or 'a GPT'}, {num_params:,} parameters, {options.optimizer}, "
+            f"{PRECISIONS[options.precision]}, {options.devices:,} x {request.hardware.name}, "
+            f"{examples} x {request.context:,} tokens in a microbatch"
+        )
 
 
 def stages_table(plans: Sequence[Plan], width: int) -> Table:
     """Lay stages out below each other; less than `ROOMY` columns leave out what can be spared."""
-    _, size = _unit(plans)
-    roomy = width >= ROOMY
+    size, roomy = _unit(plans).size, width >= ROOMY
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if roomy else 0))
     numbers = ["stage", "params", "grads", "optimizer", "states", "peak"]
     numbers += ["of device"] if roomy else []
@@ -127,14 +110,11 @@ def stages_table(plans: Sequence[Plan], width: int) -> Table:
     return table
 
 
-def notes(question: PlanQuestion, plans: Sequence[Plan]) -> list[str]:
-    """Say what the columns mean where their names don't, and what the figures rest on."""
-    memory = f"{plans[0].hardware.memory / 1e9:,.1f} GB"
-    kinds = (
-        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer"
-    )
+def notes(request: PlanRequest, plans: Sequence[Plan]) -> list[str]:
+    """Return what the columns mean where their names don't tell, and what the figures rest on."""
     lines = [
-        f"{kinds}; states: their sum by the formula of the stage",
+        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer; "
+        "states: their sum by the formula of the stage",
         "volume: elements that a device moves in a step, per parameter of the model",
     ]
     if any(one.bytes.total < one.bytes.states for one in plans):
@@ -142,123 +122,83 @@ def notes(question: PlanQuestion, plans: Sequence[Plan]) -> list[str]:
             "peak: less than the states where gradients are scattered at once, or take the buffers "
             "of weights that are done"
         )
-    tight = [str(one.stage) for one in plans if not one.fits]
-    if tight:
-        lines.append(f"does not fit {memory}: stage {', '.join(tight)}")
-    said = dict.fromkeys(line for one in plans for line in one.assumptions)
-    return [*lines, *said, *_by_shape(question)]
-
-
-def params_table(largest: Largest) -> Table:
-    """Lay out the most parameters by stage."""
-    table = _largest_table()
-    for stage in largest.rows[0].params:
-        table.add_column(f"stage {stage}", justify="right")
-    for row in largest.rows:
-        found = row.params.values()
-        if any(found):
-            cells = (_billions(count) for count in found)
-            table.add_row(_devices(largest, row.num_devices), *cells)
-    return table
-
-
-def gpts_table(largest: Largest) -> Table:
-    """Lay out the largest GPTs by configuration."""
-    table = _largest_table()
-    for name in CONFIGURATIONS:
-        table.add_column(name, justify="right")
-    for row in largest.rows:
-        found = row.gpts.values()
-        if any(found):
-            cells = (_billions(one and one.num_params) for one in found)
-            table.add_row(_devices(largest, row.num_devices), *cells)
-    return table
-
-
-def unit_of(largest: float) -> tuple[str, float]:
-    """Give the decimal unit that suits figures of which this is the largest."""
-    return next((unit for unit in UNITS if largest >= LEAST * unit[1]), UNITS[-1])
-
-
-def amount(value: float) -> str:
-    """Write a figure as the paper does: 120, 31.4, 1.9; below one with three digits."""
-    if value and value < 1:
-        return f"{value:.3g}"
-    return f"{value:,.1f}".removesuffix(".0")
+    if tight := ", ".join(str(one.stage) for one in plans if not one.fits):
+        lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
+    assumed = dict.fromkeys(line for one in plans for line in one.assumptions)
+    return [*lines, *assumed, *_by_shape(request)]
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}" if seconds >= 0.1 else f"{1e3 * seconds:#.4g}"
 
 
-def _model(question: PlanQuestion) -> str:
-    config, options = question.config, question.options
+def _model(request: PlanRequest) -> str:
+    config = request.config
     if config is None:
-        return f"{question.params:,} parameters"
-    return (
-        f"{options.model}, {gpt.num_params(config):,} parameters, {config.num_layers} layers of "
-        f"width {config.width}"
-    )
+        return f"{request.params:,} parameters"
+    layers = f"{config.num_layers} layers of width {config.width}"
+    return f"{request.options.model}, {gpt.num_params(config):,} parameters, {layers}"
 
 
-def _step(question: PlanQuestion) -> str:
-    options = question.options
-    text = f"{question.num_examples:,} examples of {question.context:,} tokens"
-    if options.accumulate > 1 and not options.search:
+def _step(request: PlanRequest) -> str:
+    options = request.options
+    text = f"{options.num_examples:,} examples of {request.context:,} tokens"
+    if options.accumulate > 1:
         text += f" in {options.accumulate} microbatches"
-    text += f", {options.optimizer}, {PRECISIONS.get(options.precision, options.precision)}"
+    text += f", {options.optimizer}, {PRECISIONS[options.precision]}"
     # What else the plan holds is in its title.
     return f"{text}, configuration {options.config}" if options.config is not None else text
 
 
-def _by_shape(question: PlanQuestion) -> list[str]:
-    options = question.options
+def _by_shape(request: PlanRequest) -> list[str]:
+    options = request.options
     if options.optimizer not in BY_SHAPE or options.model is not None:
         return []
-    text = (
-        "keeps less of matrices than of vectors, and a number of parameters is taken for a vector"
-    )
-    return [f"{options.optimizer} {text}: --model counts it as it is"]
+    return [
+        f"{options.optimizer} keeps less of matrices than of vectors, and a number of parameters "
+        "is taken for a vector: --model counts it as it is"
+    ]
 
 
-def _unit(plans: Sequence[Plan]) -> tuple[str, float]:
-    return unit_of(max(one.bytes.theory for one in plans))
+def _unit(plans: Sequence[Plan]) -> Unit:
+    return decimal_unit(max(one.bytes.theory for one in plans))
 
 
-def _largest_table() -> Table:
+def _largest_table(
+    found: LargestModels,
+    columns: Iterable[str],
+    counts: Callable[[LargestRow], list[int | None]],
+) -> Table:
+    """Lay out numbers of parameters by the number of devices, rows without any left out."""
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("devices", justify="right")
+    for name in ("devices", *columns):
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        cells = counts(row)
+        if any(cells):
+            style = "bold" if row.num_devices == found.request.options.devices else ""
+            shown = ("-" if not count else amount(count / 1e9) for count in cells)
+            table.add_row(Text(f"{row.num_devices:,}", style=style), *shown)
     return table
 
 
-def _largest_notes(largest: Largest) -> list[str]:
-    question = largest.question
-    parameters, gradients, optimizer = largest.bytes_per_param
+def _largest_notes(found: LargestModels) -> list[str]:
+    parameters, gradients, optimizer = found.bytes_per_param
     configurations = ", ".join(
         f"{name} stage {one.stage}"
         + (" + Pa" if one.partitioned_checkpoints else "")
         + ("+cpu" if one.offloaded_checkpoints else "")
         for name, one in CONFIGURATIONS.items()
     )
-    held = (
+    memory = f"{found.request.hardware.memory / 1e9:,.1f} GB"
+    return [
         f"bytes per parameter: {parameters:g} for itself, {gradients:g} for its gradient, "
-        f"{optimizer:g} for the optimizer; all of {question.hardware.memory / 1e9:,.1f} GB usable"
-    )
-    chosen = (
+        f"{optimizer:g} for the optimizer; all of {memory} usable",
         f"configurations (arXiv 1910.02054, table 3): {configurations}; Pa cuts checkpoints over "
-        "the model axis, cpu keeps them on the host; layers are recomputed"
-    )
-    return [held, chosen, *_by_shape(question)]
+        "the model axis, cpu keeps them on the host; layers are recomputed",
+        *_by_shape(found.request),
+    ]
 
 
 def _axis(size: int) -> str:
     return "no model parallelism" if size == 1 else f"a model axis of {size}"
-
-
-def _devices(largest: Largest, count: int) -> Text:
-    style = "bold" if count == largest.question.options.devices else ""
-    return Text(f"{count:,}", style=style)
-
-
-def _billions(count: int | None) -> str:
-    return "-" if not count else amount(count / 1e9)

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-class Failure(Exception):
-    """Ends the command with one line on stderr and a status: 2 for a wrong request, 1 otherwise."""
-
-    def __init__(self, message: str, status: int = 2) -> None:
-        super().__init__(message)
-        self.status = status
-
+from zerojax.aot import MissingCompiler
 
 #: Ctrl-C, as shells have it; and preemption, as mail servers say "come again" (EX_TEMPFAIL).
 INTERRUPTED, PREEMPTED = 130, 75
 
 
-class Interrupted(Exception):
-    """Ends the command after what there was has been written, by the signal that asked for it."""
+class Failure(Exception):
+    """Ends the command with one line on stderr and a status.
 
-    def __init__(self, message: str, status: int = INTERRUPTED) -> None:
+    Statuses: 2 for a wrong request; 1 for a run that failed; 130 and 75 for one that a signal
+    ended, after what there was has been written.
+    """
+
+    def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
         self.status = status
 
@@ -35,5 +32,5 @@ def refusing() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MissingCompiler) as error:
         raise Failure(str(error)) from error

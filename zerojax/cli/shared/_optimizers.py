@@ -22,8 +22,8 @@ ORTHOGONALISED = frozenset({"kernel"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One optimizer.
+class NamedOptimizer:
+    """An optimizer that the command line names.
 
     Attributes:
         make: from schedule and weight decay to the transformation.
@@ -37,6 +37,36 @@ class Choice:
     rate: float
     by_width: bool
     elementwise: bool
+
+    def schedule(self, rate: float | None, warmup: int, steps: int, width: int) -> Any:
+        """Make the schedule: a linear warmup, then half a cosine down to a tenth of the peak.
+
+        Args:
+            rate: the peak; None is what suits a model of that width.
+            warmup: steps of the warmup.
+            steps: all of them.
+            width: of the model.
+
+        Raises:
+            ValueError: the warmup leaves no steps.
+        """
+        if rate is None:
+            rate = self.rate * (BASE_WIDTH / width if self.by_width else 1.0)
+        if not warmup < steps:
+            raise ValueError(
+                f"--warmup {warmup} leaves none of --steps {steps}; give a smaller warmup"
+            )
+        return optax.warmup_cosine_decay_schedule(
+            init_value=rate / (warmup + 1),  # not 0, which would waste the first step
+            peak_value=rate,
+            warmup_steps=warmup,
+            decay_steps=steps,
+            end_value=rate / 10,
+        )
+
+    def unscheduled(self, width: int) -> optax.GradientTransformation:
+        """Make one for a step that is planned or compiled, where the rates change no byte."""
+        return self.make(self.schedule(None, 100, 1000, width), 0.1)
 
 
 def _named(names: frozenset[str]) -> Callable[[PyTree], PyTree]:
@@ -93,37 +123,26 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     )
 
 
-OPTIMIZERS: MappingProxyType[str, Choice] = MappingProxyType(
+OPTIMIZERS: MappingProxyType[str, NamedOptimizer] = MappingProxyType(
     {
-        "adamw": Choice(make=_adamw, rate=3e-3, by_width=True, elementwise=True),
-        "adafactor": Choice(make=_adafactor, rate=3e-3, by_width=True, elementwise=False),
-        "lion": Choice(make=_lion, rate=5e-4, by_width=True, elementwise=True),
-        "lamb": Choice(make=_lamb, rate=1e-2, by_width=False, elementwise=False),
-        "muon": Choice(make=_muon, rate=3e-3, by_width=True, elementwise=False),
-        "sgd": Choice(make=_sgd, rate=1e-1, by_width=False, elementwise=True),
+        "adamw": NamedOptimizer(make=_adamw, rate=3e-3, by_width=True, elementwise=True),
+        "adafactor": NamedOptimizer(make=_adafactor, rate=3e-3, by_width=True, elementwise=False),
+        "lion": NamedOptimizer(make=_lion, rate=5e-4, by_width=True, elementwise=True),
+        "lamb": NamedOptimizer(make=_lamb, rate=1e-2, by_width=False, elementwise=False),
+        "muon": NamedOptimizer(make=_muon, rate=3e-3, by_width=True, elementwise=False),
+        "sgd": NamedOptimizer(make=_sgd, rate=1e-1, by_width=False, elementwise=True),
     }
 )
 
 
-def find_optimizer(name: str) -> Choice:
-    """Give the named optimizer; an unknown name raises ValueError that lists the known ones."""
+def find_optimizer(name: str) -> NamedOptimizer:
+    """Return the named optimizer.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"no optimizer named {name!r}{meant}; known: {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
-
-
-def make_schedule(choice: Choice, rate: float | None, warmup: int, steps: int, width: int) -> Any:
-    """Make the schedule: a linear warmup, then half a cosine down to a tenth of the peak."""
-    if rate is None:
-        rate = choice.rate * (BASE_WIDTH / width if choice.by_width else 1.0)
-    if not warmup < steps:
-        raise ValueError(f"--warmup {warmup} leaves none of --steps {steps}; give a smaller warmup")
-    return optax.warmup_cosine_decay_schedule(
-        init_value=rate / (warmup + 1),  # not 0, which would waste the first step
-        peak_value=rate,
-        warmup_steps=warmup,
-        decay_steps=steps,
-        end_value=rate / 10,
-    )

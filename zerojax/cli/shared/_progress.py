@@ -1,7 +1,9 @@
-"""The phases of a compilation: shown with the seconds they take, ended at once by Ctrl-C."""
+"""The long tasks of a command: shown with the seconds they take, ended at once by Ctrl-C."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,20 +14,22 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-Answer = TypeVar("Answer")
+from zerojax.cli.shared._errors import INTERRUPTED
+
+Result = TypeVar("Result")
 
 
 class _Seconds(ProgressColumn):
-    """Shows the seconds that a phase has taken."""
+    """Shows the seconds that a task has taken."""
 
     def render(self, task: Task) -> Text:
-        """Render one phase."""
+        """Render one task."""
         seconds = task.finished_time if task.finished else task.elapsed
         return Text(f"{seconds or 0:,.0f} s", style="cyan")
 
 
-class Phases:
-    """Shows phases one below the other: live on a terminal, and as plain lines elsewhere."""
+class TimedTasks:
+    """Shows tasks one below the other: live on a terminal, and as plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -39,32 +43,39 @@ class Phases:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the phases while the block runs; they stay on the screen after it."""
-        with self._progress:
-            yield
+        """Show the tasks while the block runs; they stay on the screen after it."""
+        try:
+            with self._progress:
+                yield
+        except KeyboardInterrupt:
+            # A compiler that is at work in a thread can't be stopped, and leaving around it
+            # crashes.
+            sys.stdout.flush()
+            os.write(2, b"zerojax: interrupted\n")
+            os._exit(INTERRUPTED)
 
-    def run(self, what: str, work: Callable[[], Answer]) -> Answer:
-        """Do the work of one phase in a thread, since a compiler does not hear Ctrl-C."""
+    def run(self, what: str, work: Callable[[], Result]) -> Result:
+        """Do the work of one task in a thread, since a compiler does not hear Ctrl-C."""
         if not self.console.is_terminal:
             self.console.print(Text(f"{what} ..."), soft_wrap=True)
         task = self._progress.add_task(what, total=1)
         start = time.monotonic()
-        answer = _in_thread(work)
+        result = _in_thread(work)
         self._progress.update(task, completed=1)
         seconds = time.monotonic() - start
         if not self.console.is_terminal and seconds >= 1:
             self.console.print(Text(f"  took {seconds:,.0f} s"), soft_wrap=True)
-        return answer
+        return result
 
 
-def _in_thread(work: Callable[[], Answer]) -> Answer:
+def _in_thread(work: Callable[[], Result]) -> Result:
     """Run a function in a thread that does not outlive the process, and wait for it."""
-    answers: list[Answer] = []
+    results: list[Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            answers.append(work())
+            results.append(work())
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             errors.append(error)
 
@@ -74,4 +85,4 @@ def _in_thread(work: Callable[[], Answer]) -> Answer:
         thread.join(0.1)  # a wait without an end would not hear Ctrl-C either
     if errors:
         raise errors[0]
-    return answers[0]
+    return results[0]

@@ -1,54 +1,17 @@
-"""`zerojax train`: parse, prepare, train, show."""
+"""`zerojax train`: prepare, train, show."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import typer
-
-from zerojax.cli.shared import _residual_options as r
-from zerojax.cli.shared import _step_options as s
+from zerojax.cli.shared._command import command
 from zerojax.cli.shared._errors import refusing
-from zerojax.cli.train import _options as o
-from zerojax.cli.train._loop import run
+from zerojax.cli.train._loop import train_and_write
+from zerojax.cli.train._options import TrainOptions
 from zerojax.cli.train._run import prepare, take_up
-from zerojax.cli.train._screen import Screen
+from zerojax.cli.train._screen import TrainScreen
 
 
-def train(
-    ctx: typer.Context,
-    model: s.Model[str] = "tiny",
-    context: s.Context = None,
-    remat_policy: r.RematName = None,
-    loss_chunk: r.LossChunk = None,
-    stage: s.Stage = None,
-    config: r.Config = None,
-    model_axis: r.ModelAxis = None,
-    sequence_parallel: r.SequenceParallel = False,
-    offload: r.Offload = None,
-    devices: o.Devices = None,
-    precision: s.PrecisionName = "fp32",
-    layout: o.ShowLayout = False,
-    steps: o.Steps = 200,
-    batch_size: o.BatchSize = None,
-    accumulate: s.Accumulate = 1,
-    optimizer: s.Optimizer = "adamw",
-    lr: o.LearningRate = None,
-    warmup: o.Warmup = None,
-    weight_decay: o.WeightDecay = 0.1,
-    clip_norm: o.ClipNorm = 1.0,
-    seed: o.Seed = 0,
-    init: o.Init = None,
-    data: o.Data = None,
-    eval_every: o.EvalEvery = None,
-    eval_windows: o.EvalWindows = 256,
-    sample_bytes: o.SampleBytes = 200,
-    prompt: o.Prompt = None,
-    out: o.Out = Path("runs/train"),
-    save_every: o.SaveEvery = None,
-    keep: o.Keep = None,
-    resume: o.Resume = False,
-) -> None:
+@command
+def train(options: TrainOptions) -> None:
     """Train a GPT on the bytes of text under a ZeRO stage.
 
     Shows the bytes that one device holds of each kind, beside the theory and beside plain data
@@ -71,25 +34,7 @@ def train(
     zerojax train --resume --steps 4000 --out runs/books
     ```
     """
-    options = o.Options(
-        model=model, context=context, stage=stage, config=config, model_axis=model_axis,
-        sequence_parallel=sequence_parallel, remat_policy=remat_policy, loss_chunk=loss_chunk,
-        offload=tuple(offload or ()), devices=devices, precision=precision, layout=layout,
-        steps=steps, batch_size=batch_size, accumulate=accumulate, optimizer=optimizer, lr=lr,
-        warmup=warmup, weight_decay=weight_decay, clip_norm=clip_norm, seed=seed, init=init,
-        data=tuple(data or ()), eval_every=eval_every, eval_windows=eval_windows, prompt=prompt,
-        sample_bytes=sample_bytes, out=out, save_every=save_every, keep=keep, resume=resume,
-    )  # fmt: skip
-    screen = Screen()
+    screen = TrainScreen()
     with refusing():
-        options, checkpoint = take_up(options, _given(ctx))
-        session = prepare(options, checkpoint)
-    run(session, screen)
-
-
-def _given(ctx: typer.Context) -> frozenset[str]:
-    """Name the options that were given, and not left out."""
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    return frozenset(
-        name for name, source in sources.items() if source and source.name == "COMMANDLINE"
-    )
+        run = prepare(*take_up(options))
+    train_and_write(run, screen)

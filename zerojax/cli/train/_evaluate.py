@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zerojax._types import PyTree
+from zerojax.cli.train._options import TrainOptions
 from zerojax.collectives import gather_where_used, to_stored
 from zerojax.data import decode, encode, make_batches
 from zerojax.layout import Layout
 from zerojax.models import gpt
-from zerojax.train import unpad
 
 #: Bytes of held-out text that a sample continues where the user gives none.
 PROMPT_SIZE = 64
@@ -74,26 +73,21 @@ def bits(nats: float) -> float:
 
 
 def sample(
-    config: gpt.Config,
-    params: PyTree,
-    layout: Layout,
-    prompt: str | None,
-    text: np.ndarray,
-    num_bytes: int,
-    seed: int,
+    config: gpt.Config, params: PyTree, text: np.ndarray, options: TrainOptions
 ) -> tuple[str, str]:
-    """Let the model continue a prompt, or the first bytes of the text.
+    """Let the model continue the prompt, or the first bytes of the text where none is given.
 
     Returns:
         The prompt and its continuation, both safe to print.
     """
+    prompt = options.prompt
     start = text[:PROMPT_SIZE].astype(np.int32) if prompt is None else encode(prompt)
     tokens = gpt.generate(
         config,
-        _on_one_device(unpad(params, layout)),
+        _on_one_device(params),
         jnp.asarray(start)[None],
-        jax.random.key(seed),
-        num_tokens=num_bytes,
+        jax.random.key(options.seed),
+        num_tokens=options.sample_bytes,
         temperature=TEMPERATURE,
     )
     # A vocabulary larger than bytes can give tokens that are none; 255 is never UTF-8 either.
@@ -102,10 +96,6 @@ def sample(
 
 def _on_one_device(params: PyTree) -> PyTree:
     """Take one device's copy of parameters that are whole on each: all would do the same."""
-
-    def whole(x: Any) -> bool:
-        return x.is_fully_replicated
-
-    if all(map(whole, jax.tree.leaves(params))):
+    if all(x.is_fully_replicated for x in jax.tree.leaves(params)):
         return jax.tree.map(lambda x: x.addressable_data(0), params)
     return params

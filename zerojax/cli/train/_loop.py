@@ -14,16 +14,16 @@ import jax
 
 from zerojax._types import PyTree
 from zerojax.checkpoint import PendingSave, Restored
-from zerojax.cli.shared._errors import INTERRUPTED, PREEMPTED, Failure, Interrupted, refusing
+from zerojax.cli import charts
+from zerojax.cli.shared._errors import INTERRUPTED, PREEMPTED, Failure, refusing
 from zerojax.cli.train._evaluate import bits, sample
-from zerojax.cli.train._metrics import Record
+from zerojax.cli.train._metrics import Metrics
 from zerojax.cli.train._options import CHECKPOINTS
-from zerojax.cli.train._plot import write_plot
-from zerojax.cli.train._run import Session
-from zerojax.cli.train._screen import Screen
-from zerojax.cli.train._signals import Interrupt
+from zerojax.cli.train._run import TrainRun
+from zerojax.cli.train._screen import TrainScreen
+from zerojax.cli.train._signals import Signals
 from zerojax.recipe import HOST_MEMORY
-from zerojax.train import TrainState
+from zerojax.train import TrainState, unpad
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
 #: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
@@ -33,20 +33,20 @@ QUEUED_STEPS_ELSEWHERE = 2
 MOST_TOLD = 300
 
 
-def run(session: Session, screen: Screen) -> None:
-    """Train, evaluate and write everything that a session asks for.
+def train_and_write(run: TrainRun, screen: TrainScreen) -> None:
+    """Train, evaluate and write everything that a run asks for.
 
     Raises:
-        Failure: the loss is no longer finite, or memory ran out.
-        Interrupted: Ctrl-C or SIGTERM; what there was has been written.
+        Failure: the loss is no longer finite, or memory ran out; or Ctrl-C or SIGTERM, after what
+            there was has been written.
     """
-    screen.start(session)
+    screen.start(run)
     absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
     try:
-        with Interrupt() as interrupt:
+        with Signals() as signals:
             with refusing():
-                restored = session.restore()
-            _Training(session, screen, restored).run(interrupt)
+                restored = run.restore()
+            _Training(run, screen, signals, restored).go()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -60,13 +60,15 @@ def run(session: Session, screen: Screen) -> None:
 class _Training:
     """The moving parts of a run."""
 
-    def __init__(self, session: Session, screen: Screen, restored: Restored | None) -> None:
-        self.session = session
-        self.screen = screen
+    def __init__(
+        self, run: TrainRun, screen: TrainScreen, signals: Signals, restored: Restored | None
+    ) -> None:
+        self.run, self.options = run, run.options
+        self.screen, self.signals = screen, signals
         if restored is None:
             with refusing():
-                weights = session.weights()
-            self.state = jax.block_until_ready(session.initialise(weights))
+                weights = run.weights()
+            self.state = jax.block_until_ready(run.initialise(weights))
             self.first_step = 0
         else:
             self.state = restored.state
@@ -75,60 +77,60 @@ class _Training:
         self.held, self.on_host = held_bytes(self.state)
         self.number = self.saved = self.first_step
         self.saving: PendingSave | None = None
-        self.record = Record(session.options.out / "metrics.jsonl", self.first_step)
-        self.evaluated = max(self.record.column("validation_bits_per_byte")[0], default=-1)
+        self.metrics = Metrics(self.options.out / "metrics.jsonl", self.first_step)
+        self.evaluated = max(self.metrics.column("validation_bits_per_byte")[0], default=-1)
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
-        platform = session.devices[0].platform
+        platform = run.devices[0].platform
         self.queued_steps = QUEUED_STEPS.get(platform, QUEUED_STEPS_ELSEWHERE)
         self.clock = time.perf_counter()
 
-    def run(self, interrupt: Interrupt) -> None:
+    def go(self) -> None:
         """Train to the end, or until a signal or a loss that is not finite."""
         self.screen.held(self.held, self.on_host)
         try:
             with self.screen.training():
-                self.train(interrupt)
-            if not interrupt.requested:
+                self.train()
+            if not self.signals.requested:
                 self.finish()
-                self.save_if_wanted(interrupt)  # preempted after the last step
-            if self.record.lines:
+                self.save_if_wanted()  # preempted after the last step
+            if self.metrics.lines:
                 self.write()
         finally:
-            self.record.close()
+            self.metrics.close()
             self.end_saving()
-        if interrupt.requested:
-            status = PREEMPTED if interrupt.preempted else INTERRUPTED
-            raise Interrupted(self.how_to_go_on(interrupt), status)
+        if self.signals.requested:
+            status = PREEMPTED if self.signals.preempted else INTERRUPTED
+            raise Failure(self.how_to_go_on(), status)
 
-    def train(self, interrupt: Interrupt) -> None:
+    def train(self) -> None:
         """Do the steps that are left."""
-        options = self.session.options
+        options = self.options
         eval_every = options.eval_every or max(options.steps // 10, 10)
         if self.number >= options.steps:
             self.screen.say(f"already at step {self.number}; nothing is left to train")
-        if self.number == 0 and not interrupt.requested:
+        if self.number == 0 and not self.signals.requested:
             self.evaluate()
-        while self.number < options.steps and not interrupt.requested:
+        while self.number < options.steps and not self.signals.requested:
             self.step()
             if self.number % eval_every == 0:
                 self.evaluate()
             if options.save_every and self.number % options.save_every == 0:
                 self.save()
         self.settle(0)
-        self.save_if_wanted(interrupt)
+        self.save_if_wanted()
 
-    def save_if_wanted(self, interrupt: Interrupt) -> None:
+    def save_if_wanted(self) -> None:
         """Save what was not saved yet, where checkpoints or a preemption ask for it."""
-        wanted = self.session.options.save_every or interrupt.preempted
+        wanted = self.options.save_every or self.signals.preempted
         if wanted and self.saved < self.number:
             self.save()
         self.end_saving()
 
     def step(self) -> None:
         """Send one step off and take in those that are done."""
-        batch = jax.device_put(next(self.session.batches), self.session.layout.batch)
+        batch = jax.device_put(next(self.run.batches), self.run.layout.batch)
         before = time.perf_counter()
-        self.state, metrics = self.session.step(self.state, batch)
+        self.state, metrics = self.run.step(self.state, batch)
         if self.number == self.first_step:  # the first call compiled the step
             self.clock = time.perf_counter()
             self.screen.say(f"compiled the step in {self.clock - before:.1f} s")
@@ -144,18 +146,19 @@ class _Training:
             number, metrics = self.pending.popleft()
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             now = time.perf_counter()
+            tokens = self.run.batch_size * self.run.config.context
             line = {
                 "step": number,
                 "loss": loss,
                 "train_bits_per_byte": bits(loss),
                 "grad_norm": norm,
-                "learning_rate": float(self.session.rates[number - 1]),
-                "tokens_per_second": round(self.session.tokens_per_step / (now - self.clock), 1),
+                "learning_rate": float(self.run.rates[number - 1]),
+                "tokens_per_second": round(tokens / (now - self.clock), 1),
             }
             if "loss_scale" in metrics:
                 line["loss_scale"] = float(metrics["loss_scale"])
             self.clock = now
-            self.record.add(**line)
+            self.metrics.add(**line)
             self.screen.step(line)
             if not math.isfinite(loss) and not metrics.get("skipped", False):
                 self.write()
@@ -168,9 +171,9 @@ class _Training:
     def evaluate(self) -> None:
         """Evaluate on the held-out text."""
         self.settle(0)
-        found = self.session.evaluation(self.state.params)
+        found = self.run.evaluation(self.state.params)
         self.evaluated = self.number
-        self.record.add(step=self.number, validation_bits_per_byte=found)
+        self.metrics.add(step=self.number, validation_bits_per_byte=found)
         self.screen.evaluated(self.number, found)
         self.clock = time.perf_counter()
 
@@ -179,12 +182,12 @@ class _Training:
         self.settle(0)
         self.end_saving()
         with _saving():
-            self.saving = self.session.checkpoints.save(
+            self.saving = self.run.checkpoints.save(
                 self.number,
                 self.state,
-                self.session.layout,
-                data=self.session.batches.get_state(),
-                metadata={"options": self.session.options.kept()},
+                self.run.layout,
+                data=self.run.batches.get_state(),
+                metadata={"options": self.options.kept(), "recipe": self.run.recipe.to_dict()},
             )
         self.saved = self.number
         self.clock = time.perf_counter()
@@ -195,31 +198,38 @@ class _Training:
         if saving is not None:
             with _saving():
                 saving.wait()
-            self.screen.say(f"saved {self.session.options.out / CHECKPOINTS / saving.path.name}")
+            self.screen.say(f"saved {self.options.out / CHECKPOINTS / saving.path.name}")
 
     def finish(self) -> None:
         """Evaluate a last time and let the model write."""
         if self.evaluated < self.number:
             self.evaluate()
-        options = self.session.options
-        self.screen.finished(self.record)
-        if options.sample_bytes:
-            self.screen.sampled(
-                *sample(
-                    self.session.config, self.state.params, self.session.layout, options.prompt,
-                    self.session.corpus.held_out, options.sample_bytes, options.seed,
-                )
-            )  # fmt: skip
+        self.screen.finished(self.metrics)
+        if self.options.sample_bytes:
+            start = self.run.corpus.held_out
+            params = unpad(self.state.params, self.run.layout)
+            self.screen.sampled(*sample(self.run.config, params, start, self.options))
 
     def write(self) -> None:
         """Write the plot, and say what else was written."""
-        plot = write_plot(self.session, self.record, self.held)
-        self.screen.wrote([self.session.options.out / "metrics.jsonl", plot])
+        run, options, plot = self.run, self.options, self.options.out / "training.png"
+        stages = {f"stage {stage}": one for stage, one in run.stage_bytes.items()}
+        figure = charts.training_figure(
+            f"{options.model}: {run.layout.num_params:,} parameters, {options.optimizer}, "
+            f"{options.precision}, ZeRO stage {options.stage} on {len(run.devices)} devices",
+            training=self.metrics.column("train_bits_per_byte"),
+            held_out=self.metrics.column("validation_bits_per_byte"),
+            stages=stages,
+            mine=f"stage {options.stage}",
+            measured=self.held,
+        )
+        charts.write(figure, plot)
+        self.screen.wrote([options.out / "metrics.jsonl", plot])
 
-    def how_to_go_on(self, interrupt: Interrupt) -> str:
-        """Say where the run stopped and how to go on."""
-        options = self.session.options
-        word = "preempted" if interrupt.preempted else "interrupted"
+    def how_to_go_on(self) -> str:
+        """Return where the run stopped and how to go on."""
+        options = self.options
+        word = "preempted" if self.signals.preempted else "interrupted"
         stopped = f"{word} after step {self.number} of {options.steps}"
         if not self.saved:
             return stopped

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Record:
+class Metrics:
     """The metrics of a run, in memory and on disk; a line is on disk when `add` returns.
 
     Args:
@@ -34,7 +34,7 @@ class Record:
         self._file.close()
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Give steps and values of the lines that have a metric."""
+        """Return steps and values of the lines that have a metric."""
         found = [line for line in self.lines if line.get(name) is not None]
         return [line["step"] for line in found], [line[name] for line in found]
 

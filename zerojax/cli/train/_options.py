@@ -1,240 +1,171 @@
-"""The options of `zerojax train` alone: their names, limits and help."""
+"""The options of `zerojax train`."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from zerojax.cli.shared._residual_options import Residual
-from zerojax.cli.shared._step_options import OUTPUT, TRAINING, ZERO
+from zerojax.cli.shared._built_step import BuiltStepOptions
+from zerojax.cli.shared._command import PARAMETER, option
+from zerojax.cli.shared._options import (
+    OUTPUT,
+    TRAINING,
+    ZERO,
+    batch_size_option,
+    model_option,
+    precision_option,
+)
 
 DATA = "Data"
 #: The folder of the checkpoints within that of the run.
 CHECKPOINTS = "checkpoints"
-
-Devices = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Devices to train on: real ones where there are some, else virtual ones on the CPU.",
-        show_default="all real ones, or 8 virtual ones",
-        rich_help_panel=ZERO,
-    ),
-]
-ShowLayout = Annotated[
-    bool,
-    typer.Option("--layout", help="Print where every leaf lives, and why.", rich_help_panel=ZERO),
-]
-Steps = Annotated[
-    int, typer.Option(min=1, help="Steps to train for, in all.", rich_help_panel=TRAINING)
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Examples per step, over all devices and microbatches together.",
-        show_default="about 32",
-        rich_help_panel=TRAINING,
-    ),
-]
-LearningRate = Annotated[
-    float | None,
-    typer.Option(
-        "--lr",
-        min=0.0,
-        help="Peak learning rate; it falls along a cosine to a tenth.",
-        show_default="suits the optimizer and the model's width",
-        rich_help_panel=TRAINING,
-    ),
-]
-Warmup = Annotated[
-    int | None,
-    typer.Option(
-        min=0, help="Steps over which the rate rises to its peak.",
-        show_default="a tenth of the steps", rich_help_panel=TRAINING,
-    ),
-]  # fmt: skip
-WeightDecay = Annotated[
-    float,
-    typer.Option(min=0.0, help="Decay of matrices and embeddings.", rich_help_panel=TRAINING),
-]
-ClipNorm = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        help="Largest global norm of the gradients; 0 does not clip.",
-        rich_help_panel=TRAINING,
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Fixes the parameters at the start, the order of the data and the sample.",
-        rich_help_panel=TRAINING,
-    ),
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATH",
-        help="A file, a folder or a quoted glob of text; may be given several times.",
-        show_default="the source of Python's own standard library",
-        rich_help_panel=DATA,
-    ),
-]
-EvalEvery = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Steps between evaluations on the held-out text.",
-        show_default="a tenth of the steps, at least 10",
-        rich_help_panel=DATA,
-    ),
-]
-EvalWindows = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Stretches of held-out text to evaluate on, each as long as the context.",
-        rich_help_panel=DATA,
-    ),
-]
-SampleBytes = Annotated[
-    int,
-    typer.Option(min=0, help="Bytes to generate at the end; 0 for none.", rich_help_panel=OUTPUT),
-]
-Prompt = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="What the generated sample continues.",
-        show_default="the first held-out bytes",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Out = Annotated[
-    Path,
-    typer.Option(
-        metavar="FOLDER",
-        help="Gets metrics.jsonl, training.png and the checkpoints.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-SaveEvery = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as "
-        "preemption sends it, always saves one and ends with status 75.",
-        show_default="no checkpoints",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Keep = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Checkpoints to keep, the newest ones.",
-        show_default="all",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Init = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="Start from these weights: a checkpoint's parameters, or safetensors files.",
-        show_default="initialised from the seed",
-        rich_help_panel=TRAINING,
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Go on from the newest whole checkpoint in --out, with its options where none are "
-        "given; on any devices, at any stage and precision.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-
-#: Options that decide what is learned and kept; a checkpoint has them and `--resume` takes them up.
-KEPT = (
-    "model", "context", "stage", "precision", "batch_size", "accumulate", "optimizer", "lr",
-    "weight_decay", "clip_norm", "seed", "data", "save_every", "config", "model_axis",
-    "sequence_parallel", "remat_policy", "offload", "loss_chunk", "steps", "warmup", "eval_every",
-    "eval_windows", "keep",
-)  # fmt: skip
-#: Options of several values, which JSON has as lists.
-SEVERAL = ("data", "offload")
+#: Options of one run; the others decide what is learned and kept: a checkpoint has them.
+OF_ONE_RUN = ("devices", "layout", "out", "init", "resume", "prompt", "sample_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class TrainOptions(BuiltStepOptions):
     """What `zerojax train` was asked for; None leaves a choice to the run."""
 
-    model: str
-    context: int | None
-    stage: int | None
-    config: str | None
-    model_axis: int | None
-    sequence_parallel: bool
-    remat_policy: str | None
-    offload: tuple[str, ...]
-    loss_chunk: int | None
-    devices: int | None
-    precision: str
-    layout: bool
-    steps: int
-    batch_size: int | None
-    accumulate: int
-    optimizer: str
-    lr: float | None
-    warmup: int | None
-    weight_decay: float
-    clip_norm: float
-    seed: int
-    data: tuple[str, ...]
-    eval_every: int | None
-    eval_windows: int
-    sample_bytes: int
-    prompt: str | None
-    out: Path
-    save_every: int | None
-    keep: int | None
-    init: Path | None
-    resume: bool
+    model: str = model_option("tiny")
+    precision: str = precision_option("fp32")
+    batch_size: int | None = batch_size_option("about 32")
+    devices: int | None = option(
+        None,
+        help="Devices to train on: real ones where there are some, else virtual ones on the CPU.",
+        least=1,
+        shown="all real ones, or 8 virtual ones",
+        panel=ZERO,
+    )
+    layout: bool = option(False, help="Print where every leaf lives, and why.", panel=ZERO)
+    steps: int = option(200, help="Steps to train for, in all.", least=1, panel=TRAINING)
+    lr: float | None = option(
+        None,
+        help="Peak learning rate; it falls along a cosine to a tenth.",
+        least=0.0,
+        shown="suits the optimizer and the model's width",
+        panel=TRAINING,
+    )
+    warmup: int | None = option(
+        None,
+        help="Steps over which the rate rises to its peak.",
+        least=0,
+        shown="a tenth of the steps",
+        panel=TRAINING,
+    )
+    weight_decay: float = option(
+        0.1, help="Decay of matrices and embeddings.", least=0.0, panel=TRAINING
+    )
+    clip_norm: float = option(
+        1.0,
+        help="Largest global norm of the gradients; 0 does not clip.",
+        least=0.0,
+        panel=TRAINING,
+    )
+    seed: int = option(
+        0,
+        help="Fixes the parameters at the start, the order of the data and the sample.",
+        least=0,
+        panel=TRAINING,
+    )
+    init: Path | None = option(
+        None,
+        help="Start from these weights: a checkpoint's parameters, or safetensors files.",
+        metavar="PATH",
+        shown="initialised from the seed",
+        panel=TRAINING,
+    )
+    data: tuple[str, ...] = option(
+        (),
+        help="A file, a folder or a quoted glob of text; may be given several times.",
+        metavar="PATH",
+        shown="the source of Python's own standard library",
+        panel=DATA,
+    )
+    eval_every: int | None = option(
+        None,
+        help="Steps between evaluations on the held-out text.",
+        least=1,
+        shown="a tenth of the steps, at least 10",
+        panel=DATA,
+    )
+    eval_windows: int = option(
+        256,
+        help="Stretches of held-out text to evaluate on, each as long as the context.",
+        least=1,
+        panel=DATA,
+    )
+    sample_bytes: int = option(
+        200, help="Bytes to generate at the end; 0 for none.", least=0, panel=OUTPUT
+    )
+    prompt: str | None = option(
+        None,
+        help="What the generated sample continues.",
+        metavar="TEXT",
+        shown="the first held-out bytes",
+        panel=OUTPUT,
+    )
+    out: Path = option(
+        Path("runs/train"),
+        help="Gets metrics.jsonl, training.png and the checkpoints.",
+        metavar="FOLDER",
+        panel=OUTPUT,
+    )
+    save_every: int | None = option(
+        None,
+        help="Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as "
+        "preemption sends it, always saves one and ends with status 75.",
+        least=1,
+        shown="no checkpoints",
+        panel=OUTPUT,
+    )
+    keep: int | None = option(
+        None, help="Checkpoints to keep, the newest ones.", least=1, shown="all", panel=OUTPUT
+    )
+    resume: bool = option(
+        False,
+        help="Go on from the newest whole checkpoint in --out, with its options where none are "
+        "given; on any devices, at any stage and precision.",
+        panel=OUTPUT,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt == "":
+            raise ValueError("--prompt is empty; give at least one character")
+        if self.resume and "init" in self.given:
+            raise ValueError(
+                "--init: a run that is resumed has its weights; leave it or --resume out"
+            )
+        if "keep" in self.given and self.save_every is None and not self.resume:
+            raise ValueError("--keep: there are no checkpoints without --save-every; give it too")
 
     @property
-    def residual(self) -> Residual:
-        """What was asked for beside the model states; a ValueError where it can't be meant."""
-        return Residual(
-            config=self.config, model_axis=self.model_axis,
-            sequence_parallel=self.sequence_parallel, remat_policy=self.remat_policy,
-            offload=self.offload, loss_chunk=self.loss_chunk,
-        )  # fmt: skip
+    def warmup_steps(self) -> int:
+        """Steps of the warmup."""
+        return self.steps // 10 if self.warmup is None else self.warmup
 
     def kept(self) -> dict[str, Any]:
-        """Give what a checkpoint keeps, fit for JSON."""
-        return {name: getattr(self, name) for name in KEPT}
+        """Return what a checkpoint keeps, fit for JSON."""
+        return {name: getattr(self, name) for name in _kept_names()}
 
-    def taking_up(self, kept: dict[str, Any], given: frozenset[str]) -> Options:
+    def taking_up(self, kept: dict[str, Any]) -> TrainOptions:
         """Take the options of an earlier run, apart from those that were given now.
 
         A stage that is given takes the place of a configuration of another one, and a configuration
         that of a stage.
         """
-        left = set(given)
-        if "config" in given:
+        left = set(self.given)
+        if "config" in self.given:
             left.add("stage")
-        elif "stage" in given and kept.get("stage") != self.stage:
+        elif "stage" in self.given and kept.get("stage") != self.stage:
             left.add("config")
-        taken = {name: kept[name] for name in KEPT if name in kept and name not in left}
-        for name in SEVERAL:
-            if name in taken:
-                taken[name] = tuple(taken[name])
+        taken = {name: kept[name] for name in _kept_names() if name in kept and name not in left}
+        taken = {name: tuple(x) if isinstance(x, list) else x for name, x in taken.items()}
         return dataclasses.replace(self, **taken)
+
+
+def _kept_names() -> list[str]:
+    fields = dataclasses.fields(TrainOptions)
+    return [x.name for x in fields if PARAMETER in x.metadata and x.name not in OF_ONE_RUN]

@@ -1,4 +1,4 @@
-"""What a run shows: live on a terminal, and as plain lines elsewhere."""
+"""What `zerojax train` shows: live on a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,18 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.checkpoint import Restored
-from zerojax.cli.train._metrics import Record
-from zerojax.cli.train._run import Session
+from zerojax.cli.shared._screen import Screen
+from zerojax.cli.train._metrics import Metrics
+from zerojax.cli.train._run import TrainRun
 
 #: Seconds between lines about steps where the output is no terminal.
 LINE_EVERY = 10.0
 
 
-class Screen:
-    """Prints the stages of a run to stdout."""
+class TrainScreen(Screen):
+    """Prints a run, from its mesh to the sample of what was learned."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False)
+        super().__init__()
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -44,60 +43,49 @@ class Screen:
         self._last_line = -LINE_EVERY
         self._rates: deque[float] = deque(maxlen=10)
 
-    def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(Text(text, style="dim"), soft_wrap=True)
-
-    def start(self, session: Session) -> None:
+    def start(self, run: TrainRun) -> None:
         """Show model, data, mesh and the bytes per device."""
-        options, layout, corpus = session.options, session.layout, session.corpus
-        devices = session.devices
-        kind = "virtual CPU devices" if devices[0].platform == "cpu" else devices[0].device_kind
-        axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
-        chosen = options.residual.in_words()
+        options, corpus = run.options, run.corpus
         rows = {
-            "mesh": f"{len(devices)} {kind} ({axes})" + (f"; {chosen}" if chosen else ""),
-            "model": f"{options.model}, {layout.num_params:,} parameters, {options.precision}",
+            "mesh": _mesh(run),
+            "model": f"{options.model}, {run.layout.num_params:,} parameters, {options.precision}",
             "data": f"{corpus.source}: {corpus.num_files:,} files, {decimal(corpus.num_bytes)}, "
             f"{decimal(corpus.held_out.size)} of them held out",
-            "step": f"{session.batch_size} examples of {session.config.context} tokens"
+            "step": f"{run.batch_size} examples of {run.config.context} tokens"
             + (f" in {options.accumulate} microbatches" if options.accumulate > 1 else "")
-            + f", {options.optimizer}, learning rate up to {session.rates.max():.3g}",
+            + f", {options.optimizer}, learning rate up to {run.rates.max():.3g}",
         }
-        if session.checkpoint is not None:
-            rows["start"] = f"from {session.checkpoint}"
-        for name, text in rows.items():
-            self.console.print(Text.assemble((f"{name:<6}", "bold"), text), soft_wrap=True)
+        if run.checkpoint is not None:
+            rows["start"] = f"from {run.checkpoint}"
+        self.facts(rows)
         self._task = self._progress.add_task("train", total=options.steps, status="compiling")
         self.console.print()
         if options.layout:
-            self._leaves(session)
-        self.console.print(bytes_table(session))
+            self._leaves(run)
+        self.show(bytes_table(run))
         self.say(
             "theory: whole / N for what the stage partitions (arXiv 1910.02054); MB = 1e6 bytes"
         )
 
-    def _leaves(self, session: Session) -> None:
+    def _leaves(self, run: TrainRun) -> None:
         if self.console.is_terminal:
-            self.console.print(session.description)
+            self.console.print(run.description)
         else:  # as wide as it is, for a file or a pipe
-            self.console.print(str(session.description), soft_wrap=True, markup=False)
+            self.console.print(str(run.description), soft_wrap=True, markup=False)
 
     def restored(self, restored: Restored, step: int) -> None:
-        """Tell which checkpoint the run goes on from, and which were no good."""
+        """Show which checkpoint the run goes on from, and which were no good."""
         for why in restored.passed_over.values():
-            self.console.print(Text(f"passed over: {why}", style="yellow"), soft_wrap=True)
+            self.show(Text(f"passed over: {why}", style="yellow"))
         self._progress.update(self._task, completed=step)
         self.say(f"going on from step {step}, {restored.path}")
 
     def held(self, held: dict[str, int], on_host: int = 0) -> None:
         """Show what the first device really holds, and what the host keeps for it."""
         kinds = ", ".join(f"{kind} {decimal(count)}" for kind, count in held.items() if count)
-        self.console.print(
-            f"[bold]measured:[/] device 0 holds {decimal(sum(held.values()))} between steps "
-            f"({kinds})" + (f", and {decimal(on_host)} in the host's memory" if on_host else ""),
-            soft_wrap=True,
-        )
+        text = f"device 0 holds {decimal(sum(held.values()))} between steps ({kinds})"
+        text += f", and {decimal(on_host)} in the host's memory" if on_host else ""
+        self.show(Text.assemble(("measured: ", "bold"), text))
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -119,20 +107,17 @@ class Screen:
         now, is_last = time.monotonic(), line["step"] == task.total
         if self._progress.disable and (is_last or now - self._last_line >= LINE_EVERY):
             self._last_line = now
-            left = (
-                ""
-                if not task.time_remaining
-                else f"  ETA {timedelta(seconds=int(task.time_remaining))}"
-            )
+            seconds = int(task.time_remaining or 0)
+            left = f"  ETA {timedelta(seconds=seconds)}" if seconds else ""
             self.console.print(f"step {line['step']}/{task.total}  {status}{left}", soft_wrap=True)
 
     def evaluated(self, number: int, found: float) -> None:
         """Show an evaluation."""
         self.console.print(f"step {number}: [bold]{found:.3f}[/] bits per held-out byte")
 
-    def finished(self, record: Record) -> None:
+    def finished(self, metrics: Metrics) -> None:
         """Show what was learned."""
-        steps, found = record.column("validation_bits_per_byte")
+        steps, found = metrics.column("validation_bits_per_byte")
         start = f", {found[0]:.2f} at the start" if steps[0] == 0 else ""
         self.console.print(
             f"\n[bold green]validation: {found[-1]:.3f} bits per byte[/] after {steps[-1]} "
@@ -141,30 +126,28 @@ class Screen:
 
     def sampled(self, prompt: str, text: str) -> None:
         """Show what the model writes after a prompt."""
-        self.console.print(
-            Panel(
-                Text.assemble((prompt, "dim"), (text, "bold")),
-                title="sample: the prompt, then what the model wrote",
-                title_align="left",
-            )
-        )
-
-    def wrote(self, paths: list[Path]) -> None:
-        """Show which files were written."""
-        self.say("wrote " + ", ".join(map(str, paths)))
+        title = "sample: the prompt, then what the model wrote"
+        written = Text.assemble((prompt, "dim"), (text, "bold"))
+        self.console.print(Panel(written, title=title, title_align="left"))
 
 
-def bytes_table(session: Session) -> Table:
+def _mesh(run: TrainRun) -> str:
+    devices, chosen = run.devices, run.options.in_words()
+    kind = "virtual CPU devices" if devices[0].platform == "cpu" else devices[0].device_kind
+    axes = ", ".join(f"{name}={size}" for name, size in run.layout.mesh.shape.items())
+    return f"{len(devices)} {kind} ({axes})" + (f"; {chosen}" if chosen else "")
+
+
+def bytes_table(run: TrainRun) -> Table:
     """Lay out the bytes per device by kind, beside the theory and beside plain data parallelism."""
-    description, plain = session.description, session.stage_bytes[0]
-    layout = session.layout
+    description, plain, layout = run.description, run.stage_bytes[0], run.layout
     table = Table(
         title=f"bytes per device, ZeRO stage {layout.stage} over {layout.num_shards} shards",
         title_justify="left",
         title_style="bold",
     )
     table.add_column("kind")
-    plainly = "plain data parallel" if layout.num_shards == len(session.devices) else "stage 0"
+    plainly = "plain data parallel" if layout.num_shards == len(run.devices) else "stage 0"
     for name in ("this run", "theory", plainly, "saved"):
         table.add_column(name, justify="right")
     for kind, count in description.bytes.items():

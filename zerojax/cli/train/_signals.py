@@ -12,7 +12,7 @@ MESSAGES = {
 }
 
 
-class Interrupt:
+class Signals:
     """Catches SIGINT (Ctrl-C) and SIGTERM (preemption) within a `with` block of the main thread.
 
     Attributes:
@@ -25,7 +25,7 @@ class Interrupt:
         self.preempted = False
         self._interrupted = False
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> Signals:
         self._before = {number: signal.signal(number, self._handle) for number in MESSAGES}
         return self
 

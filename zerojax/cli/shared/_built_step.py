@@ -1,0 +1,183 @@
+"""The options of a step that is built, and what they make: model, mesh axes, recipe, layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax._types import PyTree
+from zerojax.cli.shared._command import option
+from zerojax.cli.shared._options import MODEL, OFFLOADS, ZERO, StepOptions
+from zerojax.layout import Layout, make_layout
+from zerojax.memory import has_host_memory
+from zerojax.models import gpt
+from zerojax.recipe import HOST_MEMORY, OffloadPolicy, Recipe, RematPolicy
+
+#: The mesh axis of model parallelism.
+MODEL_AXIS = "model"
+#: Rows of an embedding that a model axis does not divide are filled up to a multiple of this.
+VOCAB_MULTIPLE = 128
+_RECOMPUTED = {"none": "nothing", "dots": "all but products", "full": "each layer"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltStepOptions(StepOptions):
+    """A step that is run or compiled.
+
+    Raises:
+        ValueError: an unknown name, or options that contradict each other.
+    """
+
+    loss_chunk: int | None = option(
+        None,
+        help="Logits per token that the loss holds at a time; the vocabulary's are never whole.",
+        least=1,
+        shown="all of the vocabulary's",
+        panel=MODEL,
+    )
+    sequence_parallel: bool = option(
+        False,
+        help="Cut what goes from layer to layer along the tokens, over the model axis (2 or more). "
+        "Checkpoints are cut already then, and Pa adds nothing: it is left out.",
+        panel=ZERO,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence_parallel and self.model_parts < 2:
+            raise ValueError(
+                "--sequence-parallel cuts tokens over the model axis: give --model-axis 2 or more"
+            )
+
+    @property
+    def model_axes(self) -> dict[str, int]:
+        """The axis of model parallelism and its size; empty where nothing needs one."""
+        needed = self.model_parts > 1 or self.cuts_checkpoints
+        return {MODEL_AXIS: self.model_parts} if needed else {}
+
+    def mesh_axes(self, num_devices: int) -> dict[str, int]:
+        """Share devices out between data and model.
+
+        Raises:
+            ValueError: the model axis does not divide them.
+        """
+        if num_devices % self.model_parts:
+            fits = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+            raise ValueError(
+                f"--model-axis {self.model_parts} does not divide {num_devices} devices; these "
+                f"do: {fits}"
+            )
+        return {"data": num_devices // self.model_parts, **self.model_axes}
+
+    @property
+    def chosen_model(self) -> gpt.Config:
+        """The model as these options have it.
+
+        Raises:
+            ValueError: there is no such model, or the model axis does not divide it.
+        """
+        config, parts = super().chosen_model, self.model_parts
+        changes: dict[str, Any] = {"loss_chunk": self.loss_chunk}
+        if self.remat == "none":
+            changes["remat"] = False
+        if self.model_axes:
+            changes |= {"model_axis": MODEL_AXIS, "sequence_parallel": self.sequence_parallel}
+        if config.vocab_size % parts:
+            changes["vocab_multiple"] = parts if VOCAB_MULTIPLE % parts else VOCAB_MULTIPLE
+        config = dataclasses.replace(config, **changes)
+        gpt.check_parts(config, parts)
+        if self.sequence_parallel and config.context % parts:
+            near = -(-config.context // parts) * parts
+            raise ValueError(
+                f"--sequence-parallel: --model-axis {parts} does not divide {config.context} "
+                f"tokens; give --context {near}, say"
+            )
+        return config
+
+    def recipe(self, device: Any, clip_norm: float | None) -> Recipe:
+        """Return how the step is computed.
+
+        Args:
+            device: one of the mesh.
+            clip_norm: largest global norm of the gradients.
+
+        Raises:
+            ValueError: the host's memory is asked for, and the device can't reach it.
+        """
+        if self.on_host and not has_host_memory(device):
+            by = f"--offload {self.offload[0]}" if self.offload else f"--config {self.config}"
+            raise ValueError(
+                f"{by} keeps {' and '.join(self.on_host)} in the host's memory ({HOST_MEMORY}), "
+                f"and the backend {device.platform!r} ({device.device_kind}) has none: leave it out"
+            )
+        reduce: Any = self.reduce
+        return Recipe(
+            precision=self.precision,
+            accumulate=self.accumulate,
+            reduce=reduce,
+            clip_norm=clip_norm,
+            remat=self._remat_policy(),
+            offload=self._offload_policy(),
+        )
+
+    def _remat_policy(self) -> RematPolicy | None:
+        """Return the policy of the train step; None where the model does the same by itself."""
+        if self.remat == "none":
+            return None
+        policy = RematPolicy() if self.configuration is None else self.configuration.remat("model")
+        policy = dataclasses.replace(
+            policy,
+            # A residual stream that is cut along the tokens is what a layer's input is.
+            partition=None if self.sequence_parallel else policy.partition,
+            recompute=self.remat or policy.recompute,
+        )
+        return None if policy == RematPolicy() else policy
+
+    def _offload_policy(self) -> OffloadPolicy | None:
+        """Return the policy of the train step for what `--offload` names."""
+        kinds: Any = tuple(
+            kind for name in OFFLOADS if name in self.offload for kind in OFFLOADS[name]
+        )
+        if not kinds:
+            return None
+        # A host updates what an optimizer computes element by element.
+        update = "host" if self.chosen_optimizer.elementwise else "device"
+        return OffloadPolicy(kinds=kinds, update=update)
+
+    def in_words(self) -> str:
+        """Return a line on what is asked for beside the stage; empty where nothing is."""
+        found = []
+        if self.configuration is not None:
+            found.append(f"{self.config}: stage {self.configuration.stage}")
+        if self.sequence_parallel:
+            found.append("tokens cut over the model axis")
+        elif self.cuts_checkpoints:
+            found.append("activation checkpoints cut over the model axis (Pa)")
+        if self.on_host:
+            found.append(f"on the host: {' and '.join(self.on_host)}")
+        if self.remat is not None:
+            found.append(f"recomputed: {_RECOMPUTED[self.remat]}")
+        if self.loss_chunk is not None:
+            found.append(f"{self.loss_chunk:,} logits of a token at a time")
+        return ", ".join(found)
+
+
+def gpt_shapes(config: gpt.Config) -> PyTree:
+    """Return the shapes of a GPT's parameters; starts no backend."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(functools.partial(gpt.init, config), key)
+
+
+def gpt_layout(config: gpt.Config, mesh: Mesh, stage: int) -> Layout:
+    """Place a GPT: ZeRO partitions over all axes of the mesh but that of model parallelism."""
+    return make_layout(
+        gpt_shapes(config),
+        mesh,
+        stage=stage,
+        axis=[name for name in mesh.axis_names if name != MODEL_AXIS],
+        specs=None if config.model_axis is None else gpt.specs(config),
+    )

@@ -1,0 +1,60 @@
+"""What the screens of the commands have in common."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+#: Precisions in words.
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16 with fp32 masters",
+    "fp16": "fp16 with fp32 masters",
+}
+
+
+class Screen:
+    """Prints to stdout, or to stderr.
+
+    Args:
+        width: columns where there is no terminal to say how many; None leaves it to rich.
+        quiet: print nothing.
+        stderr: print to stderr.
+    """
+
+    def __init__(
+        self, *, width: int | None = None, quiet: bool = False, stderr: bool = False
+    ) -> None:
+        known = sys.stdout.isatty() or "COLUMNS" in os.environ
+        self.console = Console(
+            highlight=False, width=None if known else width, quiet=quiet, stderr=stderr
+        )
+
+    def show(self, what: RenderableType) -> None:
+        """Print a table, or text on as many columns as it takes."""
+        self.console.print(what, soft_wrap=isinstance(what, Text))
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        """Print names and what they are, one below the other."""
+        width = max(map(len, rows)) + 1
+        for name, text in rows.items():
+            lines = text.replace("\n", "\n" + " " * width)
+            self.show(Text.assemble((f"{name:<{width}}", "bold"), lines))
+
+    def title(self, text: str) -> None:
+        """Print the title of a table."""
+        self.show(Text(f"\n{text}", style="bold"))
+
+    def say(self, text: str) -> None:
+        """Print one line of what a reader may skip."""
+        self.show(Text(text, style="dim"))
+
+    def wrote(self, paths: Iterable[Path]) -> None:
+        """Print which files were written."""
+        if names := ", ".join(map(str, paths)):
+            self.say(f"wrote {names}")
