@@ -24,9 +24,9 @@ from tests.texts import bits_per_byte, prose
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
 from zerojax.cli.shared._devices import find_devices
-from zerojax.cli.shared._optimizers import OPTIMIZERS, make_schedule
+from zerojax.cli.shared._optimizers import OPTIMIZERS
 from zerojax.cli.train._evaluate import Evaluation
-from zerojax.cli.train._metrics import Record
+from zerojax.cli.train._metrics import Metrics
 from zerojax.data import make_batches
 from zerojax.models import gpt
 
@@ -240,8 +240,8 @@ def test_an_evaluation_is_the_mean_over_its_windows(mesh8):
 def test_every_optimizer_is_made_for_the_model():
     config = gpt.Config(num_layers=1, width=16, num_heads=2, vocab_size=16, context=8)
     params = gpt.init(config, jax.random.key(0))
-    for choice in OPTIMIZERS.values():
-        tx = choice.make(make_schedule(choice, None, 1, 10, config.width), 0.1)
+    for named in OPTIMIZERS.values():
+        tx = named.make(named.schedule(None, 1, 10, config.width), 0.1)
 
         @jax.jit
         def moves(params, tx=tx):
@@ -283,21 +283,21 @@ def test_virtual_devices_are_as_many_as_asked_for(flags, asked, found):
     assert done.stdout == f"{found}\n", done.stderr
 
 
-def test_a_record_keeps_what_a_resumed_run_needs(tmp_path):
+def test_the_metrics_keep_what_a_resumed_run_needs(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    record = Record(path, 0)
+    metrics = Metrics(path, 0)
     for step in (1, 2, 3):
-        record.add(step=step, loss=1.0 / step)
-    record.add(step=3, loss=float("nan"))
-    record.close()
+        metrics.add(step=step, loss=1.0 / step)
+    metrics.add(step=3, loss=float("nan"))
+    metrics.close()
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # a crash in the middle of a line
-    again = Record(path, 2)
+    again = Metrics(path, 2)
     again.add(step=3, loss=0.5)
     again.close()
     assert again.column("loss") == ([1, 2, 3], [1.0, 0.5, 0.5])
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    new = Record(path, 0)
+    new = Metrics(path, 0)
     new.close()
     assert new.lines == []
     assert not path.read_text()

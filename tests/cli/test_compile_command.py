@@ -16,13 +16,13 @@ import pytest
 from jax.sharding import AxisType
 
 from zerojax import aot
-from zerojax.cli import main
+from zerojax.cli import charts, main
 from zerojax.cli.compile import _command as command
-from zerojax.cli.compile import _request as question
+from zerojax.cli.compile import _request as request
 from zerojax.cli.compile._options import CompileOptions
-from zerojax.cli.compile._plot import write_stages_plot
-from zerojax.cli.compile._request import read_axes, read_question
-from zerojax.cli.compile._result import Answer
+from zerojax.cli.compile._outputs import draw
+from zerojax.cli.compile._request import CompileRequest, read_requests
+from zerojax.cli.compile._result import CompileResult
 from zerojax.models import _gpt_config, gpt
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)
@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        question,
+        request,
         "topology_mesh",
         lambda name, axes: jax.make_mesh(
             tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
@@ -67,25 +67,17 @@ def compiled(monkeypatch):
 
 
 def options(**changes):
-    default = {
-        "topology": "h100:1x8", "mesh": None, "model": "tiny", "context": None, "scan": True,
-        "remat": None, "stage": 2, "all_stages": False, "config": None, "model_axis": None,
-        "sequence_parallel": False, "remat_policy": None, "offload": (), "loss_chunk": None,
-        "precision": "bf16", "reduce": None,
-        "batch": 1, "accumulate": 1, "optimizer": "adamw", "plot": None, "hlo": None, "json": None,
-        "no_cache": False,
-    }  # fmt: skip
-    return CompileOptions(**{**default, **changes})
+    return CompileOptions(**{"topology": "h100:1x8", "model": "tiny", "stage": 2, **changes})
 
 
 def refused(stage=0, needed=40 * 2**30, available=32 * 2**30):
     """Give the answer to a step that a compiler refused."""
-    asked = read_question(options(stage=stage))[0]
+    asked = read_requests(options(stage=stage))[0]
     shortage = aot.Shortage(needed=needed, available=available, message="Ran out of memory")
     compilation = aot.Compilation(
         program=None, shortage=shortage, seconds=1.0, compiled_at="2026-01-01T00:00:00+00:00"
     )
-    return Answer.of(asked, compilation)
+    return CompileResult.of(asked, compilation)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -98,15 +90,11 @@ def refused(stage=0, needed=40 * 2**30, available=32 * 2**30):
         ("--topology h100", "is not a topology"),
         ("--model gpt2-xxl", "no model named 'gpt2-xxl'; known, nearest first: gpt2-xl"),
         ("--stage 4", "--stage"),
-        ("--mesh data=4", "has 4 devices, and the topology h100:1x8 has 8"),
-        ("--mesh data=4,expert=2", "not cut over an axis 'expert'"),
-        ("--axes 8", "give data=8"),
-        ("--mesh data=0", "give data=8"),
-        ("--mesh x=2,x=4", "names the axis 'x' twice"),
-        ("--batch 0", "--batch"),
+        ("--batch-size 0", "--batch-size"),
+        ("--batch-size 12", "multiple of 8, such as 16"),
         ("--optimizer adamm", "did you mean adamw?"),
         ("--precision fp8", "fp32, bf16"),
-        ("--reduce twice", "once or each"),
+        ("--reduce twice", "give one of once, each"),
         ("--reduce once --all-stages", "stage 3 never holds one"),
         ("--plot stages.pdf", "ends in .png"),
         ("--plot a-file/below.png", "can't write to --plot a-file/below.png"),
@@ -141,23 +129,11 @@ def test_a_topology_has_to_be_named(capfd):
     importlib.util.find_spec("libtpu") is not None, reason="the compiler is installed here"
 )
 def test_a_missing_compiler_names_the_pip_command(monkeypatch, capfd):
-    monkeypatch.setattr(question, "topology_mesh", aot.topology_mesh)
+    monkeypatch.setattr(request, "topology_mesh", aot.topology_mesh)
     assert main(["compile", "--topology", "v6e:2x4"]) == 2
     err = capfd.readouterr().err
     assert 'pip install "jax[tpu]==' in err
     assert "Traceback" not in err
-
-
-def test_axes_of_data_are_read_in_their_order():
-    topology = aot.parse_topology("h100:4x8")
-    assert read_axes(None, topology) == {"data": 32}
-    assert list(read_axes("node=4, data=8", topology).items()) == [("node", 4), ("data", 8)]
-
-
-def test_zero_partitions_over_all_axes_of_the_mesh():
-    asked = read_question(options(mesh="node=2,data=4"))[0]
-    assert asked.layout.axis == ("node", "data")
-    assert asked.layout.num_shards == 8
 
 
 def test_the_help_teaches(capsys):
@@ -198,7 +174,7 @@ def test_the_exit_status_is_1_where_there_are_problems_and_0_where_there_are_non
 ):
     problem = zerojax_problem()
     for problems, status in (((), 0), ((problem,), 1)):
-        audit = command.Answer.of
+        audit = command.CompileResult.of
 
         def judged(asked, compilation, audit=audit, problems=problems):
             answer = audit(asked, compilation)
@@ -206,7 +182,7 @@ def test_the_exit_status_is_1_where_there_are_problems_and_0_where_there_are_non
             return dataclasses.replace(answer, report=report)
 
         with monkeypatch.context() as patch:
-            patch.setattr(command.Answer, "of", judged)
+            patch.setattr(command.CompileResult, "of", judged)
             assert main(ASKED) == status
         out, err = capsys.readouterr()
         assert ("1 problem (planted)" in err) == bool(problems)
@@ -222,7 +198,7 @@ def zerojax_problem():
 
 
 def test_the_exit_status_is_1_where_the_program_does_not_fit_with_the_figure(monkeypatch, capsys):
-    monkeypatch.setattr(question, "device_memory", lambda chip: 2**20 // 8)
+    monkeypatch.setattr(request, "device_memory", lambda chip: 2**20 // 8)
     assert main(ASKED) == 1
     out, err = capsys.readouterr()
     needs = r"does not fit: it needs [\d.]+ MiB of a device's 0.12 MiB, [\d.]+ MiB too much"
@@ -273,14 +249,14 @@ def test_all_stages_are_compared_and_drawn(folder, capsys):
 
 
 def test_what_a_problem_shares_between_stages_is_said_once(monkeypatch, capsys):
-    audit = Answer.of
+    audit = CompileResult.of
 
     def judged(asked, compilation):
         answer = audit(asked, compilation)
         report = dataclasses.replace(answer.report, problems=(zerojax_problem(),))
         return dataclasses.replace(answer, report=report)
 
-    monkeypatch.setattr(command.Answer, "of", judged)
+    monkeypatch.setattr(command.CompileResult, "of", judged)
     assert main([*ASKED, "--all-stages"]) == 1
     out = capsys.readouterr().out
     assert out.count("plant no problems") == 1
@@ -288,18 +264,18 @@ def test_what_a_problem_shares_between_stages_is_said_once(monkeypatch, capsys):
 
 
 def test_a_drawing_shows_refused_stages_and_those_of_unknown_size(folder):
-    answers = [refused(0), refused(1, needed=None, available=None), refused(2)]
-    write_stages_plot(answers, folder / "a.png")
+    results = [refused(0), refused(1, needed=None, available=None), refused(2)]
+    charts.write(draw(results), folder / "a.png")
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_gpu_that_is_nearly_full_asks_for_the_variable(monkeypatch):
-    monkeypatch.setattr(question, "device_memory", lambda chip: 2**18)
-    asked = read_question(options())[0]
-    answer = Answer.of(asked, aot.compile_lowered(asked.lower()))
+    monkeypatch.setattr(request, "device_memory", lambda chip: 2**18)
+    asked = read_requests(options())[0]
+    answer = CompileResult.of(asked, aot.compile_lowered(asked.lower()))
     peak = answer.report.memory.peak
     for memory, advised in ((2 * peak, False), (int(1.2 * peak), True), (peak - 1, False)):
-        held = dataclasses.replace(answer, question=dataclasses.replace(asked, memory=memory))
+        held = dataclasses.replace(answer, request=dataclasses.replace(asked, memory=memory))
         assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in held.advice) == advised
         assert held.fits == (memory >= peak)
 
@@ -312,7 +288,7 @@ def test_the_same_question_is_answered_from_the_cache_without_tracing(
 ):
     first = main([*ASKED, "--json", "1.json"])
     assert "from the cache" not in capsys.readouterr().out
-    monkeypatch.setattr(question.Question, "lower", None)
+    monkeypatch.setattr(CompileRequest, "lower", None)
     assert main([*ASKED, "--json", "2.json"]) == first
     out = capsys.readouterr().out
     assert re.search(r"stage 2: from the cache, compiled \d{4}-\d\d-\d\d \d\d:\d\d in \d+ s", out)
@@ -321,17 +297,17 @@ def test_the_same_question_is_answered_from_the_cache_without_tracing(
 
 def test_every_choice_is_in_the_key_of_a_question():
     choices = [
-        {}, {"stage": 1}, {"batch": 2}, {"accumulate": 2}, {"accumulate": 2, "reduce": "once"},
-        {"scan": False}, {"remat": False}, {"precision": "fp32"}, {"optimizer": "lion"},
-        {"context": 8}, {"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"mesh": "x=2,y=4"},
-        {"mesh": "x=8"}, {"model": "other"}, {"model_axis": 2}, {"mesh": "model=2,data=4"},
-        {"stage": None, "config": "C4", "model_axis": 2}, {"config": "C4"}, {"config": "C5"},
-        {"model_axis": 2, "sequence_parallel": True}, {"remat_policy": "dots"},
-        {"offload": ("optimizer",)}, {"offload": ("activations",)}, {"loss_chunk": 32},
-    ]  # fmt: skip
-    keys = [read_question(options(**choice))[0].key for choice in choices]
+        *({}, {"stage": 1}, {"batch_size": 16}, {"accumulate": 2}, {"scan": False}),
+        *({"accumulate": 2, "reduce": "once"}, {"remat": "none"}, {"remat": "dots"}),
+        *({"precision": "fp32"}, {"optimizer": "lion"}, {"context": 8}, {"model": "other"}),
+        *({"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"model_axis": 2}, {"config": "C4"}),
+        *({"config": "C4", "model_axis": 2}, {"config": "C5"}, {"loss_chunk": 32}),
+        *({"offload": ("optimizer",)}, {"offload": ("activations",)}),
+        {"model_axis": 2, "sequence_parallel": True},
+    ]
+    keys = [read_requests(options(**choice))[0].key for choice in choices]
     assert len(set(keys)) == len(keys)
-    assert read_question(options(no_cache=True, plot=Path("a.png")))[0].key == keys[0]
+    assert read_requests(options(no_cache=True, plot=Path("a.png")))[0].key == keys[0]
 
 
 def test_without_the_cache_it_compiles_again_and_keeps_nothing(tmp_path, compiled):

@@ -17,12 +17,12 @@ import optax
 import pytest
 
 import zerojax
-from tests.cli.plan_questions import FIGURE_1, TINY, strict
+from tests.cli.plan_requests import FIGURE_1, TINY, strict
 from tests.planner import paper
 from zerojax.cli import main
-from zerojax.cli.plan._options import read_bytes, read_count
-from zerojax.cli.plan._screen import amount, unit_of
+from zerojax.cli.plan._numbers import read_bytes, read_count
 from zerojax.cli.shared._optimizers import OPTIMIZERS
+from zerojax.cli.shared._units import DECIMAL, amount, decimal_unit
 from zerojax.models import gpt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +75,8 @@ def test_a_table_is_in_the_unit_that_suits_it(capsys):
     count = gpt.num_params(gpt.PRESETS["tiny"])
     assert parameters == gradients == round(2 * count / 1e6, 1)
     assert states == round(16 * count / 1e6, 1)
-    assert unit_of(1e10) == ("GB", 1e9)
-    assert unit_of(0.99e10) == ("MB", 1e6)
+    assert decimal_unit(1e10) == DECIMAL[0]
+    assert decimal_unit(0.99e10) == DECIMAL[1]
     assert [amount(x) for x in (120.0, 31.40625, 1.875, 0.2344, 0.0)] == [
         "120", "31.4", "1.9", "0.234", "0",
     ]  # fmt: skip
@@ -106,7 +106,9 @@ def test_one_stage_is_shown_in_full(capsys):
 
 def test_a_plan_is_the_planner_s_own(capsys):
     config = gpt.PRESETS["tiny"]
-    arguments = "--devices 16 --shards 4 --model-axis 2 --batch 3 --accumulate 2 --hardware v5e"
+    arguments = (
+        "--devices 16 --shards 4 --model-axis 2 --batch-size 48 --accumulate 2 --hardware v5e"
+    )
     asked = f"{arguments} --optimizer lion --precision fp32 --context 32 --json -"
     assert main([*TINY, *asked.split()]) == 0
     config = dataclasses.replace(config, context=32)
@@ -127,21 +129,19 @@ def test_a_plan_is_the_planner_s_own(capsys):
     ("given", "remat"),
     [
         ([], None),
-        (["--remat"], None),
-        (["--remat-policy", "dots"], "dots"),
-        (["--remat", "--remat-policy", "dots"], "dots"),
-        (["--no-remat"], "none"),
-        (["--remat-policy", "none"], "none"),
+        (["--remat", "full"], "full"),
+        (["--remat", "dots"], "dots"),
+        (["--remat", "none"], "none"),
     ],
 )
 def test_recomputation_is_as_asked_for(capsys, given, remat):
     peaks = []
     for asked in ([], given):
-        assert main([*TINY, "--batch", "64", "--stage", "2", "--json", "-", *asked]) == 0
+        assert main([*TINY, "--batch-size", "512", "--stage", "2", "--json", "-", *asked]) == 0
         found = strict(capsys.readouterr().out)["stages"][0]
         peaks.append(found["bytes"]["total"])
     assert found["remat"] == remat
-    assert (peaks[1] > peaks[0]) == (remat is not None)
+    assert (peaks[1] > peaks[0]) == (remat in ("none", "dots"))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -230,17 +230,18 @@ def test_the_help_teaches(capsys):
         ("--params 1e9 --devices 64 --shards 12 --search", "these do: 1, 2, 4, 8"),
         ("--params 1e9 --devices 64 --model-axis 5", "these do: 1, 2, 4, 8"),
         ("--params 1e9 --stage 4", "--stage"),
-        ("--params 1e9 --batch 0", "--batch"),
+        ("--params 1e9 --batch-size 0", "--batch-size"),
         ("--params 1e9 --optimizer adamm", "did you mean adamw?"),
         ("--params 1e9 --precision fp8", "fp32, bf16"),
         ("--params 1e9 --offload gradients", "optimizer and activations"),
-        ("--params 1e9 --no-remat --offload activations", "no checkpoints"),
-        ("--params 1e9 --no-remat --offload activations --search", "recomputed"),
+        ("--params 1e9 --batch-size 12", "multiple of 8, such as 16"),
+        ("--params 1e9 --batch-size 10 --model-axis 2", "4 groups along the model axis; give"),
+        ("--params 1e9 --remat none --offload activations", "leave one of them out"),
+        ("--params 1e9 --remat dots --offload activations --search", "recomputed"),
         ("--params 1e9 --reduce once", "stage 3"),
         ("--params 1e9 --reduce once --search", "--reduce"),
-        ("--params 1e9 --remat-policy half", "none, dots, full"),
-        ("--params 1e9 --no-remat --remat-policy full", "contradict"),
-        ("--params 1e9 --remat --remat-policy none", "contradict"),
+        ("--params 1e9 --accumulate 2 --search", "leave --accumulate out"),
+        ("--params 1e9 --remat half", "none, dots, full"),
         ("--params 1e9 --memory-limit 20XB", "20e9, 20GB or 18GiB"),
         ("--params 1e9 --memory-limit -5", "above 0"),
         ("--params 1e9 --memory-limit 200GB", "more than the 84.9 GB"),

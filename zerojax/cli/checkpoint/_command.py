@@ -38,8 +38,7 @@ Part = Annotated[
     ),
 ]
 MaxFile = Annotated[
-    float,
-    typer.Option(min=1e-6, metavar="GB", help="GB of a file beyond which there are several."),
+    float, typer.Option(min=1e-6, metavar="GB", help="GB of a file beyond which there are several.")
 ]
 
 

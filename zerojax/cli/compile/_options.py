@@ -27,14 +27,6 @@ class CompileOptions(BuiltStepOptions):
         metavar="NAME",
         panel=HARDWARE,
     )
-    mesh: str | None = option(
-        None,
-        help="Axes of the mesh, major first, in the place of one axis of data: node=4,data=8. ZeRO "
-        "partitions over all of them; --model-axis adds that of model parallelism.",
-        metavar="AXIS=SIZE,...",
-        shown="data=all devices that --model-axis leaves",
-        panel=HARDWARE,
-    )
     scan: bool = option(
         True,
         "--scan/--no-scan",

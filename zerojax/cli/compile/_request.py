@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.aot import Topology, device_memory, digest, parse_topology, topology_mesh
-from zerojax.cli.compile._mesh import read_axes
 from zerojax.cli.compile._options import CompileOptions
 from zerojax.cli.shared._built_step import gpt_layout
 from zerojax.layout import Description, Layout
@@ -92,9 +91,9 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
         MissingCompiler: there is no compiler for the topology here.
     """
     topology = parse_topology(options.topology)
-    axes = read_axes(options, topology)
+    axes = options.mesh_axes(topology.num_devices)
     config = dataclasses.replace(options.chosen_model, scan=options.scan)
-    num_examples = options.examples(topology.num_devices // options.model_parts)
+    num_examples = options.examples(axes["data"])
     mesh = topology_mesh(options.topology, axes)
     recipe = options.recipe(mesh.devices.flat[0], CLIP_NORM)
     tx = options.chosen_optimizer.unscheduled(config.width)

@@ -112,9 +112,11 @@ def stages_table(plans: Sequence[Plan], width: int) -> Table:
 
 def notes(request: PlanRequest, plans: Sequence[Plan]) -> list[str]:
     """Return what the columns mean where their names don't tell, and what the figures rest on."""
+    kinds = (
+        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer"
+    )
     lines = [
-        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer; "
-        "states: their sum by the formula of the stage",
+        f"{kinds}; states: their sum by the formula of the stage",
         "volume: elements that a device moves in a step, per parameter of the model",
     ]
     if any(one.bytes.total < one.bytes.states for one in plans):
@@ -154,10 +156,8 @@ def _by_shape(request: PlanRequest) -> list[str]:
     options = request.options
     if options.optimizer not in BY_SHAPE or options.model is not None:
         return []
-    return [
-        f"{options.optimizer} keeps less of matrices than of vectors, and a number of parameters "
-        "is taken for a vector: --model counts it as it is"
-    ]
+    why = "keeps less of matrices than of vectors, and a number of parameters is taken for a vector"
+    return [f"{options.optimizer} {why}: --model counts it as it is"]
 
 
 def _unit(plans: Sequence[Plan]) -> Unit:
@@ -165,9 +165,7 @@ def _unit(plans: Sequence[Plan]) -> Unit:
 
 
 def _largest_table(
-    found: LargestModels,
-    columns: Iterable[str],
-    counts: Callable[[LargestRow], list[int | None]],
+    found: LargestModels, columns: Iterable[str], counts: Callable[[LargestRow], list[int | None]]
 ) -> Table:
     """Lay out numbers of parameters by the number of devices, rows without any left out."""
     table = Table(box=box.SIMPLE_HEAD)
@@ -191,13 +189,15 @@ def _largest_notes(found: LargestModels) -> list[str]:
         for name, one in CONFIGURATIONS.items()
     )
     memory = f"{found.request.hardware.memory / 1e9:,.1f} GB"
-    return [
+    held = (
         f"bytes per parameter: {parameters:g} for itself, {gradients:g} for its gradient, "
-        f"{optimizer:g} for the optimizer; all of {memory} usable",
+        f"{optimizer:g} for the optimizer; all of {memory} usable"
+    )
+    chosen = (
         f"configurations (arXiv 1910.02054, table 3): {configurations}; Pa cuts checkpoints over "
-        "the model axis, cpu keeps them on the host; layers are recomputed",
-        *_by_shape(found.request),
-    ]
+        "the model axis, cpu keeps them on the host; layers are recomputed"
+    )
+    return [held, chosen, *_by_shape(found.request)]
 
 
 def _axis(size: int) -> str:

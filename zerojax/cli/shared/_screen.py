@@ -11,11 +11,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 #: Precisions in words.
-PRECISIONS = {
-    "fp32": "fp32",
-    "bf16": "bf16 with fp32 masters",
-    "fp16": "fp16 with fp32 masters",
-}
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
 
 
 class Screen:

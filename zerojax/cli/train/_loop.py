@@ -252,11 +252,7 @@ def _saving() -> Iterator[None]:
 
 def held_bytes(state: TrainState) -> tuple[dict[str, int], int]:
     """Measure what the first device really holds between steps, by kind, and the host for it."""
-    kinds = {
-        "parameters": state.params,
-        "masters": state.masters,
-        "optimizer": state.opt_state,
-    }
+    kinds = {"parameters": state.params, "masters": state.masters, "optimizer": state.opt_state}
 
     def count(tree: PyTree, *, hosted: bool) -> int:
         return sum(

@@ -178,11 +178,11 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
         ValueError: an option that can't be met, data that is missing or too short.
         OSError: the folder for the results can't be written to.
     """
+    devices = find_devices(options.devices)
+    axes = options.mesh_axes(len(devices))
     config, optimizer = options.chosen_model, options.chosen_optimizer
     schedule = optimizer.schedule(options.lr, options.warmup_steps, options.steps, config.width)
     tx = optimizer.make(schedule, options.weight_decay)
-    devices = find_devices(options.devices)
-    axes = options.mesh_axes(len(devices))
     corpus = load_corpus(options.data, context=config.context)
     recipe = options.recipe(devices[0], options.clip_norm or None)
     batch_size = options.examples(axes["data"], BATCH_SIZE)

@@ -9,12 +9,13 @@ import optax
 import pytest
 
 import zerojax
-from tests.cli.plan_questions import TINY, options, strict
+from tests.cli.plan_requests import TINY, strict
 from zerojax.aot import MissingCompiler
 from zerojax.cli import main
-from zerojax.cli.plan import _request as question
-from zerojax.cli.plan._request import read_plan_question
-from zerojax.cli.plan._sweep import counts_of, slower, sweep
+from zerojax.cli.plan import _request as request
+from zerojax.cli.plan._options import PlanOptions as options
+from zerojax.cli.plan._request import read_request
+from zerojax.cli.plan._sweep import device_counts, slower
 from zerojax.planner import CONFIGURATIONS, HARDWARE, max_params, max_transformer
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -40,16 +41,21 @@ def test_a_drawing_is_written(folder, capsys, asked):
     "changes",
     [
         {"params": "7.5e9", "devices": 64},
-        {"params": "1e9", "context": 2048, "batch": 3, "offload": ("optimizer", "activations")},
+        {
+            "params": "1e9",
+            "context": 2048,
+            "batch_size": 24,
+            "offload": ("optimizer", "activations"),
+        },
         {"model": "tiny", "shards": 4, "model_axis": 2, "devices": 16, "accumulate": 2},
-        {"model": "tiny", "remat": False, "precision": "fp32", "hardware": "v6e"},
+        {"model": "tiny", "remat": "none", "precision": "fp32", "hardware": "v6e"},
     ],
 )
 def test_what_is_drawn_over_device_counts_is_what_plan_says(changes):
-    asked = read_plan_question(options(**changes))
+    asked = read_request(options(**changes))
     fast = asked.hardware
     slow = slower(fast, 16)
-    found, on_slow = sweep(asked, [asked.options.devices, 128], [fast, slow])
+    found, on_slow = asked.sweep([asked.options.devices, 128], [fast, slow])
     for stage in range(4):
         wanted = asked.plan(stage)
         assert found[stage][0] == wanted
@@ -60,21 +66,20 @@ def test_what_is_drawn_over_device_counts_is_what_plan_says(changes):
 
 
 def test_device_counts_are_powers_of_two_times_what_has_to_divide_them():
-    asked = read_plan_question(options(params="1e9"))
-    assert counts_of(asked) == [2**n for n in range(11)]
-    asked = read_plan_question(options(params="1e9", shards=6, model_axis=2, devices=1200))
-    assert counts_of(asked) == [12 * 2**n for n in range(10)]
-    assert counts_of(asked)[-1] >= 4 * 1200
+    assert device_counts(options(params="1e9")) == [2**n for n in range(11)]
+    asked = options(params="1e9", shards=6, model_axis=2, devices=1200)
+    assert device_counts(asked) == [12 * 2**n for n in range(10)]
+    assert device_counts(asked)[-1] >= 4 * 1200
 
 
 # ------------------------------------------------------------------ other questions
 
 
 def test_a_search_shows_choices_that_fit(folder, capsys):
-    asked = [*TINY, "--devices", "8", "--batch", "4", "--search", "--memory-limit", "6MB"]
+    asked = [*TINY, "--devices", "8", "--batch-size", "32", "--search", "--memory-limit", "6MB"]
     assert main([*asked, "--json", "a.json"]) == 0
     out = capsys.readouterr().out
-    assert "step      32 examples of 64 tokens" in out
+    assert "step     32 examples of 64 tokens" in out
     assert "fastest of" in out
     assert "rejected: " in out
     found = strict((folder / "a.json").read_text())
@@ -83,7 +88,7 @@ def test_a_search_shows_choices_that_fit(folder, capsys):
 
 
 def test_options_that_are_given_hold_in_a_search(capsys):
-    asked = "--devices 16 --stage 3 --shards 4 --no-remat --offload optimizer --search --json -"
+    asked = "--devices 16 --stage 3 --shards 4 --remat none --offload optimizer --search --json -"
     assert main([*TINY, *asked.split()]) == 0
     for choice in strict(capsys.readouterr().out)["choices"]:
         assert choice["stage"] == 3
@@ -100,7 +105,7 @@ def test_winners_are_compiled_where_that_is_asked_for(monkeypatch, capsys):
         calls.append((verify, given["space"]))
         return zerojax.search_plans(1e6, optax.sgd(1.0), num_devices=1, hardware="h100")
 
-    monkeypatch.setattr(question, "search_plans", watched)
+    monkeypatch.setattr(request, "search_plans", watched)
     assert main([*TINY, "--search"]) == 0
     assert main([*TINY, "--search", "--verify", "--json", "-"]) == 0
     out, err = capsys.readouterr()
@@ -125,7 +130,7 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch, capsys, error, status, s
     def fail(*arguments, **given):
         raise error
 
-    monkeypatch.setattr(question, "search_plans", fail)
+    monkeypatch.setattr(request, "search_plans", fail)
     assert main([*TINY, "--search", "--verify"]) == status
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("zerojax: ")
@@ -133,7 +138,7 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch, capsys, error, status, s
 
 
 def test_the_largest_models_are_those_of_the_planner(capsys):
-    asked = ["plan", "--largest", "--hardware", "v100", "--devices", "48", "--batch", "16"]
+    asked = ["plan", "--largest", "--hardware", "v100", "--devices", "48", "--batch-size", "48"]
     assert main([*asked, "--json", "-"]) == 0
     found = strict(capsys.readouterr().out)["largest"]
     by_count = {row["num_devices"]: row for row in found["rows"]}

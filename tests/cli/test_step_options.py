@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,15 +12,12 @@ from jax.sharding import AxisType
 
 from tests.cli.running import TEXT, enter
 from tests.texts import roundings
-from zerojax import aot
 from zerojax.checkpoint import read_manifest
 from zerojax.cli import main
-from zerojax.cli.compile import _request as question
-from zerojax.cli.compile._request import read_axes
-from zerojax.cli.shared import _residual_options as residual_options
-from zerojax.cli.shared._optimizers import OPTIMIZERS
-from zerojax.cli.shared._residual_options import Residual, find_remat
-from zerojax.cli.train._options import Options
+from zerojax.cli.compile import _request as request
+from zerojax.cli.shared import _built_step as built_step
+from zerojax.cli.shared._built_step import BuiltStepOptions as options
+from zerojax.cli.train._options import TrainOptions
 from zerojax.models import _gpt_config, gpt
 from zerojax.recipe import LAYER_INPUT, OffloadPolicy, RematPolicy
 
@@ -38,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     folder = enter(tmp_path, monkeypatch)
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        question,
+        request,
         "topology_mesh",
         lambda name, axes: jax.make_mesh(
             tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
@@ -59,34 +55,24 @@ BOTH = [
     ("--config C6", "give one of C1, C2, C3, C4, C5"),
     ("--config C4 --stage 3", "--config C4 is stage 2, and --stage 3 another"),
     ("--config C2 --stage 2", "--config C2 is stage 1, and --stage 2 another"),
-    ("--config C4 --remat-policy none", "--remat-policy none keeps everything"),
+    ("--config C4 --remat none", "--remat none keeps everything"),
     ("--model-axis 3", "--model-axis 3 does not divide 8 devices; these do: 1, 2, 4, 8"),
     ("--model-axis 8", "do not divide num_heads=4, and each takes whole heads; axes that fit: 1, "),
     ("--model-axis 0", "--model-axis"),
     ("--sequence-parallel", "give --model-axis 2 or more"),
     ("--sequence-parallel --config C4", "give --model-axis 2 or more"),
     ("--sequence-parallel --model-axis 4 --context 18", "18 tokens; give --context 20"),
-    ("--remat-policy half", "give one of none, dots, full"),
+    ("--remat half", "give one of none, dots, full"),
     ("--offload gradients", "the host can keep optimizer and activations"),
-    ("--offload activations --remat-policy none", "leave --no-remat and --remat-policy none out"),
+    ("--offload activations --remat none", "leave one of them out"),
     ("--loss-chunk 0", "--loss-chunk"),
 ]
-COMPILED = [
-    ("--config C4 --all-stages", "leave --all-stages out"),
-    ("--config C4 --no-remat", "--remat-policy none keeps everything"),
-    ("--no-remat --remat-policy dots", "contradict each other"),
-    ("--no-remat --offload activations", "leave --no-remat and --remat-policy none out"),
-    ("--mesh data=4,model=2 --model-axis 4", "name different sizes of the model axis"),
-    ("--mesh data=8 --model-axis 2", "has 16 devices, and the topology h100:1x8 has 8"),
-    ("--mesh model=4", "has 4 devices"),
-    ("--mesh model=8", "do not divide num_heads=4"),
-    ("--mesh data=4,expert=2", "not cut over an axis 'expert'"),
-]
+COMPILED = [("--config C4 --all-stages", "leave --all-stages out")]
 PLANNED = [
     ("--config C4 --stage 3", "--config C4 is stage 2, and --stage 3 another"),
     ("--config C6", "give one of C1, C2, C3, C4, C5"),
-    ("--config C4 --no-remat", "--remat-policy none keeps everything"),
-    ("--config C4 --search", "--search goes through all of them"),
+    ("--config C4 --remat none", "--remat none keeps everything"),
+    ("--config C4 --search", "leave --config out"),
     ("--config C4 --plot a.png", "--plot draws all of them"),
 ]
 REFUSALS = [
@@ -110,7 +96,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, capfd, command, aske
 @pytest.mark.parametrize("command", [TRAIN, COMPILE], ids=["train", "compile"])
 @pytest.mark.parametrize("asked", ["--offload optimizer", "--config C5"])
 def test_a_backend_without_memory_of_the_hosts_is_refused(monkeypatch, capfd, command, asked):
-    monkeypatch.setattr(residual_options, "has_host_memory", lambda device: False)
+    monkeypatch.setattr(built_step, "has_host_memory", lambda device: False)
     assert main([*command, *asked.split()]) == 2
     out, err = capfd.readouterr()
     assert f"{asked} keeps" in err
@@ -122,65 +108,55 @@ def test_a_backend_without_memory_of_the_hosts_is_refused(monkeypatch, capfd, co
 # ------------------------------------------------------------------ what is asked for
 
 
+def remat(**asked):
+    return options(**asked).recipe(jax.devices()[0], None).remat
+
+
 def test_configurations_set_the_stage_and_the_checkpoints():
-    assert [Residual(config=f"C{n}").stage(None) for n in range(1, 6)] == [1, 1, 2, 2, 2]
-    assert Residual().stage(None) == 2
-    assert Residual().stage(0) == 0
-    assert Residual(config="C1").stage(1) == 1
+    assert [options(config=f"C{n}").chosen_stage for n in range(1, 6)] == [1, 1, 2, 2, 2]
+    assert options().chosen_stage == 2
+    assert options(stage=0).chosen_stage == 0
+    assert options(config="C1", stage=1).chosen_stage == 1
     for name in ("C1", "C3"):  # the model recomputes by itself
-        assert Residual(config=name).remat() is None
-        assert Residual(config=name).model_axes == {}
+        assert remat(config=name) is None
+        assert options(config=name).model_axes == {}
     for name in ("C2", "C4"):
-        assert Residual(config=name).remat() == RematPolicy(partition="model")
-    host = RematPolicy(partition="model", offload=(LAYER_INPUT,))
-    assert Residual(config="C5").remat() == host
-    assert Residual(config="C5").axes(8) == {"data": 8, "model": 1}
+        assert remat(config=name) == RematPolicy(partition="model")
+    assert remat(config="C5") == RematPolicy(partition="model", offload=(LAYER_INPUT,))
+    assert options(config="C5").mesh_axes(8) == {"data": 8, "model": 1}
+    assert options(model_axis=2).mesh_axes(8) == {"data": 4, "model": 2}
 
 
 def test_recomputation_goes_with_a_configuration():
-    dots = Residual(config="C4", remat_policy="dots").remat()
-    assert dots == RematPolicy(recompute="dots", partition="model")
-    assert Residual(remat_policy="full").remat() is None
-    none = Residual(remat_policy="none")
-    assert none.remat() is None
-    assert not none.model(SMALL).remat
-    assert [find_remat(keeps, None) for keeps in (None, True, False)] == [None, None, "none"]
+    assert remat(config="C4", remat="dots") == RematPolicy(recompute="dots", partition="model")
+    assert remat(remat="full") is None
+    assert remat(remat="none") is None
+    assert not options(model="tiny", remat="none").chosen_model.remat
 
 
 def test_a_residual_stream_cut_along_tokens_takes_the_place_of_pa():
-    asked = Residual(config="C5", model_axis=2, sequence_parallel=True)
-    assert asked.remat() == RematPolicy(offload=(LAYER_INPUT,))
-    assert asked.model(SMALL).sequence_parallel
+    asked = {"model": "tiny", "config": "C5", "model_axis": 2, "sequence_parallel": True}
+    assert remat(**asked) == RematPolicy(offload=(LAYER_INPUT,))
+    assert options(**asked).chosen_model.sequence_parallel
 
 
-@pytest.mark.parametrize(("parts", "rows"), [(1, 257), (2, 384), (4, 384)])
-def test_a_vocabulary_that_the_axis_does_not_divide_is_filled_up(parts, rows):
-    assert Residual(model_axis=parts).model(ODD).vocab_rows == rows
-    assert Residual(model_axis=parts).model(SMALL).vocab_rows == 256
-
-
-def test_an_axis_that_divides_no_power_of_two_fills_up_to_a_multiple_of_itself():
-    config = dataclasses.replace(ODD, width=66, num_heads=6)
-    assert Residual(model_axis=6).model(config).vocab_rows == 258
+@pytest.mark.parametrize(("parts", "rows"), [(1, 257), (2, 384), (4, 384), (6, 258)])
+def test_a_vocabulary_that_the_axis_does_not_divide_is_filled_up(monkeypatch, parts, rows):
+    odd = ODD if parts != 6 else dataclasses.replace(ODD, width=66, num_heads=6)
+    monkeypatch.setattr(_gpt_config, "PRESETS", {"odd": odd, "tiny": SMALL})
+    assert options(model="odd", model_axis=parts).chosen_model.vocab_rows == rows
+    if parts != 6:
+        assert options(model="tiny", model_axis=parts).chosen_model.vocab_rows == 256
 
 
 def test_the_host_runs_optimizers_that_work_element_by_element():
-    devices = jax.devices()
-    both = Residual(offload=("activations", "optimizer"))
-    kinds = ("activation", "optimizer", "master")
-    assert both.offloads(OPTIMIZERS["adamw"], devices) == OffloadPolicy(kinds=kinds)
-    muon = both.offloads(OPTIMIZERS["muon"], devices)
-    assert muon == OffloadPolicy(kinds=kinds, update="device")
-    assert Residual(config="C5").offloads(OPTIMIZERS["adamw"], devices) is None
+    def offload(**asked):
+        return options(**asked).recipe(jax.devices()[0], None).offload
 
-
-def test_the_mesh_may_name_the_model_axis():
-    topology = aot.parse_topology("h100:1x8")
-    axis = Residual(model_axis=2)
-    for given, asked in ((None, axis), ("data=4", axis), ("data=4,model=2", Residual())):
-        assert list(read_axes(given, topology, asked).items()) == [("data", 4), ("model", 2)]
-    assert read_axes("model=8", topology) == {"data": 1, "model": 8}
-    assert read_axes("node=2,data=4", topology, Residual(config="C4"))["model"] == 1
+    both, kinds = ("activations", "optimizer"), ("optimizer", "master", "activation")
+    assert offload(offload=both) == OffloadPolicy(kinds=kinds)
+    assert offload(offload=both, optimizer="muon") == OffloadPolicy(kinds=kinds, update="device")
+    assert offload(config="C5") is None
 
 
 # ------------------------------------------------------------------ what is planned and compiled
@@ -203,7 +179,7 @@ def test_a_plan_takes_the_configuration(monkeypatch, capsys, asked, shown):
 
 
 def test_a_configuration_is_compiled_and_audited(folder, capsys):
-    asked = ["--config", "C4", "--mesh", "data=4,model=2", "--offload", "optimizer"]
+    asked = ["--config", "C4", "--model-axis", "2", "--offload", "optimizer"]
     assert main([*COMPILE, *asked, "--json", "step.json"]) == 0
     out = capsys.readouterr().out
     assert "data=4, model=2; C4: stage 2, activation checkpoints cut over the model axis" in out
@@ -242,7 +218,7 @@ CUT = "stage 2, tokens cut over the model axis, on the host: activations, 64 log
             f"(data=2, model=4); C5: {CUT} of a token at a time",
         ),
         ("--config C2 --devices 2 --offload optimizer", "(Pa), on the host: optimizer"),
-        ("--stage 3 --model-axis 2 --devices 4 --remat-policy none", "recomputed: nothing"),
+        ("--stage 3 --model-axis 2 --devices 4 --remat none", "recomputed: nothing"),
     ],
     ids=["C4", "C5", "C2", "stage 3"],
 )
@@ -270,16 +246,9 @@ def test_a_run_goes_on_as_it_was_configured(folder, capsys):
     assert "in the host's memory" in out
 
 
-def options(**changes):
-    """Give options that ask for nothing, but for some."""
-    asked: dict[str, Any] = {field.name: None for field in dataclasses.fields(Options)}
-    return Options(**asked | {"data": (), "offload": (), "sequence_parallel": False} | changes)
-
-
 def test_a_checkpoint_from_before_these_options_is_taken_up():
-    taken = options().taking_up({"model": "tiny", "stage": 1, "data": ["a.txt"]}, frozenset())
-    assert (taken.model, taken.stage, taken.data) == ("tiny", 1, ("a.txt",))
-    assert taken.residual == Residual()
+    taken = TrainOptions(resume=True).taking_up({"stage": 1, "data": ["a.txt"]})
+    assert (taken.stage, taken.data, taken.config) == (1, ("a.txt",), None)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +262,6 @@ def test_a_checkpoint_from_before_these_options_is_taken_up():
 )
 def test_what_is_given_takes_the_place_of_what_was_kept(asked, config, stage):
     kept = {"config": "C4", "stage": 2}
-    taken = options(**asked).taking_up(kept, frozenset(asked))
+    taken = TrainOptions(**asked, given=frozenset(asked)).taking_up(kept)
     assert taken.config == config
-    assert taken.residual.stage(taken.stage) == stage
+    assert taken.chosen_stage == stage
