@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -30,13 +31,6 @@ OPTIONAL = [
 @pytest.fixture(scope="module")
 def found():
     return examine(CHECKS)
-
-
-def raising(error):
-    def raise_(*args, **kwargs):
-        raise error
-
-    return raise_
 
 
 def planted(*findings):
@@ -113,7 +107,10 @@ def test_warnings_pass_and_failures_do_not(monkeypatch, capsys):
 
 
 def test_json_is_plain_data(monkeypatch, capsys):
-    broken = Check("broken", raising(RuntimeError("lost")))
+    def lose(bench):
+        raise RuntimeError("lost")
+
+    broken = Check("broken", lose)
     fine = Finding(status="ok", found="a [bold] word", remedy="")
     monkeypatch.setattr(command, "CHECKS", [*planted(fine), broken])
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal has it, with what moves while it looks
@@ -126,7 +123,7 @@ def test_json_is_plain_data(monkeypatch, capsys):
     assert given["checks"][0] == {
         "check": "check 0", "status": "ok", "found": "a [bold] word", "remedy": "", "traceback": "",
     }  # fmt: skip
-    assert "in raise_" in given["checks"][1]["traceback"]
+    assert "in lose" in given["checks"][1]["traceback"]
     monkeypatch.setattr(command, "CHECKS", planted(fine))
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"] is True
@@ -136,10 +133,10 @@ def test_an_error_is_a_row_and_what_needs_it_is_not_tried():
     fine = Check("fine", lambda bench: Finding(status="ok", found=""))
     found = examine(
         [
-            Check("first", raising(RuntimeError("one line\nand more"))),
+            Check("first", Mock(side_effect=RuntimeError("one line\nand more"))),
             Check("second", lambda bench: pytest.fail("was tried"), needs=("first",)),
             Check("third", lambda bench: pytest.fail("was tried"), needs=("second",)),
-            Check("silent", raising(AssertionError())),
+            Check("silent", Mock(side_effect=AssertionError())),
             fine,
         ]
     )
@@ -151,7 +148,7 @@ def test_an_error_is_a_row_and_what_needs_it_is_not_tried():
     assert found["third"] == Finding(status="not tried", found="needs second")
     assert found["fine"].status == "ok"
     with pytest.raises(KeyboardInterrupt):
-        examine([Check("stopped", raising(KeyboardInterrupt()))])
+        examine([Check("stopped", Mock(side_effect=KeyboardInterrupt()))])
 
 
 def test_the_help_teaches(capsys):

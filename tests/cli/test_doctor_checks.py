@@ -9,6 +9,7 @@ import sys
 import tempfile
 from importlib import metadata
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,6 @@ from zerojax.models import mlp
 @pytest.fixture
 def bench():
     return Bench(devices=jax.devices())
-
-
-def raising(error):
-    def raise_(*args, **kwargs):
-        raise error
-
-    return raise_
 
 
 # ------------------------------------------------------------------ packages
@@ -127,7 +121,7 @@ def test_no_devices_are_told(monkeypatch, bench):
         (ValueError("jax finds no devices: no ROCm\nat all"), "jax finds no devices: no ROCm"),
         (AssertionError(), "jax finds no devices of rocm"),
     ]:
-        monkeypatch.setattr(_devices, "find_devices", raising(error))
+        monkeypatch.setattr(_devices, "find_devices", Mock(side_effect=error))
         found = checks.check_devices(bench)
         assert (found.status, found.found) == ("failed", said)
         assert "unset JAX_PLATFORMS, which asks for rocm" in found.remedy
@@ -202,7 +196,7 @@ def test_devices_without_host_memory_are_a_warning(monkeypatch):
 )
 def test_compilers_are_there_or_a_warning(monkeypatch, bench, check, require, package):
     error = MissingCompiler('Compiling needs it 3 (no TPU): pip install "jax[tpu]==1" other')
-    monkeypatch.setattr(_plugin, require, raising(error))
+    monkeypatch.setattr(_plugin, require, Mock(side_effect=error))
     assert check(bench) == Finding(
         status="warning", found="Compiling needs it 3", remedy='pip install "jax[tpu]==1" other'
     )

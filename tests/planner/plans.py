@@ -7,15 +7,12 @@ import jax.numpy as jnp
 import optax
 
 import zerojax
+from tests.planner.live_programs import shape
 from zerojax.planner import plan, search
 
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
 TX = optax.adam(1e-3)
 WIDTH, TOKENS = 128, 64
-
-
-def shape(*dims, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def first_word(value):

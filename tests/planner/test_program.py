@@ -9,16 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.planner.live_programs import shape
 from zerojax._jaxpr import CALLS
 from zerojax.models import gpt, mlp
 from zerojax.planner._program import Line, read_program
 from zerojax.planner._trace import trace_loss
 
 GPT = {"num_layers": 3, "width": 16, "num_heads": 2, "vocab_size": 40, "context": 8}
-
-
-def shape(*dims, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def read(function, *args, batches=(2, 4)):

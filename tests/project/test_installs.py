@@ -120,6 +120,13 @@ def test_the_command_says_it_in_one_line(tmp_path, absent, arguments):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.aot("cuda")
+def test_an_import_beside_the_compilers_prints_nothing():
+    """jax itself does: it asks CUDA's libraries for their versions when it is imported."""
+    done = run("import zerojax", set())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_the_command_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "zerojax", "--version"],
