@@ -11,7 +11,8 @@ import pytest
 
 import zerojax
 from zerojax.audit import Fragmentation
-from zerojax.audit._fragmentation import LIVE, _messages, fragmentation_of, most_alive
+from zerojax.audit._fragmentation import LIVE, fragmentation_of
+from zerojax.hlo._memory import _messages, most_alive
 from zerojax.models import gpt
 
 CONFIG = gpt.Config(num_layers=4, width=512, num_heads=4, vocab_size=1024, context=128)

@@ -13,9 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.hlo._collectives import Collective, Collectives, parse_collectives, sum_moved
-from zerojax.hlo._groups import mesh_axes
-from zerojax.hlo._module import parse_module, parse_shapes
+from zerojax.hlo import (
+    Collective,
+    Collectives,
+    mesh_axes,
+    parse_collectives,
+    parse_module,
+    sum_moved,
+)
+from zerojax.hlo._module import parse_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIM, HIDDEN, LAYERS, MICROBATCHES = 1024, 4096, 6, 3  # of scripts/golden

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax.hlo._collectives import parse_collectives
+from zerojax.hlo import parse_collectives
 
 REDUCE = "f32[8]{0} all-reduce(%v), channel_id=1, replica_groups={{0,1}}, to_apply=%add"
 

@@ -13,8 +13,7 @@ import pytest
 
 import zerojax
 from zerojax.audit import Program
-from zerojax.audit._host import find_moves
-from zerojax.hlo._module import parse_module
+from zerojax.hlo import find_host_moves, parse_module
 from zerojax.memory import _host
 from zerojax.models import gpt
 from zerojax.planner import offload_traffic_bytes
@@ -202,7 +201,7 @@ condition=%more, body=%body, backend_config={"known_trip_count":{"n":"4"}}
 
 
 def test_every_spelling_of_a_move_is_counted():
-    moves = {m.name: m for m in find_moves(parse_module(PROGRAM))}
+    moves = {m.name: m for m in find_host_moves(parse_module(PROGRAM))}
     found = {name: (m.to_host, m.from_host, m.trips) for name, m in moves.items()}
     assert found == {
         "x-start": (16, 16, 1),  # two bytes an element each way; what lies there stays

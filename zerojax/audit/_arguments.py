@@ -11,7 +11,7 @@ from typing import Literal
 
 from zerojax._types import Shape
 from zerojax.audit._program import Argument, Program
-from zerojax.hlo._module import ITEM_BITS
+from zerojax.hlo import element_bits
 from zerojax.layout import Layout, LeafLayout
 from zerojax.layout._leaf import choose_dim
 from zerojax.layout._mesh import num_devices
@@ -149,15 +149,8 @@ def _bits(leaves: Sequence[Argument]) -> int:
 
 
 def item_bits(dtype: str) -> int:
-    """Count the bits of one element, for a dtype as numpy or as HLO spells it."""
-    if dtype.startswith(("float8", "f8")):
-        return 8
-    short = re.sub(r"^(bfloat|float|uint|int|complex)", _shorten, dtype)
-    return ITEM_BITS.get({"bool": "pred"}.get(short, short), 32)
-
-
-def _shorten(match: re.Match[str]) -> str:
-    return {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c"}[match[1]]
+    """Return the bits of one element; 32 where the dtype is not known."""
+    return element_bits(dtype) or 32
 
 
 def _owner(leaf: Argument, paths: dict[str, int], layout: Layout) -> int | None:

@@ -12,8 +12,7 @@ from zerojax.audit._match import Matcher
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._traffic import Move, moves_of
-from zerojax.hlo._collectives import parse_collectives
-from zerojax.hlo._module import Module, parse_module
+from zerojax.hlo import Module, parse_collectives, parse_module
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
 from zerojax.recipe import Recipe

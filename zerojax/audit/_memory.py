@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.audit._arguments import KINDS, STATES, Held
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._fragmentation import Fragmentation, fragmentation_of, results_apart
-from zerojax.audit._host import HOST_MEMORY, held_on_host
-from zerojax.hlo._module import Computation, Instruction, Module
+from zerojax.audit._host import held_on_host
+from zerojax.hlo import Result, largest_results
 from zerojax.layout._mesh import num_devices
 
 #: How kinds of argument are called in a report.
@@ -25,23 +23,6 @@ NAMES = {
     "other": "other",
 }
 _HOST_ARGUMENTS = "host_argument_size_in_bytes"
-_NO_BUFFER = frozenset(
-    {
-        "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional",
-        "call", "after-all", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",
-        "all-reduce-done", "async-update", "async-done", "partition-id", "iota",
-    }
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Temporary:
-    """Name one of the largest results within a program: an instruction, not a buffer's address."""
-
-    name: str
-    shape: str
-    bytes: int
-    op_name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +61,7 @@ class MemoryReport:
     generated_code: int
     fragmentation: Fragmentation | None
     theory: dict[str, int]
-    largest: tuple[Temporary, ...]
+    largest: tuple[Result, ...]
 
     @property
     def states(self) -> int:
@@ -131,7 +112,7 @@ def memory_of(evidence: Evidence) -> MemoryReport:
         generated_code=stats.get("generated_code_size_in_bytes", 0),
         fragmentation=fragmentation_of(program.platform, stats),
         theory=_theory(evidence),
-        largest=tuple(_largest(evidence.module, 8)),
+        largest=tuple(largest_results(evidence.module, 8)),
     )
 
 
@@ -160,48 +141,3 @@ def _whole_bytes(one: Held, evidence: Evidence) -> float:
     shape = own.shape if one.argument.shape == own.stored_shape else one.argument.shape
     parts = math.prod(num_devices(evidence.layout.mesh, names) for names in own.entries)
     return math.prod(shape) * item / parts
-
-
-def _largest(module: Module, count: int) -> list[Temporary]:
-    found = [
-        Temporary(name=line.name, shape=_text(line), bytes=size, op_name=line.op_name)
-        for computation in _scheduled(module)
-        for line in computation.instructions
-        if line.opcode not in _NO_BUFFER and HOST_MEMORY not in line.type and (size := _bytes(line))
-    ]
-    return sorted(found, key=lambda one: -one.bytes)[:count]
-
-
-def _scheduled(module: Module) -> Iterator[Computation]:
-    """Visit the computations whose results lie in memory: not what a fusion holds."""
-    seen: set[str] = set()
-    todo = [module.entry.name]
-    while todo:
-        name = todo.pop()
-        if name in seen or name not in module.computations:
-            continue
-        seen.add(name)
-        computation = module.computations[name]
-        yield computation
-        for line in computation.instructions:
-            if line.opcode in ("while", "call", "conditional"):
-                todo += [inner for _, inner in line.called]
-
-
-def _bytes(line: Instruction) -> int:
-    return sum(shape.elements * (shape.bits or 0) // 8 for shape in line.shapes)
-
-
-def _text(line: Instruction) -> str:
-    """Write the shapes of a result, the largest first; of a tuple not what is next to nothing."""
-    sizes = Counter(
-        (shape.elements, f"{shape.dtype}{list(shape.dims)}") for shape in line.shapes
-    ).items()
-    ordered = sorted(sizes, key=lambda item: -item[0][0])
-    least = ordered[0][0][0] / 100 if ordered else 0
-    texts = [
-        f"{count} x {text}" if count > 1 else text
-        for (elements, text), count in ordered
-        if elements >= least
-    ]
-    return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")

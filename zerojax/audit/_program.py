@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 
 from zerojax._tree import key_name, num_bytes, path_name
 from zerojax._types import Shape
-from zerojax.audit._fragmentation import LIVE, most_alive
+from zerojax.audit._fragmentation import LIVE
+from zerojax.hlo import most_alive
 
 #: What `memory_analysis` is asked for; a backend that lacks one gives 0.
 STATISTICS = (

@@ -27,7 +27,7 @@ from zerojax.audit._tables import (
     volume_table,
 )
 from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
-from zerojax.hlo._collectives import Collective
+from zerojax.hlo import Collective
 from zerojax.layout import Layout
 
 

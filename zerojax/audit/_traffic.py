@@ -13,8 +13,7 @@ import numpy as np
 from zerojax._types import Axes
 from zerojax.audit._match import Match, Matcher
 from zerojax.audit._program import Program
-from zerojax.hlo._collectives import Collective, sum_moved
-from zerojax.hlo._groups import Groups, mesh_axes
+from zerojax.hlo import Collective, Groups, mesh_axes, sum_moved
 from zerojax.layout import Layout
 from zerojax.layout._mesh import num_devices
 

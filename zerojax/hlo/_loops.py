@@ -1,4 +1,4 @@
-"""How often a while loop runs: what the backend says, or what its condition and body show. Pure."""
+"""How often a while loop runs: what the backend writes, or what its condition and body show."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import math
 import re
 from dataclasses import dataclass
 
-from zerojax.hlo._module import Computation, Instruction, Module
+from zerojax.hlo._module import Instruction, Module
+from zerojax.hlo._spellings import SPELLINGS
+from zerojax.hlo._values import Frame, source_of
 
-_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_SAME = ("copy", "bitcast", "convert", "reshape", "optimization-barrier")
+_KNOWN = SPELLINGS["trip count"].mark
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
-    """Stand in a computation: `caller` is the instruction that runs it, within `parent`."""
+class Loop:
+    """Name a loop that a collective stands in; `trip_count` is None where the text doesn't tell."""
 
-    computation: Computation
-    caller: Instruction | None = None
-    parent: Frame | None = None
+    name: str
+    body: str
+    op_name: str
+    trip_count: int | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,16 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
     """Return how often a while instruction runs its body, or None where the text doesn't tell.
 
     GPU and CPU print a known trip count. TPU prints none: it is read off the condition `i < n`, the
-    body's `i + step`, and the first `i`, where all three lead to constants.
+    body's `i + step`, and the first `i`, where all three lead to constants:
+
+        %zero = s32[] constant(0)
+        %state = (s32[], f32[8]) tuple(%zero, %x)
+        %w = (s32[], f32[8]) while(%state), condition=%c, body=%b
+        %c: %i = s32[] get-tuple-element(%s), index=0;  %six = s32[] constant(6)
+            ROOT %less = pred[] compare(%i, %six), direction=LT
+        %b: %next = s32[] add(%i, %one);  ROOT %t = (s32[], f32[8]) tuple(%next, %y)
+
+    runs (6 - 0) / 1 = 6 times.
     """
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
@@ -44,8 +55,8 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
         return None
     condition = Frame(computation=test, caller=loop, parent=frame)
     body = Frame(computation=turn, caller=loop, parent=frame)
-    compare, inner = _comparison(module, condition)
-    if compare is None or inner is None:
+    inner, compare = source_of(module, condition, test.root.name) or (None, None)
+    if compare is None or inner is None or compare.opcode != "compare":
         return None
     left, right = (_value(module, inner, operand) for operand in compare.operands)
     direction = compare.attribute("direction") or ""
@@ -54,8 +65,8 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
         direction = {"GT": "LT", "GE": "LE", "LT": "GT", "LE": "GE"}.get(direction, direction)
     if left is None or right is None or left.element is None:
         return None
-    limit = right.offset if right.element is None else _constant(module, loop, frame, body, right)
-    first = _initial(module, loop, frame, left.element)
+    limit = right.offset if right.element is None else _constant(module, body, right)
+    first = _initial(module, body, left.element)
     step = _step(module, body, left.element)
     if limit is None or first is None or not step:
         return None
@@ -72,62 +83,34 @@ def _count(first: int, limit: int, step: int, direction: str) -> int | None:
     return max(0, math.ceil((limit - first) / step))
 
 
-def _comparison(module: Module, frame: Frame) -> tuple[Instruction | None, Frame | None]:
-    root = frame.computation.root
-    while root.opcode in _SAME:
-        root = frame.computation.by_name[root.operands[0]]
-    inner = _inside(module, frame, root)
-    if inner is not None:
-        return _comparison(module, inner)
-    return (root, frame) if root.opcode == "compare" else (None, None)
-
-
 def _value(module: Module, frame: Frame, name: str) -> Linear | None:
     """Follow a scalar back to a constant or to an element of the state of the innermost loop."""
-    instruction = frame.computation.by_name.get(name)
-    if instruction is None:
+    found = source_of(module, frame, name)
+    if found is None:
         return None
-    opcode, operands = instruction.opcode, instruction.operands
-    if opcode == "constant":
-        text = instruction.literal.strip()
+    frame, line = found
+    if line.opcode == "constant":
+        text = line.literal.strip()
         return Linear(None, int(text)) if re.fullmatch(r"-?\d+", text) else None
-    if opcode in _SAME:
-        return _value(module, frame, operands[0])
-    if opcode in ("add", "subtract"):
-        left, right = (_value(module, frame, operand) for operand in operands)
-        return _combine(left, right, 1 if opcode == "add" else -1)
-    if opcode == "parameter" and frame.caller is not None and frame.caller.opcode == "fusion":
-        assert frame.parent is not None
-        operand = frame.caller.operands[int(instruction.literal)]
-        return _value(module, frame.parent, operand)
-    if inner := _inside(module, frame, instruction):
-        return _value(module, inner, inner.computation.root.name)
-    if opcode == "get-tuple-element":
-        return _element(module, frame, instruction)
+    if line.opcode in ("add", "subtract"):
+        left, right = (_value(module, frame, operand) for operand in line.operands)
+        return _combine(left, right, 1 if line.opcode == "add" else -1)
+    if line.opcode == "get-tuple-element":
+        return _element(module, frame, line)
     return None
 
 
-def _element(module: Module, frame: Frame, instruction: Instruction) -> Linear | None:
-    index = int(instruction.attribute("index") or 0)
-    source = frame.computation.by_name.get(instruction.operands[0])
-    if source is None:
+def _element(module: Module, frame: Frame, line: Instruction) -> Linear | None:
+    """Follow an element of a tuple: of the loop's state, or of one made within its body."""
+    index = int(line.attribute("index") or 0)
+    found = source_of(module, frame, line.operands[0])
+    if found is None:
         return None
-    if source.opcode == "parameter" and frame.caller is not None:
-        return Linear(index, 0) if frame.caller.opcode == "while" else None
+    frame, source = found
     if source.opcode == "tuple":
         return _value(module, frame, source.operands[index])
-    inner = _inside(module, frame, source)
-    if inner is not None and inner.computation.root.opcode == "tuple":
-        return _value(module, inner, inner.computation.root.operands[index])
-    return None
-
-
-def _inside(module: Module, frame: Frame, instruction: Instruction) -> Frame | None:
-    """Step into a fusion."""
-    callee = module.callee(instruction)
-    if callee is None or instruction.opcode != "fusion":
-        return None
-    return Frame(computation=callee, caller=instruction, parent=frame)
+    is_loop = frame.caller is not None and frame.caller.opcode == "while"
+    return Linear(index, 0) if is_loop and source.opcode == "parameter" else None
 
 
 def _combine(left: Linear | None, right: Linear | None, sign: int) -> Linear | None:
@@ -139,32 +122,27 @@ def _combine(left: Linear | None, right: Linear | None, sign: int) -> Linear | N
     return Linear(element, left.offset + sign * right.offset)
 
 
-def _initial(module: Module, loop: Instruction, frame: Frame, element: int) -> int | None:
+def _initial(module: Module, body: Frame, element: int) -> int | None:
     """Return the number that an element of a loop's state starts with."""
-    state = frame.computation.by_name.get(loop.operands[0])
-    while state is not None and state.opcode in _SAME:
-        state = frame.computation.by_name.get(state.operands[0])
-    if state is None or state.opcode != "tuple":
+    loop, frame = body.caller, body.parent
+    found = loop and frame and source_of(module, frame, loop.operands[0])
+    if not found or found[1].opcode != "tuple":
         return None
+    frame, state = found
     value = _value(module, frame, state.operands[element])
     if value is None or value.element is None:
         return None if value is None else value.offset
     while frame.caller is not None and frame.caller.opcode != "while" and frame.parent is not None:
         frame = frame.parent
-    if frame.caller is None or frame.parent is None:
-        return None
-    outer = _constant(module, frame.caller, frame.parent, frame, Linear(value.element, 0))
-    return None if outer is None else outer + value.offset
+    return _constant(module, frame, value) if frame.caller is not None else None
 
 
-def _constant(
-    module: Module, loop: Instruction, frame: Frame, body: Frame, value: Linear
-) -> int | None:
+def _constant(module: Module, body: Frame, value: Linear) -> int | None:
     """Return an element that the body passes on unchanged as the number that it starts with."""
     assert value.element is not None
     if _step(module, body, value.element) != 0:
         return None
-    first = _initial(module, loop, frame, value.element)
+    first = _initial(module, body, value.element)
     return None if first is None else first + value.offset
 
 

@@ -16,9 +16,10 @@ _CALLED = re.compile(
 )
 _CALLED_LIST = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*)\}")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+),")
+_RUN = ("calls", "to_apply", "body")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
-ITEM_BITS = {
+_BITS = {
     **dict.fromkeys(("s2", "u2"), 2),
     **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
     **dict.fromkeys(("pred", "s8", "u8"), 8),
@@ -28,9 +29,17 @@ ITEM_BITS = {
     "c128": 128,
 }
 
+_NUMPY = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred"}
+
+
+def element_bits(dtype: str) -> int | None:
+    """Return the bits of one element, for a dtype as HLO or as numpy spells it; None if unknown."""
+    short = re.sub(r"^(bfloat|float|uint|int|complex|bool)", lambda m: _NUMPY[m[1]], dtype)
+    return 8 if short.startswith("f8") else _BITS.get(short)
+
 
 @dataclass(frozen=True)
-class Shape:
+class Tensor:
     """Hold a tensor's dtype, as HLO spells it, and dims."""
 
     dtype: str
@@ -44,7 +53,12 @@ class Shape:
     @property
     def bits(self) -> int | None:
         """Return the bits of one element, or None for an unknown dtype; every f8 format has 8."""
-        return 8 if self.dtype.startswith("f8") else ITEM_BITS.get(self.dtype)
+        return element_bits(self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Count the bytes, 0 for an unknown dtype."""
+        return self.elements * (self.bits or 0) // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +74,7 @@ class Instruction:
     is_root: bool
 
     @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[Tensor, ...]:
         """List the tensors of the result, a tuple's flattened."""
         return parse_shapes(self.type)
 
@@ -136,8 +150,8 @@ class Module:
         return next(c for c in self.computations.values() if c.is_entry)
 
     def callee(self, instruction: Instruction) -> Computation | None:
-        """Return the computation that a fusion or a call runs."""
-        names = [name for role, name in instruction.called if role in ("calls", "to_apply")]
+        """Return the computation that a fusion or a call runs, or the body of a loop."""
+        names = [name for role, name in instruction.called if role in _RUN]
         return self.computations.get(names[0]) if names else None
 
     @cached_property
@@ -220,10 +234,10 @@ def parse_instruction(line: str) -> Instruction | None:
     )
 
 
-def parse_shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str) -> tuple[Tensor, ...]:
     """List the tensors that a type names, in order."""
     return tuple(
-        Shape(dtype, tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim))
+        Tensor(dtype, tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim))
         for dtype, dims in _SHAPE.findall(text)
     )
 

@@ -11,7 +11,7 @@ from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, w
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move, judged_elements
 from zerojax.audit.checks._gather import users
-from zerojax.hlo._uses import PASSED_ON
+from zerojax.hlo import is_widened
 
 
 def check_dtype(evidence: Evidence) -> Iterator[Problem]:
@@ -106,24 +106,10 @@ def _cast_bits(evidence: Evidence, move: Move) -> int | None:
 
 def _is_promoted(evidence: Evidence, move: Move) -> bool:
     """Tell whether what is moved was widened just before, as a CPU does with 16-bit tensors."""
-    computation = evidence.module.computations.get(move.record.computation)
-    operands = computation.by_name[move.record.name].operands if computation else ()
-    name = operands[min(move.record.part, len(operands) - 1)] if operands else ""
-    while computation is not None and name in computation.by_name:
-        line = computation.by_name[name]
-        callee = evidence.module.callee(line) if line.opcode == "fusion" else None
-        if callee is not None:
-            line = callee.root
-            operands = [callee.by_name.get(operand) for operand in line.operands]
-        else:
-            operands = [computation.by_name.get(operand) for operand in line.operands]
-        if line.opcode == "convert":
-            bits = operands[0].shapes[0].bits if operands[0] is not None else None
-            return bits is not None and bits < move.record.item_bits
-        if line.opcode not in PASSED_ON or callee is not None:
-            return False
-        name = line.operands[0]
-    return False
+    record, module = move.record, evidence.module
+    operands = module.computations[record.computation].by_name[record.name].operands
+    operand = operands[min(record.part, len(operands) - 1)]
+    return is_widened(module, record.computation, operand)
 
 
 def _wide_reductions(evidence: Evidence) -> list[Move]:

@@ -9,7 +9,7 @@ from zerojax.audit._evidence import Evidence, describe_move, name_move
 from zerojax.audit._match import Match, key_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
-from zerojax.hlo._uses import Use, uses_of
+from zerojax.hlo import Use, uses_of
 
 #: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
 #: the first of the backward pass, and keeping those costs nothing.

@@ -1,0 +1,114 @@
+"""What a program moves between a device and its host's memory.
+
+Programs spell it three ways: a computation that the host runs takes its operands from where they
+lie; a copy has its source in one memory and its result in the other; a slice is read from, or
+written into, a tensor that the host's memory holds. The memory stands in the layout: `S(5)`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerojax.hlo._module import Instruction, Module, parse_shapes
+from zerojax.hlo._spellings import SPELLINGS, having
+from zerojax.hlo._values import Frame
+from zerojax.hlo._walk import SCHEDULED, walk
+
+_TENSOR = re.compile(r"([a-z]\w*\[[\d,<=]*\])(\{[^{}]*\})?")
+_FAR = SPELLINGS["host memory"].mark
+_COMPUTED = (SPELLINGS["host thread"].mark, SPELLINGS["host call"].mark)
+_STAYS = having("stays")
+#: Bytes: indices and other scalars ride along.
+_SCALAR = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMove:
+    """Hold what one instruction moves each time it runs, in bytes of one device.
+
+    Attributes:
+        name: the instruction.
+        op_name: the jax operation that it came from.
+        to_host: bytes from the device's memory to the host's.
+        from_host: bytes the other way.
+        trips: how often it runs in a step, None where the text doesn't tell.
+        is_computed: whether the host computes with them.
+    """
+
+    name: str
+    op_name: str
+    to_host: int
+    from_host: int
+    trips: int | None
+    is_computed: bool
+
+
+def find_host_moves(module: Module) -> Iterator[HostMove]:
+    """Visit what moves bytes to or from the host's memory, once for each place that runs it.
+
+    %far = f32[4,8]{1,0:S(5)} parameter(0)
+    %near = f32[1,8]{1,0} dynamic-slice(%far, %i, %z)     from the host: 32 B
+    %back = f32[8]{0:S(5)} copy(%x)                       to the host: 32 B
+    """
+    for site, line in walk(module, SCHEDULED):
+        if line.opcode in _STAYS:
+            continue
+        down, up, is_computed = _moved(line, site.frame)
+        if down or up:
+            counts = [loop.trip_count for loop in site.loops]
+            trips = None if None in counts else math.prod(count or 0 for count in counts)
+            yield HostMove(
+                name=line.name,
+                op_name=line.op_name,
+                to_host=down,
+                from_host=up,
+                trips=trips,
+                is_computed=is_computed,
+            )
+
+
+def host_parameters(module: Module) -> set[int]:
+    """Return the numbers of the program's parameters that lie in the host's memory."""
+    return {
+        int(line.literal)
+        for line in module.entry.instructions
+        if line.opcode == "parameter" and _FAR.search(line.type)
+    }
+
+
+def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
+    """Count the bytes that one instruction moves down and up."""
+    by_name = frame.computation.by_name
+    operands = [by_name[name].type for name in line.operands if name in by_name]
+    given = [tensor for x in operands for tensor in _tensors(x)]
+    made = _tensors(line.type)
+    if any(mark.search(line.attributes) for mark in _COMPUTED):
+        if line.opcode.endswith("-start"):  # operands, results, context
+            made = made[len(given) : -1]
+        near = [sum(size for size, far in tensors if not far) for tensors in (given, made)]
+        return near[0], near[1], True
+    if line.opcode == "copy-start":
+        made = made[:1]
+    elif line.opcode.endswith("-start"):  # counted where it is done
+        return 0, 0, False
+    if not given or not made or all(far == made[0][1] for _, far in given + made):
+        return 0, 0, False
+    size, far = made[0]
+    if far:  # a copy, or a slice written into what lies there
+        inserted = sum(n for n, is_far in given if not is_far and n > _SCALAR)
+        return min(size, inserted), 0, False
+    return 0, min(size, sum(n for n, is_far in given if is_far)), False
+
+
+def _tensors(text: str) -> list[tuple[int, bool]]:
+    """List the bytes of the tensors in a type and whether they lie in the host's memory.
+
+    `(f32[8]{0}, f32[8]{0:S(5)}, u32[])` is `[(32, False), (32, True), (4, False)]`.
+    """
+    return [
+        (parse_shapes(shape)[0].bytes, _FAR.search(layout) is not None)
+        for shape, layout in _TENSOR.findall(text)
+    ]

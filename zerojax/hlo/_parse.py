@@ -1,0 +1,286 @@
+"""`parse_collectives`: from the text of a program to its collectives, and to what was not read."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from zerojax.hlo._collectives import Collective, Collectives
+from zerojax.hlo._groups import Groups, parse_groups, parse_pairs
+from zerojax.hlo._module import Computation, Instruction, Module, Tensor, parse_module
+from zerojax.hlo._spellings import SPELLINGS, having
+from zerojax.hlo._values import KEEPS, Frame, is_sliced, source_of
+from zerojax.hlo._walk import Site, walk
+
+OPS = having("moves")
+_TRANSFERS = ("send", "recv")
+_OPCODE = re.compile(rf"(?:{'|'.join(sorted(OPS))})(?:-start|-update|-done)?|send|recv")
+_MENTIONED = re.compile(rf" (?:{'|'.join(sorted(OPS))}|send|recv)(?:-start)?\(")
+_MARKS = {name: spelling.mark for name, spelling in SPELLINGS.items()}
+
+
+def parse_collectives(program: str | Module) -> Collectives:
+    """Read every collective of `compiled.as_text()`, each counted once.
+
+    Fusions, calls, async wrappers, while loops and conditionals are followed from the entry. What
+    has the name of a collective and is not understood lands in `unread`.
+
+        %ag = bf16[4096,1024] all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+
+    in a loop of 6 turns is one record: an all-gather of 4096 x 1024 between 2 devices, run 6 times.
+
+    Raises:
+        ValueError: a text without an entry computation.
+    """
+    module = parse_module(program) if isinstance(program, str) else program
+    records: list[Collective] = []
+    read: set[tuple[str, str]] = set()
+    for site, line in walk(module):
+        if not _is_collective(line) or _is_end(line):
+            continue
+        role, _ = _async_role(site.frame.computation, line)
+        if role == "repeat":
+            continue
+        is_async = site.is_async or role == "start" or _is_async(line)
+        found = _read(module, dataclasses.replace(site, is_async=is_async), line)
+        if found is not None:
+            read.add((site.frame.computation.name, line.name))
+            records += found
+    unread = _unread_lines(module, read)
+    return Collectives(records=tuple(_name_windows(records)), unread=tuple(unread))
+
+
+# ------------------------------------------------------------------ which lines count
+
+
+def _is_collective(line: Instruction) -> bool:
+    """Tell whether an instruction moves data between devices, or waits for one that does."""
+    return _OPCODE.fullmatch(line.opcode) is not None
+
+
+def _is_end(line: Instruction) -> bool:
+    return line.opcode.endswith(("-done", "-update"))
+
+
+def _is_async(line: Instruction) -> bool:
+    return line.opcode.endswith("-start") and not _MARKS["blocking"].search(line.attributes)
+
+
+def _async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
+    """Return ("start" | "repeat" | "", chain) for a collective within a TPU async fusion.
+
+    Such a fusion repeats its collective in its start, in every fusion that runs beside it and in
+    its done; a chain id ties them together. Only the start counts.
+    """
+    chain = line.attribute("chain_id")
+    key = chain or line.attribute("channel_id") or ""
+    users = computation.users.get(line.name, [])
+    if any(_MARKS["async start"].search(user.attributes) for user in users):
+        return "start", key
+    is_end = any(_MARKS["async done"].search(user.attributes) for user in users)
+    is_beside = _MARKS["async beside"].match(computation.name)
+    return ("repeat" if chain or is_end or is_beside else "", key)
+
+
+def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
+    """List what looks like a collective and is not in `read`, as (computation, instruction)."""
+    lines = [line for line in module.unread if _MENTIONED.search(line)]
+    starts, repeats = set(), {}
+    for computation in module.computations.values():
+        for line in computation.instructions:
+            if _is_collective(line):
+                role, chain = _async_role(computation, line)
+                if role == "start":
+                    starts.add(chain)
+                if role == "repeat":
+                    repeats.setdefault(chain, f"{computation.name}/{line.name}")
+                if role == "repeat" or _is_end(line):
+                    continue
+            elif line.opcode != "custom-call" or not _is_foreign(line):
+                continue
+            if (computation.name, line.name) not in read:
+                lines.append(f"{computation.name}/{line.name} = {line.opcode}(...)")
+    return lines + [repeats[chain] + " starts nowhere" for chain in sorted(repeats.keys() - starts)]
+
+
+def _is_foreign(line: Instruction) -> bool:
+    """Tell whether a call to a library communicates, and is no end of a TPU's async fusion."""
+    known = (_MARKS["async start"], _MARKS["async done"])
+    if any(mark.search(line.attributes) for mark in known):
+        return False
+    return _MARKS["library call"].search(line.attributes) is not None
+
+
+# ------------------------------------------------------------------ from a line to records
+
+
+def _read(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
+    """Turn a line into records: none for what moves nothing between devices, None if unknown."""
+    if line.opcode in _TRANSFERS:
+        return _read_transfer(module, site, line)
+    op = line.opcode.removesuffix("-start")
+    groups = _groups(module, line, op)
+    operands = [site.frame.computation.by_name.get(name) for name in line.operands]
+    known = [operand.shapes[0] for operand in operands if operand and len(operand.shapes) == 1]
+    if groups is None or op not in OPS or len(known) != len(operands) or not known:
+        return None
+    size = module.num_devices if op == "collective-permute" else len(groups[0])
+    dimension = re.search(r"\bdimensions=\{(\d+)\}", line.attributes)
+    if op == "all-to-all" and dimension is None:  # one tensor, given as a part for each device
+        known = [Tensor(known[0].dtype, (len(known), *known[0].dims))]
+    if op == "all-gather" and dimension is not None:
+        known = [_widen(tensor, int(dimension[1]), size) for tensor in known]
+    if op == "ragged-all-to-all":
+        known = known[:1]  # the others are the result's buffer, offsets and sizes
+    joined = _joined(module, site, line) if op == "all-reduce" and len(known) == 1 else []
+    known = joined or known
+    parts = [0] * len(known) if joined else range(len(known))
+    records = []
+    for index, (tensor, part) in enumerate(zip(known, parts, strict=True)):
+        record = _build(module, site, line, op, tensor, groups, size, part)
+        if record is None:
+            return None
+        if op == "all-reduce":
+            record = _respelled(module, site, line, record, part, 1 if joined else len(known))
+        records.append(dataclasses.replace(record, combined=len(known), part=index))
+    return records
+
+
+def _respelled(
+    module: Module, site: Site, line: Instruction, record: Collective, part: int, num_parts: int
+) -> Collective:
+    """Name an all-reduce that does something else."""
+    if site.keeps_part:
+        spelling = "all-reduce-scatter fusion"
+        return dataclasses.replace(record, op="reduce-scatter", spelling=spelling)
+    users = site.frame.computation.users.get(line.name, [])
+    done = next((user.name for user in users if user.opcode.endswith("-done")), line.name)
+    if is_sliced(module, site.frame, done, part if num_parts > 1 else None):
+        return dataclasses.replace(record, spelling="all-reduce + slice")
+    if _is_placed(module, site.frame, line.operands[part]):
+        return dataclasses.replace(record, spelling="all-reduce of parts")
+    return record
+
+
+def _read_transfer(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
+    """Read a send between TPU slices; its recv is the other end, a host's callback is none."""
+    kind = _MARKS["between slices"].search(line.attributes)
+    if kind is None:
+        return [] if _MARKS["callback"].search(line.attributes) else None
+    op = kind[1].lower().replace("_", "-")
+    if line.opcode == "recv":
+        return []
+    slices = _MARKS["slices"].search(line.attributes)
+    if slices is None or op not in OPS or not line.shapes:
+        return None
+    size = len(slices[1].split(","))
+    tensor = _widen(line.shapes[0], 0, size) if op == "all-gather" else line.shapes[0]
+    record = _build(module, site, line, op, tensor, (), size)
+    return record and [dataclasses.replace(record, spelling="megascale", is_async=True)]
+
+
+def _build(
+    module: Module,
+    site: Site,
+    line: Instruction,
+    op: str,
+    tensor: Tensor,
+    groups: Groups,
+    size: int,
+    part: int = 0,
+) -> Collective | None:
+    if tensor.bits is None:
+        return None
+    origin = _origin(site.frame, line, part)
+    return Collective(
+        op=op,
+        spelling=op,
+        name=line.name,
+        dtype=tensor.dtype,
+        shape=tensor.dims,
+        item_bits=tensor.bits,
+        groups=groups,
+        group_size=size,
+        loops=site.loops,
+        branches=site.branches,
+        is_async=site.is_async,
+        computation=site.frame.computation.name,
+        op_name=origin.op_name,
+        source=module.source(origin),
+    )
+
+
+def _origin(frame: Frame, line: Instruction, part: int) -> Instruction:
+    """Return the line that tells where a part came from: a combined one has no name of its own."""
+    while not line.op_name and part < len(line.operands):
+        operand = frame.computation.by_name.get(line.operands[part])
+        if operand is None:
+            break
+        line, part = operand, 0
+        if operand.opcode == "parameter" and frame.caller is not None and frame.parent is not None:
+            if frame.caller.opcode != "fusion":
+                break
+            line, part = frame.caller, int(operand.literal)
+            frame = frame.parent
+    return line
+
+
+def _groups(module: Module, line: Instruction, op: str) -> Groups | None:
+    if op == "collective-permute":
+        return parse_pairs(line.attributes.partition("source_target_pairs=")[2])
+    return parse_groups(line.attributes.partition("replica_groups=")[2], module.num_devices)
+
+
+def _joined(module: Module, site: Site, line: Instruction) -> list[Tensor]:
+    """List what a GPU joins end to end before it reduces it as one tensor, none elsewhere.
+
+    %flat = f32[96] concatenate(%bias, %scale), dimensions={0}
+    %sum = f32[96] all-reduce(%flat)                 two tensors: of %bias's and of %scale's size
+    """
+    (whole,) = site.frame.computation.by_name[line.operands[0]].shapes
+    found = source_of(module, site.frame, line.operands[0])
+    if found is None or found[1].opcode != "concatenate" or len(found[1].shapes[0].dims) != 1:
+        return []
+    frame, joined = found
+    operands = [frame.computation.by_name.get(operand) for operand in joined.operands]
+    parts = [Tensor(whole.dtype, operand.shapes[0].dims) for operand in operands if operand]
+    return parts if sum(part.elements for part in parts) == whole.elements else []
+
+
+def _is_placed(module: Module, frame: Frame, name: str) -> bool:
+    """Tell whether a value is zero but for the part that this device writes into it.
+
+    %zeros = bf16[4096] broadcast(%zero)
+    %placed = bf16[4096] dynamic-update-slice(%zeros, %own, %at)
+    %whole = bf16[4096] all-reduce(%placed)          a gather: the sum of parts is the whole
+    """
+    found = source_of(module, frame, name)
+    if found is None or found[1].opcode != "dynamic-update-slice":
+        return False
+    zeros = source_of(module, found[0], found[1].operands[0], through=KEEPS | {"broadcast"})
+    if zeros is None or zeros[1].opcode != "constant":
+        return False
+    return zeros[1].literal in ("0", "false")
+
+
+def _widen(tensor: Tensor, dim: int, size: int) -> Tensor:
+    dims = list(tensor.dims)
+    dims[dim] *= size
+    return Tensor(tensor.dtype, tuple(dims))
+
+
+def _name_windows(records: list[Collective]) -> list[Collective]:
+    """Name permutes that stand in for a gather or scatter, within their loop and peeled off it."""
+    names = {"ag": "windowed all-gather", "rs": "windowed reduce-scatter"}
+    kinds: dict[tuple[str, int], str] = {}
+    permutes = [record for record in records if record.op == "collective-permute"]
+    for record in permutes:
+        for loop in record.loops:
+            if match := _MARKS["window"].search(loop.body):
+                kinds[record.op_name, record.elements] = names[match[1]]
+    return [
+        dataclasses.replace(record, spelling=kinds[record.op_name, record.elements])
+        if record.op == "collective-permute" and (record.op_name, record.elements) in kinds
+        else record
+        for record in records
+    ]
