@@ -1,5 +1,6 @@
 """Model states on disk: saved whole or not at all, restored to the bit on any mesh."""
 
+from zerojax.checkpoint._arrays import verify
 from zerojax.checkpoint._digests import DamagedCheckpointError, FileDigest
 from zerojax.checkpoint._export import export_safetensors, import_safetensors, weights_of
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
@@ -10,7 +11,6 @@ from zerojax.checkpoint._restore import restore
 from zerojax.checkpoint._safetensors import is_safetensors
 from zerojax.checkpoint._save import PendingSave, save, start_save
 from zerojax.checkpoint._verdict import IncompatibleCheckpointError
-from zerojax.checkpoint._verify import verify
 
 __all__ = [
     "Checkpoints",

@@ -16,7 +16,7 @@ MOST_TOLD = 1 << 16
 
 
 def gather_texts(text: str) -> list[str]:
-    """Give what every process says, in their order; called by all of them."""
+    """Return what every process says, in their order; called by all of them."""
     if jax.process_count() == 1:
         return [text]
     from jax.experimental import multihost_utils

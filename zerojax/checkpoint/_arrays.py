@@ -1,16 +1,20 @@
-"""Reading saved arrays without devices or the model's code: whole, or a few rows at a time."""
+"""Saved arrays without devices or the model's code: read a few rows at a time, and verified."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax._extras import extra
-from zerojax.checkpoint._manifest import ARRAYS, Manifest
+from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
+from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
+from zerojax.checkpoint._orbax import open_array
+from zerojax.checkpoint._paths import local_path
 
 #: Bytes of the rows that are read at a time.
 BLOCK_BYTES = 64 << 20
@@ -28,38 +32,58 @@ class SavedArrays:
         with extra("checkpoint", "reading a checkpoint"):
             import tensorstore
 
-        self._tensorstore = tensorstore
+        self._folder = root / ARRAYS
         self._manifest = manifest
-        self._base = (root / ARRAYS).absolute().as_uri() + "/"
         # Without a limit of its own each array that was open would keep what was read of it.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
 
-    def blocks(self, path: str, max_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-        """Read a leaf as consecutive blocks of rows, at most `max_bytes` where a row is less."""
+    def blocks(self, path: str) -> Iterator[np.ndarray]:
+        """Read a leaf as consecutive blocks of rows, [rows, *shape[1:]]; a row may be larger."""
         leaf = self._manifest.leaves[path]
         if not math.prod(leaf.shape):
-            yield np.zeros(leaf.shape, np.uint32 if leaf.is_key else _dtype(leaf.dtype))
+            yield np.zeros(leaf.shape, np.uint32 if leaf.is_key else jnp.dtype(leaf.dtype))
             return
-        store = self._open(leaf.same_as or path)
+        store = open_array(self._folder, leaf.same_as or path, self._context).result()
         store = store[tuple(slice(0, size) for size in leaf.shape)]  # padding stays away
         if not store.shape:
             yield np.asarray(store.read().result())
             return
         row = math.prod(store.shape[1:]) * store.dtype.numpy_dtype.itemsize
-        rows = max(1, max_bytes // row)
+        rows = max(1, BLOCK_BYTES // row)
         for start in range(0, store.shape[0], rows):
             stop = min(start + rows, store.shape[0])
             yield np.asarray(store[start:stop].read().result())
 
-    def _open(self, path: str) -> Any:
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {"driver": "ocdbt", "base": self._base, "path": f"{path}/"},
-        }
-        return self._tensorstore.open(spec, open=True, read=True, context=self._context).result()
 
+def verify(
+    directory: str | os.PathLike[str], on_leaf: Callable[[str], None] | None = None
+) -> Manifest:
+    """Read all of a checkpoint and hold it against its manifest.
 
-def _dtype(name: str) -> Any:
-    import jax.numpy as jnp  # knows bfloat16 and its like by name
+    Every file must be what was written, and every leaf readable, of its shape and dtype. Needs no
+    accelerator and no code of the model.
 
-    return jnp.dtype(name)
+    Args:
+        directory: the checkpoint's folder.
+        on_leaf: called with the path of each leaf that was read.
+
+    Raises:
+        FileNotFoundError: there is no whole checkpoint in the directory.
+        DamagedCheckpointError: with every file and leaf that is damaged.
+    """
+    root = local_path(directory).absolute()
+    manifest = read_manifest(root)
+    wrong = wrong_contents(root, manifest.files)
+    arrays = SavedArrays(root, manifest)
+    for path, leaf in manifest.leaves.items():
+        try:
+            num_bytes = sum(block.nbytes for block in arrays.blocks(path))
+            if num_bytes != leaf.num_bytes:
+                wrong.append(f"leaf {path!r} has {num_bytes} bytes of {leaf.num_bytes}")
+        except (ValueError, OSError) as error:
+            wrong.append(f"leaf {path!r} can't be read ({str(error).splitlines()[0]})")
+        if on_leaf is not None:
+            on_leaf(path)
+    if wrong:
+        raise DamagedCheckpointError(root, wrong)
+    return manifest

@@ -43,12 +43,12 @@ class DamagedCheckpointError(ValueError):
 
 
 def digest_text(text: str) -> str:
-    """Give the digest of a text."""
+    """Return the digest of a text."""
     return _hash(text.encode()).hexdigest()
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
-    """Read files and give their digests, by path below `root` with slashes."""
+    """Read files and return their digests, by path below `root` with slashes."""
     listed = sorted(paths)
     with ThreadPoolExecutor(NUM_THREADS) as threads, ThreadPoolExecutor(NUM_THREADS) as readers:
         found = threads.map(_digest, listed, [readers] * len(listed))
@@ -59,7 +59,7 @@ def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
 
 
 def wrong_sizes(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
-    """Tell which files are missing or of another size; reads none of them."""
+    """List the files that are missing or of another size; reads none of them."""
     wrong = []
     for name, wanted in files.items():
         path = root / name
@@ -71,7 +71,7 @@ def wrong_sizes(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
 
 
 def wrong_contents(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
-    """Tell which files are missing, of another size or not what was written; reads them."""
+    """List the files that are missing, of another size or not what was written; reads them."""
 
     def check(item: tuple[str, FileDigest]) -> list[str]:
         name, wanted = item
@@ -103,7 +103,7 @@ def _digest(path: Path, threads: ThreadPoolExecutor) -> FileDigest:
 
 
 def _digest_segment(path: Path, start: int) -> tuple[bytes, int]:
-    """Give the digest of a segment and its bytes."""
+    """Return the digest of a segment and its bytes."""
     state, block, left = _hash(), bytearray(BLOCK), SEGMENT
     view = memoryview(block)
     with path.open("rb", buffering=0) as file:
@@ -122,13 +122,13 @@ def _hash(content: bytes = b"") -> Any:
 
 
 def part_of_digests(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
-    """Leave a process's digests for the one that writes the manifest."""
+    """Write a process's digests for the one that writes the manifest."""
     text = json.dumps({name: dataclasses.asdict(file) for name, file in files.items()})
     (root / PART.format(index)).write_text(text)
 
 
 def join_digests(root: Path, num_parts: int) -> dict[str, FileDigest]:
-    """Take in what the processes left."""
+    """Read and remove the digests that the processes wrote."""
     joined = {}
     for index in range(num_parts):
         part = root / PART.format(index)

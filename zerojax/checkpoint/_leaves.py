@@ -77,7 +77,7 @@ def saved_leaves(
 
 
 def dtype_of(x: Any) -> Any:
-    """Give the dtype that a leaf has in JAX: 64 bits only where they are enabled."""
+    """Return the dtype that a leaf has in JAX: 64 bits only where they are enabled."""
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
@@ -112,7 +112,7 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Give the leaves by path.
+    """Return the leaves by path.
 
     Raises:
         ValueError: two leaves have the same path, as keys with slashes in them can make; or a key
@@ -130,7 +130,7 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def named_tuples(tree: PyTree) -> dict[str, str]:
-    """Give path and type of every NamedTuple in a tree, which optax states are made of.
+    """Return path and type of every NamedTuple in a tree, which optax states are made of.
 
     Two optimizers may have leaves of the same names and shapes and mean other things by them. What
     holds parameters, and the loss scale, is left out.

@@ -23,6 +23,8 @@ MIN_SLICE_BYTES = 4 << 20
 READ_PARTS, READ_BYTES = 32, 8 << 20
 #: Shards that orbax is asked for at once: each that was read wakes all others that wait.
 MOST_READS = 1024
+#: How long processes wait for each other.
+BARRIER_MS = 20 * 60 * 1000
 
 
 def require_orbax() -> None:
@@ -59,7 +61,7 @@ def _make_handler(max_bytes: int | None = None) -> Any:
 
 
 def save_args(arrays: dict[str, jax.Array]) -> Any:
-    """Give the arguments that save a flat dict of arrays."""
+    """Return the arguments that save a flat dict of arrays."""
     import orbax.checkpoint as ocp
 
     each = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
@@ -112,20 +114,23 @@ def _largest_read(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> i
     """Bound the bytes that are read for one shard: of all chunks that it may touch."""
     import tensorstore
 
-    base, context = directory.absolute().as_uri() + "/", tensorstore.Context()
-
-    def start_to_open(name: str) -> Any:
-        trees = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        spec = {"driver": "zarr3", "kvstore": trees}
-        return tensorstore.open(spec, open=True, read=True, context=context)
-
+    context = tensorstore.Context()
     largest = 0
-    for name, opened in {name: start_to_open(name) for name in wanted}.items():
+    for name, opened in {name: open_array(directory, name, context) for name in wanted}.items():
         store, shard = opened.result(), wanted[name].sharding.shard_shape(wanted[name].shape)
         dims = zip(shard, store.shape, store.chunk_layout.read_chunk_template.shape, strict=True)
         sizes = [min(-(-own // c) + 1, -(-whole // c)) * c for own, whole, c in dims]
         largest = max(largest, math.prod(sizes) * store.dtype.numpy_dtype.itemsize)
     return largest
+
+
+def open_array(directory: Path, name: str, context: Any) -> Any:
+    """Start to open an array that orbax has written; returns tensorstore's future."""
+    import tensorstore
+
+    trees = {"driver": "ocdbt", "base": f"{directory.absolute().as_uri()}/", "path": f"{name}/"}
+    spec = {"driver": "zarr3", "kvstore": trees}
+    return tensorstore.open(spec, open=True, read=True, context=context)
 
 
 def barrier(name: str) -> None:
@@ -136,7 +141,3 @@ def barrier(name: str) -> None:
 
     wait = ocp.multihost.get_barrier_sync_fn()
     wait(key=ocp.multihost.unique_barrier_key(name), timeout_ms=BARRIER_MS)
-
-
-#: How long processes wait for each other.
-BARRIER_MS = 20 * 60 * 1000

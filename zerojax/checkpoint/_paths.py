@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -30,6 +31,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"{scheme[1]}:// when the save is done"
         )
     return Path(text).expanduser()
+
+
+def write_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    """Write a file and flush it to disk."""
+    with path.open("wb") as file:
+        file.writelines(blocks)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(directory: Path) -> None:

@@ -44,7 +44,7 @@ def restore(
     Args:
         directory: what `save` was given.
         layout: the placement of the result; leaves of `like` that name none go whole to its mesh.
-        like: a tree of shapes with shardings, as `abstract_train_state` gives, or of arrays and
+        like: a tree of shapes with shardings, as `step.abstract_state()` returns, or of arrays and
             numbers; what comes back are arrays.
         tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
             own loop may be padded or not, which an error then says.
@@ -71,11 +71,9 @@ def restore(
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
             failure = error
     agree_whole(root, wrong.result(), failure)
-    dtypes = {path: dtype_of(x) for path, x in named_leaves(like).items()}
-    fresh = {path: x for path, x in named_leaves(like).items() if path not in sources}
     leaves = [
-        fresh[path] if path in fresh else _as_keys(found[path], dtype)
-        for path, dtype in dtypes.items()
+        _as_keys(found[path], dtype_of(x)) if path in found else x
+        for path, x in named_leaves(like).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -83,7 +81,7 @@ def restore(
 def _requests(
     manifest: Manifest, sources: Mapping[str, str], layout: Layout, like: PyTree
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Give what is wanted with a place for everything; the integers of PRNG keys."""
+    """Return what to read with a place for everything; of PRNG keys their integers."""
     whole = layout.sharding(P())
     requests = {}
     for path, x in named_leaves(like).items():
@@ -98,7 +96,7 @@ def _requests(
 
 
 def _share(manifest: Manifest) -> dict[str, FileDigest]:
-    """Give the files that this process holds against their digests: of every few one."""
+    """Return the files that this process holds against their digests: every few one."""
     index, count = jax.process_index(), jax.process_count()
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     return {name: manifest.files[name] for name in largest_first[index::count]}
@@ -111,34 +109,27 @@ def _read(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> dict[str, Any]:
     """Read every wanted leaf; one array for those that were one and are wanted alike."""
-    found: dict[str, Any] = {}
     tied = {leaf.same_as for leaf in manifest.leaves.values()}
-    made: dict[tuple[str, Any], str] = {}
-    rounds: list[dict[str, str]] = []  # stored leaf to wanted one: orbax reads a leaf once a call
-    for path, x in wanted.items():
-        leaf = manifest.leaves[sources[path]]
-        stored = leaf.same_as or sources[path]
-        if not x.size:
-            found[path] = jnp.zeros(x.shape, x.dtype, device=x.sharding)
-        elif stored in tied and (stored, x) in made:
-            continue
-        else:
-            made.setdefault((stored, x), path)
-            free = next((taken for taken in rounds if stored not in taken), None)
-            if free is None:
-                rounds.append(free := {})
-            free[stored] = path
-    for taken in rounds:
-        read = read_arrays(root / ARRAYS, {stored: wanted[path] for stored, path in taken.items()})
-        found |= {path: read[stored] for stored, path in taken.items()}
+    keys = {}
     for path, x in wanted.items():
         stored = manifest.leaves[sources[path]].same_as or sources[path]
-        if path not in found:
-            found[path] = found[made[stored, x]]
-    return found
+        keys[path] = stored, x, None if stored in tied else path
+    found: dict[Any, jax.Array] = {}
+    rounds: dict[int, dict[str, Any]] = {}  # orbax reads a leaf once a call
+    for key in dict.fromkeys(keys.values()):
+        stored, x, _ = key
+        if x.size:
+            number = sum(stored in taken for taken in rounds.values())
+            rounds.setdefault(number, {})[stored] = key
+        else:
+            found[key] = jnp.zeros(x.shape, x.dtype, device=x.sharding)
+    for taken in rounds.values():
+        read = read_arrays(root / ARRAYS, {stored: x for stored, x, _ in taken.values()})
+        found |= {key: read[stored] for stored, key in taken.items()}
+    return {path: found[key] for path, key in keys.items()}
 
 
 def _as_keys(x: jax.Array, dtype: Any) -> jax.Array:
-    """Make typed PRNG keys of the integers that hold them; give other arrays as they are."""
+    """Make typed PRNG keys of the integers that hold them; return other arrays as they are."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(x, impl=dtype) if is_key else x

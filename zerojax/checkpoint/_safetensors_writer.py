@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.checkpoint._paths import sync_folder
+from zerojax.checkpoint._paths import sync_folder, write_synced
 from zerojax.checkpoint._safetensors import DTYPES, INDEX_SUFFIX, SUFFIX
 
 METADATA = "__metadata__"
@@ -87,9 +87,9 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         for partial, group, header in zip(partials, groups, headers, strict=False):
-            _write_file(partial, header, group)
+            write_synced(partial, itertools.chain([header], *map(_bytes_of, group)))
         if index in outputs:
-            _write_file(partials[-1], _index(files, groups, metadata))
+            write_synced(partials[-1], [_index(files, groups, metadata)])
         for partial, output in zip(partials, outputs, strict=True):
             partial.replace(output)
     finally:
@@ -149,23 +149,14 @@ def _header(path: Path, group: Sequence[Tensor], metadata: Mapping[str, str]) ->
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_file(path: Path, header: bytes, group: Sequence[Tensor] = ()) -> None:
-    with path.open("wb") as file:
-        file.write(header)
-        for tensor in group:
-            _write_tensor(file, tensor)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     declared = f"{tensor.name!r} was declared {tensor.dtype}{list(tensor.shape)}"
     written = 0
     for block in tensor.blocks():
         if block.dtype != jnp.dtype(tensor.dtype) or block.shape[1:] != tensor.shape[1:]:
             raise ValueError(f"{declared}, got a block {block.dtype.str}{list(block.shape)}")
-        # A copy only if it is not contiguous.
-        written += file.write(block.reshape(-1).view(np.uint8).data)
+        written += block.nbytes
+        yield block.reshape(-1).view(np.uint8).data  # a copy only if it is not contiguous
         del block  # before the next one is made
     if written != tensor.nbytes:
         raise ValueError(f"{declared}, got {written} bytes of {tensor.nbytes}")

@@ -43,7 +43,7 @@ _unwaited: weakref.WeakSet[PendingSave] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """Wait for what a program that ends has not waited for, and tell of what was lost.
+    """Wait for what a program that ends has not waited for, and report what was lost.
 
     Python 3.12 and later start no threads from then on, which orbax needs: it is too late there.
     """
@@ -187,7 +187,7 @@ def start_save(
 
 
 def check_step(step: Any) -> int:
-    """Give a number of steps as a plain int.
+    """Return a number of steps as a plain int.
 
     Raises:
         TypeError: it is no whole number.
@@ -218,7 +218,7 @@ def _remove(folders: Iterable[Path]) -> None:
 
 
 def _integers(x: jax.Array) -> jax.Array:
-    """Give what holds typed PRNG keys; other arrays as they are."""
+    """Return the integers of typed PRNG keys; other arrays as they are."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 

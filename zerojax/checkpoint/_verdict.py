@@ -60,7 +60,7 @@ def find_sources(
     partial: bool = False,
     cast: bool = False,
 ) -> dict[str, str]:
-    """Give the saved leaf that each wanted one is read from; a fresh loss scale is from nowhere.
+    """Return the saved leaf that each wanted one is read from; a fresh loss scale is from nowhere.
 
     Raises:
         IncompatibleCheckpointError: a leaf is missing, left over, of another shape, of a dtype that
@@ -92,7 +92,7 @@ def find_sources(
 
 
 def _is_fresh(path: str, x: Any) -> bool:
-    """Tell whether a leaf is given with its value, as a loss scale is that the save had not."""
+    """Return whether a leaf is given with its value, as a loss scale is that the save had not."""
     return path in LOSS_SCALE_LEAVES and isinstance(x, jax.Array)
 
 
@@ -140,7 +140,7 @@ def _difference(
     *,
     cast: bool,
 ) -> list[str]:
-    """Tell why a leaf can't be read from its source; empty where it can."""
+    """List why a leaf can't be read from its source; empty where it can."""
     in_masters = path.startswith(PARAMS) and MASTERS + path.removeprefix(PARAMS) in wanted
     is_kept = found.dtype == leaf.dtype or in_masters or cast
     if found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=is_kept):
@@ -154,7 +154,7 @@ def _difference(
 
 
 def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
-    """Tell whether one dtype may be read as another: only floating ones, wider ones always."""
+    """Return whether one dtype may be read as another: only floating ones, wider ones always."""
     if found == wanted:
         return True
     if found.startswith("key<") or wanted.startswith("key<"):
@@ -165,7 +165,7 @@ def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
 
 
 def _is_spared(path: str, sources: Mapping[str, str], cast: bool) -> bool:
-    """Tell whether a saved leaf that nobody wants is another's value, or of a loss scale."""
+    """Return whether a saved leaf that nobody wants is another's value, or of a loss scale."""
     if path in LOSS_SCALE_LEAVES:
         return True
     param = PARAMS + path.removeprefix(MASTERS)
@@ -188,7 +188,7 @@ def _missing_line(path: str, saved: Mapping[str, SavedLeaf], extra: list[str]) -
 
 
 def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> list[str]:
-    """Tell of another optimizer, also of one whose leaves happen to look the same."""
+    """Report another optimizer, also of one whose leaves happen to look the same."""
     wanted = named_tuples(like)
     saved = dict(manifest.optimizer)
     if partial:
