@@ -73,6 +73,6 @@ def _theory(evidence: Evidence) -> int:
         gradient = max(own, 32) if wide else own
         # Without masters the parameters themselves are updated, and go down as well.
         each = gradient + own if has_masters else gradient + 2 * own
-        size = leaf.bytes_per_device(partitioned=True, dtype="uint8")
+        size = leaf.bytes_per_device("optimizer", dtype="uint8")
         bits += offload_traffic_bytes(size) / 4 * each if size else 0
     return round(bits / 8)

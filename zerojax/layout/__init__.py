@@ -1,20 +1,25 @@
 """Where every leaf lives: decided once, from shapes and a mesh, as plain data."""
 
+from zerojax.layout._choice import choose_dim
 from zerojax.layout._describe import Description
 from zerojax.layout._layout import MIN_SIZE, Layout, make_layout
-from zerojax.layout._leaf import Entries, LeafLayout, as_spec
+from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_spec
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_rules
-from zerojax.layout._stages import STAGES
-from zerojax.layout._torus import DIMS, SPANS, Phases, in_order
+from zerojax.layout._stages import STAGES, check_stage
+from zerojax.layout._torus import DIMS, LANES, SPANS, Phases, in_order
+from zerojax.layout._transformation import WRAPPED, as_transformation
 
 __all__ = [
     "DIMS",
+    "LANES",
     "MIN_SIZE",
     "SPANS",
     "STAGES",
+    "WRAPPED",
+    "Cut",
     "Description",
     "Entries",
     "Layout",
@@ -23,6 +28,9 @@ __all__ = [
     "Phases",
     "Rule",
     "as_spec",
+    "as_transformation",
+    "check_stage",
+    "choose_dim",
     "in_order",
     "make_layout",
     "make_mesh",

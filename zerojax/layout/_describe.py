@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
-import optax
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from zerojax._tree import floating_dtype, num_bytes, num_elements
 from zerojax._types import Kind
+from zerojax.layout._leaf import LeafLayout
+from zerojax.layout._optimizer import OptimizerLayout
+from zerojax.layout._placement import TreeLayout
+from zerojax.layout._rule import Rule
+from zerojax.recipe import Precision
 
-if TYPE_CHECKING:
-    from zerojax.layout._layout import Layout
-    from zerojax.layout._leaf import LeafLayout
-    from zerojax.layout._rule import Rule
-    from zerojax.recipe import Precision
 
 #: Columns of the table: the kind of tensor and the key under which its bytes are reported.
 KINDS: tuple[tuple[Kind, str], ...] = (
@@ -105,13 +104,12 @@ class Description:
 
 
 def describe(
-    layout: Layout, tx: optax.GradientTransformation, precision: Precision, stored: bool
+    layout: TreeLayout, state: OptimizerLayout, precision: Precision, stored: bool
 ) -> Description:
     """Count what every leaf takes on one device and compare it with the stage's formula."""
     count = _Count(layout, precision, stored)
     by_owner: dict[int, list[LeafLayout]] = {}
     scalars = []
-    state = layout.optimizer(tx, precision.master or precision.params)
     rows = []
     for leaf in state.leaves:
         if leaf.parameter is not None:
@@ -148,7 +146,7 @@ def describe(
 class _Count:
     """Counts bytes on one device, and beside them what the whole leaves and the padding take."""
 
-    def __init__(self, layout: Layout, precision: Precision, stored: bool) -> None:
+    def __init__(self, layout: TreeLayout, precision: Precision, stored: bool) -> None:
         self.layout = layout
         self.precision = precision
         self.stored = stored
@@ -161,28 +159,19 @@ class _Count:
         dtypes: dict[Kind, Any] = {"parameter": low, "gradient": low}
         if self.precision.master is not None:
             dtypes["master"] = floating_dtype(leaf.dtype, self.precision.master)
-        return {
-            key: self._held(
-                leaf, key, dtypes[kind], self.layout.partitions(kind),
-                pads=self.stored or kind != "parameter",
-            )
-            for kind, key in KINDS
-            if kind in dtypes
-        }  # fmt: skip
+        return {key: self._held(leaf, kind, dtypes[kind]) for kind, key in KINDS if kind in dtypes}
 
     def optimizer(self, leaves: list[LeafLayout]) -> dict[str, int]:
         """Count leaves of the optimizer's state."""
-        return {
-            "optimizer": sum(self._held(x, "optimizer", x.dtype, True, pads=True) for x in leaves)
-        }
+        return {"optimizer": sum(self._held(leaf, "optimizer", leaf.dtype) for leaf in leaves)}
 
-    def _held(
-        self, leaf: LeafLayout, key: str, dtype: Any, partitioned: bool, *, pads: bool
-    ) -> int:
-        self.whole[key] += num_bytes(leaf.shape, dtype) // leaf.own_parts
-        held = leaf.bytes_per_device(partitioned=partitioned, stored=pads, dtype=dtype)
-        if partitioned and pads and leaf.is_padded:
-            self.padding += held - num_bytes(leaf.shape, dtype) // leaf.num_parts
+    def _held(self, leaf: LeafLayout, kind: Kind, dtype: Any) -> int:
+        self.whole[dict(KINDS)[kind]] += leaf.whole_bytes(dtype)
+        pads = self.stored or kind != "parameter"
+        held = leaf.bytes_per_device(kind, stored=pads, dtype=dtype)
+        if kind in leaf.kinds and pads and leaf.is_padded:
+            parts = leaf.own_parts * leaf.num_shards
+            self.padding += held - num_bytes(leaf.shape, dtype) // parts
         return held
 
 
@@ -192,7 +181,7 @@ def _row(path: str, leaf: LeafLayout, dtype: Any, held: dict[str, int]) -> Row:
     return Row(path, leaf.shape, leaf.stored_shape, kind, spec, held, leaf.reason)
 
 
-def _title(layout: Layout) -> str:
+def _title(layout: TreeLayout) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     return (
         f"ZeRO stage {layout.stage} over {' x '.join(layout.axis)} (N = {layout.num_shards}) "
@@ -200,15 +189,15 @@ def _title(layout: Layout) -> str:
     )
 
 
-def _notes(layout: Layout, padding: int, of_optimizer: tuple[Rule, ...]) -> tuple[str, ...]:
+def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> tuple[str, ...]:
     notes = []
     small = [leaf for leaf in layout.leaves if leaf.dim is None]
-    if layout.stage and small:
+    if layout.kinds and small:
         elements = sum(num_elements(leaf.shape) for leaf in small)
         notes.append(f"{len(small)} leaves with {elements:,} elements stay whole (reasons above)")
     if padding:
         notes.append(f"padding takes {padding:,} B per device")
-    if layout.stage and str(layout.phases):
+    if layout.kinds and str(layout.phases):
         notes.append(str(layout.phases))
     unmatched = (*layout.unmatched_rules, *of_optimizer)
     notes += [f"rule {rule.path!r} of kind {rule.kind!r} matched no leaf" for rule in unmatched]

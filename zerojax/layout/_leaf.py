@@ -1,27 +1,42 @@
-"""One leaf's placement, and the choice of the dim that is partitioned."""
+"""One leaf's placement: which dim is cut, over which axes, and for which kinds of tensor."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from functools import lru_cache
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import num_bytes, num_elements
-from zerojax._types import Axes, Shape
+from zerojax._tree import num_bytes
+from zerojax._types import Axes, Kind, Shape
 
 #: Axis names per dim; the form in which specs are compared and extended.
 Entries = tuple[Axes, ...]
 
-#: Padding is worth it where a shard is at most half of the leaf; with two shards, three quarters.
-MOST_OF_TWO = 1.5
-#: How the reason of a leaf begins that would be partitioned if it could.
-NO_DIM = "whole: no dim is long enough"
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """How ZeRO cuts a leaf.
+
+    Example: `[1009, 64]` over eight devices along "data" is stored as `[1016, 64]`, so
+    `Cut(dim=0, axes=("data",), num_shards=8, stored_size=1016)`, and a shard is `[127, 64]`.
+
+    Attributes:
+        dim: the partitioned dim.
+        axes: the mesh axes that ZeRO adds to `dim`, major first.
+        num_shards: the parts that they cut it into.
+        stored_size: the size of `dim`, padded to a multiple of the parts where that is needed.
+        own_parts: the parts that the user's own axes cut `dim` into before.
+    """
+
+    dim: int
+    axes: Axes
+    num_shards: int
+    stored_size: int
+    own_parts: int = 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LeafLayout:
     """Where one leaf lives.
 
@@ -30,14 +45,11 @@ class LeafLayout:
         shape: logical shape.
         dtype: dtype of the logical leaf.
         entries: the user's own mesh axes per dim.
-        axes: the axes that ZeRO adds to `dim`; empty where the leaf stays whole.
-        dim: the partitioned dim, None where the leaf stays whole.
-        stored_shape: the logical shape, padded along `dim` where that does not divide.
-        num_shards: parts that `axes` cut the stored leaf into.
-        num_parts: parts of the stored leaf over all axes, the user's own included.
+        own_parts: the parts that the user's own axes cut the leaf into.
+        cut: how ZeRO cuts it; None where it stays whole for every kind of tensor.
+        kinds: the kinds of tensor that are cut so; the others have the user's axes alone.
         stacked: number of leading layer dims.
         reason: why the leaf is placed so, for people.
-        dim_parts: parts that the user's own axes cut `dim` into.
         parameter: for a leaf of an optimizer state, the index of the parameter it belongs to.
     """
 
@@ -45,56 +57,79 @@ class LeafLayout:
     shape: Shape
     dtype: Any
     entries: Entries
-    axes: Axes
-    dim: int | None
-    stored_shape: Shape
-    num_shards: int
-    num_parts: int
-    stacked: int
     reason: str
-    dim_parts: int = 1
+    own_parts: int = 1
+    cut: Cut | None = None
+    kinds: frozenset[Kind] = frozenset()
+    stacked: int = 0
     parameter: int | None = None
 
+    def spec(self, kind: Kind) -> P:
+        """Return the PartitionSpec that the stored leaf of a kind of tensor has."""
+        return self.shard_spec if kind in self.kinds else self.whole_spec
+
     @property
-    def spec(self) -> P:
-        """The user's spec: where the leaf lives when ZeRO does not partition it."""
+    def whole_spec(self) -> P:
+        """The user's own spec: where the leaf lives when ZeRO does not cut it."""
         return as_spec(self.entries)
 
     @property
     def shard_spec(self) -> P:
-        """The spec of the partitioned leaf; the user's axes stay the major ones."""
-        if self.dim is None:
-            return self.spec
+        """The spec of the cut leaf; the user's axes stay the major ones."""
+        if self.cut is None:
+            return self.whole_spec
         entries = list(self.entries)
-        entries[self.dim] = (*entries[self.dim], *self.axes)
+        entries[self.cut.dim] = (*entries[self.cut.dim], *self.cut.axes)
         return as_spec(tuple(entries))
+
+    @property
+    def dim(self) -> int | None:
+        """The partitioned dim; None where the leaf stays whole."""
+        return None if self.cut is None else self.cut.dim
+
+    @property
+    def axes(self) -> Axes:
+        """The axes that ZeRO adds; empty where the leaf stays whole."""
+        return () if self.cut is None else self.cut.axes
+
+    @property
+    def num_shards(self) -> int:
+        """The parts that ZeRO cuts the stored leaf into."""
+        return 1 if self.cut is None else self.cut.num_shards
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The logical shape, padded along `dim` where that does not divide."""
+        if self.cut is None:
+            return self.shape
+        dim = self.cut.dim
+        return (*self.shape[:dim], self.cut.stored_size, *self.shape[dim + 1 :])
 
     @property
     def is_padded(self) -> bool:
         """Whether the stored leaf is larger than the logical one."""
         return self.stored_shape != self.shape
 
-    @property
-    def own_parts(self) -> int:
-        """The parts that the user's own axes cut the leaf into."""
-        return self.num_parts if self.dim is None else self.num_parts // self.num_shards
-
-    def bytes_per_device(self, *, partitioned: bool, stored: bool = True, dtype: Any = None) -> int:
-        """Count the bytes of the leaf that one device holds.
+    def bytes_per_device(self, kind: Kind, *, stored: bool = True, dtype: Any = None) -> int:
+        """Count the bytes that one device holds of the leaf, as a kind of tensor.
 
         Args:
-            partitioned: whether ZeRO partitions the leaf; otherwise only the user's axes cut it.
+            kind: parameter, gradient, optimizer or master.
             stored: whether a leaf that no dim divides is padded (or else stays whole).
             dtype: dtype to count in; the leaf's own by default.
         """
-        dtype = self.dtype if dtype is None else dtype
-        if partitioned and self.dim is not None and (stored or not self.is_padded):
-            return num_bytes(self.stored_shape, dtype) // self.num_parts
-        return num_bytes(self.shape, dtype) // self.own_parts
+        if kind in self.kinds and self.cut is not None and (stored or not self.is_padded):
+            held = num_bytes(self.stored_shape, self.dtype if dtype is None else dtype)
+            return held // (self.own_parts * self.cut.num_shards)
+        return self.whole_bytes(dtype)
+
+    def whole_bytes(self, dtype: Any = None) -> int:
+        """Count the bytes that one device holds of the logical leaf where ZeRO does not cut it."""
+        return num_bytes(self.shape, self.dtype if dtype is None else dtype) // self.own_parts
 
 
 def as_entries(spec: P | None, ndim: int) -> Entries:
-    """Normalise a PartitionSpec to one tuple of axis names per dim."""
+    """Return one tuple of axis names per dim for a PartitionSpec: `P("a")` is `(("a",), ())`."""
     given = [] if spec is None else list(spec)
     if len(given) > ndim:
         raise ValueError(f"{spec} has {len(given)} entries for {ndim} dims")
@@ -105,67 +140,8 @@ def as_entries(spec: P | None, ndim: int) -> Entries:
 
 
 def as_spec(entries: Entries) -> P:
-    """Turn axis names per dim into a PartitionSpec without trailing Nones."""
+    """Return the PartitionSpec of axis names per dim, without trailing Nones."""
     given: list[Any] = [None if not e else e[0] if len(e) == 1 else e for e in entries]
     while given and given[-1] is None:
         given.pop()
     return P(*given)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """The dim to partition, the stored shape along it, and why."""
-
-    dim: int | None
-    stored_shape: Shape
-    reason: str
-
-
-@lru_cache(maxsize=4096)
-def choose_dim(
-    shape: Shape,
-    dim_parts: Shape,
-    num_shards: int,
-    stacked: int,
-    min_size: int,
-    wanted: int | None = None,
-) -> Choice:
-    """Choose the dim of a leaf that is cut into `num_shards`.
-
-    The most major dim that divides wins: a gather along a minor dim makes the GPU transpose.
-    Layer dims never do: cutting them turns a layer's reduce-scatter into a reduce to one owner.
-    Where no dim divides, the one that wastes least is padded.
-
-    Args:
-        shape: logical shape.
-        dim_parts: parts that the user's own axes cut each dim into.
-        num_shards: parts to cut the leaf into.
-        stacked: number of leading layer dims.
-        min_size: leaves with fewer elements stay whole.
-        wanted: the dim that a rule asks for.
-    """
-    if num_shards == 1:
-        return Choice(None, shape, "whole: there is one shard")
-    if wanted is None and num_elements(shape) < min_size:
-        return Choice(None, shape, f"whole: {num_elements(shape)} elements, min_size {min_size}")
-    layers = f", after {stacked} layer dim{'s' if stacked > 1 else ''}" if stacked else ""
-    candidates = range(stacked, len(shape)) if wanted is None else (wanted,)
-    waste: dict[int, tuple[float, int]] = {}
-    for dim in candidates:
-        local = shape[dim] // dim_parts[dim]
-        if local and local % num_shards == 0:
-            by = "the first dim that divides" if wanted is None else "as a rule says"
-            return Choice(dim, shape, f"dim {dim}: {by}{layers}")
-        part = math.ceil(local / num_shards)
-        if local:
-            waste[dim] = (part * num_shards / local, part * num_shards * dim_parts[dim])
-    most = max(num_shards / 2, MOST_OF_TWO)
-    halved = {dim: cost for dim, cost in waste.items() if cost[0] <= most}
-    if not halved:
-        return Choice(None, shape, f"{NO_DIM} for {num_shards} shards{layers}")
-    dim = min(halved, key=lambda d: (halved[d][0], d))
-    ratio, padded = halved[dim]
-    stored = (*shape[:dim], padded, *shape[dim + 1 :])
-    return Choice(
-        dim, stored, f"dim {dim}: padded {shape[dim]} to {padded} (+{ratio - 1:.2%}){layers}"
-    )

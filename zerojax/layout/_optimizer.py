@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zerojax._tree import floating_dtype, num_elements, path_name
-from zerojax._types import TreeDef
-from zerojax.layout import _mesh
-from zerojax.layout._leaf import LeafLayout, choose_dim
+from zerojax._types import Kind, TreeDef
+from zerojax.layout._choice import check_dim, choose_dim
+from zerojax.layout._leaf import LeafLayout
 from zerojax.layout._owners import Origins, find_owners
+from zerojax.layout._placement import TreeLayout
 from zerojax.layout._rule import Rule
+from zerojax.layout._transformation import as_transformation
 
-if TYPE_CHECKING:
-    from zerojax.layout._layout import Layout
+_OPTIMIZER: frozenset[Kind] = frozenset({"optimizer"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,7 @@ class OptimizerLayout:
     unmatched_rules: tuple[Rule, ...] = ()
 
 
-def optimizer_layout(
-    tx: optax.GradientTransformation, layout: Layout, dtype: Any = None
-) -> OptimizerLayout:
+def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> OptimizerLayout:
     """Match the state of an optimizer to the parameters of a layout, leaf by leaf.
 
     Which parameter a leaf belongs to is told by structure: `tx.init` is traced with every parameter
@@ -51,6 +49,7 @@ def optimizer_layout(
     Raises:
         ValueError: the leaf fits more than one placement; its path and the remedy are named.
     """
+    tx = as_transformation(tx)
     shapes = layout.map_leaves(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, floating_dtype(leaf.dtype, dtype))
     )
@@ -74,31 +73,28 @@ def optimizer_layout(
 
 
 def _place(
-    path: str, leaf: Any, owner: int | None, number: int, layout: Layout, origins: Origins
+    path: str, leaf: Any, owner: int | None, number: int, layout: TreeLayout, origins: Origins
 ) -> LeafLayout:
     """Place one leaf of the state."""
-    if num_elements(leaf.shape) <= 1 or (layout.stage == 0 and owner is None):
+    if num_elements(leaf.shape) <= 1:
         return _whole(path, leaf, owner, "whole: a scalar" if not leaf.shape else "whole")
+    if owner is None and not layout.partitions("optimizer"):
+        return _whole(path, leaf, owner, "whole")
     ways = [] if owner is None else origins.ways(leaf.shape, owner, number)
     if owner is not None and ways:
         options = [_inherit(path, leaf, owner, way, layout) for way in ways]
-        found = {(x.entries, x.axes, x.dim, x.stored_shape): x for x in options}
-        if len(found) > 1:
-            options = " or ".join(sorted(str(x.shard_spec) for x in options))
+        if len({(x.entries, x.cut) for x in options}) > 1:
+            found = " or ".join(sorted(str(x.shard_spec) for x in options))
             raise ValueError(
                 f"leaf {path!r} {leaf.shape} of the optimizer state is ambiguous: it comes from "
                 f"parameter {layout.leaves[owner].path!r} {layout.leaves[owner].shape} and could "
-                f"live at {options}; {_remedy(path)}"
+                f"live at {found}; {_remedy(path)}"
             )
         return options[0]
     if owner is not None:
         why = f"made from {layout.leaves[owner].path!r} with dims of its own"
         return _by_own_shape(path, leaf, layout, why=why)
-    same = {
-        (other.entries, other.dim, other.stored_shape)
-        for other in layout.leaves
-        if other.shape == leaf.shape
-    }
+    same = {(other.entries, other.cut) for other in layout.leaves if other.shape == leaf.shape}
     if len(same) > 1:
         raise ValueError(
             f"leaf {path!r} {leaf.shape} of the optimizer state is ambiguous: parameters of this "
@@ -116,90 +112,82 @@ def _remedy(path: str) -> str:
 
 
 def _place_by_rule(
-    path: str, leaf: Any, owner: int | None, layout: Layout, rule: Rule
+    path: str, leaf: Any, owner: int | None, layout: TreeLayout, rule: Rule
 ) -> LeafLayout:
     """Place a leaf of the state as the user says."""
-    if rule.whole or layout.stage == 0:
+    if rule.whole or not layout.partitions("optimizer"):
         return _whole(path, leaf, owner, "whole: as a rule says")
-    wanted = rule.dim
-    if wanted is not None:
-        if not -len(leaf.shape) <= wanted < len(leaf.shape):
-            raise ValueError(f"{rule} asks for a dim that leaf {path!r} {leaf.shape} does not have")
-        wanted %= len(leaf.shape)
+    wanted = check_dim(rule, rule.dim, path, leaf.shape)
     return _by_own_shape(path, leaf, layout, wanted, rule.stacked or 0, "as a rule says")
 
 
 def _whole(path: str, leaf: Any, owner: int | None, reason: str) -> LeafLayout:
-    entries = ((),) * len(leaf.shape)
     return LeafLayout(
-        path,
-        leaf.shape,
-        leaf.dtype,
-        entries,
-        (),
-        None,
-        leaf.shape,
-        1,
-        1,
-        0,
-        reason,
+        path=path,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        entries=((),) * len(leaf.shape),
+        reason=reason,
         parameter=owner,
     )
 
 
 def _inherit(
-    path: str, leaf: Any, owner: int, way: tuple[int | None, ...], layout: Layout
+    path: str, leaf: Any, owner: int, way: tuple[int | None, ...], layout: TreeLayout
 ) -> LeafLayout:
-    """Place a leaf where its parameter's dims live."""
+    """Place a leaf where its parameter's dims live.
+
+    Example: of a parameter `[512, 64]` cut along dim 0, a history `[10, 512, 64]` comes by the way
+    `(None, 0, 1)` and is cut along dim 1; a factored `[512]` by `(0,)` along dim 0; a factored
+    `[64]` by `(1,)` has lost the dim that was cut, and its own shape decides.
+    """
     source = layout.leaves[owner]
     entries = tuple(() if dim is None else source.entries[dim] for dim in way)
-    own_parts = _mesh.num_devices(layout.mesh, [name for names in entries for name in names])
-    relation = (
-        "lives with its parameter"
-        if way == tuple(range(len(source.shape)))
-        else ("keeps " + ", ".join(f"dim {d}" for d in way if d is not None) + " of its parameter")
-    )
-    if source.dim is not None and source.dim in way:
-        dim = way.index(source.dim)
-        stored = tuple(
-            size if kept is None else source.stored_shape[kept]
-            for size, kept in zip(leaf.shape, way, strict=True)
-        )
-        return LeafLayout(
-            path, leaf.shape, leaf.dtype, entries, source.axes, dim, stored, source.num_shards,
-            own_parts * source.num_shards, 0, f"{relation}: {source.reason}", parameter=owner,
-        )  # fmt: skip
-    if source.dim is None or len(way) == len(source.shape):
-        return LeafLayout(
-            path, leaf.shape, leaf.dtype, entries, (), None, leaf.shape, 1, own_parts, 0,
-            f"{relation}: {source.reason}", parameter=owner,
-        )  # fmt: skip
-    parts = tuple(_mesh.num_devices(layout.mesh, names) for names in entries)
-    choice = choose_dim(leaf.shape, parts, layout.num_shards, 0, layout.min_size)
-    axes = layout.axis if choice.dim is not None else ()
-    shards = layout.num_shards if axes else 1
+    is_same = way == tuple(range(len(source.shape)))
+    kept = ", ".join(f"dim {d}" for d in way if d is not None)
+    relation = "lives with its parameter" if is_same else f"keeps {kept} of its parameter"
+    cut, reason = source.cut, f"{relation}: {source.reason}"
+    if cut is not None and cut.dim in way:
+        cut = dataclasses.replace(cut, dim=way.index(cut.dim))
+    elif cut is not None and len(way) != len(source.shape):
+        parts = tuple(map(layout.num_parts, entries))
+        choice = choose_dim(leaf.shape, parts, layout.num_shards, 0, layout.min_size)
+        dim_parts = 1 if choice.dim is None else parts[choice.dim]
+        cut = choice.cut(layout.axis, layout.num_shards, dim_parts)
+        reason = f"{relation}; {choice.reason}"
     return LeafLayout(
-        path, leaf.shape, leaf.dtype, entries, axes, choice.dim, choice.stored_shape, shards,
-        own_parts * shards, 0, f"{relation}; {choice.reason}", parameter=owner,
-    )  # fmt: skip
+        path=path,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        entries=entries,
+        own_parts=layout.num_parts(tuple(name for names in entries for name in names)),
+        cut=cut,
+        kinds=_OPTIMIZER if cut is not None else frozenset(),
+        reason=reason,
+        parameter=owner,
+    )
 
 
 def _by_own_shape(
     path: str,
     leaf: Any,
-    layout: Layout,
+    layout: TreeLayout,
     wanted: int | None = None,
     stacked: int = 0,
     why: str = "belongs to no parameter",
 ) -> LeafLayout:
     """Place a leaf that has no dims in common with a parameter."""
-    ones = (1,) * len(leaf.shape)
-    if layout.stage == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not layout.partitions("optimizer") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _whole(path, leaf, None, f"whole: {why}")
+    ones = (1,) * len(leaf.shape)
     choice = choose_dim(leaf.shape, ones, layout.num_shards, stacked, layout.min_size, wanted)
-    axes = layout.axis if choice.dim is not None else ()
-    shards = layout.num_shards if axes else 1
+    cut = choice.cut(layout.axis, layout.num_shards)
     return LeafLayout(
-        path, leaf.shape, leaf.dtype, ((),) * len(leaf.shape), axes, choice.dim,
-        choice.stored_shape, shards, shards, 0, f"{why}; {choice.reason}",
-    )  # fmt: skip
+        path=path,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        entries=((),) * len(leaf.shape),
+        cut=cut,
+        kinds=_OPTIMIZER if cut is not None else frozenset(),
+        reason=f"{why}; {choice.reason}",
+    )

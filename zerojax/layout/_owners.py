@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import optax
 
 from zerojax._types import Shape
-
-if TYPE_CHECKING:
-    from zerojax.layout._layout import Layout
-
+from zerojax.layout._placement import TreeLayout
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("number",)
@@ -95,7 +92,7 @@ class Origins:
     """
 
     def __init__(
-        self, tx: optax.GradientTransformation, layout: Layout, shapes: Any, structure: Any
+        self, tx: optax.GradientTransformation, layout: TreeLayout, shapes: Any, structure: Any
     ) -> None:
         self._tx = tx
         self._layout = layout

@@ -8,11 +8,12 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Overrides the placement of the leaves whose path matches.
+    """Override the placement of the leaves whose path matches.
 
     Attributes:
         path: regular expression, searched in the leaf's path ("blocks/.*/kernel"); rules are
-            tried in order and the first that matches a leaf decides.
+            tried in order. Of those that match a leaf, the first that names layer dims decides on
+            them, and the first with `dim` or `whole` decides how the leaf is cut.
         kind: what the path is of: a "parameter", whose gradient, master and optimizer leaves follow
             it, or a leaf of the "optimizer"'s state ("0/mu/blocks/kernel").
         stacked: number of leading layer dims, as a model that scans over layers has them; these

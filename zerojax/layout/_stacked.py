@@ -61,18 +61,20 @@ def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule,
         batch: arrays or shapes.
 
     Returns:
-        A rule like `Rule(path="^blocks/kernel$", stacked=1)` for each leaf that a scan slices.
+        A rule like `Rule(path="^blocks/kernel$", stacked=1)` for each leaf that a scan slices, and
+        one that says of all others that they have no layer dims.
     """
     names, leaves, _ = flatten_with_names(params)
     traced, _ = opened(jax.make_jaxpr(loss_fn)(as_shapes(params), as_shapes(batch)))
     depths = [0] * len(leaves)
     origins = {var: (number, 0) for number, var in enumerate(traced.invars[: len(leaves)])}
     _follow(traced, origins, depths)
-    return tuple(
+    scanned = (
         Rule(path=f"^{re.escape(name)}$", stacked=depth)
         for name, depth in zip(names, depths, strict=True)
         if depth
     )
+    return (*scanned, Rule(path="", stacked=0))
 
 
 def _follow(jaxpr: core.Jaxpr, origins: dict[Any, _Origin], depths: list[int]) -> None:

@@ -1,23 +1,14 @@
 """The optax wrapper."""
 
 from zerojax.optim._offloaded import Hosted, OffloadedUpdate, hosted_leaves
-from zerojax.optim._sharded import (
-    apply_updates,
-    as_transformation,
-    check_like,
-    sharded,
-    store_state,
-    update_shards,
-)
+from zerojax.optim._sharded import apply_updates, check_like, sharded, store_state
 
 __all__ = [
     "Hosted",
     "OffloadedUpdate",
     "apply_updates",
-    "as_transformation",
     "check_like",
     "hosted_leaves",
     "sharded",
     "store_state",
-    "update_shards",
 ]

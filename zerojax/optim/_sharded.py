@@ -13,7 +13,7 @@ from jax.core import Tracer
 from zerojax._tree import flatten_with_names
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store, view, write_back
-from zerojax.layout import Layout, OptimizerLayout
+from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation
 
 
 def sharded(
@@ -26,7 +26,7 @@ def sharded(
     `optax.apply_updates` stays right. `init` and `update` work inside jit and outside it.
 
     Args:
-        tx: any optax optimizer or chain.
+        tx: any optax optimizer or chain; one that is wrapped already is wrapped anew.
         layout: the placement; its stage decides what is partitioned.
 
     Raises:
@@ -35,7 +35,7 @@ def sharded(
 
     Source: arXiv 1910.02054, section 5.
     """
-    tx = optax.with_extra_args_support(as_transformation(tx))
+    tx = as_transformation(tx)
 
     def init(params: PyTree) -> PyTree:
         check_like(params, layout, "params")
@@ -64,6 +64,7 @@ def sharded(
             lambda g, s, p, e: _update(tx, layout, g, s, p, {**e, **functions})
         )(updates, state, params, arrays)  # fmt: skip
 
+    setattr(init, WRAPPED, tx)
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -156,19 +157,7 @@ def state_layout(
 
 def state_specs(state: OptimizerLayout) -> PyTree:
     """Give the spec of every stored leaf of a state."""
-    return state.structure.unflatten(leaf.shard_spec for leaf in state.leaves)
-
-
-def as_transformation(tx: Any) -> optax.GradientTransformation:
-    """Accept what optax accepts in the place of an optimizer."""
-    if isinstance(tx, optax.GradientTransformation):
-        return tx
-    if hasattr(tx, "gradient_transformation"):  # optax.MultiSteps
-        return tx.gradient_transformation()
-    raise TypeError(
-        f"an optax GradientTransformation (init and update) is expected, got "
-        f"{type(tx).__name__}; hand over the optimizer itself, as in optax.adamw(1e-3)"
-    )
+    return state.structure.unflatten(leaf.spec("optimizer") for leaf in state.leaves)
 
 
 def check_structure(tree: PyTree, layout: Layout, what: str) -> None:

@@ -165,9 +165,9 @@ def leaves_of(layout: Layout, precision: Precision) -> tuple[Leaf, ...]:
         shape = placed.stored_shape if gathers else placed.shape
         return Leaf(
             number=number,
-            held=placed.bytes_per_device(partitioned=gathers, dtype=dtype),
+            held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=num_bytes(layout.local_shape(placed, shape), dtype),
-            gradient=placed.bytes_per_device(partitioned=shards, dtype=reduced),
+            gradient=placed.bytes_per_device("optimizer", dtype=reduced),
             is_gathered=gathers and placed.dim is not None,
             parts=placed.own_parts,
         )

@@ -109,7 +109,7 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
         (
             "sharding",
             lambda leaf: leaf.placement,
-            lambda leaf: leaf.spec,
+            lambda leaf: leaf.whole_spec,
             "give jit the same tree as out_shardings that it has as in_shardings",
         ),
         (

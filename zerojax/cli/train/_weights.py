@@ -24,7 +24,7 @@ def read_weights(path: Path, layout: Layout, shapes: PyTree) -> PyTree:
             x.shape,
             x.dtype,
             # What is cut without padding comes cut; the step's state is made of it.
-            sharding=layout.sharding(leaf.spec if leaf.is_padded else leaf.shard_spec),
+            sharding=layout.sharding(leaf.whole_spec if leaf.is_padded else leaf.shard_spec),
         ),
         shapes,
     )

@@ -1,0 +1,141 @@
+"""The placement of a tree of parameters: its data, and the questions that need nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax._tree import num_elements
+from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
+from zerojax.layout import _mesh
+from zerojax.layout._leaf import LeafLayout
+from zerojax.layout._rule import Rule
+from zerojax.layout._stages import STAGES
+from zerojax.layout._torus import Phases, find_phases
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeLayout:
+    """The placement of parameters, gradients and batches over a mesh.
+
+    Attributes:
+        mesh: the mesh that the user gave, with devices or (`AbstractMesh`) without.
+        stage: 0 to 3, arXiv 1910.02054 section 5.
+        axis: mesh axes that ZeRO partitions over, major first.
+        batch_axes: mesh axes that cut the batch.
+        leaves: one `LeafLayout` per parameter, in flattening order.
+        structure: the tree structure of the parameters.
+        rules: the user's rules.
+        unmatched_rules: rules that matched no parameter.
+        min_size: leaves with fewer elements stay whole.
+    """
+
+    mesh: AnyMesh
+    stage: int
+    axis: Axes
+    batch_axes: Axes
+    leaves: tuple[LeafLayout, ...]
+    structure: TreeDef
+    rules: tuple[Rule, ...]
+    unmatched_rules: tuple[Rule, ...]
+    min_size: int
+
+    @property
+    def num_shards(self) -> int:
+        """N: the parts that the axis cuts a leaf into."""
+        return self.num_parts(self.axis)
+
+    @property
+    def num_batch_parts(self) -> int:
+        """The parts that the batch axes cut a batch into."""
+        return self.num_parts(self.batch_axes)
+
+    def num_parts(self, axes: Axes) -> int:
+        """Count the parts that some axes of the mesh cut a dim into."""
+        return _mesh.num_devices(self.mesh, axes)
+
+    def local_shape(self, leaf: LeafLayout, shape: Shape) -> Shape:
+        """Return the part of a leaf that the user's own axes leave to a device."""
+        parts = map(self.num_parts, leaf.entries)
+        return tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
+
+    @property
+    def num_params(self) -> int:
+        """Psi: the number of logical parameters."""
+        return sum(num_elements(leaf.shape) for leaf in self.leaves)
+
+    @cached_property
+    def auto_mesh(self) -> AnyMesh:
+        """The mesh with Auto axes, in which constraints are written."""
+        return _mesh.auto_mesh(self.mesh)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """The phases in which leaves are gathered and gradients reduced."""
+        return find_phases(self.mesh, self.axis)
+
+    @property
+    def devices(self) -> np.ndarray:
+        """The devices of the mesh, in its shape; a ValueError where the mesh has none."""
+        return _mesh.devices_of(self.mesh)
+
+    @property
+    def platform(self) -> str:
+        """The backend of the devices: "cpu", "gpu" or "tpu"; a ValueError without any."""
+        platform = str(self.devices.flat[0].platform)
+        return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of tensor that the stage partitions."""
+        return STAGES[self.stage]
+
+    def partitions(self, kind: Kind) -> bool:
+        """Return whether the stage partitions a kind of tensor."""
+        return kind in self.kinds
+
+    @property
+    def shapes(self) -> PyTree:
+        """The logical parameters as shapes."""
+        return self.map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+    @property
+    def params(self) -> PyTree:
+        """Shardings of the logical parameters; a leaf that no dim divides stays whole here."""
+        return self._shardings("parameter")
+
+    @property
+    def grads(self) -> PyTree:
+        """Shardings of the logical gradients; a leaf that no dim divides stays whole here."""
+        return self._shardings("gradient")
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Sharding of every leaf of a batch: its leading dim over the batch axes."""
+        return self.sharding(P(self.batch_axes) if self.batch_axes else P())
+
+    def stored(self, kind: Kind) -> PyTree:
+        """Return the shardings of the stored leaves of a kind of tensor."""
+        return self.map_leaves(lambda leaf: self.sharding(leaf.spec(kind)))
+
+    def sharding(self, spec: P) -> NamedSharding:
+        """Bind a spec to the layout's mesh."""
+        return NamedSharding(self.mesh, spec)
+
+    def map_leaves(self, function: Callable[..., Any], *rest: PyTree) -> PyTree:
+        """Map `function(leaf_layout, *values)` over the parameters' structure."""
+        columns = [self.structure.flatten_up_to(tree) for tree in rest]
+        return self.structure.unflatten(map(function, self.leaves, *columns))
+
+    def _shardings(self, kind: Kind) -> PyTree:
+        return self.map_leaves(
+            lambda leaf: self.sharding(leaf.whole_spec if leaf.is_padded else leaf.spec(kind))
+        )
