@@ -1,11 +1,17 @@
-"""Norms over shards, and clipping by the global one."""
+"""Casts, norms over shards, and clipping by the global norm."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from zerojax._tree import floating_dtype
 from zerojax._types import PyTree
+
+
+def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
+    """Cast the floating leaves of a tree; None casts nothing."""
+    return jax.tree.map(lambda x: x.astype(floating_dtype(x.dtype, dtype)), tree)
 
 
 def global_norm(tree: PyTree) -> jax.Array:

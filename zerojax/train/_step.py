@@ -2,258 +2,282 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import flatten_with_names
+from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
+from zerojax.audit import AuditReport, audit
 from zerojax.collectives import (
-    accumulate as accumulate_gradients,
-)
-from zerojax.collectives import (
+    accumulate,
     auto_region,
-    check_bucket_bytes,
     compiler_options,
     gather_where_used,
     reduce_once,
-    shard_tree,
     store,
-    view,
     write_back,
 )
-from zerojax.layout import Layout
+from zerojax.layout import Layout, as_transformation
 from zerojax.memory import of_step, rematerialised
-from zerojax.optim import as_transformation, hosted_leaves, update_shards
-from zerojax.recipe import OffloadPolicy, Precision, Remat, RematPolicy
-from zerojax.train._clipping import clip, global_norm
-from zerojax.train._guard import guarded, kept_unless
-from zerojax.train._loss_scale import next_loss_scale, scaled, unscaled
-from zerojax.train._offloaded import update_offloaded
-from zerojax.train._precision import cast_floating
-from zerojax.train._state import TrainState, state_shardings
-
-Reduce = Literal["once", "each"]
+from zerojax.recipe import Precision, Recipe, as_recipe
+from zerojax.train._clipping import global_norm
+from zerojax.train._initial import InitialState
+from zerojax.train._loss_scale import next_loss_scale, scaled
+from zerojax.train._state import TrainState
+from zerojax.train._update import Update
 
 
 class TrainStep:
     """A compiled step: `state, metrics = step(state, batch)`.
 
-    The state is donated: use the one that is returned. Metrics are scalars on every device: `loss`,
-    `grad_norm` (before clipping), `param_norm` (after the update), `learning_rate` where the
-    optimizer's state holds one (`optax.inject_hyperparams`), `aux` with `has_aux`, and with a loss
-    scale `loss_scale`, that of this step, and `skipped`, whether its gradients were not finite, so
-    that parameters and optimizer state stayed what they were.
+    Attributes:
+        layout: where every leaf lives.
+        recipe: how the step is computed.
+        shardings: the sharding of every leaf of the state, as a `TrainState`.
     """
 
     def __init__(
-        self,
-        loss_fn: LossFn,
-        tx: optax.GradientTransformation,
-        layout: Layout,
-        precision: Precision,
-        accumulate: int,
-        reduce: Reduce,
-        clip_norm: float | None,
-        has_aux: bool,
-        offload: OffloadPolicy | None = None,
-        bucket_bytes: int | None = None,
+        self, loss_fn: LossFn, tx: Any, layout: Layout, recipe: Recipe, *, has_aux: bool
     ) -> None:
         self.layout = layout
-        self.precision = precision
-        self.num_microbatches = accumulate
-        self.reduce = reduce
-        self.clip_norm = clip_norm
-        self.has_aux = has_aux
-        self.offload = offload
-        self.bucket_bytes = bucket_bytes
-        self._loss_fn = loss_fn
-        self._tx = optax.with_extra_args_support(as_transformation(tx))
-        self._placed = layout.optimizer(self._tx, precision.updated)
-        self._hosted = hosted_leaves(
-            offload, layout, self._placed, has_masters=precision.master is not None
-        )
-        self._shardings = state_shardings(self._tx, layout, precision, self._hosted)
+        self.recipe = recipe
+        self._reduction = recipe.reduction(layout.kinds)
+        self._has_aux = has_aux
+        self._evaluated_fn = loss_fn
+        policy = of_step(recipe.remat, recipe.offload, layout.mesh)
+        self._loss_fn = loss_fn if policy is None else rematerialised(loss_fn, policy)
+        tx = as_transformation(tx)
+        self._update = Update(tx, layout, recipe)
+        self._initial = InitialState(tx, layout, recipe, self._update.placed, self._update.hosted)
+        self.shardings = self._initial.shardings
         self._compiled: dict[Any, Any] = {}
+
+    def init(self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any) -> TrainState:
+        """Make the state, each leaf directly as shards.
+
+        Args:
+            init_fn_or_params: `init_fn(*args)` that returns the logical parameters, which is run
+                under jit; or the logical parameters themselves.
+            *args: for `init_fn`, a PRNG key for instance.
+
+        Raises:
+            ValueError: the parameters are not those that the layout was made from.
+        """
+        return self._initial.make(init_fn_or_params, *args)
+
+    def abstract_state(self) -> TrainState:
+        """Return the state as shapes with shardings; nothing is run."""
+        return self._initial.abstract()
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Do one step.
 
+        The state is donated: use the one that is returned. Metrics are scalars on every device:
+        `loss`, `grad_norm` (before clipping), `param_norm` (after the update), `learning_rate`
+        where the optimizer's state holds one (`optax.inject_hyperparams`), `aux` with `has_aux`,
+        and with a loss scale `loss_scale`, that of this step, and `skipped`, whether its gradients
+        were not finite, so that parameters and optimizer state stayed what they were.
+
         Args:
-            state: from `init_train_state` or from the step before; donated.
+            state: from `step.init` or from the step before; donated.
             batch: arrays whose leading dim is the global batch, placed as `layout.batch` or not
                 placed at all; scalars and PRNG keys go to every device.
 
         Raises:
-            ValueError: the devices or the microbatches don't divide the batch.
+            ValueError: the state is of another layout, recipe or optimizer, or the devices or the
+                microbatches don't divide the batch.
         """
         self._check_state(state)
-        return self._jitted(batch)(state, batch)
+        return self._jitted("step", batch)(state, batch)
+
+    def evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
+        """Compute the loss of logical parameters, a scalar on every device; nothing is changed.
+
+        The arguments are those of a step; the batch is one, whatever the number of microbatches.
+        """
+        self._check_state(state)
+        return self._jitted("evaluate", batch)(state, batch)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays or shapes, as `jax.jit(...).lower` does."""
         self._check_state(state)
-        return self._jitted(batch).lower(state, batch)
+        return self._jitted("step", batch).lower(state, batch)
+
+    def audit(self, batch: PyTree) -> AuditReport:
+        """Compile the step for a batch, of arrays or shapes, and audit it.
+
+        Everything that the audit should know, the step knows: `zerojax.audit` is for programs
+        that were compiled elsewhere.
+        """
+        compiled = self.lower(self.abstract_state(), as_shapes(batch)).compile()
+        precision = self.recipe.precision
+        return audit(
+            compiled, self.layout, accumulate=self.recipe.accumulate, reduce=self._reduction,
+            precision=None if precision == Precision() else precision,
+        )  # fmt: skip
 
     @property
     def num_compiled(self) -> int:
-        """Count the programs that were compiled so far: one, unless shapes change."""
-        return sum(jitted._cache_size() for jitted in self._compiled.values())
+        """Count the steps that were compiled so far: one, unless shapes change."""
+        return sum(
+            jitted._cache_size() for (what, *_), jitted in self._compiled.items() if what == "step"
+        )
 
-    def _jitted(self, batch: PyTree) -> Any:
+    def _jitted(self, what: str, batch: PyTree) -> Any:
+        """Return the jitted step or evaluation for a batch of this structure."""
         names, leaves, structure = flatten_with_names(batch)
-        key = (structure, tuple(jnp.ndim(x) for x in leaves))
-        self._check_batch(names, leaves)
+        key = (what, structure, tuple(jnp.ndim(x) for x in leaves))
+        steps = what == "step"
+        self._check_batch(names, leaves, self.recipe.accumulate if steps else 1)
         if key not in self._compiled:
             whole = self.layout.sharding(P())
             placed = structure.unflatten(
                 self.layout.batch if jnp.ndim(x) else whole for x in leaves
             )
             self._compiled[key] = jax.jit(
-                self._step,
-                in_shardings=(self._shardings, placed),
-                out_shardings=(self._shardings, None),
-                donate_argnums=0,
-                compiler_options=compiler_options(self.layout, self.bucket_bytes),
+                self._step if steps else self._evaluate,
+                in_shardings=(self.shardings, placed),
+                out_shardings=(self.shardings, None) if steps else whole,
+                donate_argnums=0 if steps else (),
+                compiler_options=compiler_options(self.layout, self.recipe.bucket_bytes),
             )
         return self._compiled[key]
 
     def _check_state(self, state: TrainState) -> None:
         """Refuse a state of another structure before jit does in terms of pytrees."""
+        if jax.tree.structure(state) == jax.tree.structure(self.shardings):
+            return
         for name, what in (("masters", "masters"), ("loss_scale", "a loss scale")):
-            found, wanted = (getattr(s, name) is not None for s in (state, self._shardings))
+            found, wanted = (
+                getattr(s, name, None) is not None for s in (state, self.shardings)
+            )
             if found != wanted:
                 raise ValueError(
-                    f"the state {'holds' if found else 'lacks'} {what} and the step's precision "
-                    f"{'asks for' if wanted else 'has'} {what if wanted else 'none'}: give "
-                    "init_train_state and make_train_step the same precision"
+                    f"the state {'holds' if found else 'lacks'} {what} and the step's recipe "
+                    f"{'asks for' if wanted else 'has'} {what if wanted else 'none'}: make the "
+                    "state with this step's init, or the step with the state's precision"
                 )
+        found, wanted = (set(flatten_with_names(s)[0]) for s in (state, self.shardings))
+        raise ValueError(
+            "the state is not of this step's layout, recipe and optimizer: missing "
+            f"{sorted(wanted - found)[:5]}, unexpected {sorted(found - wanted)[:5]}; make it with "
+            "step.init, or restore it like step.abstract_state()"
+        )
 
-    def _check_batch(self, names: list[str], leaves: list[Any]) -> None:
+    def _check_leaves(self, state: TrainState) -> None:
+        """Refuse leaves of another shape or dtype; called while the step is traced."""
+        names, wanted, _ = flatten_with_names(self.abstract_state())
+        wrong = [
+            f"{name} is {x.dtype}{list(x.shape)} where {want.dtype}{list(want.shape)} is expected"
+            for name, x, want in zip(names, jax.tree.leaves(state), wanted, strict=True)
+            if (x.shape, x.dtype) != (want.shape, want.dtype)
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ValueError(
+                f"the state is not of this step's layout and recipe: {'; '.join(wrong[:3])}{more}; "
+                "make it with this step's init, or the step with the state's precision"
+            )
+
+    def _check_batch(self, names: list[str], leaves: list[Any], count: int) -> None:
         parts = self.layout.num_batch_parts
-        wanted = parts * self.num_microbatches
         for name, x in zip(names, leaves, strict=True):
             shape = jnp.shape(x)
-            if shape and shape[0] % wanted:
+            if shape and shape[0] % (parts * count):
                 raise ValueError(
                     f"batch leaf {name!r} has {shape[0]} examples; {parts} devices along "
-                    f"{self.layout.batch_axes} times {self.num_microbatches} microbatches need a "
-                    f"multiple of {wanted}"
+                    f"{self.layout.batch_axes} times {count} microbatches need a "
+                    f"multiple of {parts * count}"
                 )
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        self._check_leaves(state)
+
         def specs(state: TrainState, batch: PyTree) -> Any:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
-            metrics = jax.eval_shape(self._run, *shapes)[1]
-            held = jax.tree.map(lambda s: s.spec, self._shardings)
+            metrics = jax.eval_shape(self._run, *as_shapes((state, batch)))[1]
+            held = jax.tree.map(lambda s: s.spec, self.shardings)
             return held, jax.tree.map(lambda _: P(), metrics)
 
         return auto_region(self._run, self.layout, specs)(state, batch)
 
+    def _evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
+        self._check_leaves(state)
+
+        def run(params: PyTree, batch: PyTree) -> jax.Array:
+            out = gather_where_used(self._evaluated_fn, self.layout)(params, batch)
+            return out[0] if self._has_aux else out
+
+        return auto_region(run, self.layout, lambda *_: P())(state.params, batch)
+
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Compute gradients as shards, update shards, write the parameters back."""
         (loss, aux), grads = self._gradients(state, batch)
-        if self._hosted and self.offload is not None:
-            norm, updated, masters, opt_state = update_offloaded(
-                self._tx, self.layout, self._placed, self._hosted, self.precision, self.clip_norm,
-                state, grads, loss, on_host=self.offload.update == "host",
-            )  # fmt: skip
-        else:
-            masters = None
-            norm, updated, opt_state = self._update(state, grads, loss)
-        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(updated)}
-        loss_scale = state.loss_scale
-        if loss_scale is not None and self.precision.loss_scale is not None:
-            finite = jnp.isfinite(norm)
+        updated = self._update(state, grads, loss)
+        metrics = {
+            "loss": loss,
+            "grad_norm": updated.norm,
+            "param_norm": global_norm(updated.params),
+        }
+        policy, loss_scale = self.recipe.precision.loss_scale, state.loss_scale
+        if loss_scale is not None and policy is not None:
+            finite = jnp.isfinite(updated.norm)
             metrics |= {"loss_scale": loss_scale.scale, "skipped": ~finite}
-            loss_scale = next_loss_scale(self.precision.loss_scale, loss_scale, finite)
+            loss_scale = next_loss_scale(policy, loss_scale, finite)
         new_state = TrainState(
             step=state.step + 1,
-            params=self._written(state.params, updated),
-            masters=self._masters(updated) if masters is None else masters,
-            opt_state=opt_state,
+            params=self._written(state.params, updated.params),
+            masters=updated.masters,
+            opt_state=updated.opt_state,
             loss_scale=loss_scale,
             padded=state.padded,
         )
         rates = [
             value
-            for _, value in optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+            for _, value in optax.tree_utils.tree_get_all_with_path(
+                updated.opt_state, "learning_rate"
+            )
             if isinstance(value, jax.Array) and value.ndim == 0
         ]
         if len(rates) == 1:
             metrics["learning_rate"] = rates[0]
-        if self.has_aux:
+        if self._has_aux:
             metrics["aux"] = aux
         return new_state, metrics
 
-    def _update(
-        self, state: TrainState, grads: PyTree, loss: jax.Array
-    ) -> tuple[jax.Array, PyTree, PyTree]:
-        """Give the gradients' norm, what the optimizer updates as shards, and the stored state."""
-        layout, precision = self.layout, self.precision
-        grads = unscaled(cast_floating(grads, precision.updated), state.loss_scale)
-        norm = global_norm(grads)
-        grads = clip(grads, norm, self.clip_norm)
-
-        held = state.params if precision.master is None else state.masters
-        is_stored = precision.master is not None or layout.partitions("parameter")
-        updated = (
-            layout.map_leaves(lambda leaf, x: view(x, leaf, layout), held)
-            if is_stored
-            else shard_tree(held, layout)
-        )
-        grads = layout.map_leaves(lambda leaf, g: view(g, leaf, layout), grads)
-        finite = None if state.loss_scale is None else jnp.isfinite(norm)
-        tx = self._tx if finite is None else guarded(self._tx, finite)
-        updates, opt_state = update_shards(
-            tx, layout, self._placed, grads, state.opt_state, updated,
-            {"value": loss, "grad": grads},
-        )  # fmt: skip
-        new = optax.apply_updates(updated, updates)
-        if finite is not None:
-            new = kept_unless(finite, new, updated)
-        return norm, shard_tree(new, layout), opt_state
-
-    def _masters(self, updated: PyTree) -> PyTree:
-        """Store what the optimizer updated, where masters are kept."""
-        if self.precision.master is None:
-            return None
-        return self.layout.map_leaves(lambda leaf, x: store(x, leaf, self.layout), updated)
-
     def _written(self, old: PyTree, updated: PyTree) -> PyTree:
-        """Give the new parameters in the form of the old ones, from shards that may be wider."""
+        """Return the new parameters in the form of the old ones, from shards that may be wider."""
         if not self.layout.partitions("parameter"):
-            return write_back(old, updated, self.layout, self.bucket_bytes)
+            return write_back(old, updated, self.layout, self.recipe.bucket_bytes)
         return self.layout.map_leaves(
             lambda leaf, was, x: store(x.astype(was.dtype), leaf, self.layout), old, updated
         )
 
     def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
-        """Give loss, aux and the gradients as stored shards, of the scaled loss if it is."""
+        """Return loss, aux and the gradients as stored shards, of the scaled loss if it is."""
         # A scalar of the batch goes to every device and microbatch, and so the scale does.
-        params = state.params
+        params, layout, recipe = state.params, self.layout, self.recipe
         batch = (batch, None if state.loss_scale is None else state.loss_scale.scale)
-        layout, count = self.layout, self.num_microbatches
-        dtype = self.precision.reduce or (self.precision.master if count > 1 else None)
-        if self.reduce == "once":
-            return reduce_once(
-                self._value_and_grad(self._loss_fn), layout, params, batch, count, dtype
-            )
+        count, dtype = recipe.accumulate, recipe.accumulator
+        if self._reduction == "once":
+            run = self._value_and_grad(self._loss_fn)
+            return reduce_once(run, layout, params, batch, count, dtype)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
-        loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=self.precision.reduce)
-        return accumulate_gradients(self._value_and_grad(loss_fn), params, batch, count, dtype)
+        loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=recipe.precision.reduce)
+        return accumulate(self._value_and_grad(loss_fn), params, batch, count, dtype)
 
     def _value_and_grad(self, loss_fn: LossFn) -> Any:
-        """Give `(loss, aux), gradients` of parameters and `(batch, scale)`; aux may be None."""
+        """Return `(loss, aux), gradients` of parameters and `(batch, scale)`; aux may be None."""
 
         def with_aux(params: PyTree, given: tuple[PyTree, Any]) -> tuple[jax.Array, Any]:
             batch, scale = given
             out = loss_fn(params, batch)
-            loss, aux = out if self.has_aux else (out, None)
+            loss, aux = out if self._has_aux else (out, None)
             if jnp.shape(loss):
                 raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(loss)}")
             return scaled(loss, scale), (loss, aux)
@@ -267,69 +291,27 @@ class TrainStep:
 
 def make_train_step(
     loss_fn: LossFn,
-    tx: optax.GradientTransformation,
+    tx: Any,
     layout: Layout,
+    recipe: Recipe | None = None,
     *,
-    precision: Precision | None = None,
-    accumulate: int = 1,
-    reduce: Reduce | None = None,
-    clip_norm: float | None = None,
     has_aux: bool = False,
-    remat: RematPolicy | Remat | None = None,
-    offload: OffloadPolicy | None = None,
-    bucket_bytes: int | None = None,
 ) -> TrainStep:
     """Make the train step of a loss under a ZeRO stage.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` of logical parameters gives a scalar, or with `has_aux`
+        loss_fn: `loss_fn(params, batch)` of logical parameters returns a scalar, or with `has_aux`
             a scalar and a pytree; it knows nothing of the mesh.
-        tx: the optimizer, not wrapped.
+        tx: the optimizer, bare or wrapped by `sharded`.
         layout: the placement; its stage decides what is partitioned.
-        precision: dtypes, the same that the state was initialised with.
-        accumulate: microbatches per step.
-        reduce: "each" sums every microbatch's gradients over devices into a partitioned
-            accumulator, which is stage 2's memory; the loss sees the whole microbatch. "once" sums
-            over devices once per step, from an accumulator that is whole on each device; the loss
-            sees one device's examples at a time, as data parallelism in other frameworks has it,
-            so it must be a mean over examples and can't constrain shardings over the batch axes.
-            The default is "once" for stages 0 and 1 with several microbatches, else "each".
-        clip_norm: largest global norm of the gradients.
+        recipe: precision, microbatches, clipping, rematerialisation, offload; fp32 by default.
         has_aux: whether `loss_fn` returns more than the loss. Over microbatches, floating leaves
             are averaged and whole numbers summed.
-        remat: what the backward pass of each layer computes again, keeps, partitions or offloads,
-            instead of what the model does by itself.
-        offload: what lives in the host's memory, the same that the state was initialised with;
-            `param_norm` is then that of the parameters as the loss reads them.
-        bucket_bytes: most bytes that the compiler combines into one collective (the paper's
-            constant-size buffers); None leaves it to the compiler, but at stage 3 on a GPU, which
-            would gather several layers at once. Larger ones are fewer and take more memory.
 
     Raises:
-        ValueError: an option that can't be meant, "once" at stage 3, where no device holds a whole
-            gradient, or an offload on a backend without host memory.
+        ValueError: a recipe that the layout can't follow: "once" at stage 3, where no device holds
+            a whole gradient, or an offload on a backend without host memory.
 
     Source: arXiv 1910.02054, sections 5 and 7.
     """
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be a positive whole number, got {accumulate!r}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be positive, got {clip_norm!r}")
-    if reduce not in (None, "once", "each"):
-        raise ValueError(f"reduce must be 'once', 'each' or None, got {reduce!r}")
-    if reduce == "once" and layout.partitions("parameter"):
-        raise ValueError(
-            "reduce='once' needs a whole gradient on each device, and stage 3 never holds one; "
-            "use reduce='each', or stage 1 or 2"
-        )
-    if reduce is None:
-        whole = accumulate > 1 and not layout.partitions("gradient")
-        reduce = "once" if whole else "each"
-    check_bucket_bytes(bucket_bytes)
-    policy = of_step(remat, offload, layout.mesh)
-    if policy is not None:
-        loss_fn = rematerialised(loss_fn, policy)
-    return TrainStep(
-        loss_fn, tx, layout, (precision or Precision()), accumulate, reduce, clip_norm, has_aux,
-        offload, bucket_bytes,
-    )  # fmt: skip
+    return TrainStep(loss_fn, tx, layout, as_recipe(recipe), has_aux=has_aux)

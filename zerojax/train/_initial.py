@@ -1,0 +1,143 @@
+"""The first state of a training: born sharded, or as shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import treedef_is_leaf
+
+from zerojax._types import PyTree
+from zerojax.collectives import auto_region, constrain, shard_tree, store
+from zerojax.layout import Layout, OptimizerLayout
+from zerojax.optim import Hosted, check_like, store_state
+from zerojax.recipe import HOST_MEMORY, Recipe
+from zerojax.train._clipping import cast_floating
+from zerojax.train._loss_scale import LossScale, first_loss_scale
+from zerojax.train._state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialState:
+    """Makes the first state of a step.
+
+    Attributes:
+        tx: the bare optimizer.
+        layout: the placement.
+        recipe: how the step is computed.
+        placed: the placement of the optimizer's state.
+        hosted: the leaves that live in the host's memory.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    layout: Layout
+    recipe: Recipe
+    placed: OptimizerLayout
+    hosted: Hosted
+
+    def make(self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any) -> TrainState:
+        """Make the state from parameters, or from the function that returns them."""
+        given = init_fn_or_params
+        structure = jax.tree.structure(given)
+        # An equinox module is callable, and is parameters.
+        if callable(given) and (structure != self.layout.structure or treedef_is_leaf(structure)):
+            build = jax.jit(lambda *args: self._build(given(*args)), out_shardings=self.shardings)
+            return build(*args)
+        if args:
+            raise TypeError("step.init(params) takes nothing else: arguments are for an init_fn")
+        check_like(given, self.layout, "params")
+        placed = jax.device_put(given, self.layout.params)
+        return jax.jit(self._build, out_shardings=self.shardings)(placed)
+
+    def abstract(self) -> TrainState:
+        """Return the state as shapes with shardings; nothing is run."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self._place, self.layout.shapes),
+            self.shardings,
+        )
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """The sharding of every leaf of the state."""
+        layout, precision = self.layout, self.recipe.precision
+        everywhere = layout.sharding(P())
+        leaves = (layout.sharding(leaf.spec("optimizer")) for leaf in self.placed.leaves)
+        shardings = TrainState(
+            step=everywhere,
+            params=layout.stored("parameter"),
+            masters=None if precision.master is None else layout.stored("master"),
+            opt_state=self.placed.structure.unflatten(leaves),
+            loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
+            padded=self._padded,
+        )
+        return self._map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings)
+
+    @property
+    def _padded(self) -> tuple[Any, ...]:
+        """Number and logical shape of the optimizer's leaves that are stored with padding."""
+        leaves = enumerate(self.placed.leaves)
+        return tuple((number, leaf.shape) for number, leaf in leaves if leaf.is_padded)
+
+    def _build(self, params: PyTree) -> TrainState:
+        check_like(params, self.layout, "what init_fn returns")
+        if self.recipe.precision.updated is None:
+            self._check_dtypes(params)
+        specs = jax.tree.map(lambda s: s.spec, self.shardings)
+        return auto_region(self._place, self.layout, lambda *_: specs)(params)
+
+    def _check_dtypes(self, params: PyTree) -> None:
+        """Refuse parameters of another dtype, unless the precision casts them."""
+        for leaf, x in zip(self.layout.leaves, jax.tree.leaves(params), strict=True):
+            if jnp.result_type(x) != leaf.dtype:
+                raise ValueError(
+                    f"leaf {leaf.path!r} is {jnp.result_type(x)} where the layout has "
+                    f"{jnp.dtype(leaf.dtype)}; make the layout from these parameters, or cast "
+                    "them with Recipe(precision=Precision(params=...))"
+                )
+
+    def _place(self, params: PyTree) -> TrainState:
+        """Cut parameters and build masters and the optimizer's state from the shards."""
+        layout, precision = self.layout, self.recipe.precision
+        updated = shard_tree(cast_floating(params, precision.updated), layout)
+        low, masters = updated, None
+        if precision.master is not None:
+            low = cast_floating(updated, precision.params)
+            masters = layout.map_leaves(lambda leaf, x: store(x, leaf, layout), updated)
+        if layout.partitions("parameter"):
+            placed = layout.map_leaves(lambda leaf, x: store(x, leaf, layout), low)
+        else:
+            placed = layout.map_leaves(lambda leaf, x: constrain(x, layout, leaf.whole_spec), low)
+        state = TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=placed,
+            masters=masters,
+            opt_state=store_state(self.tx.init(updated), self.placed, layout),
+            loss_scale=first_loss_scale(precision.loss_scale),
+            padded=self._padded,
+        )
+        return self._map_hosted(lambda x: jax.device_put(x, jax.memory.Space.Host), state)
+
+    def _map_hosted(self, function: Callable[[Any], Any], state: TrainState) -> TrainState:
+        """Map a function over the leaves of a state that live in the host's memory."""
+
+        def over(tree: PyTree, far: Sequence[bool]) -> PyTree:
+            leaves, structure = jax.tree.flatten(tree)
+            return structure.unflatten(
+                function(x) if is_far else x for x, is_far in zip(leaves, far, strict=True)
+            )
+
+        if not self.hosted:
+            return state
+        has_masters = any(self.hosted.masters)
+        return dataclasses.replace(
+            state,
+            masters=over(state.masters, self.hosted.masters) if has_masters else state.masters,
+            opt_state=over(state.opt_state, self.hosted.state),
+        )
