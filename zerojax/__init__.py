@@ -13,8 +13,6 @@ from zerojax.recipe import DynamicLossScale, OffloadPolicy, Precision, Recipe, R
 from zerojax.train import (
     TrainState,
     TrainStep,
-    abstract_train_state,
-    init_train_state,
     make_train_step,
     unpad,
 )
@@ -36,11 +34,9 @@ __all__ = [
     "TrainStep",
     "Transformer",
     "__version__",
-    "abstract_train_state",
     "apply_updates",
     "audit",
     "checkpoint_names",
-    "init_train_state",
     "make_layout",
     "make_mesh",
     "make_train_step",

@@ -21,17 +21,12 @@ def audited(target, num_devices, stage, accumulate=1, reduce=None):
     mesh = zerojax.topology_mesh(target, {"data": num_devices})
     init, key = functools.partial(gpt.init, CONFIG), jax.random.key(0)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
-    state = zerojax.abstract_train_state(init, TX, layout, key, precision=PRECISION)
     shape = (num_devices * accumulate, CONFIG.context + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
-    step = zerojax.make_train_step(
-        functools.partial(gpt.loss, CONFIG), TX, layout, precision=PRECISION,
-        accumulate=accumulate, reduce=reduce,
-    )  # fmt: skip
-    compiled = step.lower(state, batch).compile()
-    return layout, zerojax.audit(
-        compiled, layout, zerojax.Recipe(accumulate=accumulate, reduce=reduce)
-    )
+    recipe = zerojax.Recipe(precision=PRECISION, accumulate=accumulate, reduce=reduce)
+    step = zerojax.make_train_step(functools.partial(gpt.loss, CONFIG), TX, layout, recipe)
+    compiled = step.lower(step.abstract_state(), batch).compile()
+    return layout, zerojax.audit(compiled, layout, recipe)
 
 
 @pytest.mark.aot("libtpu")

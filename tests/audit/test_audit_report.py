@@ -45,9 +45,8 @@ def layouts(mesh8):
 @pytest.fixture(scope="module")
 def lowered(layouts):
     def lower(stage):
-        state = zerojax.abstract_train_state(init, TX, layouts[stage], precision=MIXED)
-        step = zerojax.make_train_step(loss_fn, TX, layouts[stage], precision=MIXED)
-        return step.lower(state, jax.ShapeDtypeStruct((BATCH, 64), jnp.float32))
+        step = zerojax.make_train_step(loss_fn, TX, layouts[stage], zerojax.Recipe(precision=MIXED))
+        return step.lower(step.abstract_state(), jax.ShapeDtypeStruct((BATCH, 64), jnp.float32))
 
     return {stage: lower(stage) for stage in layouts}
 
@@ -102,7 +101,7 @@ def test_what_is_no_recipe_is_refused(programs, layouts):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_bytes_are_those_that_the_layout_counts(reports, layouts, stage):
     memory = reports[stage].memory
-    counted = layouts[stage].bytes_per_device(TX, MIXED)
+    counted = layouts[stage].bytes_per_device(TX, zerojax.Recipe(precision=MIXED))
     assert memory.parameters == counted["parameters"]
     assert memory.masters == counted["masters"]
     assert memory.optimizer == counted["optimizer"]

@@ -58,12 +58,9 @@ def report_of(mesh, model, stage, accumulate=1, reduce=None, precision=None):
     init, loss, batch = MODELS[model]
     key = jax.random.key(0)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage, min_size=256)
-    state = zerojax.abstract_train_state(init, TX, layout, key, precision=precision)
-    step = zerojax.make_train_step(
-        loss, TX, layout, precision=precision, accumulate=accumulate, reduce=reduce
-    )
-    compiled = step.lower(state, batch).compile()
     recipe = zerojax.Recipe(precision=precision or "fp32", accumulate=accumulate, reduce=reduce)
+    step = zerojax.make_train_step(loss, TX, layout, recipe)
+    compiled = step.lower(step.abstract_state(), batch).compile()
     return audit(compiled, layout, recipe)
 
 

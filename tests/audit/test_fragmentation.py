@@ -134,11 +134,10 @@ def lowered(mesh, stage):
     precision = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
     tx = optax.adamw(1e-3)
-    state = zerojax.abstract_train_state(init, tx, layout, key, precision=precision)
     batch = jax.ShapeDtypeStruct((8, CONFIG.context + 1), jnp.int32, sharding=layout.batch)
     loss = functools.partial(gpt.loss, CONFIG)
-    step = zerojax.make_train_step(loss, tx, layout, precision=precision)
-    return layout, step.lower(state, batch)
+    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(precision=precision))
+    return layout, step.lower(step.abstract_state(), batch)
 
 
 @pytest.mark.parametrize(

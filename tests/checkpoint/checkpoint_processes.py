@@ -36,6 +36,10 @@ HEAVY = {f"leaf{number}": (2048, 2048) for number in range(32)}
 ALLOWANCE = 16 << 20
 
 
+def no_loss(params, batch):
+    return 0.0
+
+
 def place(shapes, stage, num_devices):
     """Give a layout and the shapes of a train state, with their places."""
     mesh = zerojax.make_mesh({"data": num_devices}, devices=jax.devices()[:num_devices])
@@ -44,7 +48,7 @@ def place(shapes, stage, num_devices):
         return {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
     layout = zerojax.make_layout(jax.eval_shape(init), mesh, stage=stage, min_size=64)
-    return layout, zerojax.abstract_train_state(init, optax.adam(1e-3), layout)
+    return layout, zerojax.make_train_step(no_loss, optax.adam(1e-3), layout).abstract_state()
 
 
 def expected(like, layout, seed):

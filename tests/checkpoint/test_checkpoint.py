@@ -45,12 +45,11 @@ def trained(stage, num_devices=8, precision=None, num_steps=2):
     mesh = zerojax.make_mesh({"data": num_devices})
     key, tx = jax.random.key(0), optax.adamw(1e-2)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
-    state = zerojax.init_train_state(init, tx, layout, key, precision=precision)
-    step = zerojax.make_train_step(loss, tx, layout, precision=precision)
+    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(precision=precision))
+    state = step.init(init, key)
     for number in range(num_steps):
         state, _ = step(state, jax.random.normal(jax.random.key(number), (16, 64)))
-    like = zerojax.abstract_train_state(init, tx, layout, key, precision=precision)
-    return layout, state, like, step
+    return layout, state, step.abstract_state(), step
 
 
 def assert_same_bits(got, want):

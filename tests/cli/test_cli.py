@@ -231,7 +231,7 @@ def test_an_evaluation_is_the_mean_over_its_windows(mesh8):
     for stage in (2, 3):
         layout = zerojax.make_layout(jax.eval_shape(init, key), mesh8, stage=stage, min_size=8)
         assert any(leaf.is_padded for leaf in layout.leaves)
-        state = zerojax.init_train_state(init, optax.sgd(1.0), layout, key)
+        state = zerojax.make_train_step(loss, optax.sgd(1.0), layout).init(init, key)
         evaluation = Evaluation(loss, layout, text, 8, 21, 16)  # one batch and a part of another
         assert evaluation.num_windows == 21
         assert evaluation(state.params) == pytest.approx(want, rel=1e-5)

@@ -128,12 +128,9 @@ def test_compilers_know_the_options_and_obey(target):
             x = jnp.tanh(x @ kernel)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    state = zerojax.abstract_train_state(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), optax.sgd(0.1), layout
-    )
     batch = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=layout.batch)
     step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
-    lowered = step.lower(state, batch)
+    lowered = step.lower(step.abstract_state(), batch)
     counts = []
     for size in (1, 10**9):
         options = compiler_options(layout, size)

@@ -226,14 +226,14 @@ def test_rules_override_and_those_that_match_nothing_are_reported(mesh8):
         zerojax.make_layout(params, mesh8, stage=3, rules=[zerojax.Rule(path="a", dim=2)])
 
 
-def test_strict_names_every_leaf_that_stays_whole(mesh8):
+def test_raise_if_whole_names_every_leaf_that_stays_whole(mesh8):
     params = shapes(fine=(64, 64), gates=(2048,), scales=(4096,), small=(3,), mine=(64, 64))
     rules = [zerojax.Rule(path="gates|scales", stacked=1), zerojax.Rule(path="mine", whole=True)]
     with pytest.raises(ValueError, match=r"gates.*\n.*scales") as raised:
-        zerojax.make_layout(params, mesh8, stage=1, strict=True, rules=rules)
+        zerojax.make_layout(params, mesh8, stage=1, rules=rules).raise_if_whole()
     assert "small" not in str(raised.value)
     assert "mine" not in str(raised.value), "the user asked for it"
-    assert zerojax.make_layout(shapes(fine=(64, 64)), mesh8, stage=1, strict=True)
+    zerojax.make_layout(shapes(fine=(64, 64)), mesh8, stage=1).raise_if_whole()
 
 
 @pytest.mark.parametrize("stage", [4, -1, "2", True, None])
@@ -267,7 +267,7 @@ def test_bytes_equal_the_formula_where_all_shapes_divide(stage, mesh8):
     psi = sum(math.prod(x.shape) for x in params.values())
     layout = zerojax.make_layout(params, mesh8, stage=stage)
     mixed = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
-    held = layout.bytes_per_device(optax.adam(1e-3), mixed)
+    held = layout.bytes_per_device(optax.adam(1e-3), zerojax.Recipe(precision=mixed))
     cut = [8 if stage >= first else 1 for first in (3, 2, 1, 1)]
     count = 4  # Adam's step count stays whole
     assert held["parameters"] == 2 * psi // cut[0]
@@ -275,7 +275,7 @@ def test_bytes_equal_the_formula_where_all_shapes_divide(stage, mesh8):
     assert held["masters"] == 4 * psi // cut[2]
     assert held["optimizer"] == 8 * psi // cut[3] + count
     assert held["total"] == sum(v for k, v in held.items() if k != "total")
-    described = layout.describe(optax.adam(1e-3), mixed)
+    described = layout.describe(optax.adam(1e-3), zerojax.Recipe(precision=mixed))
     assert abs(described.theory["total"] - held["total"]) <= count
 
 
@@ -295,8 +295,12 @@ def test_a_mesh_without_devices_is_placed_and_counted_as_one_with_them(stage):
         zerojax.make_layout(params, mesh, stage=stage, specs=specs)
         for mesh in (zerojax.make_mesh(axes), without_devices(**axes))
     )
-    assert absent.bytes_per_device(tx, mixed) == there.bytes_per_device(tx, mixed)
-    assert str(absent.describe(tx, mixed)) == str(there.describe(tx, mixed))
+    assert absent.bytes_per_device(tx, zerojax.Recipe(precision=mixed)) == there.bytes_per_device(
+        tx, zerojax.Recipe(precision=mixed)
+    )
+    assert str(absent.describe(tx, zerojax.Recipe(precision=mixed))) == str(
+        there.describe(tx, zerojax.Recipe(precision=mixed))
+    )
     for of in (lambda x: x.params, lambda x: x.grads, lambda x: x.opt_state(tx)):
         specs_of = [jax.tree.map(lambda s: s.spec, of(layout)) for layout in (absent, there)]
         assert specs_of[0] == specs_of[1]
@@ -322,9 +326,12 @@ def test_a_step_over_a_mesh_without_devices_is_refused_with_the_remedy():
     layout = zerojax.make_layout(jax.eval_shape(init), without_devices(data=8), stage=2)
     tx = optax.adam(1e-3)
     step = zerojax.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx, layout)
-    state = zerojax.abstract_train_state(init, tx, layout)
     batch = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    asked = (lambda: layout.platform, lambda: layout.devices, lambda: step.lower(state, batch))
+    asked = (
+        lambda: layout.platform,
+        lambda: layout.devices,
+        lambda: step.lower(step.abstract_state(), batch),
+    )
     for ask in asked:
         with pytest.raises(ValueError, match=r"'data': 8.* no devices .*zerojax\.make_mesh"):
             ask()
@@ -353,7 +360,7 @@ def test_an_optimizer_leaf_that_fits_two_placements_is_an_error_with_its_path():
             zerojax.Rule(path="^buffer$", kind="optimizer", **said),
             zerojax.Rule(path="no such leaf", kind="optimizer", whole=True),
         ]
-        ruled = zerojax.make_layout(params, mesh, stage=1, specs=specs, rules=rules, strict=True)
+        ruled = zerojax.make_layout(params, mesh, stage=1, specs=specs, rules=rules)
         assert ruled.opt_state(buffer)["buffer"].spec == spec
         assert "'no such leaf' of kind 'optimizer' matched" in str(ruled.describe(buffer))
 

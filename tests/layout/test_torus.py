@@ -136,8 +136,8 @@ def train(mesh, stage, axis="data", **options):
     tx = optax.adam(1e-2)
     shapes = jax.eval_shape(init, jax.random.key(0))
     layout = zerojax.make_layout(shapes, mesh, stage=stage, axis=axis, min_size=48)
-    state = zerojax.init_train_state(init, tx, layout, jax.random.key(0))
-    step = zerojax.make_train_step(loss_fn, tx, layout, **options)
+    step = zerojax.make_train_step(loss_fn, tx, layout, zerojax.Recipe(**options))
+    state = step.init(init, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (32, 9), 0, 67)
     text = step.lower(state, tokens).compile().as_text()
     for _ in range(3):
@@ -188,14 +188,14 @@ def test_reduced_once_beside_model_parallelism_nothing_is_made_whole(dims):
         shapes, mesh, stage=1, specs={"w": jax.sharding.PartitionSpec(*dims)}
     )
     tx = optax.adam(1e-2)
-    state = zerojax.abstract_train_state(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tx, layout
-    )
     step = zerojax.make_train_step(
-        lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, layout, accumulate=2, reduce="once"
+        lambda p, x: jnp.mean((x @ p["w"]) ** 2),
+        tx,
+        layout,
+        zerojax.Recipe(accumulate=2, reduce="once"),
     )
     batch = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=layout.batch)
-    found = parse_collectives(step.lower(state, batch).compile().as_text())
+    found = parse_collectives(step.lower(step.abstract_state(), batch).compile().as_text())
     # A device has half of w and sends 3/4 of that: twice for the sum (an all-reduce on the CPU),
     # once for the gather; made whole along `model`, it would send another half.
     gathers = [c for c in found.records if c.op == "all-gather" and c.elements > 1024]

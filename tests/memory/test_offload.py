@@ -42,10 +42,9 @@ def train(tx, stage, offload, *, precision=PRECISION, mesh=None):
     mesh = zerojax.make_mesh({"data": 8}) if mesh is None else mesh
     rules = [zerojax.Rule(path="layers", stacked=1)]
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage, rules=rules)
-    state = zerojax.init_train_state(init, tx, layout, key, precision=precision, offload=offload)
-    step = zerojax.make_train_step(
-        loss, tx, layout, precision=precision, clip_norm=0.5, offload=offload
-    )
+    recipe = zerojax.Recipe(precision=precision, clip_norm=0.5, offload=offload)
+    step = zerojax.make_train_step(loss, tx, layout, recipe)
+    state = step.init(init, key)
     batch = jax.device_put(jax.random.normal(jax.random.key(1), (16, WIDTH)), layout.batch)
     for _ in range(NUM_STEPS):
         state, metrics = step(state, batch)
@@ -226,14 +225,11 @@ def compiled_step(target, stage, *, offload=None, config=None):
     make, key, tx = functools.partial(gpt.init, config), jax.random.key(0), optax.adamw(1e-3)
     layout = zerojax.make_layout(jax.eval_shape(make, key), mesh, stage=stage)
     offload = offload or zerojax.OffloadPolicy()
-    state = zerojax.abstract_train_state(make, tx, layout, key, precision=MIXED, offload=offload)
-    step = zerojax.make_train_step(
-        functools.partial(gpt.loss, config), tx, layout, precision=MIXED, clip_norm=1.0,
-        offload=offload,
-    )  # fmt: skip
+    recipe = zerojax.Recipe(precision=MIXED, clip_norm=1.0, offload=offload)
+    step = zerojax.make_train_step(functools.partial(gpt.loss, config), tx, layout, recipe)
     shape = (8, config.context + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
-    return layout, step.lower(state, batch).compile()
+    return layout, step.lower(step.abstract_state(), batch).compile()
 
 
 def test_a_host_that_is_given_too_much_is_caught():

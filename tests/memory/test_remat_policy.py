@@ -41,9 +41,9 @@ def make(remat, config=CONFIG, stage=2, **options):
         specs=gpt.specs(config), min_size=64,
     )  # fmt: skip
     loss = functools.partial(gpt.loss, config)
-    step = zerojax.make_train_step(loss, tx, layout, remat=remat, **options)
+    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(remat=remat, **options))
     tokens = jax.random.randint(jax.random.key(1), (BATCH, config.context + 1), 0, 64)
-    return step, layout, (init, tx, layout, key), tokens
+    return step, layout, (init, key), tokens
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def as_it_is():
 
 def train(remat, **options):
     step, layout, initial, tokens = make(remat, **options)
-    state, metrics = step(zerojax.init_train_state(*initial), jax.device_put(tokens, layout.batch))
+    state, metrics = step(step.init(*initial), jax.device_put(tokens, layout.batch))
     return float(metrics["loss"]), jax.device_get(zerojax.unpad(state.params, layout))
 
 
@@ -85,7 +85,7 @@ def stacked(text, rows):
 
 def compiled(remat, **options):
     step, _, initial, tokens = make(remat, **options)
-    return step.lower(zerojax.abstract_train_state(*initial), tokens).compile()
+    return step.lower(step.abstract_state(), tokens).compile()
 
 
 def test_partitioned_checkpoints_take_a_model_axis_of_the_memory():
@@ -103,7 +103,7 @@ def test_partitioned_checkpoints_add_one_gather_a_layer():
     volumes = {}
     for name, remat in {"full": RematPolicy(), "Pa": RematPolicy(partition="model")}.items():
         step, layout, initial, tokens = make(remat)
-        program = step.lower(zerojax.abstract_train_state(*initial), tokens).compile()
+        program = step.lower(step.abstract_state(), tokens).compile()
         volumes[name] = zerojax.audit(program, layout).volume_by_axis["model"].seen
     message = BATCH // 4 * CONFIG.context * CONFIG.width / 2  # (m - 1) / m of it is sent
     extra = (volumes["Pa"] - volumes["full"]) * gpt.num_params(CONFIG)

@@ -184,8 +184,8 @@ def test_a_step_with_it_is_the_step_with_whole_logits(mesh8, stage, vocab_size, 
     for used, at in ((whole, 0), (functools.partial(_in_groups, 8), stage)):
         layout = zerojax.make_layout(jax.eval_shape(begin, key), mesh8, stage=at)
         tx = optax.adamw(1e-2)
-        state = zerojax.init_train_state(begin, tx, layout, key)
         step = zerojax.make_train_step(functools.partial(tied, used), tx, layout)
+        state = step.init(begin, key)
         text = step.lower(state, tokens).compile().as_text()
         for _ in range(3):
             state, metrics = step(state, tokens)

@@ -91,7 +91,7 @@ def bytes_that_the_layout_predicts():
     rows = {}
     for stage in range(4):
         layout = zerojax.make_layout(shapes, mesh, stage=stage)
-        held = layout.bytes_per_device(optax.adamw(1e-3), precision)
+        held = layout.bytes_per_device(optax.adamw(1e-3), zerojax.Recipe(precision=precision))
         kinds = [held[kind] for kind in ("parameters", "gradients", "masters", "optimizer")]
         rows[f"stage {stage}"] = [*kinds, held["total"], round(formula[stage])]
     return {"plain": rows["stage 0"], **rows}

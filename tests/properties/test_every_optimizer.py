@@ -141,9 +141,9 @@ def test_a_train_state_holds_what_is_planned_to_the_byte(name, master, mesh8):
     precision = zerojax.Precision(params=low, master=master)
     for stage in (0, 1, 2, 3):
         layout = make_layout(case, mesh8, stage)
-        state = zerojax.init_train_state(
-            lambda: case.params(drawn()), case.make(), layout, precision=precision
-        )
+        recipe = zerojax.Recipe(precision=precision)
+        step = zerojax.make_train_step(lambda p, b: 0.0, case.make(), layout, recipe)
+        state = step.init(lambda: case.params(drawn()))
         found = planned(layout, case, precision)
         masters = 0 if state.masters is None else held_by_one_device(state.masters)
         assert held_by_one_device(state.params) == found.parameters, f"stage {stage}"

@@ -51,8 +51,8 @@ def make(mesh, stage, precision, *, loss=loss_fn, tx=TX, **options):
         jax.eval_shape(init, key), mesh, stage=stage, min_size=48, rules=rules
     )
     held = {"precision": precision, "offload": options.get("offload")}
-    state = zerojax.init_train_state(init, tx, layout, key, **held)
-    return layout, state, zerojax.make_train_step(loss, tx, layout, **{**held, **options})
+    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(**{**held, **options}))
+    return layout, step.init(init, key), step
 
 
 def numpy_of(tree):
@@ -233,7 +233,7 @@ def test_a_restored_state_goes_on_to_the_bit(mesh8, tmp_path):
         state, _ = step(state, batch_of(number, last=jnp.inf if number == 1 else 0.5))
     assert tuple(map(float, state.loss_scale)) == (2.0**9, 1)
     zerojax.save(tmp_path / "here", state, layout)
-    like = zerojax.abstract_train_state(init, TX, layout, jax.random.key(0), precision=FP16)
+    like = step.abstract_state()
     back = zerojax.restore(tmp_path / "here", layout, like)
     assert_same_bits(back, state)
     for number in (3, 4):

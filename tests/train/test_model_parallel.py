@@ -31,8 +31,9 @@ def train(config, axes, stage, **options):
     layout = zerojax.make_layout(
         jax.eval_shape(init, key), zerojax.make_mesh(axes), stage=stage, specs=specs, min_size=64
     )
-    state = zerojax.init_train_state(init, tx, layout, key)
-    step = zerojax.make_train_step(functools.partial(gpt.loss, config), tx, layout, **options)
+    recipe = zerojax.Recipe(**options)
+    step = zerojax.make_train_step(functools.partial(gpt.loss, config), tx, layout, recipe)
+    state = step.init(init, key)
     losses = []
     for number in range(STEPS):
         state, metrics = step(state, jax.device_put(tokens(number), layout.batch))
@@ -123,9 +124,8 @@ def lower(config, axes):
     layout = zerojax.make_layout(
         jax.eval_shape(init, key), zerojax.make_mesh(axes), stage=2, specs=gpt.specs(config)
     )
-    state = zerojax.abstract_train_state(init, tx, layout, key)
     step = zerojax.make_train_step(functools.partial(gpt.loss, config), tx, layout)
-    step.lower(state, jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32))
+    step.lower(step.abstract_state(), jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32))
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ def curve(stage, batches):
     key, init = jax.random.key(0), functools.partial(gpt.init, CONFIG)
     tx = optax.adamw(optax.warmup_cosine_decay_schedule(1e-3, 3e-3, 2, NUM_STEPS))
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
-    state = zerojax.init_train_state(init, tx, layout, key)
-    step = zerojax.make_train_step(functools.partial(gpt.loss, CONFIG), tx, layout, clip_norm=1.0)
+    recipe = zerojax.Recipe(clip_norm=1.0)
+    step = zerojax.make_train_step(functools.partial(gpt.loss, CONFIG), tx, layout, recipe)
+    state = step.init(init, key)
     found = []
     for batch in batches:
         state, metrics = step(state, jax.device_put(batch, layout.batch))

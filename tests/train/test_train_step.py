@@ -58,10 +58,9 @@ def make(mesh, stage, tx=None, loss=loss_fn, layout_options=None, **options):
         jax.eval_shape(init, jax.random.key(0)), mesh, stage=stage, min_size=48,
         **(layout_options or {}),
     )  # fmt: skip
-    state = zerojax.init_train_state(
-        init, tx, layout, jax.random.key(0), precision=options.get("precision")
-    )
-    return layout, state, zerojax.make_train_step(loss, tx, layout, **options)
+    has_aux = options.pop("has_aux", False)
+    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(**options), has_aux=has_aux)
+    return layout, step.init(init, jax.random.key(0)), step
 
 
 def train(mesh, stage, **options):
@@ -168,7 +167,7 @@ def held(tree):
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_are_the_cast_masters_and_bytes_are_as_predicted(stage, mesh8):
     layout, state, step = make(mesh8, stage, precision=MIXED)
-    predicted = layout.bytes_per_device(optax.adamw(1e-2), MIXED)
+    predicted = layout.bytes_per_device(optax.adamw(1e-2), zerojax.Recipe(precision=MIXED))
     for batch in [None, *batches()]:
         if batch is not None:
             state, _ = step(state, batch)
@@ -202,7 +201,7 @@ def test_shapes_of_the_abstract_state_equal_the_real_one(mesh8):
     for stage in STAGES:
         layout, state, step = make(mesh8, stage, precision=MIXED)
         tx = optax.adamw(1e-2)
-        shapes = zerojax.abstract_train_state(init, tx, layout, jax.random.key(0), precision=MIXED)
+        shapes = step.abstract_state()
         after, _ = step(state, batches()[0])
         for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(shapes), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -311,14 +310,13 @@ def test_wrong_input_is_refused_with_what_is_expected(mesh8):
         ({"reduce": "twice"}, "'once', 'each'"),
     ):
         with pytest.raises(ValueError, match=match):
-            zerojax.make_train_step(loss_fn, optax.sgd(1.0), layout, **options)
+            zerojax.Recipe(**options)
     with pytest.raises(TypeError, match="GradientTransformation"):
         zerojax.make_train_step(loss_fn, 1e-3, layout)
     with pytest.raises(ValueError, match=r"missing \['bias'\]"):
-        zerojax.init_train_state(
-            lambda key: {k: v for k, v in init(key).items() if k != "bias"},
-            optax.sgd(1.0), layout, jax.random.key(0),
-        )  # fmt: skip
+        step.init(
+            lambda key: {k: v for k, v in init(key).items() if k != "bias"}, jax.random.key(0)
+        )
     vector = zerojax.make_train_step(lambda p, b: p["bias"], optax.adamw(1e-2), layout)
     with pytest.raises(ValueError, match="scalar"):
         vector(state, batches()[0])

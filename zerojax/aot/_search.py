@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from zerojax._tree import as_shapes
@@ -31,7 +30,7 @@ from zerojax.planner import (
     torus_shape,
 )
 from zerojax.recipe import Precision, Recipe
-from zerojax.train import abstract_train_state, make_train_step
+from zerojax.train import make_train_step
 
 #: Winners that `verify=True` compiles.
 WINNERS = 3
@@ -162,21 +161,13 @@ class _Job:
         loss_fn = self.loss_fn
         if plan.remat is not None:
             loss_fn = rematerialised(loss_fn, plan.remat)
-        state = abstract_train_state(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            self.tx,
-            layout,
-            precision=self.precision,
-        )
-        step = make_train_step(
-            loss_fn, self.tx, layout, precision=self.precision, accumulate=plan.accumulate,
-            has_aux=self.has_aux,
-        )  # fmt: skip
+        recipe = Recipe(precision=self.precision, accumulate=plan.accumulate)
+        step = make_train_step(loss_fn, self.tx, layout, recipe, has_aux=self.has_aux)
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.batch), self.batch
         )
         try:
-            program = compile_step(step.lower(state, batch))
+            program = compile_step(step.lower(step.abstract_state(), batch))
         except DoesNotFit as refusal:
             return Verified(refusal.shortage.needed, str(refusal))
         report = audit(program, layout, Recipe(accumulate=plan.accumulate))

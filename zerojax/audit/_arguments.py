@@ -12,8 +12,7 @@ from typing import Literal
 from zerojax._types import Shape
 from zerojax.audit._program import Argument, Program
 from zerojax.hlo import element_bits
-from zerojax.layout import Layout, LeafLayout
-from zerojax.layout._leaf import choose_dim
+from zerojax.layout import Layout, LeafLayout, choose_dim
 from zerojax.layout._mesh import num_devices
 
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]

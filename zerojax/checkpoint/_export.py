@@ -136,7 +136,7 @@ def import_safetensors(
     Args:
         path: a file, an index of several, or the folder that holds them.
         layout: the placement of the result.
-        like: shapes with shardings, logical or stored, as `abstract_train_state(...).params` gives.
+        like: shapes with shardings, logical or stored, as `step.abstract_state().params` gives.
         cast: round to narrower floating dtypes; wider ones need no leave.
         on_leaf: called with the path of each leaf that was read.
 

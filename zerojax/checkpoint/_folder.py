@@ -138,7 +138,7 @@ class Checkpoints:
 
         Args:
             layout: the placement of the result.
-            like: a tree of shapes with shardings, as `abstract_train_state` gives.
+            like: a tree of shapes with shardings, as `step.abstract_state()` returns.
             cast: round to narrower floating dtypes where values are kept nowhere else.
 
         Raises:

@@ -19,7 +19,6 @@ from zerojax.layout._placement import TreeLayout
 from zerojax.layout._rule import Rule
 from zerojax.recipe import Precision
 
-
 #: Columns of the table: the kind of tensor and the key under which its bytes are reported.
 KINDS: tuple[tuple[Kind, str], ...] = (
     ("parameter", "parameters"),

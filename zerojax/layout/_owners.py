@@ -13,6 +13,7 @@ import optax
 from zerojax._types import Shape
 from zerojax.layout._placement import TreeLayout
 
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("number",)
 )

@@ -25,7 +25,7 @@ def mesh_parts(axis: str | None) -> int:
     if mesh.empty:
         raise ValueError(
             f"RematPolicy(partition={axis!r}): no mesh is set, so that layer inputs can't be cut; "
-            "give the policy to make_train_step(remat=), or call within jax.set_mesh(mesh)"
+            "give the policy to a train step, Recipe(remat=), or call within jax.set_mesh(mesh)"
         )
     check_axis(axis, mesh)
     return mesh.shape[axis]

@@ -75,7 +75,7 @@ def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) ->
 
     Raises:
         ValueError: when it is called: a name that no layer has, with those that there are; an axis
-            that the mesh which is set does not have. `make_train_step(remat=)` sets the mesh.
+            that the mesh which is set does not have. `Recipe(remat=)` sets the mesh.
     """
     chosen = as_remat(policy) or RematPolicy(recompute="none")
 

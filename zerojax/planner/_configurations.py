@@ -21,7 +21,7 @@ class Configuration:
         partitioned_checkpoints: Pa: checkpoints are partitioned over the model axis.
         offloaded_checkpoints: the `+cpu` of Pa+cpu: checkpoints lie in the host's memory.
         constant_buffers: CB: temporary buffers do not grow with the model. Under XLA what
-            is combined into one collective is bounded: `make_train_step(bucket_bytes=)`.
+            is combined into one collective is bounded: `Recipe(bucket_bytes=)`.
         defragmented: MD: long-lived tensors lie together. XLA assigns every buffer of a step
             before it runs, which is the same thing.
         reported_params: the largest model that the paper trained with it, in parameters; None where
@@ -36,7 +36,7 @@ class Configuration:
     reported_params: float | None = None
 
     def remat(self, model_axis: str) -> RematPolicy:
-        """Give the policy of a train step: `make_train_step(remat=)`.
+        """Give the policy of a train step: `Recipe(remat=)`.
 
         Args:
             model_axis: the mesh axis over which Pa partitions checkpoints.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax._types import PyTree
-from zerojax.layout import MIN_SIZE, Layout, Rule, make_layout
+from zerojax.layout import MIN_SIZE, Layout, LeafLayout, Rule, make_layout
 from zerojax.planner._counts import as_count
 from zerojax.planner._live import Leaf
 from zerojax.recipe import Precision
@@ -156,7 +156,6 @@ def leaves_of(layout: Layout, precision: Precision) -> tuple[Leaf, ...]:
     Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the
     optimizer reads no more of them.
     """
-    shards = layout.partitions("optimizer")
     gathers = layout.partitions("parameter")
 
     def leaf(number: int, placed: Any) -> Leaf:
@@ -184,14 +183,12 @@ def accumulator_bytes(layout: Layout, precision: Precision, *, once: bool) -> in
         once: whether devices are summed once a step, from a sum that is whole on each.
     """
     dtype = precision.reduce or precision.master
-    shards = layout.partitions("optimizer") and not once
-    return sum(
-        leaf.bytes_per_device(
-            partitioned=shards,
-            dtype=floating_dtype(leaf.dtype, dtype or floating_dtype(leaf.dtype, precision.params)),
-        )
-        for leaf in layout.leaves
-    )
+
+    def held(leaf: LeafLayout) -> int:
+        wide = floating_dtype(leaf.dtype, dtype or floating_dtype(leaf.dtype, precision.params))
+        return leaf.whole_bytes(wide) if once else leaf.bytes_per_device("optimizer", dtype=wide)
+
+    return sum(map(held, layout.leaves))
 
 
 def mixed_precision() -> Precision:

@@ -24,7 +24,7 @@ from zerojax.planner._report import Plan
 from zerojax.planner._trace import trace_loss
 from zerojax.planner._transformer import Transformer
 from zerojax.planner._volume import Reduce
-from zerojax.recipe import Precision, Remat, as_remat
+from zerojax.recipe import Precision, Recipe, Remat, as_remat
 
 #: What a plan can move to the host's memory.
 Offload = Literal["optimizer", "activations"]
@@ -97,7 +97,7 @@ def plan(
     load = Workload(loss_fn, batch, has_aux, tokens_per_device)
     demand, count = find_demand(model, load, devices, step, remat)
     layout = place(model.params, devices, stage=stage, specs=specs, rules=rules, min_size=min_size)
-    states = layout.describe(tx, model.precision)
+    states = layout.describe(tx, Recipe(precision=model.precision))
     return estimate(layout, states, devices, one, model.precision, demand, count, step)
 
 

@@ -29,7 +29,7 @@ from zerojax.planner._plan import (
 )
 from zerojax.planner._report import Plan
 from zerojax.planner._transformer import Transformer
-from zerojax.recipe import Precision, Remat
+from zerojax.recipe import Precision, Recipe, Remat
 
 #: Model parallelism beyond this many devices is not searched unless it is asked for.
 _MODEL_AXES = (1, 2, 4, 8, 16)
@@ -305,5 +305,8 @@ class _Layouts:
         key = (devices, stage)
         if key not in self._known:
             layout = place(self._model.params, devices, stage=stage, **self._options)
-            self._known[key] = layout, layout.describe(self._tx, self._model.precision)
+            self._known[key] = (
+                layout,
+                layout.describe(self._tx, Recipe(precision=self._model.precision)),
+            )
         return self._known[key]

@@ -17,7 +17,7 @@ from zerojax.planner._plan import Offload, Workload, check_offload, find_demand,
 from zerojax.planner._report import Plan
 from zerojax.planner._transformer import Transformer
 from zerojax.planner._volume import Reduce
-from zerojax.recipe import Precision, Remat
+from zerojax.recipe import Precision, Recipe, Remat
 
 
 def sweep(
@@ -67,7 +67,7 @@ def sweep(
         devices = share_out(number, num_shards, model_axis)
         for stage in stages:
             layout = place(model.params, devices, stage=stage)
-            states = layout.describe(tx, model.precision)
+            states = layout.describe(tx, Recipe(precision=model.precision))
             of_stage = dataclasses.replace(step, reduce=None if stage == 3 else reduce)
             for by_stage, one in zip(found, networks, strict=True):
                 by_stage[stage].append(

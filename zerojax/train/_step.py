@@ -24,7 +24,7 @@ from zerojax.collectives import (
 )
 from zerojax.layout import Layout, as_transformation
 from zerojax.memory import of_step, rematerialised
-from zerojax.recipe import Precision, Recipe, as_recipe
+from zerojax.recipe import Recipe, as_recipe
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
 from zerojax.train._loss_scale import next_loss_scale, scaled
@@ -115,11 +115,7 @@ class TrainStep:
         that were compiled elsewhere.
         """
         compiled = self.lower(self.abstract_state(), as_shapes(batch)).compile()
-        precision = self.recipe.precision
-        return audit(
-            compiled, self.layout, accumulate=self.recipe.accumulate, reduce=self._reduction,
-            precision=None if precision == Precision() else precision,
-        )  # fmt: skip
+        return audit(compiled, self.layout, self.recipe)
 
     @property
     def num_compiled(self) -> int:
@@ -153,9 +149,7 @@ class TrainStep:
         if jax.tree.structure(state) == jax.tree.structure(self.shardings):
             return
         for name, what in (("masters", "masters"), ("loss_scale", "a loss scale")):
-            found, wanted = (
-                getattr(s, name, None) is not None for s in (state, self.shardings)
-            )
+            found, wanted = (getattr(s, name, None) is not None for s in (state, self.shardings))
             if found != wanted:
                 raise ValueError(
                     f"the state {'holds' if found else 'lacks'} {what} and the step's recipe "

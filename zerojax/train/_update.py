@@ -69,9 +69,7 @@ class Update:
                     hosted.masters,
                 )
             ),
-            list(
-                map(self._logical, jax.tree.leaves(state.opt_state), placed.leaves, hosted.state)
-            ),
+            list(map(self._logical, jax.tree.leaves(state.opt_state), placed.leaves, hosted.state)),
             loss,
         )
         offload = self._recipe.offload

@@ -14,9 +14,9 @@ from zerojax.audit._problems import Problem
 _PLACE = {
     "parameter": "place the parameters as layout.params says, in in_shardings and out_shardings",
     "master": "place the masters as layout.grads of a stage 2 layout says, or let "
-    "init_train_state and make_train_step hold them",
+    "make_train_step's state has them",
     "optimizer": "give jit in_shardings and out_shardings of layout.opt_state(tx), and make the "
-    "state with sharded(tx, layout).init or init_train_state",
+    "state with sharded(tx, layout).init or step.init",
     "gradient": "place persisting gradients as layout.opt_state(tx) says",
 }
 

@@ -16,7 +16,7 @@ from zerojax.cli.shared._built_step import gpt_layout
 from zerojax.layout import Description, Layout
 from zerojax.models import gpt
 from zerojax.recipe import Recipe
-from zerojax.train import TrainStep, abstract_train_state, make_train_step
+from zerojax.train import TrainStep, make_train_step
 
 #: The clipping of a step; it moves no byte.
 CLIP_NORM = 1.0
@@ -49,7 +49,7 @@ class CompileRequest:
     @functools.cached_property
     def description(self) -> Description:
         """The placement of every leaf, with the bytes by the stage's formula."""
-        return self.layout.describe(self.tx, self.recipe.precision)
+        return self.layout.describe(self.tx, self.recipe)
 
     @functools.cached_property
     def key(self) -> str:
@@ -70,17 +70,9 @@ class CompileRequest:
 
     def lower(self) -> jax.stages.Lowered:
         """Trace and lower the step."""
-        state = abstract_train_state(
-            functools.partial(gpt.init, self.config),
-            self.tx,
-            self.layout,
-            jax.random.key(0),
-            precision=self.recipe.precision,
-            offload=self.recipe.offload,
-        )
         shape = (self.num_examples, self.config.context + 1)
         batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.batch)
-        return self.step.lower(state, batch)
+        return self.step.lower(self.step.abstract_state(), batch)
 
 
 def read_requests(options: CompileOptions) -> list[CompileRequest]:
@@ -101,17 +93,7 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     requests = []
     for stage in options.stages:
         layout = gpt_layout(config, mesh, stage)
-        step = make_train_step(
-            loss,
-            tx,
-            layout,
-            precision=recipe.precision,
-            accumulate=recipe.accumulate,
-            reduce=recipe.reduce,
-            clip_norm=recipe.clip_norm,
-            remat=recipe.remat,
-            offload=recipe.offload,
-        )
+        step = make_train_step(loss, tx, layout, recipe)
         requests.append(
             CompileRequest(
                 options=options,

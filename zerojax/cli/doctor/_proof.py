@@ -41,9 +41,10 @@ def check_step(bench: Bench) -> Finding:
     init, loss, tx, batch = _problem(bench.devices)
     params = _shapes(init)
     layout = _layout(bench.devices, params)
-    state = zerojax.init_train_state(init, tx, layout, _key())
+    step = zerojax.make_train_step(loss, tx, layout)
+    state = step.init(init, _key())
     batch = jax.device_put(batch, layout.batch)
-    compiled = zerojax.make_train_step(loss, tx, layout).lower(state, batch).compile()
+    compiled = step.lower(state, batch).compile()
     state, metrics = compiled(state, batch)
     found = float(metrics["loss"])
     if not math.isfinite(found):
@@ -78,8 +79,8 @@ def check_checkpoint(bench: Bench) -> Finding:
 
     import zerojax
 
-    init, _, tx, _ = _problem(bench.devices)
-    like = zerojax.abstract_train_state(init, tx, bench.layout, _key())
+    _, loss, tx, _ = _problem(bench.devices)
+    like = zerojax.make_train_step(loss, tx, bench.layout).abstract_state()
     with tempfile.TemporaryDirectory(prefix="zerojax-doctor-") as folder:
         path = Path(folder) / "checkpoint"
         zerojax.save(path, bench.state, bench.layout)

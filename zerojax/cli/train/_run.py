@@ -33,9 +33,7 @@ from zerojax.recipe import Recipe
 from zerojax.train import (
     TrainState,
     TrainStep,
-    abstract_train_state,
     first_loss_scale,
-    init_train_state,
     make_train_step,
 )
 
@@ -93,12 +91,9 @@ class TrainRun:
         """
         if self.checkpoint is None:
             return None
-        precision = self.recipe.precision
-        like = abstract_train_state(
-            *self._initial(), precision=precision, offload=self.recipe.offload
-        )
         # What was trained without a loss scale goes on with a fresh one.
-        like = dataclasses.replace(like, loss_scale=first_loss_scale(precision.loss_scale))
+        scale = first_loss_scale(self.recipe.precision.loss_scale)
+        like = dataclasses.replace(self.step.abstract_state(), loss_scale=scale)
         try:
             restored = self.checkpoints.restore(self.layout, like)
         except IncompatibleCheckpointError as error:
@@ -121,26 +116,14 @@ class TrainRun:
         """
         if self.options.init is None:
             return None
-        init, _, layout, key = self._initial()
-        return read_weights(self.options.init, layout, jax.eval_shape(init, key))
+        return read_weights(self.options.init, self.layout, self.layout.shapes)
 
     def initialise(self, weights: PyTree) -> TrainState:
         """Initialise the state from weights, or from the seed where there are none."""
-        init, tx, layout, given = self._initial()
         if weights is not None:
-            init, given = _as_given, weights
-        recipe = self.recipe
-        return init_train_state(
-            init, tx, layout, given, precision=recipe.precision, offload=recipe.offload
-        )
-
-    def _initial(self) -> tuple[Any, ...]:
+            return self.step.init(weights)
         init = functools.partial(gpt.init, self.config)
-        return init, self.tx, self.layout, jax.random.key(self.options.seed)
-
-
-def _as_given(params: PyTree) -> PyTree:
-    return params
+        return self.step.init(init, jax.random.key(self.options.seed))
 
 
 def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
@@ -190,7 +173,7 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
     mesh = make_mesh(axes, devices=devices)
     layouts = {stage: gpt_layout(config, mesh, stage) for stage in STAGES}
     layout = layouts[options.chosen_stage]
-    description = layout.describe(tx, recipe.precision)
+    description = layout.describe(tx, recipe)
     _check_memory(description, devices, options)
     _check_writable(options.out)
     loss = functools.partial(gpt.loss, config)
@@ -207,21 +190,9 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
         layout=layout,
         tx=tx,
         recipe=recipe,
-        step=make_train_step(
-            loss,
-            tx,
-            layout,
-            precision=recipe.precision,
-            accumulate=recipe.accumulate,
-            reduce=recipe.reduce,
-            clip_norm=recipe.clip_norm,
-            remat=recipe.remat,
-            offload=recipe.offload,
-        ),
+        step=make_train_step(loss, tx, layout, recipe),
         description=description,
-        stage_bytes={
-            stage: one.bytes_per_device(tx, recipe.precision) for stage, one in layouts.items()
-        },
+        stage_bytes={stage: one.bytes_per_device(tx, recipe) for stage, one in layouts.items()},
         rates=np.asarray(jax.vmap(schedule)(jnp.arange(options.steps))),
         checkpoint=checkpoint,
         checkpoints=Checkpoints(options.out / CHECKPOINTS, keep=options.keep),
