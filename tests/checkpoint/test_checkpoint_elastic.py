@@ -56,7 +56,6 @@ def placed(stage, mesh, tx=TX, precision=FP32):
         stage=stage,
         specs=specs,
     )
-    key = jax.random.key(0)
     recipe = zerojax.Recipe(precision=precision)
     return layout, zerojax.make_train_step(no_loss, tx, layout, recipe).abstract_state()
 

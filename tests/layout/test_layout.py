@@ -17,8 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.layout import STAGES
-from zerojax.layout._leaf import choose_dim
+from zerojax.layout import STAGES, choose_dim
 
 
 def shapes(**leaves):
@@ -295,12 +294,9 @@ def test_a_mesh_without_devices_is_placed_and_counted_as_one_with_them(stage):
         zerojax.make_layout(params, mesh, stage=stage, specs=specs)
         for mesh in (zerojax.make_mesh(axes), without_devices(**axes))
     )
-    assert absent.bytes_per_device(tx, zerojax.Recipe(precision=mixed)) == there.bytes_per_device(
-        tx, zerojax.Recipe(precision=mixed)
-    )
-    assert str(absent.describe(tx, zerojax.Recipe(precision=mixed))) == str(
-        there.describe(tx, zerojax.Recipe(precision=mixed))
-    )
+    recipe = zerojax.Recipe(precision=mixed)
+    assert absent.bytes_per_device(tx, recipe) == there.bytes_per_device(tx, recipe)
+    assert str(absent.describe(tx, recipe)) == str(there.describe(tx, recipe))
     for of in (lambda x: x.params, lambda x: x.grads, lambda x: x.opt_state(tx)):
         specs_of = [jax.tree.map(lambda s: s.spec, of(layout)) for layout in (absent, there)]
         assert specs_of[0] == specs_of[1]
@@ -327,11 +323,8 @@ def test_a_step_over_a_mesh_without_devices_is_refused_with_the_remedy():
     tx = optax.adam(1e-3)
     step = zerojax.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx, layout)
     batch = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    asked = (
-        lambda: layout.platform,
-        lambda: layout.devices,
-        lambda: step.lower(step.abstract_state(), batch),
-    )
+    state = step.abstract_state()
+    asked = (lambda: layout.platform, lambda: layout.devices, lambda: step.lower(state, batch))
     for ask in asked:
         with pytest.raises(ValueError, match=r"'data': 8.* no devices .*zerojax\.make_mesh"):
             ask()

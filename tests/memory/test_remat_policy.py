@@ -84,7 +84,7 @@ def stacked(text, rows):
 
 
 def compiled(remat, **options):
-    step, _, initial, tokens = make(remat, **options)
+    step, _, _, tokens = make(remat, **options)
     return step.lower(step.abstract_state(), tokens).compile()
 
 
@@ -102,7 +102,7 @@ def test_partitioned_checkpoints_add_one_gather_a_layer():
     """At most a tenth of what the model axis moves: 1 of 10 messages of a layer."""
     volumes = {}
     for name, remat in {"full": RematPolicy(), "Pa": RematPolicy(partition="model")}.items():
-        step, layout, initial, tokens = make(remat)
+        step, layout, _, tokens = make(remat)
         program = step.lower(step.abstract_state(), tokens).compile()
         volumes[name] = zerojax.audit(program, layout).volume_by_axis["model"].seen
     message = BATCH // 4 * CONFIG.context * CONFIG.width / 2  # (m - 1) / m of it is sent

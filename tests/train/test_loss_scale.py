@@ -51,7 +51,9 @@ def make(mesh, stage, precision, *, loss=loss_fn, tx=TX, **options):
         jax.eval_shape(init, key), mesh, stage=stage, min_size=48, rules=rules
     )
     held = {"precision": precision, "offload": options.get("offload")}
-    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(**{**held, **options}))
+    has_aux = options.pop("has_aux", False)
+    recipe = zerojax.Recipe(**{**held, **options})
+    step = zerojax.make_train_step(loss, tx, layout, recipe, has_aux=has_aux)
     return layout, step.init(init, key), step
 
 
@@ -326,7 +328,7 @@ def test_what_is_no_policy_or_not_the_states_is_refused(mesh8):
         make(mesh8, 0, zerojax.Precision(loss_scale=1024.0))
     _, state, step = make(mesh8, 0, zerojax.Precision())
     _, other, scaled = make(mesh8, 0, FP32)
-    with pytest.raises(ValueError, match="lacks a loss scale and the step's precision asks for"):
+    with pytest.raises(ValueError, match="lacks a loss scale and the step's recipe asks for"):
         scaled(state, batch_of(0))
-    with pytest.raises(ValueError, match="holds a loss scale and the step's precision has none"):
+    with pytest.raises(ValueError, match="holds a loss scale and the step's recipe has none"):
         step(other, batch_of(0))

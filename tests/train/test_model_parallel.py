@@ -86,7 +86,7 @@ def test_it_composes_with_what_a_step_and_a_model_can_do(options, step):
 def test_weights_lie_cut_over_both_axes():
     config = dataclasses.replace(CONFIG, model_axis="model")
     _, _, layout = train(config, {"data": 4, "model": 2}, 3)
-    parts = {leaf.path: leaf.num_parts for leaf in layout.leaves}
+    parts = {leaf.path: leaf.own_parts * leaf.num_shards for leaf in layout.leaves}
     assert parts["blocks/qkv/kernel"] == parts["blocks/down/kernel"] == parts["embed"] == 8
     assert parts["positions"] == 4
 

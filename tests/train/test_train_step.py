@@ -199,8 +199,7 @@ def test_mixed_precision_stages_learn_the_same(mesh8):
 
 def test_shapes_of_the_abstract_state_equal_the_real_one(mesh8):
     for stage in STAGES:
-        layout, state, step = make(mesh8, stage, precision=MIXED)
-        tx = optax.adamw(1e-2)
+        _, state, step = make(mesh8, stage, precision=MIXED)
         shapes = step.abstract_state()
         after, _ = step(state, batches()[0])
         for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(shapes), strict=True):
