@@ -45,7 +45,7 @@ def trained(stage, num_devices=8, precision=None, num_steps=2):
     mesh = zerojax.make_mesh({"data": num_devices})
     key, tx = jax.random.key(0), optax.adamw(1e-2)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
-    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(precision=precision))
+    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(precision=precision or "fp32"))
     state = step.init(init, key)
     for number in range(num_steps):
         state, _ = step(state, jax.random.normal(jax.random.key(number), (16, 64)))

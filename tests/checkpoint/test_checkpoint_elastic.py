@@ -56,7 +56,7 @@ def placed(stage, mesh, tx=TX, precision=FP32):
         stage=stage,
         specs=specs,
     )
-    recipe = zerojax.Recipe(precision=precision)
+    recipe = zerojax.Recipe(precision=precision or "fp32")
     return layout, zerojax.make_train_step(no_loss, tx, layout, recipe).abstract_state()
 
 

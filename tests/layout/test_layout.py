@@ -57,7 +57,8 @@ DIM_CHOICES = {  # shape, user's parts per dim, shards, layer dims -> dim, store
 def test_dim_choice(case):
     shape, parts, num_shards, stacked, dim, stored = case
     choice = choose_dim(shape, parts, num_shards, stacked, min_size=1024)
-    assert (choice.dim, choice.stored_shape) == (dim, stored), choice.reason
+    size = 0 if dim is None else stored[dim]
+    assert (choice.dim, choice.stored_size) == (dim, size), choice.reason
     assert ("whole" in choice.reason) == (dim is None)
     if dim is not None:
         assert stored[dim] % (parts[dim] * num_shards) == 0
@@ -144,7 +145,7 @@ def test_stacked_leaves_are_known_from_shapes_rules_or_the_loss(mesh8):
 
     batch = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
     rules = zerojax.stacked_rules(loss_fn, alone, batch)
-    assert rules == (zerojax.Rule(path="^w$", stacked=1),)
+    assert rules == (zerojax.Rule(path="^w$", stacked=1), zerojax.Rule(path="", stacked=0))
     traced = zerojax.make_layout(alone, mesh8, stage=2, rules=rules)
     assert (only(traced).stacked, only(traced).dim) == (1, 1)
 
@@ -169,6 +170,7 @@ def test_stacked_rules_of_a_loss_with_loops_in_loops_and_aux():
     assert zerojax.stacked_rules(loss_fn, stack, batch) == (
         zerojax.Rule(path=r"^a\.b/w$", stacked=2),
         zerojax.Rule(path="^bias/b$", stacked=1),
+        zerojax.Rule(path="", stacked=0),
     )
 
 
@@ -190,7 +192,7 @@ def test_specs_stay_and_zero_takes_another_axis():
     assert by_path["odd"].stored_shape == (2 * 1012, 3)
     assert by_path["mine"].shard_spec == P("data")
     assert by_path["mine"].reason.startswith("as the user's spec says")
-    assert by_path["up"].num_parts == by_path["down"].num_parts == 8
+    assert [by_path[x].own_parts * by_path[x].num_shards for x in ("up", "down")] == [8, 8]
     prefix = zerojax.make_layout(params, mesh, stage=1, specs=P())
     assert {leaf.spec for leaf in prefix.leaves} == {P()}
 
