@@ -194,7 +194,7 @@ def test_specs_stay_and_zero_takes_another_axis():
     assert by_path["mine"].reason.startswith("as the user's spec says")
     assert [by_path[x].own_parts * by_path[x].num_shards for x in ("up", "down")] == [8, 8]
     prefix = zerojax.make_layout(params, mesh, stage=1, specs=P())
-    assert {leaf.spec for leaf in prefix.leaves} == {P()}
+    assert {leaf.whole_spec for leaf in prefix.leaves} == {P()}
 
 
 def test_several_axes_partition_together():
