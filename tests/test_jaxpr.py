@@ -170,9 +170,9 @@ def test_the_scopes_of_a_model_are_those_of_its_step(stage, remat, mesh8):
 
     layout = zerojax.make_layout(jax.eval_shape(init), mesh8, stage=stage, min_size=1)
     tx = optax.sgd(0.1)
-    state = zerojax.abstract_train_state(init, tx, layout)
-    step = zerojax.make_train_step(loss_fn, tx, layout, remat=remat)
-    text = step.lower(state, jax.ShapeDtypeStruct((16, 32), jnp.float32)).compile().as_text()
+    step = zerojax.make_train_step(loss_fn, tx, layout, zerojax.Recipe(remat=remat))
+    batch = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    text = step.lower(step.abstract_state(), batch).compile().as_text()
     assert text is not None
     products = [name for name in re.findall(r'op_name="([^"]*)"', text) if "dot_general" in name]
     for scope in ("my_attention", "my_mlp"):
