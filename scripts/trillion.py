@@ -22,7 +22,7 @@ import zerojax
 from zerojax.aot import parse_topology
 from zerojax.models import gpt
 
-PRECISION = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+RECIPE = zerojax.Recipe(precision="bf16")
 TX = optax.adamw(1e-4)
 GIB = 2**30
 
@@ -47,17 +47,14 @@ def main() -> None:
     init = functools.partial(gpt.init, config)
     key = jax.random.key(0)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=3)
-    state = zerojax.abstract_train_state(init, TX, layout, key, precision=PRECISION)
     shape = (num_devices, config.context + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
-    step = zerojax.make_train_step(
-        functools.partial(gpt.loss, config), TX, layout, precision=PRECISION
-    )
+    step = zerojax.make_train_step(functools.partial(gpt.loss, config), TX, layout, RECIPE)
     start = time.monotonic()
     with console.status(f"compiling {layout.num_params:,} parameters for {args.topology}"):
-        compiled = step.lower(state, batch).compile()
+        compiled = step.lower(step.abstract_state(), batch).compile()
     seconds = time.monotonic() - start
-    report = zerojax.audit(compiled, layout)
+    report = zerojax.audit(compiled, layout, RECIPE)
     console.print(report)
     if str(layout.phases):
         console.print(str(layout.phases), style="dim")

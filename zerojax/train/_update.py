@@ -78,8 +78,12 @@ class Update:
                 state, given, on_host=offload.update == "host"
             )
         else:
-            clip_norm = self._recipe.clip_norm
-            norm, new, opt_state = self._run(*given, state.loss_scale, clip_norm, shards=True)
+            norm, new, opt_state = self._run(
+                *given,
+                scale=state.loss_scale,
+                clip_norm=self._recipe.clip_norm,
+                shards=True,
+            )
             low = []
         masters = map(self._stored, new, leaves, hosted.masters)
         return Updated(
@@ -97,9 +101,9 @@ class Update:
         held: list[Any],
         leaves: list[Any],
         loss: Any,
+        *,
         scale: LossScale | None,
         clip_norm: float | None,
-        *,
         shards: bool,
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         """Return the gradients' norm, what the optimizer updated, and the new state.
@@ -154,7 +158,9 @@ class Update:
             clip_norm = math.inf
 
         def run(*given: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-            norm, new, opt_state = self._run(*given, state.loss_scale, clip_norm, shards=False)
+            norm, new, opt_state = self._run(
+                *given, scale=state.loss_scale, clip_norm=clip_norm, shards=False
+            )
             if not self._has_masters:
                 return norm, new, [], opt_state
             low = [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
