@@ -7,9 +7,8 @@ may be read from the masters that it is a cast of, and masters from parameters o
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,33 +66,13 @@ def find_sources(
             would lose values, or belongs to another optimizer.
     """
     wanted = saved_leaves(like, layout, tx)
-    saved = manifest.leaves
-    fresh = {path for path, x in named_leaves(like).items() if _is_fresh(path, x)}
-    sources, lines = {}, []
-    missing = []
-    for path, leaf in wanted.items():
-        source = _source(path, leaf, saved, wanted, cast=cast)
-        if source in saved:
-            sources[path] = source
-            lines += _difference(path, leaf, source, saved[source], wanted, cast=cast)
-        elif path not in fresh:
-            missing.append(path)
-    extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
-    if partial:
-        extra = []
-    named = _missing_lines(missing, saved, extra)
-    named += [f"{path!r} is in it and not wanted" for path in extra]
-    chain = _chain_difference(manifest, like, partial=partial)
-    if chain or named or lines:
-        raise IncompatibleCheckpointError(
-            root, [*chain, *named, *lines], _remedy(manifest, layout, extra)
-        )
+    given = {path for path, x in named_leaves(like).items() if isinstance(x, jax.Array)}
+    fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
+    sources, extra, lines = _compare(manifest.leaves, wanted, fresh, partial=partial, cast=cast)
+    lines = _chain_difference(manifest, like, partial=partial) + lines
+    if lines:
+        raise IncompatibleCheckpointError(root, lines, _remedy(manifest, layout, extra))
     return sources
-
-
-def _is_fresh(path: str, x: Any) -> bool:
-    """Return whether a leaf is given with its value, as a loss scale is that the save had not."""
-    return path in LOSS_SCALE_LEAVES and isinstance(x, jax.Array)
 
 
 def check_leaves(
@@ -104,13 +83,34 @@ def check_leaves(
     Raises:
         IncompatibleCheckpointError: a leaf is missing, left over, or of another shape or dtype.
     """
-    extra = [name for name in found if name not in wanted]
-    lines = _missing_lines([name for name in wanted if name not in found], found, extra)
-    lines += [f"{name!r} is in it and not wanted" for name in extra]
-    for name in (name for name in wanted if name in found):
-        lines += _difference(name, wanted[name], name, found[name], wanted, cast=cast)
+    _, _, lines = _compare(found, wanted, cast=cast)
     if lines:
         raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
+
+
+def _compare(
+    saved: Mapping[str, SavedLeaf],
+    wanted: Mapping[str, SavedLeaf],
+    fresh: Collection[str] = (),
+    *,
+    partial: bool = False,
+    cast: bool,
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the saved leaf for each wanted one, saved ones that nobody wants, and differences."""
+    sources, missing, differences = {}, [], []
+    for path, leaf in wanted.items():
+        source = _source(path, leaf, saved, wanted, cast=cast)
+        if source in saved:
+            sources[path] = source
+            differences += _difference(path, leaf, source, saved[source], wanted, cast=cast)
+        elif path not in fresh:
+            missing.append(path)
+    extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
+    extra = [] if partial else extra
+    lines = [_missing_line(path, saved, extra) for path in missing[:MOST_NAMED]]
+    lines += [f"{path!r} is not in it" for path in missing[MOST_NAMED:]]  # near names take time
+    lines += [f"{path!r} is in it and not wanted" for path in extra]
+    return sources, extra, lines + differences
 
 
 def _source(
@@ -170,14 +170,6 @@ def _is_spared(path: str, sources: Mapping[str, str], cast: bool) -> bool:
         return True
     param = PARAMS + path.removeprefix(MASTERS)
     return path.startswith(MASTERS) and (sources.get(param) == path or (cast and param in sources))
-
-
-def _missing_lines(
-    missing: list[str], saved: Mapping[str, SavedLeaf], extra: list[str]
-) -> list[str]:
-    """Name what is missing, with the nearest names for as many as an error shows."""
-    lines = [_missing_line(path, saved, extra) for path in missing[:MOST_NAMED]]
-    return lines + [f"{path!r} is not in it" for path in missing[MOST_NAMED:]]
 
 
 def _missing_line(path: str, saved: Mapping[str, SavedLeaf], extra: list[str]) -> str:
