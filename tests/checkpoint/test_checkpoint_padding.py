@@ -90,7 +90,9 @@ def test_a_leaf_that_is_padded_or_not_is_refused_until_the_optimizer_is_passed(t
     like = shapes(own_loop(other, tx))
     with pytest.raises(ValueError, match="pass tx="):
         zerojax.restore(tmp_path / "1", make(8, shape), shapes(state))
-    zerojax.restore(tmp_path / "1", other, like, tx=tx)
+    for given in (tx, zerojax.sharded(tx, other)):
+        back = zerojax.restore(tmp_path / "1", other, like, tx=given)
+        assert jax.tree.structure(back) == jax.tree.structure(state)
 
 
 def test_arrays_of_the_users_own_are_not_taken_for_padded_ones(tmp_path):
