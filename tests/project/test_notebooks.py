@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
@@ -83,7 +82,6 @@ def bytes_that_the_layout_predicts():
     """Count by layouts what 01_zero_stages counts in arrays, beside the paper's formula."""
     config = gpt.Config(num_layers=4, width=128, num_heads=4, vocab_size=256, context=32)
     shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
-    precision = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
     mesh = zerojax.make_mesh({"data": 8})
     psi, n, k = gpt.num_params(config), 8, 12
     # arXiv 1910.02054, section 5
@@ -91,7 +89,7 @@ def bytes_that_the_layout_predicts():
     rows = {}
     for stage in range(4):
         layout = zerojax.make_layout(shapes, mesh, stage=stage)
-        held = layout.bytes_per_device(optax.adamw(1e-3), zerojax.Recipe(precision=precision))
+        held = layout.bytes_per_device(optax.adamw(1e-3), zerojax.Recipe(precision="bf16"))
         kinds = [held[kind] for kind in ("parameters", "gradients", "masters", "optimizer")]
         rows[f"stage {stage}"] = [*kinds, held["total"], round(formula[stage])]
     return {"plain": rows["stage 0"], **rows}
