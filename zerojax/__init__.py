@@ -2,13 +2,23 @@
 
 import zerojax._quiet  # noqa: F401  # the first to import jax
 from zerojax._version import __version__
-from zerojax.aot import search_plans, topology_mesh
+from zerojax.aot import topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
 from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
 from zerojax.memory import checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
-from zerojax.planner import Hardware, Plan, Transformer, max_params, model_state_bytes, plan
+from zerojax.planner import (
+    Hardware,
+    Placement,
+    Plan,
+    Transformer,
+    Workload,
+    max_params,
+    model_state_bytes,
+    plan,
+    search_plans,
+)
 from zerojax.recipe import DynamicLossScale, OffloadPolicy, Precision, Recipe, RematPolicy
 from zerojax.train import (
     TrainState,
@@ -25,6 +35,7 @@ __all__ = [
     "Hardware",
     "Layout",
     "OffloadPolicy",
+    "Placement",
     "Plan",
     "Precision",
     "Recipe",
@@ -33,6 +44,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transformer",
+    "Workload",
     "__version__",
     "apply_updates",
     "audit",

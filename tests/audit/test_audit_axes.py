@@ -16,6 +16,7 @@ import zerojax
 from zerojax.audit import audit
 from zerojax.audit._match import Matcher, pads, regroups
 from zerojax.planner import theory_of
+from zerojax.recipe import Recipe
 
 ROWS, COLS, BATCH = 128, 96, 64
 WEIGHT = {"w": jax.ShapeDtypeStruct((ROWS, COLS), jnp.float32)}
@@ -38,7 +39,7 @@ def ring(n):
 
 @pytest.mark.parametrize(("stage", "number"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_theory_is_the_papers_where_every_leaf_is_partitioned(stage, number):
-    theory = theory_of(layout_on({"data": 8}, stage), 1, None)
+    theory = theory_of(layout_on({"data": 8}, stage), Recipe())
     assert theory.elements == theory.paper == number * PSI * ring(8)
     assert set(theory.by_axes) == {("data",)}
 
@@ -48,14 +49,14 @@ def test_theory_is_the_papers_where_every_leaf_is_partitioned(stage, number):
     [(1, None, 1, 1), (1, "each", 1, 4), (2, None, 1, 4), (2, "once", 1, 1), (3, None, 8, 4)],
 )
 def test_theory_counts_microbatches(stage, reduce, gathers, reductions):
-    theory = theory_of(layout_on({"data": 8}, stage), 4, reduce)
+    theory = theory_of(layout_on({"data": 8}, stage), Recipe(accumulate=4, reduce=reduce))
     assert theory.elements == (gathers + reductions) * PSI * ring(8)
 
 
 def test_theory_of_leaves_that_stay_whole_and_of_padding():
     shapes = {"w": WEIGHT["w"], "odd": jax.ShapeDtypeStruct((1001, 4), jnp.float32),
               "bias": jax.ShapeDtypeStruct((COLS,), jnp.float32)}  # fmt: skip
-    theory = theory_of(layout_on({"data": 8}, 2, shapes=shapes), 1, None)
+    theory = theory_of(layout_on({"data": 8}, 2, shapes=shapes), Recipe())
     stored = PSI + 1008 * 4
     assert theory.elements == pytest.approx((2 * stored + 2 * COLS) * ring(8))
     assert theory.paper == pytest.approx(2 * (PSI + 1001 * 4 + COLS) * ring(8))
@@ -63,14 +64,14 @@ def test_theory_of_leaves_that_stay_whole_and_of_padding():
 
 def test_theory_reduces_shards_over_batch_axes_beyond_zeros():
     layout = layout_on({"replica": 2, "data": 4}, 2, "data", batch_axes=("replica", "data"))
-    theory = theory_of(layout, 1, None).by_axes
+    theory = theory_of(layout, Recipe()).by_axes
     assert theory[("data",)] == 2 * PSI * ring(4)
     assert theory[("replica",)] == 2 * PSI / 4 * ring(2)
 
 
 def test_theory_counts_what_the_users_own_axes_leave():
     layout = layout_on({"data": 4, "model": 2}, 2, "data", specs={"w": P(None, "model")})
-    theory = theory_of(layout, 1, None)
+    theory = theory_of(layout, Recipe())
     assert theory.by_axes == {("data",): 2 * PSI / 2 * ring(4)}
 
 

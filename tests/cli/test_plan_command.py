@@ -115,11 +115,17 @@ def test_a_plan_is_the_planner_s_own(capsys):
     for stage, found in enumerate(strict(capsys.readouterr().out)["stages"]):
         wanted = zerojax.plan(
             jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0)),
-            optax.lion(optax.constant_schedule(1e-3)), stage=stage, num_devices=16,
-            hardware="v5e", num_shards=4, model_axis=2, accumulate=2,
-            loss_fn=functools.partial(gpt.loss, config),
-            batch=jax.ShapeDtypeStruct((3 * 2 * 8, 33), jnp.int32),
-        )  # fmt: skip
+            optax.lion(optax.constant_schedule(1e-3)),
+            stage=stage,
+            num_devices=16,
+            hardware="v5e",
+            recipe=zerojax.Recipe(accumulate=2),
+            workload=zerojax.Workload(
+                loss_fn=functools.partial(gpt.loss, config),
+                batch=jax.ShapeDtypeStruct((3 * 2 * 8, 33), jnp.int32),
+            ),
+            placement=zerojax.Placement(num_shards=4, model_axis=2),
+        )
         assert found["bytes"]["total"] == wanted.bytes.total
         assert found["volume"] == pytest.approx(wanted.volume)
         assert found["time"]["step"] == pytest.approx(wanted.step_time)

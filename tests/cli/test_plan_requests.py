@@ -101,19 +101,23 @@ def test_options_that_are_given_hold_in_a_search(capsys):
 def test_winners_are_compiled_where_that_is_asked_for(monkeypatch, capsys):
     calls = []
 
-    def watched(*arguments, verify, **given):
-        calls.append((verify, given["space"]))
+    def watched(*arguments, **given):
+        calls.append(given["space"])
         return zerojax.search_plans(1e6, optax.sgd(1.0), num_devices=1, hardware="h100")
 
+    def compiled(choices):
+        calls.append("compiled")
+        return choices
+
     monkeypatch.setattr(request, "search_plans", watched)
+    monkeypatch.setattr(request, "verify_plans", compiled)
     assert main([*TINY, "--search"]) == 0
     assert main([*TINY, "--search", "--verify", "--json", "-"]) == 0
     out, err = capsys.readouterr()
-    (plain, wide), (verified, narrow) = calls
-    assert (plain, verified) == (False, True)
-    assert wide.model_axes is None
-    assert len(wide.offloads) > 1
-    assert (narrow.model_axes, narrow.offloads) == ((1,), ((),))
+    wide, narrow, last = calls
+    assert last == "compiled"
+    assert (wide.model_axes, wide.offloads) == (None, None)
+    assert (narrow.model_axes, narrow.offloads) == ((1,), (None,))
     assert "compiling the winners for h100" in err
     assert "compiling" not in out
 
@@ -127,10 +131,10 @@ def test_winners_are_compiled_where_that_is_asked_for(monkeypatch, capsys):
     ],
 )
 def test_a_compiler_that_fails_is_one_line(monkeypatch, capsys, error, status, said):
-    def fail(*arguments, **given):
+    def fail(choices):
         raise error
 
-    monkeypatch.setattr(request, "search_plans", fail)
+    monkeypatch.setattr(request, "verify_plans", fail)
     assert main([*TINY, "--search", "--verify"]) == status
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("zerojax: ")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from zerojax.planner._live import Leaf, Simulation
-from zerojax.planner._program import read_program
-from zerojax.planner._trace import trace_loss
+from zerojax.planner.traced import HeldLeaf, Sharing, Simulation, peak_of, trace_loss
+from zerojax.planner.traced._leaves import ends_of
+from zerojax.planner.traced._reader import read_operations
+from zerojax.planner.traced._simulation import stacked_values
 
 N = 4  # shards
 LOSS = 4  # bytes of a loss: it is there from the forward pass on
@@ -25,7 +26,7 @@ def leaves_of(params, stage=0, parts=1):
         whole = 4 * x.size / parts
         held = whole / N if stage == 3 else whole
         gradient = whole / N if stage else whole
-        return Leaf(number, held, whole, gradient, stage == 3, parts)
+        return HeldLeaf(number, held, whole, gradient, stage == 3, parts)
 
     return [leaf(number, x) for number, x in enumerate(jax.tree.leaves(params))]
 
@@ -37,12 +38,23 @@ def handmade(function, params, *batch):
         given = [shape(count, *x.shape, dtype=x.dtype) for x in batch]
         return jax.make_jaxpr(function)(params, *given)
 
-    return read_program(trace(2), trace(4), (2, 4))
+    return read_operations(trace(2), trace(4), (2, 4))
 
 
 def peak(loss, params, batch, examples, platform="cpu", stage=0, *, frees=False, **options):
     """Give the bytes of the peak; `loss` is a loss, or a program that was made by hand."""
-    program = trace_loss(loss, params, batch).program if callable(loss) else loss
+    program = trace_loss(loss, params, batch).operations if callable(loss) else loss
     leaves = leaves_of(params, stage, options.pop("parts", 1))
-    found = Simulation(program, platform).peak(leaves, examples, frees=frees, **options)
+    given = {"frees": frees, "accumulate": options.pop("accumulate", 1)}
+    found = peak_of(
+        Simulation(program, platform), leaves, examples, **given, sharing=Sharing(**options)
+    )
     return found.bytes
+
+
+def stacked_bytes(simulation, leaves, examples):
+    """Count all that scans stack for the backward pass."""
+    program = simulation.program
+    lifetimes = simulation.lifetimes(program, *ends_of(program, leaves))
+    stacked = stacked_values(program, lifetimes)
+    return sum(program.values[v].bytes.at(examples) for v in stacked)

@@ -87,22 +87,19 @@ MODELS = (
     (212, 8192, 64, 170),
 )
 
-# Section 3.2: GPT-2 of 1.5e9 (48 x 1600), batch 32, 1024 tokens keeps about 60 GB in fp16 without
-# checkpoints. A GPT of 100e9 (125 x 8192) at batch 32 keeps "around 60 GB" of checkpoints; section
+# A GPT of 100e9 (125 x 8192) at batch 32 keeps "around 60 GB" of checkpoints (section 3.2); section
 # 6.1 says 33 GB of the same, and 2 GB with Pa over 16. The first counts two bytes an element (67 GB
 # exactly), the second one (33.6 and 2.1).
-GPT2_ACTIVATIONS_GB = 60
 CHECKPOINTS_GB_SECTION_3 = 60
 CHECKPOINTS_GB_SECTION_6 = 33
 PARTITIONED_GB_SECTION_6 = 2
 
 # ZeRO-Infinity (arXiv 2104.07857), figure 2a: layers, width, heads; TiB of model states, TiB of
-# checkpoints at batch 32; GiB of the largest linear with its gradient; GiB between two checkpoints
-# at batch 4. 1024 tokens. None: not compared.
+# checkpoints at batch 32 of 1024 tokens.
 INFINITY = (
-    (80, 10 * 1024, 128, 1.83, 0.05, None, 1.63),
-    (100, 20 * 1024, 160, 9.16, 0.12, 6.25, 2.50),
-    (128, 25 * 1024, 256, 18.31, 0.20, 9.77, 3.56),
-    (195, 64 * 1024, 512, 182.81, 0.76, 64.00, 8.00),
-    (315, 160 * 1024, 1024, 1845.70, 3.08, 400.00, 18.00),
+    (80, 10 * 1024, 128, 1.83, 0.05),
+    (100, 20 * 1024, 160, 9.16, 0.12),
+    (128, 25 * 1024, 256, 18.31, 0.20),
+    (195, 64 * 1024, 512, 182.81, 0.76),
+    (315, 160 * 1024, 1024, 1845.70, 3.08),
 )

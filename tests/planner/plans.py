@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
 
-import zerojax
 from tests.planner.live_programs import shape
-from zerojax.planner import plan, search
+from zerojax import OffloadPolicy, Placement, Recipe, RematPolicy, Workload, plan, search_plans
 
-MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+PA = RematPolicy(partition="model")
+HOSTED = OffloadPolicy(kinds=("optimizer", "master"))
+ACTIVATIONS = OffloadPolicy(kinds=("activation",))
+EVERYTHING = OffloadPolicy(kinds=("optimizer", "master", "activation"))
 TX = optax.adam(1e-3)
 WIDTH, TOKENS = 128, 64
 
@@ -24,9 +28,18 @@ SHAPES = {"w": shape(512, 1024), "b": shape(1024)}  # all divide by 64
 PSI = 512 * 1024 + 1024
 
 
+def nouns(**options):
+    """Put every option into the noun that has it: `accumulate=2` into a recipe."""
+    for name, noun in (("recipe", Recipe), ("workload", Workload), ("placement", Placement)):
+        fields = {field.name for field in dataclasses.fields(noun)} & set(options)
+        if fields:
+            options[name] = noun(**{field: options.pop(field) for field in fields})
+    return options
+
+
 def plan_shapes(params=SHAPES, **options):
-    given = {"stage": 1, "num_devices": 8, "hardware": "h100", "precision": MIXED} | options
-    return plan(params, TX, **given)
+    given = {"stage": 1, "num_devices": 8, "hardware": "h100", "precision": "bf16"} | options
+    return plan(params, TX, **nouns(**given))
 
 
 def mix(params, x):
@@ -47,11 +60,10 @@ def mix_params(num_layers=4):
 
 
 def plan_mix(num_examples=16, *, num_layers=4, **options):
-    given = {
-        "stage": 2, "num_devices": 8, "hardware": "h100", "precision": MIXED, "loss_fn": mix,
-        "batch": shape(num_examples, TOKENS, WIDTH, dtype=jnp.bfloat16),
-    } | options  # fmt: skip
-    return plan(mix_params(num_layers), TX, **given)
+    batch = shape(num_examples, TOKENS, WIDTH, dtype=jnp.bfloat16)
+    given = {"stage": 2, "num_devices": 8, "hardware": "h100", "precision": "bf16"}
+    given |= {"loss_fn": mix, "batch": batch} | options
+    return plan(mix_params(num_layers), TX, **nouns(**given))
 
 
 ODD = {
@@ -79,5 +91,5 @@ TRACED = {"params": ODD, "loss_fn": odd_mix, "batch": odd_batch(16 * 3)}
 
 def find(**options):
     """Search on sixteen devices."""
-    given = {"tx": TX, "num_devices": 16, "hardware": "h100", "precision": MIXED}
-    return search(**(given | options))
+    given = {"tx": TX, "num_devices": 16, "hardware": "h100", "precision": "bf16"}
+    return search_plans(**nouns(**(given | options)))

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerojax.planner._formulas import model_state_bytes
+from zerojax import model_state_bytes
 
 PARAMS = st.integers(10**6, 10**13)
 SHARDS = st.integers(1, 4096)

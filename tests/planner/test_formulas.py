@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.planner import paper
 from zerojax.layout import STAGES
-from zerojax.planner import _formulas as formulas
-from zerojax.planner._formulas import model_state_bytes, model_state_bytes_by_kind, step_volume
+from zerojax.planner import model_state_bytes, offload_traffic_bytes, step_volume
 
 PARAMS = st.integers(1, 10**14)
 SHARDS = st.integers(1, 10**5)
@@ -56,8 +55,9 @@ def test_section_7_volumes(stage, paper_volume, num_shards):
 
 def test_one_and_a_half_billion_parameters_take_24_gb():
     """Section 3.1: 3 GB of fp16 parameters, 24 GB of states."""
-    kinds = model_state_bytes_by_kind(1.5e9, stage=0, num_shards=1)
-    assert kinds == {"parameter": 3e9, "gradient": 3e9, "optimizer": 18e9}
+    assert model_state_bytes(1.5e9, stage=0, num_shards=1) == 24e9
+    alone = {"grad_bytes": 0, "optimizer_bytes_per_param": 0}
+    assert model_state_bytes(1.5e9, stage=0, num_shards=1, **alone) == 3e9
 
 
 def test_reductions_of_section_5():
@@ -93,16 +93,17 @@ def test_more_shards_never_take_more_and_move_no_less(params, stage, num_shards,
     fewer, more = (
         step_volume(params, stage=stage, num_shards=n) for n in (num_shards, num_shards + 1)
     )
-    assert fewer <= more < formulas.VOLUMES[stage] * params
+    assert fewer <= more < paper.SECTION_7[stage] * params
 
 
 @given(PARAMS, STAGE, SHARDS)
-def test_kinds_add_up_and_only_the_stages_kinds_are_cut(params, stage, num_shards):
-    kinds = model_state_bytes_by_kind(params, stage=stage, num_shards=num_shards)
-    assert sum(kinds.values()) == model_state_bytes(params, stage=stage, num_shards=num_shards)
-    for kind, width in (("parameter", 2), ("gradient", 2), ("optimizer", 12)):
+def test_only_the_stages_kinds_are_cut(params, stage, num_shards):
+    nothing = {"param_bytes": 1e-300, "grad_bytes": 0, "optimizer_bytes_per_param": 0}
+    kinds = {"gradient": "grad_bytes", "optimizer": "optimizer_bytes_per_param"}
+    for kind, width in (kinds | {"parameter": "param_bytes"}).items():
         part = num_shards if kind in STAGES[stage] else 1
-        assert kinds[kind] == pytest.approx(width * params / part)
+        held = model_state_bytes(params, stage=stage, num_shards=num_shards, **nothing | {width: 2})
+        assert held == pytest.approx(2 * params / part)
 
 
 def test_a_master_is_cut_wherever_the_optimizer_is():
@@ -140,49 +141,14 @@ def test_bad_input_is_refused_in_one_line(changed, message):
 
 def test_offload_moves_four_bytes_a_parameter():
     """ZeRO-Offload: 2 Psi of gradients down and 2 Psi of parameters up; a part of it per device."""
-    assert formulas.offload_traffic_bytes(10e9) == 4 * 10e9
-    assert formulas.offload_traffic_bytes(10e9, num_shards=16) == 4 * 10e9 / 16
+    assert offload_traffic_bytes(10e9) == 4 * 10e9
+    assert offload_traffic_bytes(10e9, num_shards=16) == 4 * 10e9 / 16
 
 
 @pytest.mark.parametrize("row", paper.INFINITY, ids=lambda row: f"{row[0]}x{row[1]}")
-def test_infinity_states_and_largest_linear(row):
-    layers, width, _, states, _, linear, _ = row
-    psi = 12 * layers * width**2
-    assert formulas.infinity_state_bytes(psi) == 240 * layers * width**2
-    assert formulas.infinity_state_bytes(psi) / 2**40 == pytest.approx(states, abs=0.0051)
-    if linear is not None:
-        assert formulas.largest_linear_bytes(width) / 2**30 == pytest.approx(linear, abs=0.0051)
-
-
-@pytest.mark.parametrize(
-    ("intensity", "bandwidth", "least"),
-    [
-        (1024 * 1, 70e9, 0.5),  # parameters and gradients, batch 1: 70 GB/s keep half of the peak
-        (1024 * 2 / 4, 1.5e12, 0.9),  # optimizer states, batch 2: 1.5 TB/s keep 90%
-        (24 * 2048, 2e9, 0.5),  # checkpoints at width 2048: 2 GB/s keep half
-        (24 * 8192, 1e9, 0.5),  # at width 8192 1 GB/s does
-    ],
-)
-def test_infinity_bandwidths(intensity, bandwidth, least):
-    """ZeRO-Infinity, section 4: 70 TFLOP/s a device, 1024 tokens, nothing overlapped."""
-    got = formulas.transfer_efficiency(intensity=intensity, bandwidth=bandwidth, flops=70e12)
-    assert least < got < 1
-    fed = formulas.transfer_efficiency(intensity=intensity, bandwidth=1e20, flops=70e12)
-    assert fed == pytest.approx(1, abs=1e-3)
-
-
-def test_zero_plus_plus_moves_a_quarter():
-    plain = formulas.cross_node_volume()
-    assert (plain.forward_gather, plain.backward_gather, plain.reduction) == (1, 1, 1)
-    assert plain.total == formulas.VOLUMES[3]
-    best = formulas.cross_node_volume(weight_bits=8, gradient_bits=4, node_copy=True)
-    assert (best.forward_gather, best.backward_gather, best.reduction) == (0.5, 0, 0.25)
-    assert best.total == 0.75 == plain.total / 4
-
-
-def test_a_node_copy_costs_a_share_of_the_parameters():
-    """1024 devices, 16 a node: 9 times what stage 3 takes, and 114 times less than stage 0."""
-    stage_3 = model_state_bytes(1e9, stage=3, num_shards=1024)
-    copied = stage_3 + formulas.node_copy_bytes(1e9, devices_per_node=16)
-    assert copied / stage_3 == pytest.approx(9)
-    assert round(16e9 / copied) == 114
+def test_states_of_infinity(row):
+    """20 bytes a parameter: fp32 gradients are kept beside the fp16 ones."""
+    layers, width, _, states, _ = row
+    held = model_state_bytes(12 * layers * width**2, stage=0, num_shards=1, grad_bytes=2 + 4)
+    assert held == 240 * layers * width**2
+    assert held / 2**40 == pytest.approx(states, abs=0.0051)

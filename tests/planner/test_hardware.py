@@ -10,7 +10,7 @@ import pytest
 from zerojax.aot import device_memory
 from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS
 from zerojax.layout import SPANS
-from zerojax.planner._hardware import HARDWARE, Hardware, find_hardware
+from zerojax.planner import HARDWARE, Hardware, find_hardware
 
 GIB = 2**30
 
@@ -184,6 +184,8 @@ def test_a_figure_that_no_hardware_has_is_refused(field, value):
         ({"torus": 2, "slices": ("4x0",)}, "slice '4x0' must name 2 dims"),
         ({"torus": 2, "devices_per_chip": 2}, "chip_bandwidth must be a number above 0"),
         ({"devices_per_chip": 2, "chip_bandwidth": 1e9}, "devices per chip need a torus"),
+        ({"overlap": 1.1}, "overlap is a share of communication, 0 to 1, got 1.1"),
+        ({"overlap": -0.1}, "overlap must be a number of at least 0, got -0.1"),
         (
             {"torus": 2, "devices_per_chip": 3, "chip_bandwidth": 1e9},
             "a domain of whole chips, got torus=2, domain=8",

@@ -16,8 +16,8 @@ from scipy.optimize import linprog
 
 from zerojax.layout import in_order
 from zerojax.layout._torus import find_phases, read_digits
-from zerojax.planner._hardware import HARDWARE
-from zerojax.planner._links import Network, Phase, Seconds, gather_time
+from zerojax.planner import HARDWARE
+from zerojax.planner.hardware._links import Network, Phase, Seconds, gather_time
 
 S = 2e9  # bytes of the tensor that is gathered
 L = 1.8e11  # v5p, v6e: bytes/s along one dim

@@ -11,8 +11,7 @@ import pytest
 
 from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
 from zerojax.models import gpt
-from zerojax.planner._live import Leaf, Simulation
-from zerojax.planner._trace import trace_loss
+from zerojax.planner.traced import HeldLeaf, Sharing, Simulation, peak_of, trace_loss
 
 # ------------------------------------------------------------------ a chain of products
 
@@ -75,11 +74,11 @@ def test_gathers_of_norms_and_biases_do_not_count():
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w))
 
-    program = trace_loss(loss, shape(8, 8), shape(4, 8)).program
+    program = trace_loss(loss, shape(8, 8), shape(4, 8)).operations
 
     def gathering(size):
-        leaves = [Leaf(0, held=0.0, gathered=size, gradient=0.0, is_gathered=True)]
-        return Simulation(program, "cpu").peak(leaves, 4, frees=False).bytes
+        leaves = [HeldLeaf(0, held=0.0, gathered=size, gradient=0.0, is_gathered=True)]
+        return peak_of(Simulation(program, "cpu"), leaves, 4, frees=False).bytes
 
     assert gathering(2**14) == gathering(0)
     assert gathering(2**14 + 1) > gathering(2**14) + 2**13
@@ -202,12 +201,13 @@ def test_checkpoints_that_are_offloaded_leave_two_layers_on_the_device():
 def test_checkpoints_that_are_partitioned_are_cut_by_the_model_axis():
     A = 4 * 16 * WIDE
     options = {"model_axis": 2, "parts": 2}
-    whole, cut = (layers_peak(6, **options, checkpoint_parts=parts) for parts in (1, 2))
+    whole, cut = (layers_peak(6, **options, partitions=partitions) for partitions in (False, True))
     assert whole - cut == 6 * A / 2
-    leaves = leaves_of(shape(6, WIDE, WIDE))
-    simulation = Simulation(trace_loss(layers, shape(6, WIDE, WIDE), shape(4, WIDE)).program, "cpu")
-    stacked = [simulation.stacked_bytes(leaves, 16, checkpoint_parts=p) for p in (1, 2)]
-    assert stacked == [6 * A, 6 * A / 2]
+    params = shape(6, WIDE, WIDE)
+    simulation = Simulation(trace_loss(layers, params, shape(4, WIDE)).operations, "cpu")
+    for partitions, parts in ((False, 1), (True, 2)):
+        sharing = Sharing(model_axis=2, partitions=partitions)
+        assert simulation.checkpoint_bytes(leaves_of(params), 16, sharing) == 6 * A / parts
 
 
 def test_what_lies_within_layers_is_cut_by_the_model_axis_and_what_they_hand_on_is_not():
@@ -217,14 +217,15 @@ def test_what_lies_within_layers_is_cut_by_the_model_axis_and_what_they_hand_on_
 
         return jax.lax.scan(layer, x, params)[0].sum()
 
-    params = shape(6, WIDE, 4 * WIDE)
-    simulation = Simulation(trace_loss(loss, params, shape(4, WIDE)).program, "cpu")
-    whole, cut = (
-        simulation.stacked_bytes(leaves_of(params), 16, model_axis=axis) for axis in (1, 4)
-    )
-    handed_on = 6 * 4 * 16 * WIDE
-    assert whole > handed_on
-    assert cut == handed_on + (whole - handed_on) / 4
+    def of_a_layer(axis):
+        options = {"model_axis": axis, "parts": axis}
+        params = [shape(num_layers, WIDE, 4 * WIDE) for num_layers in (6, 7)]
+        less, more = (peak(loss, x, shape(4, WIDE), 16, **options) for x in params)
+        return more - less
+
+    W, A = 4 * 4 * WIDE**2, 4 * 16 * WIDE
+    assert of_a_layer(1) > 2 * W + A, "weights and gradients; its input; more beside it"
+    assert of_a_layer(4) == A + (of_a_layer(1) - A) / 4
 
 
 def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():
@@ -330,7 +331,7 @@ def model(**options):
     config = gpt.Config(num_layers=4, width=64, num_heads=2, vocab_size=128, context=32, **options)
     params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
     batch = shape(4, config.context + 1, dtype=jnp.int32)
-    return params, trace_loss(functools.partial(gpt.loss, config), params, batch).program
+    return params, trace_loss(functools.partial(gpt.loss, config), params, batch).operations
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -339,7 +340,10 @@ def test_more_examples_and_lower_stages_never_take_less(scan):
     for platform, frees in itertools.product(("cpu", "gpu", "tpu"), (False, True)):
         simulation = Simulation(program, platform)
         by_stage = [
-            [simulation.peak(leaves_of(params, s), b, frees=frees).bytes for b in (1, 2, 3, 8, 9)]
+            [
+                peak_of(simulation, leaves_of(params, s), b, frees=frees).bytes
+                for b in (1, 2, 3, 8, 9)
+            ]
             for s in (0, 1, 3)
         ]
         for peaks in by_stage:
@@ -350,7 +354,7 @@ def test_more_examples_and_lower_stages_never_take_less(scan):
 
 def test_a_peak_names_its_largest_values_as_large_as_they_are():
     params, program = model()
-    found = Simulation(program, "gpu").peak(leaves_of(params), 5, frees=False)
+    found = peak_of(Simulation(program, "gpu"), leaves_of(params), 5, frees=False)
     sizes = dict(found.alive)
     assert sizes["scan float32[4, 5, 32, 64]"] == 4 * 4 * 5 * 32 * 64  # the inputs of four layers
     assert sizes["input float32[4, 64, 192]"] == 4 * 4 * 64 * 192
@@ -363,9 +367,9 @@ def test_a_peak_names_gathered_weights_where_there_are_some():
         return jnp.sum(jnp.sin(x @ w))
 
     w = shape(WIDE, WIDE)
-    simulation = Simulation(trace_loss(loss, w, shape(4, WIDE)).program, "cpu")
+    simulation = Simulation(trace_loss(loss, w, shape(4, WIDE)).operations, "cpu")
     whole, cut = (
-        dict(simulation.peak(leaves_of(w, stage), 4, frees=False).alive) for stage in (0, 3)
+        dict(peak_of(simulation, leaves_of(w, stage), 4, frees=False).alive) for stage in (0, 3)
     )
     gathered = "gathered parameters and padded copies"
     assert gathered not in whole

@@ -15,16 +15,21 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.planner.plans import (
-    MIXED,
+    ACTIVATIONS,
+    EVERYTHING,
+    HOSTED,
+    PA,
     PSI,
     TOKENS,
     TX,
     WIDTH,
     mix_params,
+    nouns,
     plan_mix,
     plan_shapes,
     shape,
 )
+from zerojax import RematPolicy
 from zerojax.models import gpt
 from zerojax.planner import HARDWARE, Transformer, find_hardware, plan, theory_of
 
@@ -42,10 +47,10 @@ def model(**options):
 def plan_gpt(num_examples, *, config=(), **options):
     params, loss = model(**dict(config))
     given = {
-        "stage": 2, "num_devices": 8, "hardware": "h100", "precision": MIXED,
+        "stage": 2, "num_devices": 8, "hardware": "h100", "precision": "bf16",
         "loss_fn": loss, "batch": shape(num_examples, CONFIG.context + 1, dtype=jnp.int32),
     } | options  # fmt: skip
-    return plan(params, TX, **given)
+    return plan(params, TX, **nouns(**given))
 
 
 # ------------------------------------------------------------------ where it knows it from
@@ -140,7 +145,7 @@ def test_states_are_the_paper_s_where_everything_divides(stage, hardware):
 
 def test_leaves_that_do_not_divide_are_padded_or_whole():
     params = {"odd": shape(1009, 3), "small": shape(5)}
-    found = plan_shapes(params, stage=3, precision=None)
+    found = plan_shapes(params, stage=3, precision="fp32")
     assert found.bytes.parameters == 4 * (1016 * 3 // 8 + 5)
     assert found.bytes.optimizer == 2 * found.bytes.parameters + 4
 
@@ -183,7 +188,7 @@ def test_rematerialisation_trades_bytes_for_products():
 
 
 def test_an_optimizer_on_the_host_is_there_and_not_here():
-    here, there = plan_mix(), plan_mix(offload="optimizer")
+    here, there = plan_mix(), plan_mix(offload=HOSTED)
     assert there.bytes.optimizer == there.bytes.masters == 0
     assert there.bytes.host == here.bytes.optimizer
     assert here.bytes.total - there.bytes.total == here.bytes.optimizer
@@ -198,13 +203,43 @@ def test_an_optimizer_on_the_host_is_there_and_not_here():
     assert there.step_time >= there.time.waiting
 
 
+def test_states_that_visit_the_device_move_there_and_back():
+    """Muon is no elementwise optimizer: the device updates, one leaf's states there at a time."""
+    here = plan_mix()
+    there = plan_mix(offload=dataclasses.replace(HOSTED, update="device"))
+    assert there.bytes.host == here.bytes.optimizer
+    # 24 bytes a parameter for Adam with masters.
+    assert there.time.waiting == 2 * there.bytes.host / HARDWARE["h100"].host_bandwidth
+    largest = 4 * (4 * WIDTH * 4 * WIDTH * 3) / 8
+    assert there.bytes.total <= here.bytes.total - here.bytes.optimizer + largest
+    assert there.time.memory == here.time.memory, "states are read and written there all the same"
+
+
+def test_values_that_a_policy_keeps_are_kept():
+    def layer(h, w):
+        return h + jnp.sin(jax.ad_checkpoint.checkpoint_name(h @ w, "product")), None
+
+    def loss(params, x):
+        return jax.lax.scan(layer, x, params["w"])[0].sum()
+
+    params, x = {"w": shape(50, WIDTH, WIDTH)}, shape(64, TOKENS, WIDTH)
+    given = {"num_devices": 8, "hardware": "h100", "stage": 0, "loss_fn": loss, "batch": x}
+    full, kept = (
+        plan(params, TX, **nouns(**given, remat=RematPolicy(keep=keep)))
+        for keep in ((), ("product",))
+    )
+    value = 4 * 8 * TOKENS * WIDTH
+    assert kept.bytes.total - full.bytes.total == pytest.approx(50 * value, rel=0.05)
+    assert kept.source == "the traced loss, remat='full', keeping product"
+
+
 def test_checkpoints_shrink_by_pa_and_leave_for_the_host():
     layers, examples = 50, 64 // 2  # of a device's microbatch: two groups of four
-    options = {"model_axis": 4, "num_layers": layers, "remat": "full"}
+    options = {"model_axis": 4, "num_layers": layers}
     layer = 2 * examples * TOKENS * WIDTH
-    whole = plan_mix(64, **options)
-    cut = plan_mix(64, partition_activations=True, **options)
-    gone = plan_mix(64, partition_activations=True, offload="activations", **options)
+    whole = plan_mix(64, remat="full", **options)
+    cut = plan_mix(64, remat=PA, **options)
+    gone = plan_mix(64, remat=PA, offload=ACTIVATIONS, **options)
     assert whole.bytes.total - cut.bytes.total == pytest.approx(layers * layer * 3 / 4, abs=2)
     # What goes is all but two layers.
     assert cut.bytes.total - gone.bytes.total == pytest.approx((layers - 2) * layer / 4, abs=2)
@@ -241,7 +276,7 @@ def test_accumulation_keeps_a_sum_and_the_whole_batch(stage):
 def test_volume_is_the_theory_s_and_the_paper_s(stage, reduce, accumulate):
     found = plan_mix(16 * 3, stage=stage, accumulate=accumulate, reduce=reduce)
     layout = zerojax.make_layout(mix_params(), AbstractMesh((8,), ("data",)), stage=stage)
-    theory = theory_of(layout, accumulate, reduce)
+    theory = theory_of(layout, zerojax.Recipe(accumulate=accumulate, reduce=reduce))
     assert found.volume == theory.elements / layout.num_params
     assert sum(found.volume_by_axes.values()) == found.volume
     times = theory.reductions
@@ -253,7 +288,10 @@ def test_volume_is_the_theory_s_and_the_paper_s(stage, reduce, accumulate):
 
 
 def test_what_overlaps_is_assumed_and_said():
-    found = {share: plan_mix(overlap=share) for share in (0, 0.25, 1)}
+    one = find_hardware("h100")
+    found = {
+        share: plan_mix(hardware=dataclasses.replace(one, overlap=share)) for share in (0, 0.25, 1)
+    }
     time = found[0].time
     assert time.step == pytest.approx(time.busy + time.fast + time.slow)
     assert found[1].time.step == max(time.busy, time.fast, time.slow)
@@ -274,7 +312,7 @@ def test_a_step_is_bound_by_what_takes_longest():
     }
     for name, figures in changed.items():
         found = plan_mix(
-            num_devices=16, offload="optimizer", hardware=dataclasses.replace(one, **figures)
+            num_devices=16, offload=HOSTED, hardware=dataclasses.replace(one, **figures)
         )
         assert found.bound_by == name
         assert f"bound by {name}" in str(found)
@@ -286,10 +324,10 @@ def test_a_step_is_bound_by_what_takes_longest():
         {},
         {"stage": 3},
         {"accumulate": 2},
-        {"offload": "optimizer"},
+        {"offload": HOSTED},
         {"num_devices": 16},
-        {"model_axis": 2, "offload": "optimizer", "flops": 5e12},
-        {"model_axis": 2, "offload": ("optimizer", "activations"), "remat": "full", "flops": 5e12},
+        {"model_axis": 2, "offload": HOSTED, "flops": 5e12},
+        {"model_axis": 2, "offload": EVERYTHING, "remat": "full", "flops": 5e12},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
@@ -324,7 +362,7 @@ def test_operations_that_wait_for_memory_never_become_compute_bound():
 def test_it_says_what_is_planned_and_what_that_rests_on():
     found = plan_mix(
         64, num_devices=32, num_shards=8, model_axis=2, accumulate=2,
-        partition_activations=True, offload=("optimizer", "activations"), remat="full",
+        remat=PA, offload=EVERYTHING,
     )  # fmt: skip
     text = " ".join(str(found).split())
     for part in (

@@ -5,8 +5,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from tests.planner.plans import TOKENS, WIDTH, first_word, plan_mix, plan_shapes, shape
-from zerojax.planner import Transformer
+from tests.planner.plans import (
+    ACTIVATIONS,
+    PA,
+    TOKENS,
+    WIDTH,
+    first_word,
+    plan_mix,
+    plan_shapes,
+    shape,
+)
+from zerojax import OffloadPolicy, RematPolicy, Transformer
 
 
 @pytest.mark.parametrize(
@@ -28,13 +37,22 @@ from zerojax.planner import Transformer
         ({"hardware": "v5x"}, ["nearest first: v5"]),
         ({"accumulate": 0}, ["accumulate", "0"]),
         ({"accumulate": 1.5}, ["accumulate", "1.5"]),
-        ({"overlap": 1.1}, ["overlap", "1.1"]),
-        ({"overlap": -0.1}, ["overlap", "-0.1"]),
-        ({"offload": "gradients"}, ["gradients", "optimizer, activations"]),
-        ({"offload": ["optimizer", "x"]}, ["'x'", "optimizer, activations"]),
+        (
+            {"offload": OffloadPolicy(kinds=("master",))},
+            ["'master' alone", "kinds=('optimizer', 'master')"],
+        ),
+        (
+            {"remat": RematPolicy(offload=("scores",)), "tokens_per_device": 4},
+            ["offload=['scores']", "layer inputs", "keep=('scores',)"],
+        ),
+        (
+            {"remat": RematPolicy(keep=("scores",)), "tokens_per_device": 4},
+            ["keep=('scores',)", "Workload(loss_fn="],
+        ),
+        ({"remat": "none", "offload": ACTIVATIONS}, ["remat='none' keeps no checkpoints"]),
         ({"remat": "half"}, ["none, dots, full", "'half'"]),
         ({"remat": "dots", "tokens_per_device": 4}, ["remat='dots'", "loss_fn"]),
-        ({"partition_activations": True}, ["model_axis is 1"]),
+        ({"remat": PA}, ["partition='model'", "model_axis is 1", "Placement(model_axis"]),
         ({"reduce": "twice"}, ["'once', 'each' or None", "'twice'"]),
         ({"reduce": "once", "stage": 3}, ["reduce='once'", "stage 3"]),
         ({"tokens_per_device": -1}, ["tokens_per_device", "-1"]),

@@ -12,8 +12,9 @@ import pytest
 from tests.planner.live_programs import shape
 from zerojax._jaxpr import CALLS
 from zerojax.models import gpt, mlp
-from zerojax.planner._program import Line, read_program
-from zerojax.planner._trace import trace_loss
+from zerojax.planner.traced._operations import Line
+from zerojax.planner.traced._reader import read_operations
+from zerojax.planner.traced._trace import trace_loss
 
 GPT = {"num_layers": 3, "width": 16, "num_heads": 2, "vocab_size": 40, "context": 8}
 
@@ -25,11 +26,11 @@ def read(function, *args, batches=(2, 4)):
         given = [arg(count) if callable(arg) else shape(count, *arg) for arg in args]
         return jax.make_jaxpr(function)(*given)
 
-    return read_program(*map(trace, batches), batches)
+    return read_operations(*map(trace, batches), batches)
 
 
 def program_of(loss, params, batch, **options):
-    return trace_loss(loss, params, batch, **options).program
+    return trace_loss(loss, params, batch, **options).operations
 
 
 def gpt_program(examples, **options):
@@ -306,7 +307,7 @@ def test_scanned_layers_hand_on_what_they_carry():
 def test_a_loss_that_is_another_program_for_another_batch_is_refused(loss, why):
     trace = trace_loss(loss, shape(5, 5), shape(4, 5))
     with pytest.raises(ValueError, match=why) as caught:
-        _ = trace.program
+        _ = trace.operations
     assert "tokens_per_device" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -320,4 +321,4 @@ def test_a_loss_is_traced_for_multiples_of_its_batch_alone():
 
     assert program_of(loss, shape(5, 5), shape(12, 5)).ops
     assert all(size % 12 == 0 for size in seen)
-    trace_loss(lambda w, x: (x @ w).sum(), shape(5, 5), shape(1, 5)).program  # noqa: B018
+    trace_loss(lambda w, x: (x @ w).sum(), shape(5, 5), shape(1, 5)).operations  # noqa: B018

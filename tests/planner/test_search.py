@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from tests.planner import plans
-from tests.planner.plans import MIXED, ODD, TRACED, TX, first_word, odd_batch
-from zerojax.planner import Space, Transformer, plan
+from tests.planner.plans import HOSTED, ODD, TRACED, TX, first_word, nouns, odd_batch
+from zerojax import Recipe, plan
+from zerojax.planner import Space, Transformer
 
 GPT = Transformer(num_layers=12, width=768, num_heads=12)
 TOLD = {"params": GPT.num_params, "transformer": GPT, "tokens_per_device": 8 * GPT.context}
@@ -60,12 +61,14 @@ def planned_again(source, one, **options):
     if "tokens_per_device" in given:  # of a step; a plan takes those of a microbatch
         tokens = given["tokens_per_device"] * one.model_axis
         given = given | {"tokens_per_device": tokens // one.accumulate}
-    return plan(
-        tx=TX, num_devices=one.num_devices, hardware=one.hardware, precision=MIXED,
-        stage=one.stage, num_shards=one.num_shards, model_axis=one.model_axis, remat=one.remat,
-        accumulate=one.accumulate, offload=one.offload,
-        partition_activations=one.partitions_activations, overlap=one.overlap, **given,
-    )  # fmt: skip
+    given |= {"num_devices": one.num_devices, "hardware": one.hardware, "stage": one.stage}
+    given |= {"num_shards": one.num_shards, "model_axis": one.model_axis}
+    return plan(tx=TX, recipe=one.recipe, **nouns(**given))
+
+
+def divided(one, accumulate):
+    """Change the microbatches of a plan."""
+    return dataclasses.replace(one, recipe=dataclasses.replace(one.recipe, accumulate=accumulate))
 
 
 def family(one):
@@ -120,7 +123,7 @@ def test_every_combination_is_tried():
                 one = (stage, group, axis, remat)
                 wanted |= {(*one, (), pa), (*one, ("optimizer",), pa)}
                 if remat == "full":
-                    wanted.add((*one, ("activations", "optimizer"), pa))
+                    wanted.add((*one, ("activation", "optimizer"), pa))
     assert found == wanted
 
 
@@ -153,14 +156,14 @@ def test_model_axes_are_tried_where_what_they_move_is_known():
 
 
 def test_microbatches_are_tried_from_the_largest_to_the_first_that_fits_and_one_beyond():
-    one = Space(stages=(2,), model_axes=(1,), num_shards=(8,), offloads=((),), remats=("full",))
+    one = Space(stages=(2,), model_axes=(1,), num_shards=(8,), offloads=(None,), remats=("full",))
     given = {"num_devices": 8, "space": one, "batch": odd_batch(8 * 12)}
     found = find("traced", **given)
     assert [plan.accumulate for plan in found.tried] == [1, 2]
     with pytest.raises(ValueError, match="nothing fits"):
         find("traced", **given, memory_limit=1000)
     sizes = {
-        n: planned_again("traced", dataclasses.replace(found[0], accumulate=n), batch=odd_batch(96))
+        n: planned_again("traced", divided(found[0], n), batch=odd_batch(96))
         for n in (1, 2, 3, 4, 6, 12)
     }
     limit = sizes[3].bytes.total
@@ -171,12 +174,10 @@ def test_microbatches_are_tried_from_the_largest_to_the_first_that_fits_and_one_
 
 def test_a_third_of_an_odd_batch_can_be_what_fits():
     """Powers of two do not divide it: the smallest microbatch is one example all the same."""
-    space = Space(stages=(0,), model_axes=(1,), num_shards=(8,), offloads=((),), remats=("full",))
+    space = Space(stages=(0,), model_axes=(1,), num_shards=(8,), offloads=(None,), remats=("full",))
     given = {"num_devices": 8, "space": space, "batch": odd_batch(8 * 3)}
     whole = find("traced", **given)[0]
-    smaller = planned_again(
-        "traced", dataclasses.replace(whole, accumulate=3), batch=odd_batch(8 * 3)
-    )
+    smaller = planned_again("traced", divided(whole, 3), batch=odd_batch(8 * 3))
     assert smaller.bytes.total < whole.bytes.total
     found = find("traced", **given, memory_limit=smaller.bytes.total)
     assert [one.accumulate for one in found] == [3]
@@ -250,9 +251,7 @@ def test_a_batch_that_no_mesh_divides_is_refused():
         ({"memory_limit": -1.0}, ["memory_limit", "-1.0"]),
         ({"num_devices": 0}, ["num_devices", "0"]),
         ({"hardware": "h10"}, ["nearest first: h100"]),
-        ({"space": Space(overlap=2)}, ["overlap", "2"]),
         ({"space": Space(stages=(4,))}, ["stage", "4"]),
-        ({"space": Space(offloads=(("weights",),))}, ["weights"]),
         ({"space": Space(remats=("some",))}, ["'some'"]),
         ({"space": Space(model_axes=(3,))}, ["model_axis=3"]),
         ({"space": Space(model_axes=(1,), num_shards=(3,))}, ["num_shards=3"]),
@@ -270,9 +269,23 @@ def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
         assert word in message
 
 
-def test_one_name_of_what_the_host_keeps_is_one():
-    found = find("traced", space=Space(offloads=("optimizer",), model_axes=(1,)))
-    assert {one.offload for one in found.tried} == {("optimizer",)}
+def test_what_the_recipe_chooses_holds_and_what_it_leaves_open_is_searched():
+    chosen = {"remat": "dots", "offload": HOSTED, "accumulate": 3}
+    found = find("traced", space=Space(model_axes=(1,)), **chosen)
+    assert {(one.remat, one.offload, one.accumulate) for one in found.tried} == {
+        ("dots", ("optimizer",), 3)
+    }
+    once = find("traced", reduce="once", space=Space(model_axes=(1,), remats=("full",)))
+    assert {one.stage for one in once} == {0, 1, 2, 3}
+    assert {one.recipe.reduce for one in once if one.stage == 3} == {None}
+    assert {one.recipe.reduce for one in once if one.stage < 3} == {"once"}
+
+
+def test_a_search_keeps_what_it_was_asked():
+    found = find("traced", memory_limit=2e9)
+    assert found.asked.recipe == Recipe(precision="bf16")
+    assert found.asked.workload.loss_fn is TRACED["loss_fn"]
+    assert (found.asked.num_devices, found.limit) == (16, 2e9)
 
 
 # ------------------------------------------------------------------ what it says

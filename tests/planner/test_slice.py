@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerojax.planner._hardware import HARDWARE
-from zerojax.planner._slice import Stretch, lay_axes, torus_shape
+from zerojax.planner import HARDWARE
+from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
 
 
 @pytest.mark.parametrize("name", [name for name, one in HARDWARE.items() if one.torus])

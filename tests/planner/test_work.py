@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.planner.live_programs import leaves_of, shape
-from zerojax.planner._live import Simulation
-from zerojax.planner._trace import trace_loss
-from zerojax.planner._work import Work, work_of
+from zerojax.planner.traced import Simulation, Work, trace_loss, work_of
 
 
 def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
@@ -18,7 +16,7 @@ def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
     def loss(w, x):
         return jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, length=7)[0].sum()
 
-    simulation = Simulation(trace_loss(loss, params, batch).program, "cpu")
+    simulation = Simulation(trace_loss(loss, params, batch).operations, "cpu")
 
     def work(**options):
         rates = {"flops": 1.0, "flops_wide": 1.0, "bandwidth": 1.0} | options
@@ -47,7 +45,7 @@ def test_a_lookup_reads_rows_and_not_the_table():
     def loss(table, ids):
         return jnp.sin(table[ids]).sum()
 
-    program = trace_loss(loss, table, shape(4, dtype=jnp.int32)).program
+    program = trace_loss(loss, table, shape(4, dtype=jnp.int32)).operations
     found = work_of(
         Simulation(program, "gpu"), leaves_of(table), 4, flops=1.0, flops_wide=1.0, bandwidth=1.0
     )

@@ -95,9 +95,14 @@ def held_by_one_device(tree):
 def planned(layout, case, precision=None):
     """Plan what a device holds, on a mesh that has no devices."""
     return zerojax.plan(
-        layout.shapes, case.make(), stage=layout.stage, num_devices=8, hardware="h100",
-        precision=precision, rules=layout.rules, min_size=layout.min_size,
-    ).bytes  # fmt: skip
+        layout.shapes,
+        case.make(),
+        stage=layout.stage,
+        num_devices=8,
+        hardware="h100",
+        recipe=zerojax.Recipe(precision=precision or "fp32"),
+        placement=zerojax.Placement(rules=layout.rules, min_size=layout.min_size),
+    ).bytes
 
 
 def make_layout(case, mesh, stage):

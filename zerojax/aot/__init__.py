@@ -6,8 +6,8 @@ from zerojax.aot._cache import Compilation, ProgramCache, Shortage, digest
 from zerojax.aot._chips import device_memory
 from zerojax.aot._compile import DoesNotFit, compile_lowered, compile_step, describe_shortage
 from zerojax.aot._plugin import MissingCompiler
-from zerojax.aot._search import search_plans
 from zerojax.aot._topology import Topology, known_topologies, parse_topology, topology_mesh
+from zerojax.aot._verify import verify_plans
 
 __all__ = [
     "Compilation",
@@ -23,6 +23,6 @@ __all__ = [
     "digest",
     "known_topologies",
     "parse_topology",
-    "search_plans",
     "topology_mesh",
+    "verify_plans",
 ]

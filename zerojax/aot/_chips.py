@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerojax.planner._hardware import HARDWARE, find_hardware
+from zerojax.planner import HARDWARE, find_hardware
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class Evidence:
             program=program,
             layout=layout,
             module=module,
-            theory=theory_of(layout, recipe.accumulate, recipe.reduce),
+            theory=theory_of(layout, recipe),
             recipe=recipe,
             held=held,
             moves=find_padding(moves_of(found.records, program, layout, matcher), matcher),

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.planner._report import Plan
+from zerojax.planner._space import SearchRequest
 
 #: Rows that a table shows.
 _ROWS = 12
@@ -61,14 +62,14 @@ class Choices(Sequence[Plan]):
         plans: the choices.
         tried: all that was planned, microbatches that were not chosen included.
         rejected: families that do not fit, the nearest first.
-        limit: bytes per device.
+        asked: what was searched for.
         verified: what the compiler said, by the index of the choice.
     """
 
     plans: tuple[Plan, ...]
     tried: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
-    limit: float
+    asked: SearchRequest
     verified: dict[int, Verified] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -81,12 +82,17 @@ class Choices(Sequence[Plan]):
     def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
-        """Give a choice by its rank."""
+        """Return a choice by its rank."""
         return self.plans[index]
 
     def __iter__(self) -> Iterator[Plan]:
         """Go through the choices, fastest first."""
         return iter(self.plans)
+
+    @property
+    def limit(self) -> float:
+        """Bytes per device that a step may take."""
+        return self.asked.memory_limit
 
     @property
     def pareto(self) -> tuple[Plan, ...]:
@@ -147,13 +153,11 @@ class Choices(Sequence[Plan]):
             table.add_column("compiled GB", justify="right")
         for number, plan in enumerate(plans[:_ROWS]):
             copies = plan.num_devices // (plan.num_shards * plan.model_axis)
-            row = [
-                str(plan.stage), f"{plan.num_shards:,}", f"{copies:,}", str(plan.model_axis),
-                (plan.remat or "-") + (" Pa" if plan.partitions_activations else ""),
-                ", ".join(plan.offload) or "-",
-                f"{plan.accumulate} x {plan.count:g}", f"{plan.bytes.total / 1e9:,.3f}",
-                f"{1e3 * plan.step_time:,.3f}", plan.bound_by, f"{plan.volume:.3f}",
-            ]  # fmt: skip
+            row = [f"{plan.stage}", f"{plan.num_shards:,}", f"{copies:,}", f"{plan.model_axis}"]
+            row.append((plan.remat or "-") + (" Pa" if plan.partitions_activations else ""))
+            row.append(", ".join(plan.offload) or "-")
+            row += [f"{plan.accumulate} x {plan.count:g}", f"{plan.bytes.total / 1e9:,.3f}"]
+            row += [f"{1e3 * plan.step_time:,.3f}", plan.bound_by, f"{plan.volume:.3f}"]
             if shows:
                 row.append(self._compiled(number))
             table.add_row(*row)
@@ -170,7 +174,7 @@ def describe(plan: Plan) -> str:
     if plan.partitions_activations:
         parts.append("Pa")
     if plan.offload:
-        parts.append(f"{' and '.join(plan.offload)} on the host")
+        parts.append(plan.on_host)
     if plan.accumulate > 1:
         parts.append(f"{plan.accumulate} microbatches")
     return ", ".join(parts)

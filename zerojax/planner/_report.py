@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._types import Axes
-from zerojax.planner._hardware import Hardware
-from zerojax.planner._placement import MODEL
+from zerojax.planner._devices import MODEL
+from zerojax.planner._policies import offloaded
 from zerojax.planner._time import COMPUTE, FAST, HOST, MEMORY, SLOW, StepTime
-from zerojax.recipe import Remat
+from zerojax.planner.hardware import Hardware
+from zerojax.recipe import OffloadKind, Recipe, Remat
 
 GIB = 2**30
 
@@ -70,14 +71,11 @@ class Plan:
         model_axis: devices of model parallelism.
         hardware: the device.
         network: how the mesh lies on its links, in words.
-        accumulate: microbatches per step.
+        recipe: how the step is computed.
         count: units in a device's microbatch.
         unit: what they are: examples, sequences or tokens.
         source: where activations and products are known from.
         remat: what is computed again in the backward pass; None is as the model has it.
-        offload: what the host keeps.
-        partitions_activations: Pa.
-        overlap: the share of communication that is taken to run beside computation.
         bytes: of one device.
         peak_at: what is computed when the most lies in memory.
         largest: the largest values then, with their bytes.
@@ -95,14 +93,11 @@ class Plan:
     model_axis: int
     hardware: Hardware
     network: str
-    accumulate: int
+    recipe: Recipe
     count: float
     unit: str
     source: str
     remat: Remat | None
-    offload: tuple[str, ...]
-    partitions_activations: bool
-    overlap: float
     bytes: PlannedBytes
     peak_at: str
     largest: tuple[tuple[str, float], ...]
@@ -110,6 +105,21 @@ class Plan:
     flops: float
     time: StepTime
     compute_bound_at: float
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches per step."""
+        return self.recipe.accumulate
+
+    @property
+    def offload(self) -> tuple[OffloadKind, ...]:
+        """What the host keeps: "activation", "optimizer" (masters go with it), both or none."""
+        return offloaded(self.recipe)
+
+    @property
+    def partitions_activations(self) -> bool:
+        """Whether checkpoints are cut over the model axis (Pa)."""
+        return self.recipe.remat is not None and self.recipe.remat.partition is not None
 
     @property
     def step_time(self) -> float:
@@ -133,7 +143,7 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """Say in one line what is planned."""
+        """What is planned, in one line."""
         parts = [f"ZeRO stage {self.stage}, {self.num_params:,} parameters"]
         parts.append(f"{self.num_devices:,} x {self.hardware.name}")
         copies = self.num_devices // (self.num_shards * self.model_axis)
@@ -146,15 +156,22 @@ class Plan:
         if self.partitions_activations:
             parts.append("checkpoints partitioned")
         if self.offload:
-            parts.append(f"{' and '.join(self.offload)} on the host")
+            parts.append(self.on_host)
         return ", ".join(parts)
 
     @property
+    def on_host(self) -> str:
+        """What the host keeps, in words."""
+        words = {"activation": "activations", "optimizer": "optimizer"}
+        return f"{' and '.join(words[kind] for kind in self.offload)} on the host"
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
-        """Say what the figures rest on."""
+        """What the figures rest on."""
+        hidden = self.hardware.overlap
         found = [
             f"activations and products: {self.source}",
-            f"time: at peak rates, a lower bound; {self.overlap:.0%} of what can overlap does",
+            f"time: at peak rates, a lower bound; {hidden:.0%} of what can overlap does",
         ]
         if self.model_axis > 1:
             kept = "is cut too" if self.partitions_activations else "stays whole"
@@ -174,15 +191,17 @@ class Plan:
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the figures as plain data; an infinite one is None."""
-        data = dataclasses.asdict(self)
+        """Return the figures as plain data; an infinite one is None."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        data["time"] = dataclasses.asdict(self.time)
+        data["recipe"] = self.recipe.to_dict()
         data["volume_by_axes"] = {",".join(k): v for k, v in self.volume_by_axes.items()}
         data["hardware"] = self.hardware.name
-        data["bytes"] |= {"states": self.bytes.states, "activations": self.bytes.activations}
-        data |= {
-            "volume": self.volume, "fits": self.fits, "memory": self.hardware.memory,
-            "assumptions": self.assumptions,
-        }  # fmt: skip
+        derived = {"states": self.bytes.states, "activations": self.bytes.activations}
+        data["bytes"] = dataclasses.asdict(self.bytes) | derived
+        shown = ("accumulate", "offload", "partitions_activations", "volume", "fits", "assumptions")
+        data |= {name: getattr(self, name) for name in shown}
+        data |= {"memory": self.hardware.memory, "overlap": self.hardware.overlap}
         if math.isinf(self.compute_bound_at):
             data["compute_bound_at"] = None
         return data

@@ -1,8 +1,10 @@
 """How long a step takes at the least, and what it waits for: a roofline over device and links.
 
 Every rate is the hardware's peak, so the time is a lower bound. What runs beside what is an
-assumption, stated by `overlap`: 1 hides communication behind computation as far as it goes, 0 adds
-both up.
+assumption, stated by `Hardware.overlap`.
+
+Example: 10 ms of operations, 6 ms on fast links, 2 ms on slow ones, none of the host. Overlap 1:
+links take max(6, 2) = 6 ms, all of it hidden behind 10: the step takes 10 ms. Overlap 0: 18 ms.
 
 Source: Williams et al., "Roofline", CACM 52(4), 2009.
 """
@@ -14,13 +16,12 @@ import math
 from collections.abc import Mapping
 
 from zerojax._types import Axes
-from zerojax.planner._links import Collective, Network, Seconds
-from zerojax.planner._volume import Theory
-from zerojax.planner._work import Work
+from zerojax.planner.formulas import Theory
+from zerojax.planner.hardware import Collective, Network, Seconds
+from zerojax.planner.traced import Work
 
-COMPUTE, MEMORY, FAST, SLOW, HOST = (
-    "compute", "memory bandwidth", "fast links", "slow links", "host link",
-)  # fmt: skip
+COMPUTE, MEMORY = "compute", "memory bandwidth"
+FAST, SLOW, HOST = "fast links", "slow links", "host link"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,16 @@ def step_time(
     moving = _beside(links.fast, links.slow, overlap)
     step = _beside(_beside(busy, moving, overlap), host - waiting, overlap) + waiting
     return StepTime(
-        compute=compute, memory=memory, busy=busy, fast=links.fast, slow=links.slow, host=host,
-        waiting=waiting, step=step, bound_by=max(parts, key=lambda name: parts[name]),
-    )  # fmt: skip
+        compute=compute,
+        memory=memory,
+        busy=busy,
+        fast=links.fast,
+        slow=links.slow,
+        host=host,
+        waiting=waiting,
+        step=step,
+        bound_by=max(parts, key=lambda name: parts[name]),
+    )
 
 
 def _beside(one: float, other: float, overlap: float) -> float:
@@ -117,7 +125,7 @@ def link_seconds(
 
 
 def compute_bound_count(few: StepTime, many: StepTime, counts: tuple[float, float]) -> float:
-    """Give the count from which on products take longest; infinite where they never do.
+    """Return the count from which on products take longest; infinite where they never do.
 
     Every part of a step is a line in the count.
 

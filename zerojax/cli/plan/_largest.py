@@ -7,6 +7,7 @@ import functools
 
 from zerojax.cli.plan._request import PlanRequest
 from zerojax.planner import CONFIGURATIONS, Transformer, max_params, max_transformer, plan
+from zerojax.recipe import Recipe
 
 STAGES = (0, 1, 2, 3)
 #: Numbers of devices, with that which was asked for.
@@ -84,20 +85,31 @@ def find_largest(request: PlanRequest) -> LargestModels:
     examples = options.examples(max(1, options.devices // gpt_axis))
     examples //= max(1, options.devices // gpt_axis)
     states = plan(
-        MANY, request.tx, stage=0, num_devices=1, hardware=hardware, precision=request.precision
+        MANY,
+        request.tx,
+        stage=0,
+        num_devices=1,
+        hardware=hardware,
+        recipe=Recipe(precision=request.precision),
     ).bytes
     kinds = (states.parameters, states.gradients, states.optimizer)
-    widths = tuple(round(count / MANY, 6) for count in kinds)
-    names = ("param_bytes", "grad_bytes", "optimizer_bytes_per_param")
-    given = dict(zip(names, widths, strict=True))
-    params = functools.partial(max_params, hardware, model_axis=axis, **given)
+    of_param, of_gradient, of_optimizer = (round(count / MANY, 6) for count in kinds)
+    params = functools.partial(
+        max_params,
+        hardware,
+        model_axis=axis,
+        param_bytes=of_param,
+        grad_bytes=of_gradient,
+        optimizer_bytes_per_param=of_optimizer,
+    )
+    widths = (of_param, of_gradient, of_optimizer)
     gpts = functools.partial(
         max_transformer,
         hardware,
         model_axis=gpt_axis,
         batch=examples,
         num_tokens=options.context,
-        **given,
+        bytes_per_param=widths,
     )
     rows = []
     for count in sorted({*COUNTS, options.devices}):

@@ -12,15 +12,26 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import planner
-from zerojax._types import LossFn, PyTree
-from zerojax.aot import search_plans
+from zerojax._types import PyTree
+from zerojax.aot import verify_plans
 from zerojax.cli.plan._numbers import read_bytes, read_count
 from zerojax.cli.plan._options import PlanOptions
 from zerojax.cli.shared._built_step import gpt_shapes
 from zerojax.cli.shared._files import check_outputs
+from zerojax.cli.shared._options import OFFLOADS
 from zerojax.models import gpt
-from zerojax.planner import Choices, Hardware, Plan, Space, Transformer, find_hardware
-from zerojax.recipe import PRECISIONS, Precision
+from zerojax.planner import (
+    Choices,
+    Hardware,
+    Placement,
+    Plan,
+    Space,
+    Transformer,
+    Workload,
+    find_hardware,
+    search_plans,
+)
+from zerojax.recipe import PRECISIONS, OffloadPolicy, Precision, Recipe, RematPolicy, as_remat
 
 #: Optimizers whose state depends on the shapes of leaves, which a number of parameters has not.
 BY_SHAPE = ("adafactor", "muon")
@@ -60,28 +71,21 @@ class PlanRequest:
         """Examples of a microbatch for each group of devices along the model axis."""
         return self.options.num_examples // (self.options.num_groups * self.options.accumulate)
 
-    @property
-    def loss_fn(self) -> LossFn | None:
-        """The loss that is traced, where there is a model."""
-        return None if self.config is None else functools.partial(gpt.loss, self.config)
-
     def plan(self, stage: int) -> Plan:
         """Plan one stage.
 
         Raises:
             ValueError: an option that can't be met.
         """
-        options = self.options
         return planner.plan(
             self.params,
             self.tx,
             stage=stage,
-            num_devices=options.devices,
+            num_devices=self.options.devices,
             hardware=self.hardware,
-            batch=self._batch(options.num_examples),
-            # Over a model axis of one device nothing is cut (Pa).
-            partition_activations=options.cuts_checkpoints and options.model_parts > 1,
-            **self._shared(),
+            recipe=self.recipe,
+            workload=self._workload(self.options.num_examples),
+            placement=self._placement,
         )
 
     def sweep(
@@ -93,8 +97,9 @@ class PlanRequest:
             self.tx,
             num_devices=counts,
             hardware=networks,
-            batch=self._batch(self.examples_per_group),
-            **self._shared(),
+            recipe=self.recipe,
+            workload=self._workload(self.examples_per_group),
+            placement=self._placement,
         )
 
     def search(self) -> Choices:
@@ -114,20 +119,17 @@ class PlanRequest:
             remats=None if options.remat is None else (options.remat,),  # pyright: ignore[reportArgumentType]
         )
         if options.offload or options.verify:
-            space = dataclasses.replace(space, offloads=(options.offload,))
-        return search_plans(
+            space = dataclasses.replace(space, offloads=(_offload(options.offload),))
+        choices = search_plans(
             self.params,
             self.tx,
             num_devices=options.devices,
             hardware=self.hardware,
-            precision=self.precision,
-            loss_fn=self.loss_fn,
-            batch=self._batch(options.num_examples),
-            transformer=self._told,
-            tokens_per_device=self._tokens(),
+            recipe=Recipe(precision=self.precision),
+            workload=self._workload(options.num_examples),
             space=space,
-            verify=options.verify,
         )
+        return verify_plans(choices) if options.verify else choices
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was asked as plain data, outputs left out."""
@@ -141,35 +143,44 @@ class PlanRequest:
             "num_examples": self.options.num_examples,
         }
 
-    def _shared(self) -> dict[str, Any]:
-        """Return what a plan and a sweep are told alike."""
-        options = self.options
-        return {
-            "precision": self.precision,
-            "num_shards": options.shards,
-            "model_axis": options.model_parts,
-            "loss_fn": self.loss_fn,
-            "transformer": self._told,
-            "tokens_per_device": self._tokens(),
-            "accumulate": options.accumulate,
-            "reduce": options.reduce,
-            "remat": options.remat,
-            "offload": options.on_host,
-        }
+    @property
+    def recipe(self) -> Recipe:
+        """How the step is computed."""
+        options, reduce = self.options, self.options.reduce
+        remat = as_remat(options.remat)  # pyright: ignore[reportArgumentType]
+        if options.cuts_checkpoints and options.model_parts > 1:  # over one device nothing is cut
+            remat = dataclasses.replace(remat or RematPolicy(), partition="model")
+        return Recipe(
+            precision=self.precision,
+            accumulate=options.accumulate,
+            reduce=reduce,  # pyright: ignore[reportArgumentType]
+            remat=remat,
+            offload=_offload(options.on_host),
+        )
 
-    def _batch(self, num_examples: int) -> jax.ShapeDtypeStruct | None:
-        """Return the shape of a batch, where there is a model to take one."""
-        shape = (num_examples, self.context + 1)
-        return None if self.config is None else jax.ShapeDtypeStruct(shape, jnp.int32)
+    @property
+    def _placement(self) -> Placement:
+        """How devices are shared out."""
+        return Placement(num_shards=self.options.shards, model_axis=self.options.model_parts)
 
-    def _tokens(self) -> int | None:
-        """Return the tokens of a microbatch on a device, where there is no batch to tell."""
-        return None if self.config is not None else self.examples_per_group * self.context
+    def _workload(self, num_examples: int) -> Workload:
+        """Return what devices compute: a model's loss of so many examples, or a device's tokens."""
+        if self.config is None:
+            tokens = self.examples_per_group * self.context
+            return Workload(transformer=self._told, tokens_per_device=tokens)
+        batch = jax.ShapeDtypeStruct((num_examples, self.context + 1), jnp.int32)
+        return Workload(loss_fn=functools.partial(gpt.loss, self.config), batch=batch)
 
     @property
     def _told(self) -> Transformer | None:
         """The GPT where more is known of it than the number implies."""
         return self.transformer if self.options.context is not None else None
+
+
+def _offload(names: Sequence[str]) -> OffloadPolicy | None:
+    """Read what `--offload` names."""
+    kinds: Any = tuple(kind for name in names for kind in OFFLOADS[name])
+    return OffloadPolicy(kinds=kinds) if kinds else None
 
 
 def read_request(options: PlanOptions) -> PlanRequest:

@@ -16,8 +16,9 @@ from zerojax._types import Axes
 from zerojax.layout import SPANS
 from zerojax.layout._torus import Span
 from zerojax.planner._counts import as_amount, as_count
-from zerojax.planner._hardware import Hardware, find_hardware
-from zerojax.planner._slice import Stretch, lay_axes, torus_shape
+from zerojax.planner.hardware._hardware import Hardware
+from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
+from zerojax.planner.hardware._table import find_hardware
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 

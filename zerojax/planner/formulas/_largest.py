@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
-from zerojax.planner._configurations import Configuration, find_configuration
 from zerojax.planner._counts import as_amount, as_count, as_share
-from zerojax.planner._formulas import ADAM_BYTES, model_state_bytes
-from zerojax.planner._hardware import Hardware, find_hardware
-from zerojax.planner._transformer import FAMILY, Remat, Transformer
+from zerojax.planner.formulas._configurations import Configuration, find_configuration
+from zerojax.planner.formulas._states import ADAM_BYTES, model_state_bytes
+from zerojax.planner.formulas._transformer import FAMILY, Transformer
+from zerojax.planner.hardware import Hardware, find_hardware
 
 #: What the paper's own runs reached of the memory that its formulas fill: at stage 1, measured over
 #: theoretical size is 0.82 in all rows of table 2. The rest were buffers and fragments.
@@ -81,52 +80,51 @@ def max_transformer(
     model_axis: int = 1,
     num_tokens: int | None = None,
     like: Transformer | None = None,
-    remat: Remat = "full",
-    optimizer_bytes_per_param: float = ADAM_BYTES,
-    param_bytes: float = 2,
-    grad_bytes: float = 2,
-    usable: float = 1.0,
+    bytes_per_param: tuple[float, float, float] = (2, 2, ADAM_BYTES),
 ) -> Transformer:
     """Return the largest GPT that fits with the activations of a fixed batch.
 
-    Source: arXiv 1910.02054, figure 6 (V100 32 GB, a model axis of 16).
+    Each layer is computed again from its input, as in the paper. Source: arXiv 1910.02054, figure 6
+    (V100 32 GB, a model axis of 16).
 
-    Args: those of `max_params`, with devices N times the model axis, and
-        memory: where it is hardware, offloaded checkpoints have to fit in its host's memory; bytes
-            alone say nothing of that.
+    Args:
+        memory: bytes of one device, or hardware, or its name; for hardware, offloaded checkpoints
+            have to fit in its host's memory.
         configuration: C1 to C5, or one of your own.
+        num_shards: N; devices are N times the model axis.
         batch: sequences in the microbatch of a device, or of its group along the model axis.
+        model_axis: devices over which model parallelism cuts every parameter.
         num_tokens: tokens in a sequence; None is the context.
         like: a GPT whose number of layers is the only thing to change, as the paper varies it at
             a width of 8192; None looks among all that `Transformer.of` gives.
-        remat: what is computed again.
+        bytes_per_param: bytes of a parameter, of its gradient, and K.
 
     Raises:
         ValueError: a count is not whole and positive, hardware or configuration is unknown, or
             the smallest of these GPTs does not fit; the message says what it takes.
     """
-    limit, host_limit = memory_bytes(memory) * as_share("usable", usable), _host_bytes(memory)
+    limit, host_limit = memory_bytes(memory), _host_bytes(memory)
     choice = find_configuration(configuration)
     model_axis = as_count("model_axis", model_axis)
-    state_bytes = functools.partial(
-        model_state_bytes,
-        stage=choice.stage,
-        num_shards=num_shards,
-        optimizer_bytes_per_param=optimizer_bytes_per_param,
-        param_bytes=param_bytes,
-        grad_bytes=grad_bytes,
-    )
+    of_param, of_gradient, of_optimizer = bytes_per_param
 
     def taken(model: Transformer) -> tuple[float, float]:  # on the device, on the host
         activations = model.activation_bytes(
             batch,
             num_tokens=num_tokens,
-            remat=remat,
             model_axis=model_axis,
             partitioned=choice.partitioned_checkpoints,
             offloaded=choice.offloaded_checkpoints,
         )
-        return state_bytes(model.num_params) / model_axis + activations.total, activations.host
+        states = model_state_bytes(
+            model.num_params,
+            stage=choice.stage,
+            num_shards=num_shards,
+            optimizer_bytes_per_param=of_optimizer,
+            param_bytes=of_param,
+            grad_bytes=of_gradient,
+        )
+        return states / model_axis + activations.total, activations.host
 
     def fits(model: Transformer) -> bool:
         device, host = taken(model)
@@ -144,7 +142,7 @@ def max_transformer(
 def _shortage(
     smallest: Transformer, device: float, host: float, limit: float, host_limit: float
 ) -> str:
-    where, room, taken = "usable", limit, device
+    where, room, taken = "of the device's", limit, device
     if device <= limit:
         where, room, taken = "of the host's", host_limit, host
     return (

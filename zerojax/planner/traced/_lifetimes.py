@@ -3,6 +3,14 @@
 A compiler merges elementwise operations with their neighbours, lets a result take the place of an
 operand that is read for the last time, and frees what nobody reads any more. What of this does not
 depend on the sizes that a stage or a batch changes is worked out here, once per program.
+
+Example: `y = x @ w; z = sin(y) + 1; loss = sum(z @ v)` runs as three launches on a GPU:
+
+    y = x @ w         reads x and w, leaves y
+    z = sin(y) + 1    one launch of two operations; y dies, and z may take its place
+    loss = sum(z @ v) reads z and v; z dies
+
+On a TPU the second one is merged into the third, which then reads y.
 """
 
 from __future__ import annotations
@@ -11,12 +19,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from zerojax.planner._backends import Backend
-from zerojax.planner._program import Op, Program
+from zerojax.planner.traced._backends import Backend
+from zerojax.planner.traced._operations import Op, Operations
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Launch:
     """An operation that runs by itself.
 
     Attributes:
@@ -35,11 +43,11 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
+class Lifetimes:
     """What of a program does not depend on sizes that a stage or a batch changes.
 
     Attributes:
-        steps: the operations that run, in order.
+        launches: the operations that run, in order.
         owner: values that are a parameter seen in another way, with that parameter.
         gradients: values that become a gradient by elementwise operations, with that gradient.
         uses: parameter, first and last operation of each stretch in which it has to be whole.
@@ -47,7 +55,7 @@ class Scope:
         makers: the primitive that made a value.
     """
 
-    steps: tuple[Step, ...]
+    launches: tuple[Launch, ...]
     owner: dict[int, int]
     gradients: dict[int, int]
     uses: tuple[tuple[int, int, int], ...]
@@ -60,7 +68,7 @@ class Analysis:
 
     def __init__(
         self,
-        program: Program,
+        program: Operations,
         parameters: tuple[int, ...],
         gradients: tuple[int, ...],
         pairs: tuple[tuple[int, int], ...],
@@ -88,8 +96,8 @@ class Analysis:
             value = self.root[value]
         return value
 
-    def scope(self) -> Scope:
-        """Put it together."""
+    def lifetimes(self) -> Lifetimes:
+        """Return what lies in memory from when to when."""
         reads = {t: self._reads(t) for t in range(len(self.program.ops)) if self._runs(t)}
         last: dict[int, int] = {}
         for t, values in reads.items():
@@ -101,29 +109,27 @@ class Analysis:
         for v, t in last.items():
             if v not in self.results:
                 dies.setdefault(t, []).append(v)
-        steps = []
+        launches = []
         for t, read in reads.items():
             op = self.program.ops[t]
             results = tuple(v for v in op.outputs if self.root_of(v) == v and v in self.stored)
             gone = tuple(dies.get(t, ()))
             unread = tuple(v for v in results if v not in last and v not in self.results)
-            steps.append(Step(t, results, gone + unread, self._takes_over(op, gone), read))
+            launches.append(Launch(t, results, gone + unread, self._takes_over(op, gone), read))
         makers = {v: self.program.ops[t].name for v, t in self.maker.items()}
         uses = self._uses(reads)
-        padded = tuple((self._ready(t), t) for t in reads if self._pads(self.program.ops[t]))
-        return Scope(tuple(steps), self.owner, self.gradient, uses, padded, makers)
+        splits = self.backend.splits_contraction > 0
+        products = [t for t in reads if splits and self.program.ops[t].name == "dot_general"]
+        padded = tuple((self._ready(t), t) for t in products)
+        return Lifetimes(tuple(launches), self.owner, self.gradient, uses, padded, makers)
 
     def _ready(self, t: int) -> int:
-        """Give the operation that makes the later operand of another."""
-        made = [
-            self.maker.get(self.root_of(v), 0)
-            for v in self.program.ops[t].inputs[:2]
-            if v is not None
-        ]
-        return max(made, default=0)
+        """Return the operation that makes the later operand of another."""
+        operands = self.program.ops[t].read[:2]
+        return max((self.maker.get(self.root_of(v), 0) for v in operands), default=0)
 
     def _owners(self, parameters: tuple[int, ...]) -> dict[int, int]:
-        """Tell which values are a parameter and no other array, elementwise: cast, sliced, viewed.
+        """Find which values are a parameter and no other array, elementwise: cast, sliced, viewed.
 
         What is larger than the parameter, a bias for every token, is a value of its own.
         """
@@ -131,7 +137,7 @@ class Analysis:
         for op in self.program.ops:
             if op.kind not in ("view", "fused"):
                 continue
-            found = {owner.get(v) for v in op.inputs if v is not None and self._is_array(v)}
+            found = {owner.get(v) for v in op.read if self._is_array(v)}
             if len(found) == 1 and (one := found.pop()) is not None:
                 owner |= {v: one for v in op.outputs if self._elements(v) <= self._elements(one)}
         return owner
@@ -156,9 +162,8 @@ class Analysis:
         readers: dict[int, list[int]] = {}
         for t, op in enumerate(self.program.ops):
             if op.kind != "view":
-                for v in op.inputs:
-                    if v is not None:
-                        readers.setdefault(self.root_of(v), []).append(t)
+                for v in op.read:
+                    readers.setdefault(self.root_of(v), []).append(t)
         return readers
 
     def _sums(self) -> dict[int, int]:
@@ -179,9 +184,7 @@ class Analysis:
         if t is None:
             return False
         op = self.program.ops[t]
-        return op.kind == "fused" and not any(
-            v is not None and self._is_array(v) for v in op.inputs
-        )
+        return op.kind == "fused" and not any(map(self._is_array, op.read))
 
     def _gradients(self, gradients: tuple[int, ...]) -> dict[int, int]:
         """Go back from each gradient through operations that keep its elements."""
@@ -196,11 +199,11 @@ class Analysis:
                 op = self.program.ops[self.maker[v]] if v in self.maker else None
                 if op is not None and op.kind in ("view", "fused"):
                     size = self._elements(v)
-                    todo += [i for i in op.inputs if i is not None and self._elements(i) == size]
+                    todo += [i for i in op.read if self._elements(i) == size]
         return found
 
     def _differentiated(self, pairs: tuple[tuple[int, int], ...]) -> dict[int, int]:
-        """Tell when each parameter's gradient is there; until then its weight may be needed."""
+        """Find when each parameter's gradient is there; until then its weight may be needed."""
         found = {}
         for parameter, gradient in pairs:
             t = self.maker.get(self.root_of(gradient))
@@ -216,7 +219,7 @@ class Analysis:
         return found
 
     def _is_stored(self, value: int) -> bool:
-        """Tell whether a value gets a buffer of its own."""
+        """Return whether a value gets a buffer of its own."""
         t = self.maker.get(value)
         if t is None or value in self.root or value in self.owner:
             return False
@@ -228,7 +231,7 @@ class Analysis:
         return t in self.written or self._is_operand(value)
 
     def _is_one_hot(self, op: Op) -> bool:
-        """Tell whether a scatter writes one element of each row."""
+        """Return whether a scatter writes one element of each row."""
         into, _, updates = op.inputs
         if into is None or updates is None:
             return False
@@ -236,7 +239,7 @@ class Analysis:
         return self._elements(updates) * columns == self._elements(into)
 
     def _is_operand(self, value: int) -> bool:
-        """Tell whether an elementwise result is read by something that wants it in memory."""
+        """Return whether an elementwise result is read by something that wants it in memory."""
         kernels = 0
         for t in self.readers.get(value, ()):
             op = self.program.ops[t]
@@ -253,7 +256,7 @@ class Analysis:
         return kernels > 1
 
     def _runs(self, t: int) -> bool:
-        """Tell whether an operation runs by itself, not merged into those that read it."""
+        """Return whether an operation runs by itself, not merged into those that read it."""
         op = self.program.ops[t]
         if op.kind == "view":
             return False
@@ -263,14 +266,12 @@ class Analysis:
         """List the buffers and parameters that an operation that runs reads."""
         op = self.program.ops[t]
         found: set[int] = set()
-        for v in op.inputs:
-            if v is not None:
-                found |= self._behind(v, merges=op.kind in ("fused", "reduce"))
+        for v in op.read:
+            found |= self._behind(v, merges=op.kind in ("fused", "reduce"))
         for scatter, add in self.summed.items():
             if add == t:
-                for v in self.program.ops[scatter].inputs[1:]:
-                    if v is not None:
-                        found |= self._behind(v, merges=True)
+                for v in self.program.ops[scatter].read[1:]:
+                    found |= self._behind(v, merges=True)
         return frozenset(found)
 
     def _behind(self, value: int, *, merges: bool) -> frozenset[int]:
@@ -299,9 +300,8 @@ class Analysis:
             if op.kind == "loop":
                 continue
             found: set[int] = set()
-            for v in op.inputs:
-                if v is not None:
-                    found |= self._behind(v, merges=True)
+            for v in op.read:
+                found |= self._behind(v, merges=True)
             self.sources |= dict.fromkeys(op.outputs, frozenset(found))
 
     def _size(self, value: int) -> float:
@@ -317,10 +317,6 @@ class Analysis:
             roots = {self.root_of(v) for v in carried if v is not None}
             return tuple(v for v in gone if v in roots)
         return ()
-
-    def _pads(self, op: Op) -> bool:
-        """Tell whether an operation is a dot product that may be split along its contraction."""
-        return self.backend.splits_contraction > 0 and op.name == "dot_general"
 
     def _uses(self, reads: Mapping[int, frozenset[int]]) -> tuple[tuple[int, int, int], ...]:
         """List when parameters have to be whole.

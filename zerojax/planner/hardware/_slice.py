@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerojax.planner._counts import as_count
-from zerojax.planner._hardware import Hardware, find_hardware
+from zerojax.planner.hardware._hardware import Hardware
+from zerojax.planner.hardware._table import find_hardware
 
 
 @dataclass(frozen=True)

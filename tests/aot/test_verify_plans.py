@@ -13,10 +13,10 @@ import pytest
 
 import zerojax
 from tests.planner import plans
-from tests.planner.plans import MIXED, TRACED, TX, first_word
-from zerojax.aot import DoesNotFit, Shortage, parse_topology
-from zerojax.aot import _search as aot_search
-from zerojax.aot._search import topology_name
+from tests.planner.plans import TRACED, first_word
+from zerojax.aot import DoesNotFit, Shortage, parse_topology, verify_plans
+from zerojax.aot import _verify as aot_verify
+from zerojax.aot._verify import topology_name
 from zerojax.models import gpt
 from zerojax.planner import HARDWARE, Space
 
@@ -47,31 +47,14 @@ def test_a_topology_without_a_name_is_refused_in_one_line(hardware, num_devices,
         assert word in str(caught.value)
 
 
-def verify(verify=True, **options):
-    given = {
-        "tx": TX, "num_devices": 8, "hardware": "h100", "precision": MIXED, "verify": verify,
-    } | TRACED | options  # fmt: skip
-    return zerojax.search_plans(**given)
-
-
-def test_verify_asks_for_a_loss_and_for_hardware_that_can_be_compiled_for():
-    with pytest.raises(ValueError, match="give loss_fn and batch"):
-        verify(params=10**6, loss_fn=None, batch=None)
+def test_it_asks_for_a_loss_and_for_hardware_that_can_be_compiled_for():
+    with pytest.raises(ValueError, match=r"workload=Workload\(loss_fn="):
+        verify_plans(plans.find(params=10**6))
     with pytest.raises(ValueError, match="v100 can't be compiled for"):
-        verify(hardware="v100", num_devices=16)
+        verify_plans(plans.find(**TRACED, hardware="v100"))
 
 
-def test_without_verify_nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(aot_search, "compile_step", None)
-    assert verify(False, topology="h100:1x8").verified == {}
-    choices = verify(False)
-    assert choices.verified == {}
-    assert [one.title for one in choices] == [
-        one.title for one in plans.find(**TRACED, num_devices=8)
-    ]
-
-
-@pytest.mark.parametrize("wanted", [True, 1])
+@pytest.mark.parametrize("wanted", [3, 1])
 def test_winners_are_compiled_and_what_can_t_be_is_said(monkeypatch, mesh8, wanted):
     """The compiler is replaced by the CPU's lowering: what is compiled is what was chosen."""
     asked, refused = [], []
@@ -92,26 +75,26 @@ def test_winners_are_compiled_and_what_can_t_be_is_said(monkeypatch, mesh8, want
         class memory:
             peak = 12345
 
-    monkeypatch.setattr(aot_search, "topology_mesh", mesh)
-    monkeypatch.setattr(aot_search, "compile_step", compile_step)
-    monkeypatch.setattr(aot_search, "audit", lambda *_, **__: Report)
+    monkeypatch.setattr(aot_verify, "topology_mesh", mesh)
+    monkeypatch.setattr(aot_verify, "compile_step", compile_step)
+    monkeypatch.setattr(aot_verify, "audit", lambda *_, **__: Report)
     # On links and a host like these the fastest are model-parallel, their states on the host.
     quick = dataclasses.replace(HARDWARE["h100"], host_bandwidth=1e15, link_bandwidth=1e15)
     space = Space(model_axes=(1, 2), remats=("full", "none"))
-    choices = verify(wanted, space=space, hardware=quick)
+    found = plans.find(**TRACED, num_devices=8, space=space, hardware=quick)
+    assert found.verified == {}
+    choices = verify_plans(found, count=wanted)
     assert choices[0].model_axis == 2
     assert choices[0].offload
     compiled = [number for number, one in choices.verified.items() if one.peak is not None]
-    assert len(compiled) == (3 if wanted is True else 1)
+    assert len(compiled) == wanted
     assert choices.verified[compiled[0]].peak == 10**12
     assert [choices.verified[n].peak for n in compiled[1:]] == [12345] * (len(compiled) - 1)
     assert asked == [("h100:1x8", {"data": 8})] * len(compiled)
     for number, one in choices.verified.items():
-        reason = "with an offload the winners" if choices[number].offload else ""
-        if choices[number].model_axis > 1:
-            reason = "the loss would have to be model-parallel"
-        assert (one.peak is None) == bool(reason)
-        assert one.note.startswith(f"not compiled: {reason}") == bool(reason)
+        cut = choices[number].model_axis > 1
+        assert (one.peak is None) == cut
+        assert (one.note == "not compiled: the loss would have to be model-parallel") == cut
     assert set(choices.verified) == set(range(max(compiled) + 1))
     text = " ".join(str(choices).split())
     assert f"choice {compiled[0] + 1}: 1,000.000 GB (1,000,000,000,000 B) compiled" in text
@@ -125,11 +108,14 @@ def test_a_gpu_that_is_not_here_takes_what_was_planned():
     config = gpt.Config(num_layers=2, width=256, num_heads=4, vocab_size=16384, context=256)
     choices = zerojax.search_plans(
         jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0)), optax.adamw(1e-3),
-        num_devices=8, hardware="h100", precision=MIXED, verify=2,
-        loss_fn=functools.partial(gpt.loss, config),
-        batch=jax.ShapeDtypeStruct((64, config.context + 1), jnp.int32),
-        space=Space(stages=(2, 3), model_axes=(1,), offloads=((),), remats=("full",)),
+        num_devices=8, hardware="h100", recipe=zerojax.Recipe(precision="bf16"),
+        workload=zerojax.Workload(
+            loss_fn=functools.partial(gpt.loss, config),
+            batch=jax.ShapeDtypeStruct((64, config.context + 1), jnp.int32),
+        ),
+        space=Space(stages=(2, 3), model_axes=(1,), offloads=(None,), remats=("full",)),
     )  # fmt: skip
+    choices = verify_plans(choices, count=2)
     for number, one in choices.verified.items():
         assert one.peak == pytest.approx(choices[number].bytes.total, rel=0.1)
         assert one.note.startswith("clean")

@@ -1,12 +1,7 @@
-"""A traced loss with its gradient as one flat list of operations per loop: what the planner reads.
-
-Calls are written out in their place, operations that nothing needs are dropped, and every value
-knows its bytes as a line in the number of examples, so that one trace answers for every batch.
-"""
+"""Reads a jaxpr, traced for two numbers of examples, into `Operations`."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,100 +9,14 @@ from typing import Any
 from jax.extend import core
 
 from zerojax._jaxpr import OPAQUE, REMATERIALISED, bodies, called, opened, scan_parts
+from zerojax.planner.traced._operations import VIEWS, Line, Op, Operations, Value
 
-#: Primitives that only name or look at their operand's buffer in another way.
-VIEWS = frozenset(
-    {
-        "bitcast_convert_type", "copy", "copy_p", "expand_dims", "name", "optimization_barrier",
-        "pvary", "reduce_precision", "reshape", "sharding_constraint", "squeeze", "stop_gradient",
-    }
-)  # fmt: skip
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """A quantity that grows with the examples in a device's microbatch: fixed + each * examples."""
-
-    fixed: float
-    each: float = 0.0
-
-    def at(self, examples: float) -> float:
-        """Give the quantity for a number of examples."""
-        return self.fixed + self.each * examples
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
-    """One array of the program: the shape that the trace saw, and what grows with the examples."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    bytes: Line
-    dims: tuple[Line, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Op:
-    """One operation.
-
-    Attributes:
-        name: the primitive's.
-        kind: "view", "fused" (an elementwise operation that compilers merge with its neighbours),
-            "reduce" (merged with what comes before it), "gather", "scatter", "kernel" or "loop".
-        inputs: indices of values; None for a literal.
-        outputs: indices of values.
-        bodies: of a scan, a while loop or the branches of a cond.
-        length: how often a scan runs; of a while loop nobody knows, and 1 is taken.
-        num_consts, num_carry: of a scan.
-        region: the rematerialised call that it was written out of, None outside of any.
-        flops: floating-point operations of dot products and convolutions; multiply and add are two.
-        is_wide: whether these are in fp32 or wider.
-        contracted: the elements that a dot product sums over; 0 for anything else.
-    """
-
-    name: str
-    kind: str
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int, ...]
-    bodies: tuple[Program, ...] = ()
-    length: Line = Line(1.0)
-    num_consts: int = 0
-    num_carry: int = 0
-    region: int | None = None
-    flops: Line = Line(0.0)
-    is_wide: bool = False
-    contracted: Line = Line(0.0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Program:
-    """Operations in order; inputs and outputs are indices of values."""
-
-    values: tuple[Value, ...]
-    ops: tuple[Op, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | None, ...]
-
-    def carried_elements(self, examples: float) -> float:
-        """Count the elements that scanned layers hand on to each other in a forward pass.
-
-        A forward scan is one that stacks what a later scan reads.
-        """
-        read = {v for op in self.ops if op.name == "scan" for v in op.inputs}
-        total = 0.0
-        for op in self.ops:
-            if op.name == "scan" and read.intersection(op.outputs[op.num_carry :]):
-                for v in op.outputs[: op.num_carry]:
-                    value = self.values[v]
-                    size = getattr(value.dtype, "itemsize", 1) or 1
-                    total += op.length.at(examples) * value.bytes.at(examples) / size
-        return total
-
-
-def read_program(
+def read_operations(
     jaxpr: core.ClosedJaxpr, other: core.ClosedJaxpr, batches: tuple[int, int]
-) -> Program:
+) -> Operations:
     """Flatten a jaxpr that was traced twice, for two numbers of examples.
 
     Args:
@@ -130,7 +39,7 @@ class _Reader:
         self._ops: list[Op] = []
         self._num_regions = 0
 
-    def read(self, pair: tuple[Any, Any]) -> Program:
+    def read(self, pair: tuple[Any, Any]) -> Operations:
         """Flatten the pair of jaxprs."""
         env: dict[Any, int | None] = {}
         for one, two in _zip(pair, "constvars"):
@@ -142,7 +51,7 @@ class _Reader:
         self._run(pair, env, None)
         outputs = tuple(_read(env, var) for var in pair[0].outvars)
         ops = _needed(self._ops, outputs)
-        return Program(tuple(self._values), ops, tuple(inputs), outputs)
+        return Operations(tuple(self._values), ops, tuple(inputs), outputs)
 
     def _run(self, pair: tuple[Any, Any], env: dict[Any, int | None], region: int | None) -> None:
         for one, two in _zip(pair, "eqns"):
@@ -192,20 +101,17 @@ class _Reader:
                 inputs=inputs,
                 outputs=tuple(outputs),
                 bodies=held,
-                length=self._line(
-                    *(e.params["length"] if name == "scan" else 1 for e in (one, two))
-                ),
+                length=self._line(_length(one), _length(two)),
                 num_consts=consts,
                 num_carry=carry,
                 region=region,
                 flops=self._line(_flops(one), _flops(two)),
                 contracted=self._line(_contracted(one), _contracted(two)),
-                is_wide=name in _PRODUCTS
-                and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
+                is_wide=_is_wide(one),
             )
         )
 
-    def _body(self, one: Any, two: Any) -> Program:
+    def _body(self, one: Any, two: Any) -> Operations:
         return _Reader(self._batches).read((opened(one)[0], opened(two)[0]))
 
     def _new(self, var: Any, twin: Any) -> int:
@@ -242,7 +148,7 @@ def _read(env: dict[Any, int | None], atom: Any) -> int | None:
 
 
 def _called(one: Any, two: Any) -> tuple[Any, Any] | None:
-    """Give the jaxprs that an equation calls once, None where it is no plain call."""
+    """Return the jaxprs that an equation calls once, None where it is no plain call."""
     held = called(one)
     return None if held is None else (opened(held)[0], opened(called(two))[0])
 
@@ -267,6 +173,15 @@ def _num_bytes(aval: Any) -> float:
     dtype = getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
     return math.prod(getattr(aval, "shape", ())) * size
+
+
+def _length(eqn: Any) -> int:
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
+def _is_wide(eqn: Any) -> bool:
+    is_product = eqn.primitive.name in _PRODUCTS
+    return is_product and any(x.aval.dtype.itemsize >= 4 for x in eqn.invars[:2])
 
 
 def _contracted(eqn: Any) -> int:

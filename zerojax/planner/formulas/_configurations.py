@@ -36,7 +36,7 @@ class Configuration:
     reported_params: float | None = None
 
     def remat(self, model_axis: str) -> RematPolicy:
-        """Give the policy of a train step: `Recipe(remat=)`.
+        """Return the policy of a recipe: `Recipe(remat=)`.
 
         Args:
             model_axis: the mesh axis over which Pa partitions checkpoints.

@@ -1,4 +1,4 @@
-"""A loss traced for planning: its gradient as a `Program`, for any number of examples."""
+"""A loss traced for planning: its gradient as `Operations`, for any number of examples."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from jax.interpreters import partial_eval
 from zerojax._tree import as_shapes, flatten_with_names, floating_dtype
 from zerojax._types import LossFn, PyTree
 from zerojax.memory import has_layers, rematerialised
-from zerojax.planner._program import Program, read_program
-from zerojax.recipe import Remat, as_remat
+from zerojax.planner.traced._operations import Operations
+from zerojax.planner.traced._reader import read_operations
+from zerojax.recipe import RematPolicy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,17 +35,17 @@ class Trace:
     params: PyTree
     batch: PyTree
     num_examples: int
-    remat: Remat | None
+    remat: RematPolicy | None
     has_aux: bool
 
     @cached_property
-    def program(self) -> Program:
+    def operations(self) -> Operations:
         """The operations, sizes as lines over the number of examples."""
         few = max(self.num_examples, 2)  # a batch of one may be another program
         sizes = (few, 2 * few)
         one, two = map(self._jaxpr, sizes)
         try:
-            return read_program(one, two, sizes)
+            return read_operations(one, two, sizes)
         except ValueError as error:
             raise ValueError(
                 f"the loss can't be planned, which takes the same operations for {sizes[0]} "
@@ -64,7 +65,9 @@ class Trace:
 
         loss_fn = self.loss_fn
         if self.remat is not None:
-            loss_fn = rematerialised(loss_fn, self.remat)
+            # Where layer inputs lie is for the planner to count; a trace has neither mesh nor host.
+            policy = dataclasses.replace(self.remat, partition=None, offload=())
+            loss_fn = rematerialised(loss_fn, policy)
         gradient = jax.value_and_grad(loss_fn, has_aux=self.has_aux)
 
         def flat(params: PyTree, batch: PyTree) -> list[Any]:
@@ -85,7 +88,7 @@ def trace_loss(
     batch: PyTree,
     *,
     dtype: Any = None,
-    remat: Remat | None = None,
+    remat: RematPolicy | None = None,
     has_aux: bool = False,
 ) -> Trace:
     """Trace a loss for planning.
@@ -99,10 +102,9 @@ def trace_loss(
         has_aux: whether `loss_fn` returns more than the loss.
 
     Raises:
-        ValueError: leaves of the batch have different leading dims, there is no such remat, or the
-            model has no layers to rematerialise.
+        ValueError: leaves of the batch have different leading dims, or the model has no layers to
+            rematerialise.
     """
-    as_remat(remat)
     names, leaves, _ = flatten_with_names(batch)
     sizes = {name: x.shape[0] for name, x in zip(names, leaves, strict=True) if x.shape}
     if len(set(sizes.values())) != 1:
@@ -114,9 +116,9 @@ def trace_loss(
         lambda x: jax.ShapeDtypeStruct(x.shape, floating_dtype(x.dtype, dtype)), as_shapes(params)
     )
     trace = Trace(loss_fn, read, as_shapes(batch), next(iter(sizes.values())), remat, has_aux)
-    if remat in ("dots", "full") and not trace.has_layers:
+    if remat is not None and remat.recompute != "none" and not trace.has_layers:
         raise ValueError(
-            f"remat={remat!r} needs to know what a layer is: scan over the layers, or wrap one in "
-            "jax.checkpoint"
+            f"remat={remat.recompute!r} needs to know what a layer is: scan over the layers, "
+            "or wrap one in jax.checkpoint"
         )
     return trace

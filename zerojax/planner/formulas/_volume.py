@@ -1,5 +1,9 @@
 """How many elements a stage has to move, leaf by leaf. Pure arithmetic.
 
+Example: one leaf of 8 x 4 elements, stage 2, 4 devices, one microbatch. Its gradient is
+reduce-scattered, of which each device sends 3/4 of 32 elements: 24. The updated parameter is
+gathered: 24 again. Together 48 = 2 Psi (N-1)/N.
+
 Source: arXiv 1910.02054, section 7; a ring moves (n-1)/n of a tensor for a gather or a
 reduce-scatter over n devices, and twice that for an all-reduce (Patarasuk and Yuan, 2009).
 """
@@ -9,14 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from zerojax._types import Axes
-from zerojax.layout import Layout, LeafLayout
+from zerojax.layout import STAGES, Layout, LeafLayout
 from zerojax.layout._mesh import num_devices
-from zerojax.planner._formulas import VOLUMES
-
-Reduce = Literal["once", "each"]
+from zerojax.planner.formulas._states import moved_per_param
+from zerojax.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -55,57 +57,52 @@ class Theory:
 
 
 def theory_of(
-    layout: Layout,
-    accumulate: int,
-    reduce: Reduce | None,
-    *,
-    scatters: Callable[[LeafLayout], bool] = lambda leaf: True,
+    layout: Layout, recipe: Recipe, *, scatters: Callable[[LeafLayout], bool] = lambda leaf: True
 ) -> Theory:
-    """Count what the layout's stage moves.
+    """Count what a step of the layout's stage moves.
 
     Args:
         layout: the placement.
-        accumulate: microbatches per step.
-        reduce: when gradients are summed over devices, "once" a step or "each" microbatch; None is
-            what `make_train_step` does by default.
-        scatters: tells whether a partitioned leaf's gradient can be reduce-scattered; where it
-            can't, it is all-reduced.
+        recipe: how many microbatches there are, and when gradients are summed over devices.
+        scatters: whether a partitioned leaf's gradient can be reduce-scattered; where it can't, it
+            is all-reduced.
+
+    Raises:
+        ValueError: gradients are to be summed once where parameters are partitioned.
     """
-    if reduce is None:
-        reduce = "once" if accumulate > 1 and not layout.partitions("gradient") else "each"
-    reductions = accumulate if reduce == "each" else 1
-    gathers = 2 * accumulate if layout.partitions("parameter") else min(layout.stage, 1)
+    kinds = STAGES[layout.stage]
+    reductions = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
+    gathers = 2 * recipe.accumulate if "parameter" in kinds else int("optimizer" in kinds)
     gathered: dict[Axes, float] = {}
     scattered: dict[Axes, float] = {}
     summed: dict[Axes, float] = {}
 
-    def add(to: dict[Axes, float], axes: Axes, elements: float) -> None:
+    def add(to: dict[Axes, float], axes: Axes, elements: float, times: int) -> None:
         axes = tuple(name for name in layout.mesh.axis_names if name in axes)
-        if axes and elements:
-            to[axes] = to.get(axes, 0.0) + elements
+        if moved := times * elements * _ring(layout, axes):
+            to[axes] = to.get(axes, 0.0) + moved
 
     for leaf in layout.leaves:
         own = {name for names in leaf.entries for name in names}
         batch = tuple(axis for axis in layout.batch_axes if axis not in own)
         if leaf.dim is None:
             whole = math.prod(layout.local_shape(leaf, leaf.shape))
-            add(summed, batch, reductions * 2 * whole * _ring(layout, batch))
+            add(summed, batch, whole, 2 * reductions)
             continue
         stored = math.prod(layout.local_shape(leaf, leaf.stored_shape))
-        add(gathered, leaf.axes, gathers * stored * _ring(layout, leaf.axes))
+        add(gathered, leaf.axes, stored, gathers)
         # Along an axis that does not cut the batch, every device has the same gradient: nothing
         # moves. Over batch axes beyond the leaf's own, the shard is all-reduced.
         cut = tuple(axis for axis in leaf.axes if axis in batch)
         rest = tuple(axis for axis in batch if axis not in leaf.axes)
-        kept = stored / num_devices(layout.mesh, cut)
         if scatters(leaf):
-            add(scattered, cut, reductions * stored * _ring(layout, cut))
+            add(scattered, cut, stored, reductions)
         else:
-            add(summed, cut, reductions * 2 * stored * _ring(layout, cut))
-        add(summed, rest, reductions * 2 * kept * _ring(layout, rest))
+            add(summed, cut, stored, 2 * reductions)
+        add(summed, rest, stored / num_devices(layout.mesh, cut), 2 * reductions)
     local = sum(math.prod(layout.local_shape(leaf, leaf.shape)) for leaf in layout.leaves)
-    axes = layout.axis if layout.stage else layout.batch_axes
-    paper = VOLUMES[layout.stage] * local * _ring(layout, axes)
+    ring = _ring(layout, layout.axis if kinds else layout.batch_axes)
+    paper = moved_per_param(kinds) * local * ring
     return Theory(gathered, scattered, summed, paper, gathers, reductions)
 
 

@@ -1,4 +1,4 @@
-"""Where a planned model lies: its layout over a mesh that has sizes and no devices."""
+"""How devices are shared out, and how parameters lie on a mesh that has sizes and no devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -15,11 +14,34 @@ from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Layout, LeafLayout, Rule, make_layout
 from zerojax.planner._counts import as_count
-from zerojax.planner._live import Leaf
-from zerojax.recipe import Precision
+from zerojax.planner.traced import HeldLeaf
+from zerojax.recipe import Recipe
 
 #: Mesh axes of a plan, major first: copies of the shard group, shards, model parallelism.
 REPLICA, DATA, MODEL = "replica", "data", "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Choose how a plan shares devices out, and how parameters lie on them.
+
+    Attributes:
+        num_shards: N, the devices that share one copy of the model states; fewer than all is hybrid
+            sharding: copies of the group split the batch between them. None is all that the model
+            axis leaves.
+        model_axis: devices of model parallelism, which cut layers between them.
+        specs: PartitionSpecs over the axis "model", as a tree like the parameters. None cuts every
+            matrix along the larger of its last two dims that the axis divides, as Megatron-LM cuts
+            most of them, and a bare number of parameters evenly.
+        rules: as for `make_layout`.
+        min_size: as for `make_layout`.
+    """
+
+    num_shards: int | None = None
+    model_axis: int = 1
+    specs: PyTree = None
+    rules: Sequence[Rule] = ()
+    min_size: int = MIN_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +60,27 @@ class Devices:
 
     @property
     def num_replicas(self) -> int:
-        """Count the groups of shards that hold the same."""
+        """The groups of shards that hold the same."""
         return self.num_devices // (self.num_shards * self.model_axis)
 
     @property
     def num_batch_parts(self) -> int:
-        """Count the parts of the batch."""
+        """The parts of the batch."""
         return self.num_devices // self.model_axis
 
     @property
     def axes(self) -> dict[str, int]:
-        """Give the mesh."""
+        """The mesh."""
         sizes = {REPLICA: self.num_replicas, DATA: self.num_shards, MODEL: self.model_axis}
         return {name: size for name, size in sizes.items() if size > 1 or name == DATA}
 
 
-def share_out(num_devices: Any, num_shards: Any, model_axis: Any) -> Devices:
-    """Check how devices are shared out; None shards over all that the model axis leaves.
+#: One device, for what does not depend on how many there are.
+ALONE = Devices(1, 1, 1)
+
+
+def share_out(num_devices: Any, num_shards: Any = None, model_axis: Any = 1) -> Devices:
+    """Check how devices are shared out; `num_shards` None is all that the model axis leaves.
 
     Raises:
         ValueError: a number is no count, or they don't divide each other.
@@ -69,10 +95,10 @@ def share_out(num_devices: Any, num_shards: Any, model_axis: Any) -> Devices:
     data = devices // model
     shards = data if num_shards is None else as_count("num_shards", num_shards)
     if data % shards:
+        left = f" that model_axis={model} leaves of {devices}" if model > 1 else ""
         raise ValueError(
-            f"num_shards={shards} does not divide the {data} devices"
-            + (f" that model_axis={model} leaves of {devices}" if model > 1 else "")
-            + f"; these do: {_divisors(data)}"
+            f"num_shards={shards} does not divide the {data} devices{left}; "
+            f"these do: {_divisors(data)}"
         )
     return Devices(devices, shards, model)
 
@@ -83,44 +109,32 @@ def _divisors(number: int) -> str:
     return ", ".join(map(str, shown))
 
 
-def place(
-    params: PyTree,
-    devices: Devices,
-    *,
-    stage: int,
-    specs: PyTree = None,
-    rules: Sequence[Rule] = (),
-    min_size: int | None = None,
-) -> Layout:
+def place(params: PyTree, devices: Devices, placement: Placement, stage: int) -> Layout:
     """Lay parameters out.
 
     Args:
         params: arrays or shapes; a bare vector stands for a model of which the number of
             parameters is all that is known.
         devices: how devices are shared out.
+        placement: how parameters lie on them.
         stage: 0 to 3.
-        specs: PartitionSpecs over "model", as a tree like the parameters; None cuts every matrix
-            along its largest dim that the model axis divides, as Megatron-LM cuts most of them,
-            and a bare number of parameters evenly.
-        rules: as for `make_layout`.
-        min_size: as for `make_layout`.
 
     Raises:
         ValueError: the model axis does not divide a bare number of parameters.
     """
     axes = devices.axes
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    specs = placement.specs
     if specs is None and devices.model_axis > 1:
         specs = _specs(as_shapes(params), devices.model_axis)
     return make_layout(
         params,
-        mesh,
+        AbstractMesh(tuple(axes.values()), tuple(axes)),
         stage=stage,
         axis=DATA,
         batch_axes=tuple(name for name in (REPLICA, DATA) if name in axes),
         specs=specs,
-        rules=rules,
-        min_size=MIN_SIZE if min_size is None else min_size,
+        rules=placement.rules,
+        min_size=placement.min_size,
     )
 
 
@@ -136,7 +150,7 @@ def _specs(params: PyTree, parts: int) -> PyTree:
 
 
 def bare_number(params: PyTree) -> int | None:
-    """Give the number of parameters for which a bare vector stands; None where there are shapes."""
+    """Return the number that a bare vector stands for; None where there are shapes."""
     shape = getattr(params, "shape", ())
     return shape[0] if len(shape) == 1 else None
 
@@ -150,19 +164,20 @@ def _cut(shape: tuple[int, ...], parts: int) -> P:
     return P(*(MODEL if d == wanted else None for d in range(len(shape))))
 
 
-def leaves_of(layout: Layout, precision: Precision) -> tuple[Leaf, ...]:
-    """Give what each parameter takes on a device while a gradient is computed.
+def held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
+    """Return what each parameter takes on a device while a gradient is computed.
 
     Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the
     optimizer reads no more of them.
     """
+    precision = recipe.precision
     gathers = layout.partitions("parameter")
 
-    def leaf(number: int, placed: Any) -> Leaf:
+    def leaf(number: int, placed: Any) -> HeldLeaf:
         dtype = floating_dtype(placed.dtype, precision.params)
         reduced = dtype if precision.reduce is None else floating_dtype(dtype, precision.reduce)
         shape = placed.stored_shape if gathers else placed.shape
-        return Leaf(
+        return HeldLeaf(
             number=number,
             held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=num_bytes(layout.local_shape(placed, shape), dtype),
@@ -174,23 +189,17 @@ def leaves_of(layout: Layout, precision: Precision) -> tuple[Leaf, ...]:
     return tuple(leaf(number, placed) for number, placed in enumerate(layout.leaves))
 
 
-def accumulator_bytes(layout: Layout, precision: Precision, *, once: bool) -> int:
+def accumulator_bytes(layout: Layout, recipe: Recipe, *, once: bool) -> int:
     """Count the running sum of gradients over microbatches, on one device.
 
     Args:
         layout: the placement.
-        precision: dtypes; the sum is in the dtype of the reduction, or of the masters.
+        recipe: the dtype of the sum.
         once: whether devices are summed once a step, from a sum that is whole on each.
     """
-    dtype = precision.reduce or precision.master
 
     def held(leaf: LeafLayout) -> int:
-        wide = floating_dtype(leaf.dtype, dtype or floating_dtype(leaf.dtype, precision.params))
-        return leaf.whole_bytes(wide) if once else leaf.bytes_per_device("optimizer", dtype=wide)
+        dtype = floating_dtype(leaf.dtype, recipe.accumulator or recipe.precision.params)
+        return leaf.whole_bytes(dtype) if once else leaf.bytes_per_device("optimizer", dtype=dtype)
 
     return sum(map(held, layout.leaves))
-
-
-def mixed_precision() -> Precision:
-    """Give the paper's: bf16 parameters and gradients, fp32 masters (section 3.1)."""
-    return Precision(params=jnp.bfloat16, master=jnp.float32)

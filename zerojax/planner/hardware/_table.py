@@ -1,114 +1,14 @@
-"""Hardware as plain data: what a device computes, holds and moves in a second.
-
-Figures are peaks as their makers print them, per device as JAX sees it (a TPU v7 chip is two).
-What a program reaches of them is for a plan to say, not for this table.
-"""
+"""The hardware that is known: figures as their makers print them, each with its source."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any
 
-from zerojax.planner._counts import as_amount, as_count
-
-Platform = Literal["gpu", "tpu", "cpu"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Describe a device, its links and its host; bytes, bytes per second and FLOP per second.
-
-    Entries of one's own serve wherever a name of `HARDWARE` does, and
-    `dataclasses.replace(HARDWARE["v5p"], domain=64)` changes one: slices of 64 chips, here.
-
-    Attributes:
-        name: what plans call it.
-        platform: "gpu", "tpu" or "cpu".
-        flops: dense matrix FLOP/s in bf16 (V100: fp16).
-        flops_fp32: FLOP/s of a matrix product of fp32 arrays as JAX does it by default: TF32 on
-            NVIDIA GPUs from Ampere on, one bf16 pass on TPUs (JAX docs, "Matmul precision").
-        memory: bytes of a device that a program may use.
-        hbm_bandwidth: bytes/s between a device and its memory.
-        link_bandwidth: bytes/s that a device receives over its fast links; on a torus along one
-            dim, from both neighbours together.
-        domain: devices that fast links join: a node's (GPU), the largest slice's (TPU).
-        torus: dims of the torus that they form; 0 where a switch joins them.
-        wrap: a torus dim of a multiple of so many chips is a ring; else a line, with half of the
-            bandwidth.
-        slices: the slices that can be rented, in chips ("4x4x8"); others are taken as they come.
-        devices_per_chip: devices that share a place on the torus.
-        chip_bandwidth: bytes/s that a device receives from the others of its chip.
-        slow_bandwidth: bytes/s that a device receives from beyond its domain: its part of a node's
-            network cards (GPU) or of the data-centre network (TPU).
-        host_bandwidth: bytes/s one way between a device and its host's memory.
-        host_memory: bytes of the host's memory per device.
-        device_kinds: what JAX calls such a device.
-        source: where the figures are from.
-
-    Raises:
-        ValueError: a figure that no hardware has: zero, negative, not finite, of another kind.
-    """
-
-    name: str
-    platform: Platform
-    flops: float
-    flops_fp32: float
-    memory: int
-    hbm_bandwidth: float
-    link_bandwidth: float
-    domain: int
-    slow_bandwidth: float
-    host_bandwidth: float
-    host_memory: int
-    torus: int = 0
-    wrap: int = 1
-    slices: tuple[str, ...] = ()
-    devices_per_chip: int = 1
-    chip_bandwidth: float = 0.0
-    device_kinds: tuple[str, ...] = ()
-    source: str = "the user"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"Hardware: name must be a word, got {self.name!r}")
-        who = f"Hardware {self.name!r}:"
-        for field in _AMOUNTS:
-            as_amount(f"{who} {field}", getattr(self, field), above_zero=True)
-        for field in ("memory", "host_memory", "domain", "wrap", "devices_per_chip"):
-            as_count(f"{who} {field}", getattr(self, field))
-        if self.platform not in get_args(Platform):
-            known = ", ".join(get_args(Platform))
-            raise ValueError(f"{who} platform must be one of {known}, got {self.platform!r}")
-        if isinstance(self.torus, bool) or self.torus not in (0, 1, 2, 3):
-            raise ValueError(f"{who} torus must be 0 (a switch), 1, 2 or 3, got {self.torus!r}")
-        self._check_chip(who)
-
-    def _check_chip(self, who: str) -> None:
-        for name in self.slices:
-            dims = name.split("x")
-            if len(dims) != self.torus or not all(dim.isdecimal() and int(dim) for dim in dims):
-                raise ValueError(f"{who} slice {name!r} must name {self.torus} dims, as in '4x4'")
-        if self.devices_per_chip > 1:
-            as_amount(f"{who} chip_bandwidth", self.chip_bandwidth, above_zero=True)
-            if not self.torus or self.domain % self.devices_per_chip:
-                raise ValueError(
-                    f"{who} {self.devices_per_chip} devices per chip need a torus and a domain of "
-                    f"whole chips, got torus={self.torus}, domain={self.domain}"
-                )
-
-
-_AMOUNTS = (
-    "flops",
-    "flops_fp32",
-    "hbm_bandwidth",
-    "link_bandwidth",
-    "slow_bandwidth",
-    "host_bandwidth",
-)
+from zerojax.planner.hardware._hardware import Hardware
 
 _GIB = 2**30
 _GBIT = 1e9 / 8  # bytes/s
@@ -119,17 +19,23 @@ _PCIE_3, _PCIE_4, _PCIE_5 = 15.75e9, 31.5e9, 63e9  # 16 lanes, one way
 # jax-ml.github.io/scaling-book/tpus, 0.9 of what Google prints (which counts what is sent as well).
 # `memory` is what libtpu leaves a program and names where it refuses a larger one; the maker's
 # figure stands beside it.
-_TPU = "Google Cloud TPU documentation, {}; links and host: jax-ml.github.io/scaling-book/tpus; "
-_LIMIT = "memory: libtpu 0.0.42.1 refusing a program"
+_TPU = (
+    "Google Cloud TPU documentation, {}; links and host: jax-ml.github.io/scaling-book/tpus; "
+    "memory: libtpu 0.0.42.1 refusing a program"
+)
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
 
+
+def _tpu(*, flops: float, pages: str, **figures: Any) -> Hardware:
+    source = _TPU.format(pages)
+    return Hardware(platform="tpu", flops=flops, flops_fp32=flops, source=source, **figures)
+
+
 _TPUS = (
-    Hardware(
+    _tpu(
         name="v4",
-        platform="tpu",
         flops=275e12,
-        flops_fp32=275e12,
         memory=int(30.75 * _GIB),  # 32 GiB a chip
         hbm_bandwidth=1.2e12,
         link_bandwidth=9e10,
@@ -141,13 +47,11 @@ _TPUS = (
         host_bandwidth=1.6e10,
         host_memory=int(407e9 / 4),
         device_kinds=("TPU v4",),
-        source=_TPU.format("v4") + _LIMIT,
+        pages="v4",
     ),
-    Hardware(
+    _tpu(
         name="v5e",
-        platform="tpu",
         flops=197e12,
-        flops_fp32=197e12,
         memory=int(15.75 * _GIB),  # 16 GiB a chip
         hbm_bandwidth=8.1e11,
         link_bandwidth=9e10,
@@ -159,13 +63,11 @@ _TPUS = (
         host_bandwidth=1.6e10,
         host_memory=int(192e9 / 4),
         device_kinds=("TPU v5 lite", "TPU v5e"),
-        source=_TPU.format("v5e") + _LIMIT,
+        pages="v5e",
     ),
-    Hardware(
+    _tpu(
         name="v5p",
-        platform="tpu",
         flops=459e12,
-        flops_fp32=459e12,
         memory=int(95.74 * _GIB),  # 95 GiB a chip
         hbm_bandwidth=2.765e12,
         link_bandwidth=1.8e11,
@@ -177,13 +79,11 @@ _TPUS = (
         host_bandwidth=1.6e10,
         host_memory=int(448e9 / 4),
         device_kinds=("TPU v5", "TPU v5p"),
-        source=_TPU.format("v5p") + _LIMIT,
+        pages="v5p",
     ),
-    Hardware(
+    _tpu(
         name="v6e",
-        platform="tpu",
         flops=918e12,
-        flops_fp32=918e12,
         memory=int(31.25 * _GIB),  # 32 GiB a chip
         hbm_bandwidth=1.638e12,
         link_bandwidth=1.8e11,
@@ -195,13 +95,11 @@ _TPUS = (
         host_bandwidth=3.2e10,
         host_memory=int(720e9 / 4),
         device_kinds=("TPU v6 lite", "TPU v6e"),
-        source=_TPU.format("v6e and tpu7x") + _LIMIT,
+        pages="v6e and tpu7x",
     ),
-    Hardware(  # half of a chip: 2307e12 FLOP/s, 192 GiB, 7.38e12 bytes/s, 1.8e11 along a dim
+    _tpu(  # half of a chip: 2307e12 FLOP/s, 192 GiB, 7.38e12 bytes/s, 1.8e11 along a dim
         name="v7",
-        platform="tpu",
         flops=2307e12 / 2,
-        flops_fp32=2307e12 / 2,
         memory=int(94.75 * _GIB),
         hbm_bandwidth=7.38e12 / 2,
         link_bandwidth=1.8e11 / 2,  # Google's 1.2e12 a chip counts three dims, received and sent
@@ -215,20 +113,24 @@ _TPUS = (
         host_bandwidth=1.6e10 / 2,
         host_memory=int(960e9 / 8),
         device_kinds=("TPU7x",),
-        source=_TPU.format("tpu7x") + _LIMIT,
+        pages="tpu7x",
     ),
 )
 
 # GPU. Peaks without sparsity; NVLink and network cards one way, the maker counts both. `memory` is
 # what CUDA reports, of which JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says
 # otherwise.
-_GPU = "NVIDIA data sheets of {}; memory: "
 _SPECS = "openxla/xla, xla/backends/gpu/target_config/specs/{}.txtpb"
 
+
+def _gpu(*, pages: str, limit: str, **figures: Any) -> Hardware:
+    source = f"NVIDIA data sheets of {pages}; memory: {limit}"
+    return Hardware(platform="gpu", source=source, **figures)
+
+
 _GPUS = (
-    Hardware(  # the paper's: 16 to a node, 800 Gb/s between nodes
+    _gpu(  # the paper's: 16 to a node, 800 Gb/s between nodes
         name="v100",
-        platform="gpu",
         flops=125e12,
         flops_fp32=15.7e12,  # no TF32 yet
         memory=int(31.73 * _GIB),  # 32 GB
@@ -239,11 +141,11 @@ _GPUS = (
         host_bandwidth=_PCIE_3,
         host_memory=int(1.5e12 / 16),
         device_kinds=("Tesla V100-SXM3-32GB", "Tesla V100-SXM2-32GB"),
-        source=_GPU.format("V100 and DGX-2") + "CUDA; network: arXiv 1910.02054, section 10.1",
+        pages="V100 and DGX-2",
+        limit="CUDA; network: arXiv 1910.02054, section 10.1",
     ),
-    Hardware(
+    _gpu(
         name="a100",
-        platform="gpu",
         flops=312e12,
         flops_fp32=156e12,
         memory=85_100_068_864,  # 80 GB
@@ -254,11 +156,11 @@ _GPUS = (
         host_bandwidth=_PCIE_4,
         host_memory=int(2e12 / 8),
         device_kinds=("NVIDIA A100-SXM4-80GB",),
-        source=_GPU.format("A100 80GB SXM and DGX A100") + _SPECS.format("a100_sxm_80"),
+        pages="A100 80GB SXM and DGX A100",
+        limit=_SPECS.format("a100_sxm_80"),
     ),
-    Hardware(
+    _gpu(
         name="h100",
-        platform="gpu",
         flops=990e12,
         flops_fp32=495e12,
         memory=84_942_979_072,  # 80 GB
@@ -269,11 +171,11 @@ _GPUS = (
         host_bandwidth=_PCIE_5,
         host_memory=int(2e12 / 8),
         device_kinds=("NVIDIA H100 80GB HBM3",),
-        source=_GPU.format("H100 SXM and DGX H100") + _SPECS.format("h100_sxm"),
+        pages="H100 SXM and DGX H100",
+        limit=_SPECS.format("h100_sxm"),
     ),
-    Hardware(
+    _gpu(
         name="h200",
-        platform="gpu",
         flops=990e12,
         flops_fp32=495e12,
         memory=151_397_597_184,  # 141 GB
@@ -284,11 +186,11 @@ _GPUS = (
         host_bandwidth=_PCIE_5,
         host_memory=int(2e12 / 8),
         device_kinds=("NVIDIA H200 141GB HBM3e", "NVIDIA H200"),
-        source=_GPU.format("H200 SXM and DGX H200") + _SPECS.format("h200"),
+        pages="H200 SXM and DGX H200",
+        limit=_SPECS.format("h200"),
     ),
-    Hardware(
+    _gpu(
         name="b200",
-        platform="gpu",
         flops=2300e12,
         flops_fp32=1150e12,
         memory=191_514_411_008,  # 180 GB
@@ -299,7 +201,8 @@ _GPUS = (
         host_bandwidth=_PCIE_5,
         host_memory=int(2e12 / 8),
         device_kinds=("NVIDIA B200",),
-        source=_GPU.format("B200 and DGX B200") + _SPECS.format("b200"),
+        pages="B200 and DGX B200",
+        limit=_SPECS.format("b200"),
     ),
 )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from zerojax.planner._live import Leaf, Simulation, inside
-from zerojax.planner._program import Program
+from zerojax.planner.traced._leaves import ByValue, HeldLeaf, ends_of, inside
+from zerojax.planner.traced._operations import Operations
+from zerojax.planner.traced._simulation import Simulation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Work:
 
 def work_of(
     simulation: Simulation,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[HeldLeaf],
     examples: float,
     *,
     flops: float,
@@ -77,30 +78,30 @@ def work_of(
         model_axis: devices that share the work of a layer.
     """
 
-    def add(program: Program, parameters: Mapping[int, Leaf], grads: Mapping[int, Leaf]) -> Work:
-        scope = simulation.scope(program, parameters, grads)
-        marked = {v: grads[g] for v, g in scope.gradients.items()}
+    def add(program: Operations, parameters: ByValue, gradients: ByValue) -> Work:
+        lifetimes = simulation.lifetimes(program, parameters, gradients)
+        marked = {v: gradients[g] for v, g in lifetimes.gradients.items()}
         total = Work()
-        for step in scope.steps:
-            op = program.ops[step.op]
+        for launch in lifetimes.launches:
+            op = program.ops[launch.op]
             if op.kind == "loop":
                 inner = [
-                    add(body, *inside(program, op, body, scope, parameters, marked))
+                    add(body, *inside(program, op, body, lifetimes, parameters, marked))
                     for body in op.bodies
                 ]
                 total += max(inner, key=lambda work: work.seconds) * op.length.at(examples)
                 continue
             # A lookup reads what it finds and no more of the table.
-            read = step.results if op.kind == "gather" else step.reads
+            read = launch.results if op.kind == "gather" else launch.reads
             moved = sum(
                 parameters[v].gathered
                 if v in parameters
                 else program.values[v].bytes.at(examples) / model_axis
-                for v in itertools.chain(read, step.results)
+                for v in itertools.chain(read, launch.results)
             )
             count = op.flops.at(examples) / model_axis
             rate = flops_wide if op.is_wide else flops
             total += Work.of(count, moved, rate=rate, bandwidth=bandwidth)
         return total
 
-    return add(simulation.program, *simulation.ends(leaves))
+    return add(simulation.program, *ends_of(simulation.program, leaves))

@@ -1,29 +1,26 @@
-"""A GPT as five numbers: what it counts, keeps and computes, where no model is at hand to trace."""
+"""A GPT as five numbers: what it counts, keeps and computes, where no model is at hand to trace.
+
+b sequences of s tokens, width h, a heads, L layers, t devices along the model axis, which cuts a
+layer as Megatron-LM does: attention by heads, the feed-forward part by its 4h.
+
+Sources: "Reducing Activation Recomputation in Large Transformer Models" arXiv 2205.05198 (bytes),
+"Efficient Large-Scale Language Model Training" arXiv 2104.04473 (FLOPs).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Literal, get_args
 
-from zerojax.planner._activations import (
-    block_elements,
-    checkpoint_bytes,
-    layer_activation_bytes,
-)
 from zerojax.planner._counts import as_count
-
-#: What the backward pass computes again: nothing; the attention scores; all but the products with
-#: weights; each layer from its input.
-Remat = Literal["none", "attention", "dots", "full"]
+from zerojax.recipe import Remat, as_remat
 
 _LOGIT_BYTES = 4 + 2  # fp32 for the loss, 16 bits out of the product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """Hold the bytes of activations per device, at the most that a step needs.
+    """Count the bytes of activations per device, at the most that a step needs.
 
     Attributes:
         kept: what every layer keeps from the forward to the backward pass, on the device.
@@ -125,11 +122,14 @@ class Transformer:
         num_tokens: int | None = None,
         remat: Remat = "full",
         model_axis: int = 1,
-        sequence_parallel: bool = False,
         partitioned: bool = False,
         offloaded: bool = False,
     ) -> ActivationBytes:
         """Return the bytes of activations per device, by Megatron's formulas.
+
+        Of b*s*h elements a layer keeps `none` (34 + 5as/h) b*s*h bytes, of which a model axis of t
+        leaves 10 whole (norms, dropouts and residuals); `dots` the outputs of its products; `full`
+        2, its input.
 
         Assumed: 16 bits and dropout as in arXiv 2205.05198, one checkpoint per layer, scores that
         are written out (no flash attention), a model axis that cuts layers and vocabulary. What JAX
@@ -137,11 +137,10 @@ class Transformer:
         GPT: 172 bytes per b*s*h where the formula says 74); trace the model where that matters.
 
         Args:
-            batch: sequences in a device's microbatch; with a model axis, in that of its group.
-            num_tokens: tokens in a sequence; None is the context.
+            batch: b, sequences in a device's microbatch; with a model axis, in that of its group.
+            num_tokens: s, tokens in a sequence; None is the context.
             remat: what is computed again.
             model_axis: t, devices along the model axis.
-            sequence_parallel: cut along the tokens what the model axis would leave whole.
             partitioned: Pa, keep each checkpoint (a layer's input) in t parts.
             offloaded: the cpu of Pa+cpu, keep checkpoints in the host's memory.
 
@@ -149,38 +148,25 @@ class Transformer:
             ValueError: a count is not whole and positive, no such `remat`, or checkpoints are to be
                 partitioned or offloaded where nothing is computed again.
         """
-        _check_remat(remat)
-        if remat in ("none", "attention") and (partitioned or offloaded):
+        as_remat(remat)  # refuses an unknown one
+        if remat == "none" and (partitioned or offloaded):
             raise ValueError(
-                f"remat={remat!r} keeps no checkpoints to partition or offload; "
-                "say remat='full' or 'dots'"
+                "remat='none' keeps no checkpoints to partition or offload; say remat='full' or "
+                "'dots'"
             )
-        num_tokens = self.context if num_tokens is None else num_tokens
-        sizes = {"batch": batch, "num_tokens": num_tokens, "width": self.width}
-        axis = as_count("model_axis", model_axis)
-        bsh = block_elements(**sizes)
-        layer = functools.partial(
-            layer_activation_bytes,
-            **sizes,
-            num_heads=self.num_heads,
-            model_axis=axis,
-            sequence_parallel=sequence_parallel,
-        )
-        whole = layer(recompute="none")
-        kept, checkpoints = 0.0, 0.0  # of a layer, beside its input; the inputs of all
-        if remat == "none" or remat == "attention":
-            kept = layer(recompute=remat)
-        else:
-            cut = axis if partitioned or sequence_parallel else 1
-            checkpoints = checkpoint_bytes(**sizes, num_layers=self.num_layers, model_axis=cut)
-        if remat == "dots":
-            # Outputs of the products whose value the derivative reads: q, k, v and the 4h, cut by
-            # the model axis, and the attention's, which is not.
-            kept = bsh * (2 / (axis if sequence_parallel else 1) + (6 + 8) / axis)
+        s = self.context if num_tokens is None else as_count("num_tokens", num_tokens)
+        t = as_count("model_axis", model_axis)
+        bsh = as_count("batch", batch) * s * self.width
+        whole = bsh * (10 + (24 + 5 * self.num_heads * s / self.width) / t)
+        # Under "dots", outputs of the products whose value the derivative reads: q, k, v and the
+        # 4h, cut by the model axis, and the attention's, which is not.
+        kept = {"none": whole, "dots": bsh * (2 + (6 + 8) / t), "full": 0.0}[remat]
+        cut = t if partitioned else 1
+        checkpoints = 0.0 if remat == "none" else 2 * bsh * self.num_layers / cut
         return ActivationBytes(
             kept=self.num_layers * kept + (0.0 if offloaded else checkpoints),
             working=whole - kept,
-            logits=_LOGIT_BYTES * bsh / self.width * self.vocab_size / axis,
+            logits=_LOGIT_BYTES * bsh / self.width * self.vocab_size / t,
             host=checkpoints if offloaded else 0.0,
         )
 
@@ -189,8 +175,8 @@ class Transformer:
 
         A forward pass multiplies a token by 12 L h^2 + V h weights and by s keys and values in each
         layer (all of them: masked scores are computed too); the backward pass computes twice that.
-        Recomputation adds the layers' forward pass (`full`) or its scores (`attention`, `dots`).
-        Biases, norms and the look-up of words count nothing, for which 6 Psi would count 0.1%.
+        Recomputation adds the layers' forward pass (`full`) or its scores (`dots`). Biases, norms
+        and the look-up of words count nothing, for which 6 Psi would count 0.1%.
 
         Args:
             num_tokens: s, tokens in a sequence; None is the context.
@@ -201,18 +187,13 @@ class Transformer:
         Raises:
             ValueError: a count is not whole and positive, or no such `remat`.
         """
-        _check_remat(remat)
+        as_remat(remat)  # refuses an unknown one
         s = self.context if num_tokens is None else as_count("num_tokens", num_tokens)
         weights = 2 * 12 * self.num_layers * self.width**2
         scores = 4 * self.num_layers * self.width * s
-        again = {"none": 0, "attention": scores, "dots": scores, "full": weights + scores}
+        again = {"none": 0, "dots": scores, "full": weights + scores}
         head = 2 * self.vocab_size * self.width
         return float(3 * (weights + scores + head) + again[remat])
-
-
-def _check_remat(remat: Remat) -> None:
-    if remat not in get_args(Remat):
-        raise ValueError(f"remat must be one of {get_args(Remat)}, got {remat!r}")
 
 
 def _bytes_gpt(num_layers: int, width: int, num_heads: int) -> Transformer:

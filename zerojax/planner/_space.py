@@ -1,0 +1,56 @@
+"""What a search goes through, and what it was asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import optax
+
+from zerojax._types import PyTree
+from zerojax.layout import MIN_SIZE, Rule
+from zerojax.planner._workload import Workload
+from zerojax.planner.hardware import Hardware
+from zerojax.recipe import OffloadPolicy, Recipe, Remat, RematPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """Choose what a search goes through.
+
+    Attributes:
+        stages: ZeRO stages.
+        num_shards: sizes of the shard group; None is all devices, and those of a node or slice.
+        model_axes: sizes of the model axis; None is 1, 2, 4, ... up to a node's devices.
+        remats: what is computed again; None is all that the model knows.
+        offloads: what the host keeps; None is nothing, optimizer and masters, and activations too.
+        specs, rules, min_size: as for `Placement`.
+    """
+
+    stages: Sequence[int] = (0, 1, 2, 3)
+    num_shards: Sequence[int] | None = None
+    model_axes: Sequence[int] | None = None
+    remats: Sequence[RematPolicy | Remat | None] | None = None
+    offloads: Sequence[OffloadPolicy | None] | None = None
+    specs: PyTree = None
+    rules: Sequence[Rule] = ()
+    min_size: int = MIN_SIZE
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchRequest:
+    """What a search was asked; the fields are arguments of `search_plans`.
+
+    Attributes:
+        recipe: with a recipe's default in the place of None.
+        memory_limit: bytes per device.
+    """
+
+    params: PyTree | float
+    tx: optax.GradientTransformation
+    num_devices: int
+    hardware: Hardware
+    recipe: Recipe
+    workload: Workload
+    memory_limit: float
+    space: Space

@@ -1,0 +1,115 @@
+"""Hardware as plain data: what a device computes, holds and moves in a second.
+
+Figures are peaks as their makers print them, per device as JAX sees it (a TPU v7 chip is two).
+What a program reaches of them is for a plan to say, not for this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zerojax.planner._counts import as_amount, as_count
+
+Platform = Literal["gpu", "tpu", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Describe a device, its links and its host; bytes, bytes per second and FLOP per second.
+
+    Entries of one's own serve wherever a name of `HARDWARE` does, and
+    `dataclasses.replace(HARDWARE["v5p"], domain=64)` changes one: slices of 64 chips, here.
+
+    Attributes:
+        name: what plans call it.
+        platform: "gpu", "tpu" or "cpu".
+        flops: dense matrix FLOP/s in bf16 (V100: fp16).
+        flops_fp32: FLOP/s of a matrix product of fp32 arrays as JAX does it by default: TF32 on
+            NVIDIA GPUs from Ampere on, one bf16 pass on TPUs (JAX docs, "Matmul precision").
+        memory: bytes of a device that a program may use.
+        hbm_bandwidth: bytes/s between a device and its memory.
+        link_bandwidth: bytes/s that a device receives over its fast links; on a torus along one
+            dim, from both neighbours together.
+        domain: devices that fast links join: a node's (GPU), the largest slice's (TPU).
+        torus: dims of the torus that they form; 0 where a switch joins them.
+        wrap: a torus dim of a multiple of so many chips is a ring; else a line, with half of the
+            bandwidth.
+        slices: the slices that can be rented, in chips ("4x4x8"); others are taken as they come.
+        devices_per_chip: devices that share a place on the torus.
+        chip_bandwidth: bytes/s that a device receives from the others of its chip.
+        slow_bandwidth: bytes/s that a device receives from beyond its domain: its part of a node's
+            network cards (GPU) or of the data-centre network (TPU).
+        host_bandwidth: bytes/s one way between a device and its host's memory.
+        host_memory: bytes of the host's memory per device.
+        overlap: the share of communication taken to run beside computation, 0 to 1. 1 hides the
+            shorter of the two behind the longer, as schedulers aim to; 0 adds both up, as a CPU
+            does, which computes and moves with the same cores.
+        device_kinds: what JAX calls such a device.
+        source: where the figures are from.
+
+    Raises:
+        ValueError: a figure that no hardware has: zero, negative, not finite, of another kind.
+    """
+
+    name: str
+    platform: Platform
+    flops: float
+    flops_fp32: float
+    memory: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    domain: int
+    slow_bandwidth: float
+    host_bandwidth: float
+    host_memory: int
+    overlap: float = 1.0
+    torus: int = 0
+    wrap: int = 1
+    slices: tuple[str, ...] = ()
+    devices_per_chip: int = 1
+    chip_bandwidth: float = 0.0
+    device_kinds: tuple[str, ...] = ()
+    source: str = "the user"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"Hardware: name must be a word, got {self.name!r}")
+        who = f"Hardware {self.name!r}:"
+        for field in _AMOUNTS:
+            as_amount(f"{who} {field}", getattr(self, field), above_zero=True)
+        for field in ("memory", "host_memory", "domain", "wrap", "devices_per_chip"):
+            as_count(f"{who} {field}", getattr(self, field))
+        if as_amount(f"{who} overlap", self.overlap) > 1:
+            raise ValueError(
+                f"{who} overlap is a share of communication, 0 to 1, got {self.overlap!r}"
+            )
+        if self.platform not in get_args(Platform):
+            known = ", ".join(get_args(Platform))
+            raise ValueError(f"{who} platform must be one of {known}, got {self.platform!r}")
+        if isinstance(self.torus, bool) or self.torus not in (0, 1, 2, 3):
+            raise ValueError(f"{who} torus must be 0 (a switch), 1, 2 or 3, got {self.torus!r}")
+        self._check_chip(who)
+
+    def _check_chip(self, who: str) -> None:
+        for name in self.slices:
+            dims = name.split("x")
+            if len(dims) != self.torus or not all(dim.isdecimal() and int(dim) for dim in dims):
+                raise ValueError(f"{who} slice {name!r} must name {self.torus} dims, as in '4x4'")
+        if self.devices_per_chip > 1:
+            as_amount(f"{who} chip_bandwidth", self.chip_bandwidth, above_zero=True)
+            if not self.torus or self.domain % self.devices_per_chip:
+                raise ValueError(
+                    f"{who} {self.devices_per_chip} devices per chip need a torus and a domain of "
+                    f"whole chips, got torus={self.torus}, domain={self.domain}"
+                )
+
+
+_AMOUNTS = (
+    "flops",
+    "flops_fp32",
+    "hbm_bandwidth",
+    "link_bandwidth",
+    "slow_bandwidth",
+    "host_bandwidth",
+)

@@ -1,0 +1,122 @@
+"""A traced gradient as flat lists of operations, one per loop body: what the planner reads.
+
+Calls are written out in their place, operations that nothing needs are dropped, and every value
+knows its bytes as a line in the number of examples, so that one trace answers for every batch.
+
+Example: `w -> sum(sin(x @ w))` for x of n rows of 4 fp32 numbers, w of 4 x 2:
+
+    value  shape    bytes     made by
+    0      [4, 2]   32        the input w
+    1      [n, 4]   16 n      the input x
+    2      [n, 2]   8 n       dot_general, a kernel: 16 n FLOPs
+    3      [n, 2]   8 n       sin, fused with what reads it
+    4      []       4         reduce_sum, a reduction
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+#: Primitives that only name or look at their operand's buffer in another way.
+VIEWS = frozenset(
+    {
+        "bitcast_convert_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "name",
+        "optimization_barrier",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "sharding_constraint",
+        "squeeze",
+        "stop_gradient",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A quantity that grows with the examples in a device's microbatch: fixed + each * examples."""
+
+    fixed: float
+    each: float = 0.0
+
+    def at(self, examples: float) -> float:
+        """Return the quantity for a number of examples."""
+        return self.fixed + self.each * examples
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program: the shape that the trace saw, and what grows with the examples."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: Line
+    dims: tuple[Line, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: the primitive's.
+        kind: "view", "fused" (an elementwise operation that compilers merge with its neighbours),
+            "reduce" (merged with what comes before it), "gather", "scatter", "kernel" or "loop".
+        inputs: indices of values; None for a literal.
+        outputs: indices of values.
+        bodies: of a scan, a while loop or the branches of a cond.
+        length: how often a scan runs; of a while loop nobody knows, and 1 is taken.
+        num_consts, num_carry: of a scan.
+        region: the rematerialised call that it was written out of, None outside of any.
+        flops: floating-point operations of dot products and convolutions; multiply and add are two.
+        is_wide: whether these are in fp32 or wider.
+        contracted: the elements that a dot product sums over; 0 for anything else.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    bodies: tuple[Operations, ...] = ()
+    length: Line = Line(1.0)
+    num_consts: int = 0
+    num_carry: int = 0
+    region: int | None = None
+    flops: Line = Line(0.0)
+    is_wide: bool = False
+    contracted: Line = Line(0.0)
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """The values among the inputs."""
+        return tuple(v for v in self.inputs if v is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operations:
+    """Operations in order; inputs and outputs are indices of values."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+
+    def carried_elements(self, examples: float) -> float:
+        """Count the elements that scanned layers hand on to each other in a forward pass.
+
+        A forward scan is one that stacks what a later scan reads.
+        """
+        read = {v for op in self.ops if op.name == "scan" for v in op.inputs}
+        total = 0.0
+        for op in self.ops:
+            if op.name == "scan" and read.intersection(op.outputs[op.num_carry :]):
+                for v in op.outputs[: op.num_carry]:
+                    value = self.values[v]
+                    size = getattr(value.dtype, "itemsize", 1) or 1
+                    total += op.length.at(examples) * value.bytes.at(examples) / size
+        return total
