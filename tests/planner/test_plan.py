@@ -404,3 +404,10 @@ def test_json_holds_every_figure():
     assert kept["volume_by_axes"] == {",".join(k): v for k, v in found.volume_by_axes.items()}
     assert (kept["volume"], kept["hardware"], kept["fits"]) == (found.volume, "h100", True)
     assert kept["compute_bound_at"] == found.compute_bound_at
+
+
+def test_a_wrapped_optimizer_is_the_one_that_it_wraps(mesh8):
+    layout = zerojax.make_layout(mix_params(), mesh8, stage=2)
+    given = {"stage": 2, "num_devices": 8, "hardware": "h100"}
+    bare, wrapped = (plan(mix_params(), tx, **given) for tx in (TX, zerojax.sharded(TX, layout)))
+    assert bare == wrapped

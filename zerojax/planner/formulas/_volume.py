@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerojax._types import Axes
-from zerojax.layout import STAGES, Layout, LeafLayout
+from zerojax.layout import Layout, LeafLayout
 from zerojax.layout._mesh import num_devices
 from zerojax.planner.formulas._states import moved_per_param
 from zerojax.recipe import Recipe
@@ -70,7 +70,7 @@ def theory_of(
     Raises:
         ValueError: gradients are to be summed once where parameters are partitioned.
     """
-    kinds = STAGES[layout.stage]
+    kinds = layout.kinds
     reductions = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
     gathers = 2 * recipe.accumulate if "parameter" in kinds else int("optimizer" in kinds)
     gathered: dict[Axes, float] = {}
