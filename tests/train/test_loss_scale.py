@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 import zerojax
 from zerojax.layout import STAGES
-from zerojax.train._guard import guarded
+from zerojax.models import gpt
 
 WIDTH, BATCH = 16, 16
 SCALE = zerojax.DynamicLossScale(initial=2.0**10, growth_interval=2)
@@ -255,46 +256,30 @@ def test_the_audit_finds_nothing(stage, mesh8):
     assert not report.unread
 
 
-# ------------------------------------------------------------------ the guard
+# ------------------------------------------------------------------ memory
 
 
-def strange():
-    """Keep what optimizers rarely do: the gradient itself, constants, leaves that change places."""
-
-    def update(grads, state, params=None):
-        del params
-        double = jax.tree.map(lambda g: 2 * g, grads)
-        new = {
-            "constant": jnp.zeros(()), "count": state["count"] + 1, "double": double, "grad": grads,
-            "same": double, "stays": state["stays"], "x": state["y"], "y": state["x"],
-        }  # fmt: skip
-        return jax.tree.map(lambda d, x: d + x, new["double"], state["x"]), new
-
-    return optax.GradientTransformationExtraArgs(lambda _: None, update)
-
-
-def test_the_guard_leaves_every_leaf_as_it_was_or_as_it_would_be():
-    names = ("constant", "count", "double", "grad", "same", "stays", "x", "y")
-    state = {name: jnp.full((), 10.0 + n) for n, name in enumerate(names)}
-    for grad in (3.0, jnp.inf, jnp.nan):
-        grads = jnp.float32(grad)
-        finite = jnp.isfinite(grads)
-        updates, new = jax.jit(
-            lambda g, s, finite: guarded(strange(), finite).update(g, s)
-        )(grads, state, finite)  # fmt: skip
-        want = strange().update(grads, state)
-        assert_same_bits(new, want[1] if finite else state)
-        if finite:
-            assert_same_bits(updates, want[0])
-
-
-def test_the_guard_takes_no_memory(mesh8):
-    """Chosen from whole results, two moments would be held twice: here 2 * 4 * Psi / N bytes."""
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("h100:1x8", marks=pytest.mark.aot("cuda")),
+        pytest.param("v5e:2x4", marks=pytest.mark.aot("libtpu")),
+    ],
+)
+def test_a_scale_takes_no_memory_on_an_accelerator(target):
+    """Were old and new moments held at once, that would be 2 * 4 * Psi / N bytes more."""
+    mesh = zerojax.topology_mesh(target, {"data": 8})
+    config = gpt.preset("tiny")
+    model = functools.partial(gpt.init, config)
+    layout = zerojax.make_layout(jax.eval_shape(model, jax.random.key(0)), mesh, stage=2)
     temporaries = []
     for loss_scale in (None, SCALE):
-        precision = dataclasses.replace(FP16, loss_scale=loss_scale)
-        layout, state, step = make(mesh8, 2, precision, clip_norm=1.0)
-        compiled = step.lower(state, batch_of(0)).compile()
+        recipe = zerojax.Recipe(
+            precision=dataclasses.replace(FP16, loss_scale=loss_scale), clip_norm=1.0
+        )
+        step = zerojax.make_train_step(functools.partial(gpt.loss, config), TX, layout, recipe)
+        batch = jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32)
+        compiled = step.lower(step.abstract_state(), batch).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporaries[1] - temporaries[0] < 4 * layout.num_params / 8
 

@@ -24,19 +24,24 @@ class LossScale(NamedTuple):
 
 
 def first_loss_scale(policy: DynamicLossScale | None) -> LossScale | None:
-    """Give what a training starts with."""
+    """Return what a training starts with."""
     if policy is None:
         return None
     return LossScale(jnp.full((), policy.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def next_loss_scale(policy: DynamicLossScale, now: LossScale, finite: jax.Array) -> LossScale:
-    """Give what the step after this one starts with."""
+    """Return what the step after this one starts with."""
     good_steps = jnp.where(finite, now.good_steps + 1, 0)
     grows = good_steps >= policy.growth_interval
     grown = jnp.where(grows, jnp.minimum(now.scale * policy.factor, policy.largest), now.scale)
     shrunk = jnp.maximum(now.scale / policy.factor, policy.smallest)
     return LossScale(jnp.where(finite, grown, shrunk), jnp.where(grows, 0, good_steps))
+
+
+def kept_unless(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Return the new leaves where the gradients are finite, else the old ones as they were."""
+    return jax.tree.map(lambda x, was: jnp.where(finite, x, was), new, old)
 
 
 def scaled(loss: Any, scale: jax.Array | None) -> Any:

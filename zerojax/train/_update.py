@@ -15,8 +15,7 @@ from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves
 from zerojax.recipe import Recipe
 from zerojax.train._clipping import cast_floating, clip, global_norm
-from zerojax.train._guard import guarded, kept_unless
-from zerojax.train._loss_scale import LossScale, unscaled
+from zerojax.train._loss_scale import LossScale, kept_unless, unscaled
 from zerojax.train._state import TrainState
 
 
@@ -130,19 +129,16 @@ class Update:
         norm = global_norm(wide)
         tree = layout.structure.unflatten(clip(wide, norm, clip_norm))
         params = layout.structure.unflatten(held)
-        finite = None if scale is None else jnp.isfinite(norm)
-        tx = self._tx if finite is None else guarded(self._tx, finite)
-        updates, state = tx.update(
-            tree, self.placed.structure.unflatten(leaves), params, value=loss, grad=tree
-        )
+        old = self.placed.structure.unflatten(leaves)
+        updates, state = self._tx.update(tree, old, params, value=loss, grad=tree)
         if jax.tree.structure(state) != self.placed.structure:
             raise ValueError(
                 "the optimizer's state changed its structure, so its placement is not known; "
                 f"expected {self.placed.structure}, got {jax.tree.structure(state)}"
             )
         new = optax.apply_updates(params, layout.structure.unflatten(place(updates)))
-        if finite is not None:
-            new = kept_unless(finite, new, params)
+        if scale is not None:
+            new, state = kept_unless(jnp.isfinite(norm), (new, state), (params, old))
         return norm, place(new), jax.tree.leaves(state)
 
     def _offloaded(
