@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
-from zerojax._extras import extra
 from zerojax.cli.shared._units import Unit, amount, decimal_unit, in_words
 from zerojax.planner import Hardware, Plan
 
@@ -225,8 +224,7 @@ def _plan_bar(plan: Plan, unit: Unit) -> Bar:
 
 
 def _figure(title: str, width: float, height: float) -> Figure:
-    with extra("cli", "a plot"):
-        from matplotlib.figure import Figure
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title)

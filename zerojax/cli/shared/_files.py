@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from zerojax._extras import extra
+
 
 def check_outputs(files: Mapping[str, Path | None]) -> None:
-    """Check that every file can be written, and leave nothing behind.
+    """Check that every file can be made and written, and leave nothing behind.
 
     Args:
         files: by option; a drawing's is `--plot`.
 
     Raises:
+        ImportError: a drawing is asked for and matplotlib is missing.
         ValueError: the drawing has another ending than .png, or two files have one name.
         OSError: one can't be written.
     """
@@ -20,10 +23,22 @@ def check_outputs(files: Mapping[str, Path | None]) -> None:
     plot = named.get("--plot")
     if plot is not None and plot.suffix.lower() != ".png":
         raise ValueError(f"--plot {plot}: give a name that ends in .png")
+    if plot is not None:
+        require_matplotlib()
     if len(set(named.values())) < len(named):
         raise ValueError(f"two outputs have one name: {', '.join(map(str, named.values()))}")
     for option, path in named.items():
         _check_file(option, path)
+
+
+def require_matplotlib() -> None:
+    """Check that drawings can be made, before what is to be drawn is computed.
+
+    Raises:
+        ImportError: matplotlib is missing; the message has the pip line.
+    """
+    with extra("cli", "a plot"):
+        import matplotlib.figure  # noqa: F401
 
 
 def _check_file(option: str, path: Path) -> None:
