@@ -51,7 +51,7 @@ def test_the_formats_own_package_reads_what_is_written_to_the_bit(tmp_path, dtyp
         for name, array in safetensors.numpy.load_file(path).items():
             assert same(array, arrays[name])
     reader = SafetensorsReader(path)
-    assert reader.tensors == {name: (x.shape, dtype) for name, x in arrays.items()}
+    assert reader.tensors.keys() == arrays.keys()
     for name, array in arrays.items():
         assert same(reader.read(name), array)
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,57 +49,48 @@ def digest_text(text: str) -> str:
 
 def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
     """Read files and return their digests, by path below `root` with slashes."""
-    listed = sorted(paths)
-    with ThreadPoolExecutor(NUM_THREADS) as threads, ThreadPoolExecutor(NUM_THREADS) as readers:
-        found = threads.map(_digest, listed, [readers] * len(listed))
-        return {
-            path.relative_to(root).as_posix(): digest
-            for path, digest in zip(listed, found, strict=True)
-        }
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        read = {path: _start(path, threads) for path in sorted(paths)}
+    return {path.relative_to(root).as_posix(): _joined(parts) for path, parts in read.items()}
 
 
-def wrong_sizes(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
-    """List the files that are missing or of another size; reads none of them."""
-    wrong = []
+def wrong_sizes(root: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
+    """Describe the files that are missing or of another size; reads none of them."""
+    wrong = {}
     for name, wanted in files.items():
         path = root / name
         if not path.is_file():
-            wrong.append(f"{name} is missing")
+            wrong[name] = f"{name} is missing"
         elif path.stat().st_size != wanted.num_bytes:
-            wrong.append(f"{name} has {path.stat().st_size} bytes of {wanted.num_bytes}")
+            wrong[name] = f"{name} has {path.stat().st_size} bytes of {wanted.num_bytes}"
     return wrong
 
 
 def wrong_contents(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
-    """List the files that are missing, of another size or not what was written; reads them."""
-
-    def check(item: tuple[str, FileDigest]) -> list[str]:
-        name, wanted = item
-        wrong = wrong_sizes(root, {name: wanted})
-        if wrong:
-            return wrong
+    """Describe the files that are missing, of another size or not what was written; reads them."""
+    wrong = wrong_sizes(root, files)
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        read = {name: _start(root / name, threads) for name in files if name not in wrong}
+    for name, parts in read.items():
         try:
-            found = _digest(root / name, readers)
+            if _joined(parts) != files[name]:
+                wrong[name] = f"{name} is not what was written (XXH3-128 differs)"
         except OSError as error:
-            return [f"{name} can't be read: {error.strerror}"]
-        return [] if found == wanted else [f"{name} is not what was written (XXH3-128 differs)"]
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads, ThreadPoolExecutor(NUM_THREADS) as readers:
-        return [line for lines in threads.map(check, files.items()) for line in lines]
+            wrong[name] = f"{name} can't be read: {error.strerror}"
+    return list(wrong.values())
 
 
-def _digest(path: Path, threads: ThreadPoolExecutor) -> FileDigest:
-    """Read a file, a large one in several places at once.
-
-    The digest of more than one segment is that of their digests, one after the other.
-    """
+def _start(path: Path, threads: ThreadPoolExecutor) -> list[Future[tuple[bytes, int]]]:
+    """Start to read a file, a large one in several places at once."""
     starts = range(0, max(1, path.stat().st_size), SEGMENT)
-    parts = list(threads.map(_digest_segment, [path] * len(starts), starts))
-    count = sum(size for _, size in parts)
-    if len(parts) == 1:
-        return FileDigest(count, parts[0][0].hex())
-    joined = b"".join(digest for digest, _ in parts)
-    return FileDigest(count, _hash(joined).hexdigest())
+    return [threads.submit(_digest_segment, path, start) for start in starts]
+
+
+def _joined(parts: list[Future[tuple[bytes, int]]]) -> FileDigest:
+    """Return a file's digest; of more than one segment it is that of their digests in order."""
+    digests, sizes = zip(*(part.result() for part in parts), strict=True)
+    whole = digests[0] if len(digests) == 1 else _hash(b"".join(digests)).digest()
+    return FileDigest(sum(sizes), whole.hex())
 
 
 def _digest_segment(path: Path, start: int) -> tuple[bytes, int]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -18,8 +17,7 @@ from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._arrays import SavedArrays
 from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
-from zerojax.checkpoint._manifest import Manifest, read_manifest
-from zerojax.checkpoint._parts import parts
+from zerojax.checkpoint._manifest import Manifest, parts, read_manifest
 from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._safetensors import SafetensorsReader
 from zerojax.checkpoint._safetensors_writer import Tensor, write
@@ -126,7 +124,6 @@ def import_safetensors(
     like: PyTree,
     *,
     cast: bool = False,
-    on_leaf: Callable[[str], None] | None = None,
 ) -> PyTree:
     """Read weights into the structure and the placement of `like`, for each device its part.
 
@@ -138,7 +135,6 @@ def import_safetensors(
         layout: the placement of the result.
         like: shapes with shardings, logical or stored, as `step.abstract_state().params` gives.
         cast: round to narrower floating dtypes; wider ones need no leave.
-        on_leaf: called with the path of each leaf that was read.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -148,26 +144,20 @@ def import_safetensors(
     """
     reader = SafetensorsReader(path)
     names = _tensor_names(reader)
-    found = {leaf: _described(*reader.tensors[name]) for leaf, name in names.items()}
+    found = {leaf: _described(reader.tensors[name]) for leaf, name in names.items()}
     wanted = saved_leaves(like, layout)
     check_leaves(found, wanted, reader.path, cast=cast)
-    whole = layout.sharding(P())
-    leaves: dict[str, jax.Array] = {}
-    read: dict[Any, jax.Array] = {}  # leaves that are tied are one array
-    for leaf, x in named_leaves(like).items():
-        sharding = getattr(x, "sharding", None) or whole
-        key = names[leaf], x.shape, x.dtype, sharding
-        if key not in read:
-            read[key] = _placed(reader, *key)
-        leaves[leaf] = read[key]
-        if on_leaf is not None:
-            on_leaf(leaf)
-    return jax.tree.unflatten(jax.tree.structure(like), leaves.values())
+    keys = [  # equal for leaves that are tied, which are one array
+        (names[leaf], x.shape, x.dtype, getattr(x, "sharding", None) or layout.sharding(P()))
+        for leaf, x in named_leaves(like).items()
+    ]
+    read = {key: _placed(reader, *key) for key in dict.fromkeys(keys)}
+    return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])
 
 
-def _described(shape: Shape, dtype: str) -> SavedLeaf:
-    size = num_bytes(shape, jnp.dtype(dtype))
-    return SavedLeaf(shape=shape, stored_shape=shape, dtype=dtype, num_bytes=size)
+def _described(x: jax.ShapeDtypeStruct) -> SavedLeaf:
+    size = num_bytes(x.shape, x.dtype)
+    return SavedLeaf(shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size)
 
 
 def weights_of(path: str | os.PathLike[str]) -> PyTree:
@@ -181,8 +171,7 @@ def weights_of(path: str | os.PathLike[str]) -> PyTree:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise ValueError(f"{reader.path} has a tensor {name!r} below another one")
-        shape, dtype = reader.tensors[name]
-        node[last] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        node[last] = reader.tensors[name]
     return tree
 
 
@@ -199,11 +188,7 @@ def _tensor_names(reader: SafetensorsReader) -> dict[str, str]:
 
 
 def _placed(
-    reader: SafetensorsReader,
-    name: str,
-    shape: Shape,
-    dtype: Any,
-    sharding: jax.sharding.Sharding,
+    reader: SafetensorsReader, name: str, shape: Shape, dtype: Any, sharding: jax.sharding.Sharding
 ) -> jax.Array:
     """Read a tensor as shards; those of one place are read once, padding is zeros."""
     read: dict[str, np.ndarray] = {}

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,15 +44,6 @@ class Restored:
     manifest: Manifest
     path: Path
     passed_over: Mapping[Path, str]
-
-
-@dataclasses.dataclass
-class _Kept:
-    """A checkpoint in the words of orbax's preservation policies."""
-
-    step: int
-    time: dt.datetime
-    metrics: Any = None
 
 
 class Checkpoints:
@@ -102,16 +94,10 @@ class Checkpoints:
         data: Any = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> PendingSave:
-        """Start to save a step; returns when the devices are free to go on.
+        """Start to save a step, which names the checkpoint; see `zerojax.save`.
 
-        A damaged checkpoint of the same step is moved aside, to `STEP.damaged`.
-
-        Args:
-            step: names the checkpoint.
-            state: any pytree of arrays, in its stored form.
-            layout: the placement that the state lives under.
-            data: the position in the data, fit for JSON.
-            metadata: what else to keep, fit for JSON.
+        Returns when the devices are free to go on. A damaged checkpoint of the same step is moved
+        aside, to `STEP.damaged`.
 
         Raises:
             ValueError: the step is saved already, or negative. Also what went wrong with the save
@@ -134,12 +120,7 @@ class Checkpoints:
             pending.wait()
 
     def restore(self, layout: Layout, like: PyTree, *, cast: bool = False) -> Restored | None:
-        """Restore the newest checkpoint that is whole; None where there is none at all.
-
-        Args:
-            layout: the placement of the result.
-            like: a tree of shapes with shardings, as `step.abstract_state()` returns.
-            cast: round to narrower floating dtypes where values are kept nowhere else.
+        """Restore the newest checkpoint that is whole, as `zerojax.restore` does; None without any.
 
         Raises:
             DamagedCheckpointError: there are checkpoints, and all are damaged.
@@ -153,10 +134,8 @@ class Checkpoints:
                 state = restore(path, layout, like, tx=self._tx, cast=cast)
                 manifest = read_manifest(path)
             except DAMAGE as error:
-                is_cut_short = not _is_saved(path)
-                passed_over[path] = _cut_short(path) if is_cut_short else str(error)
-                if not is_cut_short:
-                    self._damaged.add(path)
+                passed_over[path] = str(error) if _is_saved(path) else _cut_short(path)
+                self._damaged |= {path} if _is_saved(path) else set()
                 continue
             return Restored(state=state, manifest=manifest, path=path, passed_over=passed_over)
         if self._damaged & passed_over.keys():
@@ -171,7 +150,7 @@ class Checkpoints:
         """Move a damaged checkpoint aside, so that a new one can take its place."""
         if not _is_saved(path):
             return
-        if path not in self._damaged and _seems_whole(path):
+        if path not in self._damaged and path in self.steps().values():
             raise ValueError(f"{path} holds a checkpoint already; save another step")
         barrier(f"damaged {path.name}")
         if jax.process_index() == 0:
@@ -196,7 +175,10 @@ class Checkpoints:
 
         keep = policies.LatestN(self._keep) if isinstance(self._keep, int) else self._keep
         found = {step: path for step, path in self.steps().items() if path not in self._damaged}
-        known = [_Kept(step, _time_of(path)) for step, path in found.items()]
+        known: Any = [  # what orbax's policies look at
+            SimpleNamespace(step=step, time=_time_of(path), metrics=None)
+            for step, path in found.items()
+        ]
         kept = keep.should_preserve(known, context=policies.PreservationContext())
         newest = max(found, default=None)
         for info, is_kept in zip(known, kept, strict=True):
@@ -218,7 +200,7 @@ def _check_folder(directory: Path) -> None:
 
 def find_checkpoints(
     directory: str | os.PathLike[str],
-    passed_over: Callable[[Path, str], None] | None = None,
+    passed_over: Callable[[Path, str], object] = lambda path, reason: None,
 ) -> dict[int, Path]:
     """Find the checkpoints in folders that are named by a step, in the order of steps.
 
@@ -235,11 +217,9 @@ def find_checkpoints(
             read_whole(path)
             found[step] = path
         except FileNotFoundError:
-            if passed_over is not None:
-                passed_over(path, _cut_short(path))
+            passed_over(path, _cut_short(path))
         except (ValueError, OSError) as error:
-            if passed_over is not None:
-                passed_over(path, str(error))
+            passed_over(path, str(error))
     return found
 
 
@@ -264,11 +244,3 @@ def _time_of(path: Path) -> dt.datetime:
 
 def _is_saved(path: Path) -> bool:
     return (path / MANIFEST).exists()
-
-
-def _seems_whole(path: Path) -> bool:
-    try:
-        read_whole(path)
-    except (ValueError, OSError):
-        return False
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import json
@@ -83,12 +84,6 @@ class Manifest:
         """Bytes of all files."""
         return sum(file.num_bytes for file in self.files.values())
 
-    @property
-    def num_params(self) -> int:
-        """Psi: elements of the parameters; 0 where no part of the state is called so."""
-        held = (leaf for path, leaf in self.leaves.items() if path.startswith(PARAMS))
-        return sum(num_elements(leaf.shape) for leaf in held)
-
 
 def make_manifest(
     state: PyTree,
@@ -139,10 +134,8 @@ def _step_of(state: PyTree) -> int | None:
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in WRITERS:
-        try:
+        with contextlib.suppress(distributions.PackageNotFoundError):  # run from a folder
             found[name] = distributions.version(name)
-        except distributions.PackageNotFoundError:  # run from a folder, without being installed
-            continue
     return found
 
 
@@ -208,5 +201,50 @@ def read_whole(directory: str | os.PathLike[str]) -> Manifest:
     manifest = read_manifest(root)
     wrong = wrong_sizes(root, manifest.files)
     if wrong:
-        raise DamagedCheckpointError(root, wrong)
+        raise DamagedCheckpointError(root, wrong.values())
     return manifest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Leaves with one beginning: `params`, `opt_state/0/mu`, or a leaf by itself.
+
+    Attributes:
+        path: the beginning.
+        num_leaves: how many.
+        num_elements: of all of them, logical.
+        num_bytes: of all of them, logical.
+        dtypes: their dtypes, each once.
+    """
+
+    path: str
+    num_leaves: int
+    num_elements: int
+    num_bytes: int
+    dtypes: tuple[str, ...]
+
+
+def parts(manifest: Manifest) -> list[Part]:
+    """Group the leaves of a checkpoint by what lies before a parameter's path."""
+    params = {path.removeprefix(PARAMS) for path in manifest.leaves if path.startswith(PARAMS)}
+    groups: dict[str, list[SavedLeaf]] = {}
+    for path, leaf in manifest.leaves.items():
+        groups.setdefault(_beginning(path, params), []).append(leaf)
+    return [
+        Part(
+            path=path,
+            num_leaves=len(leaves),
+            num_elements=sum(num_elements(leaf.shape) for leaf in leaves),
+            num_bytes=sum(leaf.num_bytes for leaf in leaves),
+            dtypes=tuple(dict.fromkeys(leaf.dtype for leaf in leaves)),
+        )
+        for path, leaves in groups.items()
+    ]
+
+
+def _beginning(path: str, params: set[str]) -> str:
+    keys = path.split("/")
+    for first in range(1, len(keys)):
+        if "/".join(keys[first:]) in params:
+            return "/".join(keys[:first])
+    return path if params else keys[0]

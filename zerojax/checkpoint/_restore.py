@@ -62,7 +62,7 @@ def restore(
     manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)
     wanted = _requests(manifest, sources, layout, like)
-    agree_whole(root, wrong_sizes(root, manifest.files))
+    agree_whole(root, wrong_sizes(root, manifest.files).values())
     found, failure = {}, None
     with ThreadPoolExecutor(1) as thread:
         wrong = thread.submit(wrong_contents, root, _share(manifest))

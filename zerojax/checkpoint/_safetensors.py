@@ -13,17 +13,16 @@ Source: https://github.com/huggingface/safetensors, section Format.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax._tree import num_bytes
 from zerojax.checkpoint._paths import local_path
 
 SUFFIX = ".safetensors"
@@ -51,16 +50,8 @@ DTYPES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """Where a tensor lies: `offset` counts from the start of its file."""
-
-    path: Path
-    offset: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
+#: A tensor, its file, and where in the file its bytes begin.
+Place = tuple[jax.ShapeDtypeStruct, Path, int]
 
 
 class SafetensorsReader:
@@ -73,7 +64,7 @@ class SafetensorsReader:
 
     Attributes:
         path: the file or the index that was found.
-        tensors: name to shape and dtype, as JAX names it.
+        tensors: name to shape and dtype.
         metadata: text by name; an index's own before that of its files.
 
     Raises:
@@ -85,8 +76,8 @@ class SafetensorsReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _find_file(local_path(path))
         read = _read_indexed if self.path.name.endswith(INDEX_SUFFIX) else _read_header
-        self._stored, self.metadata = read(self.path)
-        self.tensors = {name: (one.shape, one.dtype.name) for name, one in self._stored.items()}
+        self._places, self.metadata = read(self.path)
+        self.tensors = {name: shape for name, (shape, _, _) in self._places.items()}
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Read a part of a tensor; only that part is copied into memory.
@@ -98,13 +89,13 @@ class SafetensorsReader:
         Raises:
             ValueError: the file has been cut short since it was opened.
         """
-        one = self._stored[name]
-        if not math.prod(one.shape):  # nothing can't be mapped
-            return np.empty(one.shape, one.dtype)[index]
+        tensor, path, offset = self._places[name]
+        if not tensor.size:  # nothing can't be mapped
+            return np.empty(tensor.shape, tensor.dtype)[index]
         try:
-            mapped = np.memmap(one.path, one.dtype, "r", one.offset, one.shape)
+            mapped = np.memmap(path, tensor.dtype, "r", offset, tensor.shape)
         except ValueError as error:
-            raise ValueError(f"{one.path} has been cut short since it was opened") from error
+            raise ValueError(f"{path} has been cut short since it was opened") from error
         return np.array(mapped[index])
 
 
@@ -134,7 +125,7 @@ def _find_file(path: Path) -> Path:
     return free[0]
 
 
-def _read_header(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
+def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """Return the tensors' places and the metadata of a file, which the library has checked."""
     from safetensors import SafetensorError, safe_open
 
@@ -154,13 +145,13 @@ def _read_header(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
     # The tensors lie in this order, without holes, to the end of the file.
     found, offset = {}, path.stat().st_size
     for name, code, shape in reversed(held):
-        dtype = jnp.dtype(DTYPES[code])
-        offset -= math.prod(shape) * dtype.itemsize
-        found[name] = _Stored(path, offset, shape, dtype)
-    return dict(reversed(found.items())), metadata
+        tensor = jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[code]))
+        offset -= num_bytes(shape, tensor.dtype)
+        found[name] = tensor, path, offset
+    return found, metadata
 
 
-def _read_indexed(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
+def _read_indexed(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """Return the tensors' places and the metadata of all files that an index names."""
     names, text = _read_index(path)
     files = dict.fromkeys(names.values())
@@ -170,7 +161,13 @@ def _read_indexed(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
     found, metadata = {}, {}
     for file in files:
         stored, held = _read_header(path.parent / file)
-        _check_index(path, names, file, stored)
+        listed = {name for name, where in names.items() if where == file}
+        for fault, wrong in (("lacks", listed - set(stored)), ("also holds", set(stored) - listed)):
+            if wrong:
+                raise ValueError(
+                    f"{path} and {file} do not belong together: by the index, the file {fault} "
+                    f"{min(wrong)!r}"
+                )
         found |= stored
         metadata |= held
     return {name: found[name] for name in names}, metadata | text
@@ -189,18 +186,6 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         if Path(file).name != file:
             raise ValueError(f"{path} names {file!r}, which is not a file beside it")
     return names, {name: text for name, text in metadata.items() if isinstance(text, str)}
-
-
-def _check_index(index: Path, names: Mapping[str, str], file: str, held: Iterable[str]) -> None:
-    """Check that a file holds what the index says, and nothing else."""
-    held = set(held)
-    listed = {name for name, where in names.items() if where == file}
-    for fault, wrong in (("lacks", listed - held), ("also holds", held - listed)):
-        if wrong:
-            raise ValueError(
-                f"{index} and {file} do not belong together: by the index, the file {fault} "
-                f"{min(wrong)!r}"
-            )
 
 
 def _is_text(found: Any) -> TypeGuard[dict[str, str]]:

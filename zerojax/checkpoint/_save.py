@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import operator
 import os
+import re
 import shutil
 import sys
 import threading
@@ -20,23 +21,15 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import FileDigest, digest_files, join_digests, part_of_digests
+from zerojax.checkpoint._digests import digest_files, join_digests, part_of_digests
 from zerojax.checkpoint._leaves import named_leaves, placed_leaves
-from zerojax.checkpoint._manifest import (
-    ARRAYS,
-    MANIFEST,
-    Manifest,
-    make_manifest,
-    write_manifest,
-)
+from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
 from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
 from zerojax.checkpoint._paths import local_path, sync_folder
 from zerojax.layout import Layout
 
 #: Ends the name of what is removed: so renamed first, it is whole or not there at all.
 REMOVED = ".removed"
-
-
 #: What orbax has not finished has a name like this.
 UNFINISHED = f"{ARRAYS}.orbax-checkpoint-tmp*"
 _unwaited: weakref.WeakSet[PendingSave] = weakref.WeakSet()
@@ -72,11 +65,7 @@ class PendingSave:
     """
 
     def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        checkpointer: Any,
-        then: Callable[[], None] | None,
+        self, path: Path, manifest: Manifest, checkpointer: Any, then: Callable[[], None]
     ) -> None:
         self.path = path
         self._manifest = manifest
@@ -99,18 +88,11 @@ class PendingSave:
         if self._error is not None:
             raise self._error
 
-    def __enter__(self) -> PendingSave:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.wait()
-
     def _run(self) -> None:
         try:
             self._checkpointer.close()  # waits for the arrays of all processes
             self._commit()
-            if self._then is not None:
-                self._then()
+            self._then()
         except BaseException as error:  # noqa: BLE001  # raised by wait()
             self._error = error
             if jax.process_index() == 0:  # a full disk has room again for what comes next
@@ -119,10 +101,9 @@ class PendingSave:
     def _commit(self) -> None:
         """Take digests, each process of what it wrote, and write the manifest."""
         index, arrays = jax.process_index(), self.path / ARRAYS
-        own = digest_files(self.path, _files_of(arrays, index))
-        files: Mapping[str, FileDigest] = own
+        files = digest_files(self.path, _files_of(arrays, index))
         if jax.process_count() > 1:
-            part_of_digests(self.path, index, own)
+            part_of_digests(self.path, index, files)
             barrier(f"digests {self.path.name}")
             if index == 0:
                 files = join_digests(self.path, jax.process_count())
@@ -134,14 +115,12 @@ class PendingSave:
 
 def _files_of(arrays: Path, index: int) -> list[Path]:
     """List the files that a process answers for: its own, and the first one all that is shared."""
-    found = []
-    for path in arrays.rglob("*"):
-        top = path.relative_to(arrays).parts[0]
-        owner = top.removeprefix("ocdbt.process_")
-        number = int(owner) if owner != top and owner.isdecimal() else 0
-        if number == index and path.is_file():
-            found.append(path)
-    return found
+
+    def owner(path: Path) -> int:
+        folder = re.fullmatch(r"ocdbt\.process_(\d+)", path.relative_to(arrays).parts[0])
+        return int(folder[1]) if folder else 0
+
+    return [path for path in arrays.rglob("*") if path.is_file() and owner(path) == index]
 
 
 def start_save(
@@ -153,16 +132,12 @@ def start_save(
     step: int | None = None,
     data: Any = None,
     metadata: Mapping[str, Any] | None = None,
-    then: Callable[[], None] | None = None,
+    then: Callable[[], None] = lambda: None,
 ) -> PendingSave:
-    """Save in the background: as `save`, but returns when the devices are free to go on.
+    """Save as `save` does, but return when the devices are free to go on.
 
-    Args:
-        directory: as for `save`, and so on.
-        then: called in the background when the checkpoint is whole.
-
-    Returns:
-        What to `wait` for; only then the checkpoint is known to be there.
+    Only when the result's `wait` has returned the checkpoint is known to be there; `then` is called
+    in the background before that.
     """
     require_orbax()
     root = local_path(directory).absolute()
@@ -171,11 +146,8 @@ def start_save(
     state = placed_leaves(state, layout.sharding(P()))
     step = None if step is None else check_step(step)
     manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
-    arrays = {
-        path: _integers(x)
-        for path, x in named_leaves(state).items()
-        if manifest.leaves[path].is_stored
-    }
+    leaves = named_leaves(state)
+    arrays = {path: _integers(x) for path, x in leaves.items() if manifest.leaves[path].is_stored}
     if jax.process_index() == 0:
         root.mkdir(parents=True, exist_ok=True)
         _clear(root)
