@@ -6,13 +6,12 @@ are written there. Everything expected below follows from those sizes.
 
 from __future__ import annotations
 
-import gzip
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.hlo.programs import FILES, MANUAL, MLP, REDUCE, SCAN, text_of, wrap
 from zerojax.hlo import (
     Collective,
     Collectives,
@@ -23,18 +22,9 @@ from zerojax.hlo import (
 )
 from zerojax.hlo._module import parse_shapes
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 DIM, HIDDEN, LAYERS, MICROBATCHES = 1024, 4096, 6, 3  # of scripts/golden
 PSI = 2 * DIM * HIDDEN  # one layer: up and down
-FILES = {f"{p.parent.name}/{p.name[:-7]}": p for p in sorted(GOLDEN.glob("*/*.txt.gz"))}
-MLP = [name for name in FILES if "/mlp." in name and "slices" not in name]
-SCAN = [name for name in FILES if "/scan." in name]
-MANUAL = [name for name in FILES if "/manual." in name]
 MESHES = {"2d": {"data": 2, "model": 4}, "3d": {"x": 2, "y": 2, "z": 2}}
-
-
-def text_of(name: str) -> str:
-    return gzip.decompress(FILES[name].read_bytes()).decode()
 
 
 def read(name: str) -> Collectives:
@@ -171,15 +161,6 @@ def test_the_donated_outputs_are_read_from_the_header():
     for name in MLP:
         aliases = parse_module(text_of(name)).aliases
         assert aliases == {(i,): i for i in range(4)}  # two parameters, two momenta
-
-
-REDUCE = "f32[8]{0} all-reduce(%v), channel_id=1, replica_groups={{0,1}}, to_apply=%add"
-
-
-def wrap(*lines: str, computations: str = "") -> str:
-    body = "\n".join(f"  {line}" for line in lines)
-    entry = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{body}\n}}"
-    return f"HloModule test, num_partitions=2\n{computations}\n{entry}\n"
 
 
 # ------------------------------------------------------------------ nothing is dropped

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.hlo.programs import REDUCE, wrap
 from zerojax.hlo import parse_collectives
-
-REDUCE = "f32[8]{0} all-reduce(%v), channel_id=1, replica_groups={{0,1}}, to_apply=%add"
-
-
-def wrap(*lines: str, computations: str = "") -> str:
-    body = "\n".join(f"  {line}" for line in lines)
-    entry = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{body}\n}}"
-    return f"HloModule test, num_partitions=2\n{computations}\n{entry}\n"
 
 
 def loop(start: str, compare: str, step: str, bound: str = "%n") -> str:
