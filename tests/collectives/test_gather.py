@@ -108,9 +108,15 @@ def grouped(p, x):
     return jnp.einsum("bgi,gij->bgj", x.reshape(x.shape[0], 3, 11), p["groups"]).reshape(x.shape)
 
 
+def indexed(p, x):
+    """A row of weights whose padded dim is taken whole."""
+    w = jax.lax.dynamic_index_in_dim(p["groups"], jnp.argmax(x[0, :3]), 0, keepdims=False)
+    return (x.reshape(-1, 3, 11) @ w).reshape(x.shape)
+
+
 MODELS = [
     plain, cast, tied, moved, remat, saving_remat, scan, scan_of_shared_weight, cond, while_loop,
-    custom, lookup, nested_jit, conv, grouped,
+    custom, lookup, nested_jit, conv, grouped, indexed,
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """How bytes move."""
 
-from zerojax.collectives._buckets import check_bucket_bytes, compiler_options
+from zerojax.collectives._buckets import compiler_options
 from zerojax.collectives._placement import (
     auto_region,
     constrain,
@@ -18,7 +18,6 @@ from zerojax.collectives._writeback import write_back
 __all__ = [
     "accumulate",
     "auto_region",
-    "check_bucket_bytes",
     "compiler_options",
     "constrain",
     "gather_where_used",

@@ -93,13 +93,16 @@ class Opening:
 
     Attributes:
         layout: the placement.
-        gathers: whether parameters are partitioned, so that opening moves bytes (stage 3).
         reduce_dtype: dtype in which gradients are summed over devices; None is their own.
     """
 
     layout: Layout
-    gathers: bool
     reduce_dtype: Any = None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are partitioned, so that opening moves bytes."""
+        return self.layout.partitions("parameter")
 
     def widens(self, dtype: Any) -> bool:
         """Whether gradients of this dtype are summed in a wider one."""

@@ -30,11 +30,7 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
         layout: the placement; its platform decides the options, and a CPU has none.
         bucket_bytes: most bytes of a collective that is made of several; None leaves it to the
             compiler, but for stage 3 on a GPU, which would gather several layers at once.
-
-    Raises:
-        ValueError: the size is not a positive whole number.
     """
-    check_bucket_bytes(bucket_bytes)
     if layout.platform == "gpu":
         if bucket_bytes is not None:
             return {_combines(op): str(bucket_bytes) for op in _GPU}
@@ -43,16 +39,6 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
     if layout.platform == "tpu" and bucket_bytes is not None:
         return dict.fromkeys(_TPU, str(bucket_bytes))
     return {}
-
-
-def check_bucket_bytes(bucket_bytes: int | None) -> None:
-    """Refuse a size that no bucket can have."""
-    if bucket_bytes is None:
-        return
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(
-            f"bucket_bytes must be a positive whole number of bytes or None, got {bucket_bytes!r}"
-        )
 
 
 def layers_per_bucket(

@@ -46,7 +46,7 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
     Returns:
         A function of stored parameters, with the same outputs; its gradients are stored shards.
     """
-    opening = Opening(layout, layout.partitions("parameter"), reduce_dtype)
+    opening = Opening(layout, reduce_dtype)
 
     def wrapped(params: PyTree, *args: Any) -> Any:
         stored = layout.structure.flatten_up_to(params)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import bind
@@ -25,6 +24,9 @@ ELEMENTWISE = LINEAR.union(
 DEFERRED = ELEMENTWISE.union(
     "broadcast_in_dim convert_element_type expand_dims reshape rev slice squeeze transpose".split()
 )
+
+#: The parameters that hold sizes of a result.
+_SIZES = {"slice": "limit_indices", "dynamic_slice": "slice_sizes", "reshape": "new_sizes"}
 
 
 def keep_boxed(eqn: Any, values: list[Any]) -> list[Any] | None:
@@ -69,13 +71,8 @@ def _on_shards(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
     dims = _dims_after(name, params, boxed.value.shape, boxed)
     if dims is None:
         return None
-    if name == "slice" and boxed.dim is not None:
-        return [_slice(eqn, boxed)]
-    if name == "reshape" and boxed.is_padded:
-        return [_reshape(eqn, boxed, dims)]
-    if name == "dynamic_slice" and boxed.is_padded:
-        return None
-    return [boxed.moved(out, dims) for out in bind(eqn, arrays)]
+    outs = bind(_at_stored_size(eqn, boxed, dims), arrays)
+    return [boxed.moved(out, dims) for out in outs]
 
 
 def _after_gather(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
@@ -138,18 +135,15 @@ def _dims_of_reshape(
     return tuple(dims)
 
 
-def _slice(eqn: Any, boxed: Boxed) -> Boxed:
-    """Slice a stored value; its partitioned dim is kept whole, padding included."""
-    limits = list(eqn.params["limit_indices"])
-    assert boxed.dim is not None
-    limits[boxed.dim] = boxed.value.shape[boxed.dim]
-    out = jax.lax.slice(boxed.value, eqn.params["start_indices"], limits, eqn.params["strides"])
-    return boxed.holding(out)
+def _at_stored_size(eqn: Any, boxed: Boxed, dims: tuple[int | None, ...]) -> Any:
+    """Return an equation that keeps the padding of the partitioned dim.
 
-
-def _reshape(eqn: Any, boxed: Boxed, dims: tuple[int | None, ...]) -> Boxed:
-    """Reshape a stored value; its partitioned dim keeps the stored size."""
-    assert boxed.dim is not None
-    sizes = list(eqn.params["new_sizes"])
+    With 1009 rows stored as 1016, `slice[start_indices=(0, 2) limit_indices=(1009, 3)]` ends at
+    (1016, 3).
+    """
+    key = _SIZES.get(eqn.primitive.name)
+    if key is None or boxed.dim is None:
+        return eqn
+    sizes = list(eqn.params[key])
     sizes[dims.index(boxed.dim)] = boxed.value.shape[boxed.dim]
-    return boxed.moved(jax.lax.reshape(boxed.value, sizes), dims)
+    return eqn.replace(params={**eqn.params, key: tuple(sizes)})
