@@ -17,7 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import zerojax
-from zerojax.aot import MissingCompiler, _plugin
+from zerojax import aot
+from zerojax.aot import MissingCompiler
 from zerojax.cli.doctor import _checks as checks
 from zerojax.cli.doctor import _proof as proof
 from zerojax.cli.doctor._checks import Bench, Finding, Project
@@ -137,7 +138,7 @@ def test_a_single_device_is_a_warning(monkeypatch, bench):
 
 
 def test_an_accelerator_that_jax_does_not_use_is_a_warning(monkeypatch, bench):
-    monkeypatch.setattr(_plugin, "_accelerators", lambda: True)
+    monkeypatch.setattr(aot, "has_accelerators", lambda: True)
     found = checks.check_devices(bench)
     assert found.status == "warning"
     assert "does not use the accelerator" in found.found
@@ -156,9 +157,9 @@ def test_real_accelerators_are_named_with_their_memory(monkeypatch, bench):
 def test_a_compiler_for_absent_tpus_is_not_loaded():
     program = """
 import sys, jax
-from zerojax.aot import _plugin
+from zerojax import aot
 from zerojax.cli.doctor import _checks as checks
-_plugin._accelerators = lambda: False
+aot.has_accelerators = lambda: False
 version = checks._version
 checks._version = lambda name: "0.1" if name == "libtpu" else version(name)
 assert checks.check_devices(checks.Bench()).status == "ok"
@@ -190,17 +191,17 @@ def test_devices_without_host_memory_are_a_warning(monkeypatch):
 @pytest.mark.parametrize(
     ("check", "require", "package"),
     [
-        (checks.check_tpu_compiler, "_require_libtpu", "libtpu"),
-        (checks.check_gpu_compiler, "_require_cuda", "jax-cuda12-plugin"),
+        (checks.check_tpu_compiler, "require_libtpu", "libtpu"),
+        (checks.check_gpu_compiler, "require_cuda", "jax-cuda12-plugin"),
     ],
 )
 def test_compilers_are_there_or_a_warning(monkeypatch, bench, check, require, package):
     error = MissingCompiler('Compiling needs it 3 (no TPU): pip install "jax[tpu]==1" other')
-    monkeypatch.setattr(_plugin, require, Mock(side_effect=error))
+    monkeypatch.setattr(aot, require, Mock(side_effect=error))
     assert check(bench) == Finding(
         status="warning", found="Compiling needs it 3", remedy='pip install "jax[tpu]==1" other'
     )
-    monkeypatch.setattr(_plugin, require, lambda: None)
+    monkeypatch.setattr(aot, require, lambda: None)
     monkeypatch.setattr(
         checks, "_version", {package: "0.7", "jax-cuda13-plugin": None}.get, raising=True
     )

@@ -36,8 +36,8 @@ class MissingCompiler(RuntimeError):
 
 def tpu_devices(name: str, **options: Any) -> list[Any]:
     """Return the devices of a TPU slice that is not here; `name` as libtpu has it: "v5p:2x2x2"."""
-    _require_libtpu()
-    if not _accelerators():
+    require_libtpu()
+    if not has_accelerators():
         for key, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(key, value)
     with quiet_stderr():
@@ -47,7 +47,7 @@ def tpu_devices(name: str, **options: Any) -> list[Any]:
 
 def gpu_devices(target_config: str, *, num_nodes: int, gpus_per_node: int) -> list[Any]:
     """Return the devices of GPU nodes that are not here, node by node."""
-    module = _require_cuda()
+    module = require_cuda()
     arrangement = {"topology": f"1x{num_nodes}x{gpus_per_node}", "target_config": target_config}
     with quiet_stderr():
         _settle_backends()
@@ -61,7 +61,7 @@ def gpu_devices(target_config: str, *, num_nodes: int, gpus_per_node: int) -> li
     return list(topology.devices)
 
 
-def _require_libtpu() -> None:
+def require_libtpu() -> None:
     """Check that the libtpu that jax pins is here; of another one, programs can't be read."""
     pin = _pinned("libtpu")
     remedy = f'pip install "jax[tpu]=={jax.__version__}"'
@@ -77,7 +77,7 @@ def _require_libtpu() -> None:
             )
 
 
-def _require_cuda() -> str:
+def require_cuda() -> str:
     """Check that the CUDA plugin that belongs to this jax is here; return its module's name."""
     remedy = f'pip install "jax[cuda12-local]=={jax.__version__}" nvidia-cuda-nvcc-cu12'
     modules = [name for name in _CUDA_MODULES if _has_module("jax_plugins", name)]
@@ -119,7 +119,8 @@ def _has_module(package: str, name: str) -> bool:
     return importlib.util.find_spec(f"{package}.{name}") is not None
 
 
-def _accelerators() -> bool:
+def has_accelerators() -> bool:
+    """Return whether the system shows a TPU or a GPU, whatever jax can use."""
     return any(any(Path("/dev").glob(pattern)) for pattern in _DEVICE_FILES)
 
 
@@ -128,7 +129,7 @@ def _settle_backends() -> None:
 
     jax loads every plugin when it first starts a backend, which lowering a program does.
     """
-    if not _accelerators():
+    if not has_accelerators():
         if not getattr(jax.config, "jax_platforms", None):
             jax.config.update("jax_platforms", "cpu")
         jax.devices()

@@ -9,7 +9,7 @@ from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
-from zerojax.layout._torus import DIMS, LANES, SPANS, Phases, in_order
+from zerojax.layout._torus import DIMS, LANES, SPANS, Phases, Span, in_order
 from zerojax.layout._transformation import WRAPPED, as_transformation
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "OptimizerLayout",
     "Phases",
     "Rule",
+    "Span",
     "as_spec",
     "as_transformation",
     "check_stage",

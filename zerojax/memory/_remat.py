@@ -32,23 +32,22 @@ from zerojax._jaxpr import (
 from zerojax.memory._host import check_host_memory, offloaded_kinds
 from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
 from zerojax.memory._names import carries, check_names, has_layers, works_outside
-from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, OffloadPolicy, Remat, RematPolicy, as_remat
+from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
 
 
-def of_step(
-    policy: RematPolicy | Remat | None, offload: OffloadPolicy | None, mesh: Any
-) -> RematPolicy | None:
-    """Return the policy of a step for its activations; None leaves all to the model.
+def activation_policy(recipe: Recipe, mesh: Any) -> RematPolicy | None:
+    """Return what a recipe says of activations; None leaves all to the model.
+
+    An `OffloadPolicy` whose kinds have "activation" offloads every layer's input.
 
     Args:
-        policy: for rematerialisation.
-        offload: whose kind "activation" is the offload of every layer's input.
+        recipe: of the step.
         mesh: with devices.
 
     Raises:
         ValueError: the mesh has no axis of the policy's, or its devices no memory of the host's.
     """
-    found = as_remat(policy)
+    found, offload = recipe.remat, recipe.offload
     if found is not None and found.partition is not None:
         check_axis(found.partition, mesh)
     if found is not None and found.offload:

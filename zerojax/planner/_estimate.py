@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from zerojax._tree import floating_dtype
 from zerojax._types import Axes
-from zerojax.layout import Description, Layout, LeafLayout
-from zerojax.layout._torus import LANES
+from zerojax.layout import LANES, Description, Layout, LeafLayout
 from zerojax.planner._demand import Conditions, Demand
 from zerojax.planner._devices import DATA, MODEL, Devices, accumulator_bytes, held_leaves
 from zerojax.planner._policies import hosts_states, offloaded, remat_of

@@ -10,8 +10,7 @@ from typing import Any
 import optax
 
 from zerojax._types import PyTree
-from zerojax.layout import STAGES, Description, Layout
-from zerojax.layout._stages import check_stage
+from zerojax.layout import STAGES, Description, Layout, check_stage
 from zerojax.planner._choices import Choices, Rejected, gigabytes
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._demand import Demand, Remembered, TracedLoss

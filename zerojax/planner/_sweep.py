@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import optax
 
 from zerojax._types import PyTree
-from zerojax.layout import STAGES
-from zerojax.layout._stages import check_stage
+from zerojax.layout import STAGES, check_stage
 from zerojax.planner._demand import Remembered
 from zerojax.planner._devices import ALONE, Placement, place, share_out
 from zerojax.planner._estimate import estimate

@@ -23,7 +23,7 @@ from zerojax.collectives import (
     write_back,
 )
 from zerojax.layout import Layout, as_transformation
-from zerojax.memory import of_step, rematerialised
+from zerojax.memory import activation_policy, rematerialised
 from zerojax.recipe import Recipe, as_recipe
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
@@ -49,7 +49,7 @@ class TrainStep:
         self._reduction = recipe.reduction(layout.kinds)
         self._has_aux = has_aux
         self._evaluated_fn = loss_fn
-        policy = of_step(recipe.remat, recipe.offload, layout.mesh)
+        policy = activation_policy(recipe, layout.mesh)
         self._loss_fn = loss_fn if policy is None else rematerialised(loss_fn, policy)
         tx = as_transformation(tx)
         self._update = Update(tx, layout, recipe)

@@ -158,11 +158,11 @@ def check_devices(bench: Bench) -> Finding:
     """Find the devices that a run would take."""
     import jax
 
-    from zerojax.aot import _plugin
+    from zerojax import aot
     from zerojax.cli.shared._devices import find_devices
 
     asked = os.environ.get("JAX_PLATFORMS") or getattr(jax.config, "jax_platforms", None)
-    if not asked and not _plugin._accelerators() and _version("libtpu"):
+    if not asked and not aot.has_accelerators() and _version("libtpu"):
         # The compiler for TPUs is here and no TPU: jax would look for one, for minutes.
         jax.config.update("jax_platforms", "cpu")
     try:
@@ -175,7 +175,7 @@ def check_devices(bench: Bench) -> Finding:
         return Finding(status="failed", found=found, remedy=remedy)
     bench.devices = found
     held, one = _describe(found), found[0]
-    if one.platform == "cpu" and _plugin._accelerators():
+    if one.platform == "cpu" and aot.has_accelerators():
         remedy = 'pip install "jax[cuda12]" or "jax[tpu]", whichever is here'
         if asked:
             remedy = f"unset JAX_PLATFORMS, which asks for {asked}"
@@ -204,17 +204,17 @@ def check_host_memory(bench: Bench) -> Finding:
 
 def check_tpu_compiler(bench: Bench) -> Finding:
     """Look for the compiler for TPUs that are not here, without loading it."""
-    from zerojax.aot import _plugin
+    from zerojax import aot
 
-    return _compiler(_plugin._require_libtpu, "libtpu")
+    return _compiler(aot.require_libtpu, "libtpu")
 
 
 def check_gpu_compiler(bench: Bench) -> Finding:
     """Look for the compiler for GPUs that are not here, without loading it."""
-    from zerojax.aot import _plugin
+    from zerojax import aot
 
     plugins = (name for name in ("jax-cuda13-plugin", "jax-cuda12-plugin") if _version(name))
-    return _compiler(_plugin._require_cuda, next(plugins, "jax-cuda12-plugin"))
+    return _compiler(aot.require_cuda, next(plugins, "jax-cuda12-plugin"))
 
 
 def check_cache(bench: Bench) -> Finding:

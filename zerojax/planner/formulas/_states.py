@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from zerojax._types import Kind
-from zerojax.layout import STAGES
-from zerojax.layout._stages import check_stage
+from zerojax.layout import STAGES, check_stage
 from zerojax.planner._counts import as_amount, as_count
 
 #: Bytes per parameter of the optimizer in mixed precision with Adam: fp32 master and two moments.

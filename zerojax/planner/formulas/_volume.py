@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from zerojax._types import Axes
 from zerojax.layout import Layout, LeafLayout
-from zerojax.layout._mesh import num_devices
 from zerojax.planner.formulas._states import moved_per_param
 from zerojax.recipe import Recipe
 
@@ -99,7 +98,7 @@ def theory_of(
             add(scattered, cut, stored, reductions)
         else:
             add(summed, cut, stored, 2 * reductions)
-        add(summed, rest, stored / num_devices(layout.mesh, cut), 2 * reductions)
+        add(summed, rest, stored / layout.num_parts(cut), 2 * reductions)
     local = sum(math.prod(layout.local_shape(leaf, leaf.shape)) for leaf in layout.leaves)
     ring = _ring(layout, layout.axis if kinds else layout.batch_axes)
     paper = moved_per_param(kinds) * local * ring
@@ -107,5 +106,5 @@ def theory_of(
 
 
 def _ring(layout: Layout, axes: Axes) -> float:
-    size = num_devices(layout.mesh, axes)
+    size = layout.num_parts(axes)
     return (size - 1) / size

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from zerojax._types import Axes
-from zerojax.layout import SPANS
-from zerojax.layout._torus import Span
+from zerojax.layout import SPANS, Span
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner.hardware._hardware import Hardware
 from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
