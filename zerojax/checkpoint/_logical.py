@@ -23,11 +23,13 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from zerojax._tree import flatten_with_names, num_elements, path_name
-from zerojax._types import PyTree, Shape
+from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout import Layout, LeafLayout
 
 #: The parts of a train state that hold parameters: the paths begin so.
 PARAMS, MASTERS = "params/", "masters/"
+#: A key path and what is there.
+Node = tuple[tuple[Any, ...], Any]
 
 
 def logical_shapes(
@@ -43,28 +45,25 @@ def logical_shapes(
     Raises:
         ValueError: a leaf may be padded or not, and `tx` is needed to tell.
     """
-    known: dict[str, Shape] = {}
-    for path, node in nodes(tree):
-        known |= _like(path, node, layout.structure, layout.leaves)
+    below = list(nodes(tree))
+    known = _like(below, layout.structure, layout.leaves)
     if tx is not None:
         placed = layout.optimizer(tx)
-        for path, node in nodes(tree):
-            known |= _like(path, node, placed.structure, placed.leaves)
-    for path, node in nodes(tree):
-        known |= _as_train_state_says(path, node)
+        known |= _like(below, placed.structure, placed.leaves)
+    known |= _as_train_states_say(below)
     names, leaves, _ = flatten_with_names(tree)
     by_path = {leaf.path: leaf for leaf in layout.leaves}
-    tuples = tuple(f"{path_name(path)}/" for path, node in nodes(tree) if hasattr(node, "_fields"))
+    tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
     return {
         name: known[name] if name in known else _from_owner(name, x, layout, by_path, tuples, tx)
         for name, x in zip(names, leaves, strict=True)
     }
 
 
-def nodes(tree: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def nodes(tree: PyTree) -> Iterator[Node]:
     """Yield every node of a tree that is not a leaf, with its key path, from the root down."""
 
-    def below(path: tuple[Any, ...], node: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def below(path: tuple[Any, ...], node: PyTree) -> Iterator[Node]:
         children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         if any(not step for step, _ in children):  # a leaf is below itself
             return
@@ -75,32 +74,32 @@ def nodes(tree: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
     return below((), tree)
 
 
-def _as_train_state_says(path: tuple[Any, ...], node: Any) -> dict[str, Shape]:
-    """Return the logical shapes of the optimizer leaves of a node that is a train state."""
-    if not (hasattr(node, "opt_state") and hasattr(node, "padded")):
-        return {}
-    padded = dict(node.padded)
-    pairs, _ = jax.tree_util.tree_flatten_with_path(node.opt_state)
-    below = (*path, GetAttrKey("opt_state"))
-    return {
-        path_name((*below, *step)): padded.get(number, tuple(jnp.shape(x)))
-        for number, (step, x) in enumerate(pairs)
-    }
+def _as_train_states_say(below: Sequence[Node]) -> dict[str, Shape]:
+    """Return the logical shapes of the optimizer leaves of every node that is a train state."""
+    known = {}
+    for path, node in below:
+        if hasattr(node, "opt_state") and hasattr(node, "padded"):
+            padded = dict(node.padded)
+            pairs, _ = jax.tree_util.tree_flatten_with_path(node.opt_state)
+            for number, (step, x) in enumerate(pairs):
+                name = path_name((*path, GetAttrKey("opt_state"), *step))
+                known[name] = padded.get(number, tuple(jnp.shape(x)))
+    return known
 
 
 def _like(
-    path: tuple[Any, ...], node: PyTree, structure: Any, placed: Sequence[LeafLayout]
+    below: Sequence[Node], structure: TreeDef, placed: Sequence[LeafLayout]
 ) -> dict[str, Shape]:
-    """Return the logical shapes below a node that has a structure and its leaves' shapes."""
-    if jax.tree.structure(node) != structure:
-        return {}
-    pairs, _ = jax.tree_util.tree_flatten_with_path(node)
-    shapes = {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
-    fits = all(
-        shape in (leaf.stored_shape, leaf.shape)
-        for shape, leaf in zip(shapes.values(), placed, strict=True)
-    )
-    return dict(zip(shapes, (leaf.shape for leaf in placed), strict=True)) if fits else {}
+    """Return the logical shapes below every node that has a structure and its leaves' shapes."""
+    known = {}
+    for path, node in below:
+        if jax.tree.structure(node) == structure:
+            pairs, _ = jax.tree_util.tree_flatten_with_path(node)
+            found = [(path_name((*path, *step)), tuple(jnp.shape(x))) for step, x in pairs]
+            both = list(zip(found, placed, strict=True))
+            if all(shape in (leaf.stored_shape, leaf.shape) for (_, shape), leaf in both):
+                known |= {name: leaf.shape for (name, _), leaf in both}
+    return known
 
 
 def _from_owner(

@@ -6,6 +6,7 @@ long as writing (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from pathlib import Path
@@ -75,6 +76,9 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     memory twice or, on a CPU, three times: so only a part of everything is, at any time. No process
     waits for another here, so that one which finds damage leaves none behind.
     """
+    import orbax.checkpoint as ocp
+    from etils import epath  # orbax's paths
+
     held = sum(_shard_bytes(x) * len(x.sharding.addressable_devices) for x in wanted.values())
     max_bytes = 1 + max(_largest_read(directory, wanted), held // READ_PARTS, READ_BYTES)
     devices = max((len(x.sharding.addressable_devices) for x in wanted.values()), default=1)
@@ -82,28 +86,16 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     found = {}
     for start in range(0, len(names), size):
         some = {name: wanted[name] for name in names[start : start + size]}
-        found |= _read_some(directory, some, max_bytes)
+        each = {
+            name: ocp.ArrayRestoreArgs(
+                sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False
+            )
+            for name, x in some.items()
+        }
+        args = ocp.args.PyTreeRestore(some, restore_args=each, partial_restore=True)
+        with contextlib.closing(_make_handler(max_bytes)) as handler:
+            found |= handler.restore(epath.Path(directory), args=args)
     return found
-
-
-def _read_some(
-    directory: Path, wanted: dict[str, jax.ShapeDtypeStruct], max_bytes: int
-) -> dict[str, jax.Array]:
-    import orbax.checkpoint as ocp
-    from etils import epath  # orbax's paths
-
-    each = {
-        name: ocp.ArrayRestoreArgs(
-            sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False
-        )
-        for name, x in wanted.items()
-    }
-    args = ocp.args.PyTreeRestore(wanted, restore_args=each, partial_restore=True)
-    handler = _make_handler(max_bytes)
-    try:
-        return handler.restore(epath.Path(directory), args=args)
-    finally:
-        handler.close()
 
 
 def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:

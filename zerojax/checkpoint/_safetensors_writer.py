@@ -17,8 +17,6 @@ from zerojax.checkpoint._paths import sync_folder, write_synced
 from zerojax.checkpoint._safetensors import DTYPES, INDEX_SUFFIX, SUFFIX
 
 METADATA = "__metadata__"
-#: The format's own limit.
-MAX_HEADER_BYTES = 100_000_000
 #: JAX's name of a dtype to the format's.
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -56,40 +54,28 @@ def write(
 ) -> list[Path]:
     """Write tensors to one file, or to several with an index, holding one block at a time.
 
-    Nothing has its name before all of it is on disk; the index gets its own last.
-
-    Args:
-        path: `NAME.safetensors`; several files are `NAME-00001-of-00003.safetensors`, beside
-            `NAME.safetensors.index.json`.
-        tensors: what goes to the files, in this order.
-        metadata: text by name, for every file's header.
-        max_file_bytes: of tensors in a file; a larger tensor has a file of its own.
-
-    Returns:
-        The paths written, the index last.
-
-    Raises:
-        FileExistsError: one of the files is there already; nothing has been written.
-        ValueError: a name is there twice or a dtype is not the format's, before anything is
-            written; or blocks are not what was declared, after which nothing is left.
+    Nothing has its name before all of it is on disk; the index gets its own last, and is the last
+    of the paths that come back. Arguments and errors are those of `export_safetensors`.
     """
     _check(path, tensors, max_file_bytes)
     groups = _group(tensors, max_file_bytes)
     names = [f"{path.stem}-{i + 1:05}-of-{len(groups):05}{SUFFIX}" for i in range(len(groups))]
-    files = [path] if len(groups) == 1 else [path.with_name(name) for name in names]
+    outputs = [path] if len(groups) == 1 else [path.with_name(name) for name in names]
+    contents: list[Iterable[bytes | memoryview]] = [
+        itertools.chain([_header(group, metadata)], *map(_bytes_of, group)) for group in groups
+    ]
     index = path.with_name(f"{path.stem}{INDEX_SUFFIX}")
-    for output in dict.fromkeys((*files, path, index)):
+    for output in dict.fromkeys((*outputs, path, index)):
         if output.exists():
             raise FileExistsError(f"{output} exists already; remove it or write to another name")
-    headers = [_header(path, group, metadata) for group in groups]
-    outputs = files if len(groups) == 1 else [*files, index]
+    if len(groups) > 1:
+        contents.append([_index(outputs, groups, metadata)])
+        outputs.append(index)
     partials = [output.with_name(f"{output.name}.partial") for output in outputs]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        for partial, group, header in zip(partials, groups, headers, strict=False):
-            write_synced(partial, itertools.chain([header], *map(_bytes_of, group)))
-        if index in outputs:
-            write_synced(partials[-1], [_index(files, groups, metadata)])
+        for partial, content in zip(partials, contents, strict=True):
+            write_synced(partial, content)
         for partial, output in zip(partials, outputs, strict=True):
             partial.replace(output)
     finally:
@@ -132,7 +118,7 @@ def _group(tensors: Sequence[Tensor], max_file_bytes: int) -> list[list[Tensor]]
     return [sorted(group, key=lambda tensor: -tensor.itemsize) for group in groups]
 
 
-def _header(path: Path, group: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+def _header(group: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return length and header; the data after them begin at a multiple of eight."""
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
@@ -141,11 +127,6 @@ def _header(path: Path, group: Sequence[Tensor], metadata: Mapping[str, str]) ->
         header[one.name] = {"dtype": CODES[one.dtype], "shape": one.shape, "data_offsets": offsets}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{path}: the header would take {len(text):,} bytes, and the format allows "
-            f"{MAX_HEADER_BYTES:,}; write less metadata, or more files"
-        )
     return len(text).to_bytes(8, "little") + text
 
 
