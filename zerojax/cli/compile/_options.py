@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zerojax.cli.shared._built_step import BuiltStepOptions
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, model_option
+from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,38 +18,24 @@ class CompileOptions(BuiltStepOptions):
         ValueError: options that contradict each other.
     """
 
-    model: str = model_option("gpt2-small")
-    topology: str = option(
-        ...,
-        help="Nodes x GPUs (h100:1x8, a100:4x8; also h200, b200), TPU chips along each dim of the "
-        "torus (v5e:2x4, v6e:16x16, v4:2x2x4, v5p:8x8x16, tpu7x:2x2x1), or several TPU slices "
-        "(v5e:4x4x2slices).",
-        metavar="NAME",
-        panel=HARDWARE,
-    )
-    scan: bool = option(
-        True,
-        "--scan/--no-scan",
-        help="Layers stacked and scanned, or a Python list of them, which compiles far longer.",
-        panel=MODEL,
-    )
-    all_stages: bool = option(
-        False,
-        help="Compile stages 0 to 3, compare them, and draw bytes and volume: to --plot, or to "
-        "MODEL.TOPOLOGY.png.",
-        panel=ZERO,
-    )
-    plot: Path | None = option(None, help="Keep a drawing.", metavar="FILE.png", panel=OUTPUT)
-    hlo: Path | None = option(
-        None,
-        help="Keep the text of the compiled program; with --all-stages, a file for each stage.",
-        metavar="FILE",
-        panel=OUTPUT,
-    )
-    json: Path | None = option(None, help="Keep the report as JSON.", metavar="FILE", panel=OUTPUT)
-    no_cache: bool = option(
-        False, help="Compile even what was compiled before, and keep nothing.", panel=OUTPUT
-    )
+    model: str = option("gpt2-small", metavar="NAME", panel=MODEL)
+    topology: str = option(..., metavar="NAME", panel=HARDWARE)
+    """Nodes x GPUs (h100:1x8, a100:4x8; also h200, b200), TPU chips along each dim of the torus
+    (v5e:2x4, v6e:16x16, v4:2x2x4, v5p:8x8x16, tpu7x:2x2x1), or several TPU slices
+    (v5e:4x4x2slices)."""
+    scan: bool = option(True, "--scan/--no-scan", panel=MODEL)
+    """Layers stacked and scanned, or a Python list of them, which compiles far longer."""
+    all_stages: bool = option(False, panel=ZERO)
+    """Compile stages 0 to 3, compare them, and draw bytes and volume: to --plot, or to
+    MODEL.TOPOLOGY.png."""
+    plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
+    """Keep a drawing."""
+    hlo: Path | None = option(None, metavar="FILE", panel=OUTPUT)
+    """Keep the text of the compiled program; with --all-stages, a file for each stage."""
+    json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
+    """Keep the report as JSON."""
+    no_cache: bool = option(False, panel=OUTPUT)
+    """Compile even what was compiled before, and keep nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

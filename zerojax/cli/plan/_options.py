@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, StepOptions, stage_option
+from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, StepOptions
 from zerojax.planner import HARDWARE as KNOWN
 
 SEARCH = "Other questions"
@@ -26,64 +26,48 @@ class PlanOptions(StepOptions):
         ValueError: options that contradict each other.
     """
 
-    params: str | None = option(
+    params: str | None = option(None, metavar="COUNT", panel=MODEL)
+    """A number of parameters, 7.5e9 or 7.5B, in the place of a model: a plausible GPT of that size
+    is planned by formulas."""
+    stage: int | None = option(
         None,
-        help="A number of parameters, 7.5e9 or 7.5B, in the place of a model: a plausible GPT of "
-        "that size is planned by formulas.",
-        metavar="COUNT",
-        panel=MODEL,
-    )
-    stage: int | None = stage_option("all, or the configuration's")
-    hardware: str = option("h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=HARDWARE)
-    devices: int = option(8, help="All devices together.", least=1, panel=HARDWARE)
-    memory_limit: str | None = option(
-        None,
-        help="What a step may take of a device: 20e9, 20GB or 18GiB.",
-        metavar="BYTES",
-        shown="all of its memory",
-        panel=HARDWARE,
-    )
-    shards: int | None = option(
-        None,
-        help="N, the devices that share one copy of the model states; fewer than all is hybrid "
-        "sharding: copies of the group split the batch between them.",
-        least=1,
-        shown="all that the model axis leaves; --search tries nodes as well",
+        min=0,
+        max=3,
+        metavar="0|1|2|3",
+        show_default="all, or the configuration's",
         panel=ZERO,
     )
-    search: bool = option(
-        False,
-        help="Search for the fastest way to train under the memory limit: stage, shard group, "
-        "model axis, recomputation, what the host keeps, microbatches. Options that are given "
-        "hold, and --shards holds the model axis as well.",
-        panel=SEARCH,
+    hardware: str = option("h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=HARDWARE)
+    devices: int = option(8, min=1, panel=HARDWARE)
+    """All devices together."""
+    memory_limit: str | None = option(
+        None, metavar="BYTES", show_default="all of its memory", panel=HARDWARE
     )
-    verify: bool = option(
-        False,
-        help="Compile the winners of --search for the hardware, and put their peaks beside the "
-        "planned ones. Takes minutes; searched without model parallelism and with nothing on the "
-        "host, for which `zerojax compile` has options.",
-        panel=SEARCH,
-    )
-    largest: bool = option(
-        False,
-        help="The largest model that each stage holds, by the number of devices, and the largest "
-        "GPT under the paper's configurations C1 to C5.",
-        panel=SEARCH,
-    )
-    plot: Path | None = option(
+    """What a step may take of a device: 20e9, 20GB or 18GiB."""
+    shards: int | None = option(
         None,
-        help="Draw what a device holds under each stage, the time of a step by the number of "
-        "devices, and the same on slower networks.",
-        metavar="FILE.png",
-        panel=OUTPUT,
+        min=1,
+        show_default="all that the model axis leaves; --search tries nodes as well",
+        panel=ZERO,
     )
-    json: Path | None = option(
-        None,
-        help="Keep the figures as JSON; - prints them in the place of tables.",
-        metavar="FILE",
-        panel=OUTPUT,
-    )
+    """N, the devices that share one copy of the model states; fewer than all is hybrid sharding:
+    copies of the group split the batch between them."""
+    search: bool = option(False, panel=SEARCH)
+    """Search for the fastest way to train under the memory limit: stage, shard group, model axis,
+    recomputation, what the host keeps, microbatches. Options that are given hold, and --shards
+    holds the model axis as well."""
+    verify: bool = option(False, panel=SEARCH)
+    """Compile the winners of --search for the hardware, and put their peaks beside the planned
+    ones. Takes minutes; searched without model parallelism and with nothing on the host, for which
+    `zerojax compile` has options."""
+    largest: bool = option(False, panel=SEARCH)
+    """The largest model that each stage holds, by the number of devices, and the largest GPT under
+    the paper's configurations C1 to C5."""
+    plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
+    """Draw what a device holds under each stage, the time of a step by the number of devices, and
+    the same on slower networks."""
+    json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
+    """Keep the figures as JSON; - prints them in the place of tables."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,18 +33,12 @@ class BuiltStepOptions(StepOptions):
     """
 
     loss_chunk: int | None = option(
-        None,
-        help="Logits per token that the loss holds at a time; the vocabulary's are never whole.",
-        least=1,
-        shown="all of the vocabulary's",
-        panel=MODEL,
+        None, min=1, show_default="all of the vocabulary's", panel=MODEL
     )
-    sequence_parallel: bool = option(
-        False,
-        help="Cut what goes from layer to layer along the tokens, over the model axis (2 or more). "
-        "Checkpoints are cut already then, and Pa adds nothing: it is left out.",
-        panel=ZERO,
-    )
+    """Logits per token that the loss holds at a time; the vocabulary's are never whole."""
+    sequence_parallel: bool = option(False, panel=ZERO)
+    """Cut what goes from layer to layer along the tokens, over the model axis (2 or more).
+    Checkpoints are cut already then, and Pa adds nothing: it is left out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,8 @@
-"""A command of one dataclass: its fields are the options, each written once with its help."""
+"""A command of one dataclass: its fields are the options, their docstrings the help."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -29,44 +30,24 @@ class CommandOptions:
 Options = TypeVar("Options", bound=CommandOptions)
 
 
-def option(
-    default: Any,
-    *names: str,
-    help: str,  # noqa: A002 - as typer names it
-    panel: str | None = None,
-    shown: str | None = None,
-    metavar: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """Return a field that is an option.
+def option(default: Any, *names: str, panel: str | None = None, **looks: Any) -> Any:
+    """Return a field that is an option; the string below the field is its help.
 
     Args:
         default: its value where it is left out; () for an option that may be given several times.
         names: how it is spelled, where that is not the field's name.
-        help: what it does.
         panel: the group of options that it is shown in.
-        shown: the default in words, where the value does not tell.
-        metavar: what stands for the value.
-        least: the smallest number that is taken.
-        most: the largest.
+        looks: what else `typer.Option` takes: `min`, `max`, `metavar`, and `show_default`, the
+            default in words where the value does not tell.
     """
-    info = typer.Option(
-        None if default == () else default,
-        *names,
-        help=help,
-        rich_help_panel=panel,
-        show_default=True if shown is None else shown,
-        metavar=metavar,
-        min=least,
-        max=most,
-    )
+    shown = None if default == () else default
+    info = typer.Option(shown, *names, rich_help_panel=panel, **looks)
     return dataclasses.field(default=default, metadata={PARAMETER: info})
 
 
-def argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer names it
-    """Return a field that is a positional argument."""
-    info = typer.Argument(..., metavar=metavar, help=help, show_default=False)
+def argument(metavar: str) -> Any:
+    """Return a field that is a positional argument; the string below the field is its help."""
+    info = typer.Argument(..., metavar=metavar, show_default=False)
     return dataclasses.field(metadata={PARAMETER: info})
 
 
@@ -87,9 +68,17 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
             asked: Any = options(given=given, **values)
         run(asked)
 
-    hints = get_type_hints(options)
+    hints, helps = get_type_hints(options), _read_helps(options)
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context)
-    parameters = [context, *(_parameter(field, hints[field.name]) for field in fields)]
+    parameters = [context]
+    for field in fields:
+        info, kind = field.metadata[PARAMETER], hints[field.name]
+        info.help = helps.get(field.name, info.help)
+        if kind is bool and not info.param_decls:  # typer would add --no-NAME
+            info.param_decls = (f"--{field.name.replace('_', '-')}",)
+        kind = list[str] | None if field.name in several else kind
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(field.name, keyword, default=info, annotation=kind))
     wrapped: Any = called
     wrapped.__signature__ = inspect.Signature(parameters)
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -97,13 +86,23 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
     return called
 
 
-def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
-    """Return the parameter of typer's function that stands for a field."""
-    info = field.metadata[PARAMETER]
-    if kind is bool and not info.param_decls:  # typer would add --no-NAME
-        info.param_decls = (f"--{field.name.replace('_', '-')}",)
-    if field.default == ():
-        kind = list[str] | None
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind
-    )
+def _read_helps(options: type) -> dict[str, str]:
+    """Read the strings below the fields of a class and of those that it inherits from.
+
+    steps: int = option(200, min=1)
+    '''Steps to train for, in all.'''         -> {"steps": "Steps to train for, in all."}
+    """
+    helps: dict[str, str] = {}
+    for one in filter(dataclasses.is_dataclass, reversed(options.__mro__)):
+        infos = {field.name: field.metadata.get(PARAMETER) for field in dataclasses.fields(one)}
+        helps |= {name: info.help for name, info in infos.items() if info and info.help}
+        (tree,) = ast.parse(inspect.getsource(one)).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    helps[name] = " ".join(text.split())
+    return helps

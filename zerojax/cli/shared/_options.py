@@ -19,48 +19,6 @@ REMATS = get_args(Remat)
 DEFAULT_STAGE = 2
 
 
-def model_option(default: str | None) -> Any:
-    """Return the field of `--model`."""
-    names = ", ".join(gpt.PRESETS)
-    return option(default, help=f"A GPT: {names}.", metavar="NAME", panel=MODEL)
-
-
-def stage_option(shown: str) -> Any:
-    """Return the field of `--stage`, whose default is shown in words."""
-    return option(
-        None,
-        help="What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, 2 also "
-        "gradients, 3 also parameters.",
-        metavar="0|1|2|3",
-        least=0,
-        most=3,
-        shown=shown,
-        panel=ZERO,
-    )
-
-
-def precision_option(default: str) -> Any:
-    """Return the field of `--precision`."""
-    return option(
-        default,
-        help="bf16 or fp16 parameters and gradients with partitioned fp32 masters (fp16 with a "
-        "dynamic loss scale), or fp32.",
-        metavar="bf16|fp16|fp32",
-        panel=ZERO,
-    )
-
-
-def batch_size_option(shown: str) -> Any:
-    """Return the field of `--batch-size`, whose default is shown in words."""
-    return option(
-        None,
-        help="Examples per step, over all devices and microbatches together.",
-        least=1,
-        shown=shown,
-        panel=TRAINING,
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions(CommandOptions):
     """A step: the model, what is partitioned, and how it is computed.
@@ -71,54 +29,51 @@ class StepOptions(CommandOptions):
         ValueError: an unknown name, or options that contradict each other.
     """
 
-    model: str | None = model_option(None)
-    context: int | None = option(
-        None, help="Tokens of an example.", least=1, shown="the model's own", panel=MODEL
+    model: str | None = option(
+        None, help=f"A GPT: {', '.join(gpt.PRESETS)}.", metavar="NAME", panel=MODEL
     )
+    context: int | None = option(None, min=1, show_default="the model's own", panel=MODEL)
+    """Tokens of an example."""
     remat: str | None = option(
-        None,
-        help="What the backward pass recomputes: nothing, all but products with weights, or each "
-        "layer from its input.",
-        metavar="|".join(REMATS),
-        shown="as the model has it: full",
-        panel=MODEL,
+        None, metavar="|".join(REMATS), show_default="as the model has it: full", panel=MODEL
     )
-    stage: int | None = stage_option("2, or the configuration's")
+    """What the backward pass recomputes: nothing, all but products with weights, or each layer from
+    its input."""
+    stage: int | None = option(
+        None, min=0, max=3, metavar="0|1|2|3", show_default="2, or the configuration's", panel=ZERO
+    )
+    """What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, 2 also
+    gradients, 3 also parameters."""
     config: str | None = option(
-        None,
-        help="The ZeRO paper's configuration: C1 stage 1; C2 stage 1 with Pa, activation "
-        "checkpoints cut over the model axis; C3 stage 2; C4 stage 2 with Pa; C5 stage 2 with "
-        "Pa+cpu, checkpoints on the host. Sets the stage.",
-        metavar="|".join(CONFIGURATIONS),
-        shown="none",
-        panel=ZERO,
+        None, metavar="|".join(CONFIGURATIONS), show_default="none", panel=ZERO
     )
-    model_axis: int | None = option(
-        None,
-        help="Devices of model parallelism, which share each layer and the examples of one; ZeRO "
-        "partitions over the others. Has to divide the devices and the model's heads.",
-        least=1,
-        shown="1",
-        panel=ZERO,
-    )
+    """The ZeRO paper's configuration: C1 stage 1; C2 stage 1 with Pa, activation checkpoints cut
+    over the model axis; C3 stage 2; C4 stage 2 with Pa; C5 stage 2 with Pa+cpu, checkpoints on the
+    host. Sets the stage."""
+    model_axis: int | None = option(None, min=1, show_default="1", panel=ZERO)
+    """Devices of model parallelism, which share each layer and the examples of one; ZeRO partitions
+    over the others. Has to divide the devices and the model's heads."""
     offload: tuple[str, ...] = option(
-        (),
-        help="What the host keeps: the optimizer's states with the masters, or activation "
-        "checkpoints; may be given twice.",
-        metavar="|".join(OFFLOADS),
-        shown="nothing, or the configuration's",
-        panel=ZERO,
+        (), metavar="|".join(OFFLOADS), show_default="nothing, or the configuration's", panel=ZERO
     )
-    precision: str = precision_option("bf16")
+    """What the host keeps: the optimizer's states with the masters, or activation checkpoints; may
+    be given twice."""
+    precision: str = option("bf16", metavar="bf16|fp16|fp32", panel=ZERO)
+    """bf16 or fp16 parameters and gradients with partitioned fp32 masters (fp16 with a dynamic loss
+    scale), or fp32."""
     reduce: str | None = option(
         None,
-        help="Sum gradients over devices once per step, or for each microbatch.",
         metavar="once|each",
-        shown="once at stages 0 and 1 with several microbatches, else each",
+        show_default="once at stages 0 and 1 with several microbatches, else each",
         panel=ZERO,
     )
-    batch_size: int | None = batch_size_option("one on each device in a microbatch")
-    accumulate: int = option(1, help="Microbatches per step.", least=1, panel=TRAINING)
+    """Sum gradients over devices once per step, or for each microbatch."""
+    batch_size: int | None = option(
+        None, min=1, show_default="one on each device in a microbatch", panel=TRAINING
+    )
+    """Examples per step, over all devices and microbatches together."""
+    accumulate: int = option(1, min=1, panel=TRAINING)
+    """Microbatches per step."""
     optimizer: str = option(
         "adamw", help=f"Optax's {', '.join(OPTIMIZERS)}.", metavar="NAME", panel=TRAINING
     )

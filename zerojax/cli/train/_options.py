@@ -8,14 +8,7 @@ from typing import Any
 
 from zerojax.cli.shared._built_step import BuiltStepOptions
 from zerojax.cli.shared._command import PARAMETER, option
-from zerojax.cli.shared._options import (
-    OUTPUT,
-    TRAINING,
-    ZERO,
-    batch_size_option,
-    model_option,
-    precision_option,
-)
+from zerojax.cli.shared._options import MODEL, OUTPUT, TRAINING, ZERO
 
 DATA = "Data"
 #: The folder of the checkpoints within that of the run.
@@ -28,107 +21,59 @@ OF_ONE_RUN = ("devices", "layout", "out", "init", "resume", "prompt", "sample_by
 class TrainOptions(BuiltStepOptions):
     """What `zerojax train` was asked for; None leaves a choice to the run."""
 
-    model: str = model_option("tiny")
-    precision: str = precision_option("fp32")
-    batch_size: int | None = batch_size_option("about 32")
+    model: str = option("tiny", metavar="NAME", panel=MODEL)
+    precision: str = option("fp32", metavar="bf16|fp16|fp32", panel=ZERO)
+    batch_size: int | None = option(None, min=1, show_default="about 32", panel=TRAINING)
     devices: int | None = option(
-        None,
-        help="Devices to train on: real ones where there are some, else virtual ones on the CPU.",
-        least=1,
-        shown="all real ones, or 8 virtual ones",
-        panel=ZERO,
+        None, min=1, show_default="all real ones, or 8 virtual ones", panel=ZERO
     )
-    layout: bool = option(False, help="Print where every leaf lives, and why.", panel=ZERO)
-    steps: int = option(200, help="Steps to train for, in all.", least=1, panel=TRAINING)
+    """Devices to train on: real ones where there are some, else virtual ones on the CPU."""
+    layout: bool = option(False, panel=ZERO)
+    """Print where every leaf lives, and why."""
+    steps: int = option(200, min=1, panel=TRAINING)
+    """Steps to train for, in all."""
     lr: float | None = option(
-        None,
-        help="Peak learning rate; it falls along a cosine to a tenth.",
-        least=0.0,
-        shown="suits the optimizer and the model's width",
-        panel=TRAINING,
+        None, min=0.0, show_default="suits the optimizer and the model's width", panel=TRAINING
     )
-    warmup: int | None = option(
-        None,
-        help="Steps over which the rate rises to its peak.",
-        least=0,
-        shown="a tenth of the steps",
-        panel=TRAINING,
-    )
-    weight_decay: float = option(
-        0.1, help="Decay of matrices and embeddings.", least=0.0, panel=TRAINING
-    )
-    clip_norm: float = option(
-        1.0,
-        help="Largest global norm of the gradients; 0 does not clip.",
-        least=0.0,
-        panel=TRAINING,
-    )
-    seed: int = option(
-        0,
-        help="Fixes the parameters at the start, the order of the data and the sample.",
-        least=0,
-        panel=TRAINING,
-    )
+    """Peak learning rate; it falls along a cosine to a tenth."""
+    warmup: int | None = option(None, min=0, show_default="a tenth of the steps", panel=TRAINING)
+    """Steps over which the rate rises to its peak."""
+    weight_decay: float = option(0.1, min=0.0, panel=TRAINING)
+    """Decay of matrices and embeddings."""
+    clip_norm: float = option(1.0, min=0.0, panel=TRAINING)
+    """Largest global norm of the gradients; 0 does not clip."""
+    seed: int = option(0, min=0, panel=TRAINING)
+    """Fixes the parameters at the start, the order of the data and the sample."""
     init: Path | None = option(
-        None,
-        help="Start from these weights: a checkpoint's parameters, or safetensors files.",
-        metavar="PATH",
-        shown="initialised from the seed",
-        panel=TRAINING,
+        None, metavar="PATH", show_default="initialised from the seed", panel=TRAINING
     )
+    """Start from these weights: a checkpoint's parameters, or safetensors files."""
     data: tuple[str, ...] = option(
-        (),
-        help="A file, a folder or a quoted glob of text; may be given several times.",
-        metavar="PATH",
-        shown="the source of Python's own standard library",
-        panel=DATA,
+        (), metavar="PATH", show_default="the source of Python's own standard library", panel=DATA
     )
+    """A file, a folder or a quoted glob of text; may be given several times."""
     eval_every: int | None = option(
-        None,
-        help="Steps between evaluations on the held-out text.",
-        least=1,
-        shown="a tenth of the steps, at least 10",
-        panel=DATA,
+        None, min=1, show_default="a tenth of the steps, at least 10", panel=DATA
     )
-    eval_windows: int = option(
-        256,
-        help="Stretches of held-out text to evaluate on, each as long as the context.",
-        least=1,
-        panel=DATA,
-    )
-    sample_bytes: int = option(
-        200, help="Bytes to generate at the end; 0 for none.", least=0, panel=OUTPUT
-    )
+    """Steps between evaluations on the held-out text."""
+    eval_windows: int = option(256, min=1, panel=DATA)
+    """Stretches of held-out text to evaluate on, each as long as the context."""
+    sample_bytes: int = option(200, min=0, panel=OUTPUT)
+    """Bytes to generate at the end; 0 for none."""
     prompt: str | None = option(
-        None,
-        help="What the generated sample continues.",
-        metavar="TEXT",
-        shown="the first held-out bytes",
-        panel=OUTPUT,
+        None, metavar="TEXT", show_default="the first held-out bytes", panel=OUTPUT
     )
-    out: Path = option(
-        Path("runs/train"),
-        help="Gets metrics.jsonl, training.png and the checkpoints.",
-        metavar="FOLDER",
-        panel=OUTPUT,
-    )
-    save_every: int | None = option(
-        None,
-        help="Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as "
-        "preemption sends it, always saves one and ends with status 75.",
-        least=1,
-        shown="no checkpoints",
-        panel=OUTPUT,
-    )
-    keep: int | None = option(
-        None, help="Checkpoints to keep, the newest ones.", least=1, shown="all", panel=OUTPUT
-    )
-    resume: bool = option(
-        False,
-        help="Go on from the newest whole checkpoint in --out, with its options where none are "
-        "given; on any devices, at any stage and precision.",
-        panel=OUTPUT,
-    )
+    """What the generated sample continues."""
+    out: Path = option(Path("runs/train"), metavar="FOLDER", panel=OUTPUT)
+    """Gets metrics.jsonl, training.png and the checkpoints."""
+    save_every: int | None = option(None, min=1, show_default="no checkpoints", panel=OUTPUT)
+    """Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as preemption
+    sends it, always saves one and ends with status 75."""
+    keep: int | None = option(None, min=1, show_default="all", panel=OUTPUT)
+    """Checkpoints to keep, the newest ones."""
+    resume: bool = option(False, panel=OUTPUT)
+    """Go on from the newest whole checkpoint in --out, with its options where none are given; on
+    any devices, at any stage and precision."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
