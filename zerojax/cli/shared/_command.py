@@ -93,7 +93,7 @@ def _read_helps(options: type) -> dict[str, str]:
     '''Steps to train for, in all.'''         -> {"steps": "Steps to train for, in all."}
     """
     helps: dict[str, str] = {}
-    for one in filter(dataclasses.is_dataclass, reversed(options.__mro__)):
+    for one in (x for x in reversed(options.__mro__) if dataclasses.is_dataclass(x)):
         infos = {field.name: field.metadata.get(PARAMETER) for field in dataclasses.fields(one)}
         helps |= {name: info.help for name, info in infos.items() if info and info.help}
         (tree,) = ast.parse(inspect.getsource(one)).body
