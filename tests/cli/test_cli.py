@@ -221,20 +221,21 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder, capsys):
     assert all(step < lines[-1]["step"] for step in saved)  # a broken state is not saved
 
 
-def test_an_evaluation_is_the_mean_over_its_windows(mesh8):
+@pytest.mark.parametrize(("asked", "looked_at"), [(21, 16), (40, 32), (3, 3)])
+def test_an_evaluation_is_the_mean_over_whole_batches_of_windows(mesh8, asked, looked_at):
     config = gpt.Config(num_layers=1, width=20, num_heads=2, vocab_size=257, context=8)
     text = np.frombuffer(prose(4000), np.uint8)
     loss, init = functools.partial(gpt.loss, config), functools.partial(gpt.init, config)
     key = jax.random.key(0)
-    rows = np.concatenate(list(make_batches(text, context=8, batch_size=1, num_epochs=1)))[:21]
+    rows = np.concatenate(list(make_batches(text, context=8, batch_size=1, num_epochs=1)))
+    rows = np.resize(rows[:looked_at], (-(-looked_at // 16) * 16, 9))
     want = float(loss(init(key), jnp.asarray(rows))) / np.log(2)
     for stage in (2, 3):
         layout = zerojax.make_layout(jax.eval_shape(init, key), mesh8, stage=stage, min_size=8)
         assert any(leaf.is_padded for leaf in layout.leaves)
-        state = zerojax.make_train_step(loss, optax.sgd(1.0), layout).init(init, key)
-        evaluation = Evaluation(loss, layout, text, 8, 21, 16)  # one batch and a part of another
-        assert evaluation.num_windows == 21
-        assert evaluation(state.params) == pytest.approx(want, rel=1e-5)
+        step = zerojax.make_train_step(loss, optax.sgd(1.0), layout)
+        evaluation = Evaluation(step, text, 8, asked, 16)
+        assert evaluation(step.init(init, key)) == pytest.approx(want, rel=1e-5)
 
 
 def test_every_optimizer_is_made_for_the_model():

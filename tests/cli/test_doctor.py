@@ -16,11 +16,11 @@ from rich.console import Console
 from tests.cli.running import COMMAND
 from zerojax.cli import main
 from zerojax.cli.doctor import _command as command
-from zerojax.cli.doctor._checks import Finding
 from zerojax.cli.doctor._command import CHECKS, Check, examine, findings_table, verdict
+from zerojax.cli.doctor._findings import Finding
 
 NEEDED = [
-    "python", "packages", "jax and jaxlib", "devices", "bf16", "step at stage 2", "its audit",
+    "packages", "devices", "bf16", "step at stage 2", "its audit",
     "its checkpoint", "disk",
 ]  # fmt: skip
 OPTIONAL = [
@@ -80,7 +80,7 @@ def test_the_storys_line_in_a_process_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_and_loses_no_word(found, width):
-    rows = {**found, "long": Finding(status="failed", found="x" * 300, remedy="pip install y")}
+    rows = {**found, "long": Finding("failed", "x" * 300, "pip install y")}
     text = io.StringIO()
     Console(file=text, width=width).print(findings_table(rows))
     lines = text.getvalue().splitlines()
@@ -91,8 +91,8 @@ def test_the_table_fits_and_loses_no_word(found, width):
 
 
 def test_warnings_pass_and_failures_do_not(monkeypatch, capsys):
-    fine, poor = Finding(status="ok", found="a"), Finding(status="warning", found="b", remedy="c")
-    wrong = Finding(status="failed", found="d", remedy="e")
+    fine, poor = Finding("ok", "a"), Finding("warning", "b", "c")
+    wrong = Finding("failed", "d", "e")
     for findings, status, said in [
         ([fine], 0, "zerojax works here\n"),
         ([fine, poor], 0, "zerojax works here; 1 warning\n"),
@@ -111,7 +111,7 @@ def test_json_is_plain_data(monkeypatch, capsys):
         raise RuntimeError("lost")
 
     broken = Check("broken", lose)
-    fine = Finding(status="ok", found="a [bold] word", remedy="")
+    fine = Finding("ok", "a [bold] word", "")
     monkeypatch.setattr(command, "CHECKS", [*planted(fine), broken])
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal has it, with what moves while it looks
     assert main(["doctor", "--json"]) == 1
@@ -130,7 +130,7 @@ def test_json_is_plain_data(monkeypatch, capsys):
 
 
 def test_an_error_is_a_row_and_what_needs_it_is_not_tried():
-    fine = Check("fine", lambda bench: Finding(status="ok", found=""))
+    fine = Check("fine", lambda bench: Finding("ok", ""))
     found = examine(
         [
             Check("first", Mock(side_effect=RuntimeError("one line\nand more"))),
@@ -144,8 +144,8 @@ def test_an_error_is_a_row_and_what_needs_it_is_not_tried():
     assert found["first"].found == "RuntimeError: one line"
     assert "doctor --json" in found["first"].remedy
     assert found["silent"].found == "AssertionError"
-    assert found["second"] == Finding(status="not tried", found="needs first")
-    assert found["third"] == Finding(status="not tried", found="needs second")
+    assert found["second"] == Finding("not tried", "needs first")
+    assert found["third"] == Finding("not tried", "needs second")
     assert found["fine"].status == "ok"
     with pytest.raises(KeyboardInterrupt):
         examine([Check("stopped", Mock(side_effect=KeyboardInterrupt()))])

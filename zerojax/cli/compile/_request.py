@@ -36,10 +36,18 @@ class CompileRequest:
     topology: Topology
     memory: int
     num_examples: int
-    layout: Layout
     tx: optax.GradientTransformation
-    recipe: Recipe
     step: TrainStep
+
+    @property
+    def layout(self) -> Layout:
+        """Where the leaves of the state live."""
+        return self.step.layout
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the step is computed."""
+        return self.step.recipe
 
     @property
     def stage(self) -> int:
@@ -64,7 +72,6 @@ class CompileRequest:
                 "num_examples": self.num_examples,
                 "optimizer": self.options.optimizer,
                 "recipe": self.recipe.to_dict(),
-                "reduce": self.step.reduce,
             }
         )
 
@@ -90,21 +97,15 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     recipe = options.recipe(mesh.devices.flat[0], CLIP_NORM)
     tx = options.chosen_optimizer.unscheduled(config.width)
     loss: Any = functools.partial(gpt.loss, config)
-    requests = []
-    for stage in options.stages:
-        layout = gpt_layout(config, mesh, stage)
-        step = make_train_step(loss, tx, layout, recipe)
-        requests.append(
-            CompileRequest(
-                options=options,
-                config=config,
-                topology=topology,
-                memory=device_memory(topology.chip),
-                num_examples=num_examples,
-                layout=layout,
-                tx=tx,
-                recipe=recipe,
-                step=step,
-            )
+    return [
+        CompileRequest(
+            options=options,
+            config=config,
+            topology=topology,
+            memory=device_memory(topology.chip),
+            num_examples=num_examples,
+            tx=tx,
+            step=make_train_step(loss, tx, gpt_layout(config, mesh, stage), recipe),
         )
-    return requests
+        for stage in options.stages
+    ]

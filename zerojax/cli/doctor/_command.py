@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_
-import os
-import sys
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.cli.doctor import _checks as c
-from zerojax.cli.doctor import _proof as p
-from zerojax.cli.doctor._checks import Bench, Finding
+from zerojax.cli.doctor import _machine as m
+from zerojax.cli.doctor import _packages as p
+from zerojax.cli.doctor import _proof as proof
+from zerojax.cli.doctor._findings import Bench, Finding
+from zerojax.cli.shared._command import CommandOptions, command, option
 from zerojax.cli.shared._errors import Failure
+from zerojax.cli.shared._screen import Screen
 
 #: Columns where there is no terminal to say how many.
 WIDTH = 100
@@ -35,32 +34,32 @@ class Check:
     needs: tuple[str, ...] = ()
 
 
-#: What a check that needs another one can't go on after.
-UNMET = ("failed", "not tried")
-
 CHECKS = (
-    Check("python", c.check_python),
-    Check("packages", c.check_packages),
-    Check("jax and jaxlib", c.check_jaxlib),
-    Check("devices", c.check_devices),
-    Check("bf16", p.check_bf16, needs=("devices",)),
-    Check("step at stage 2", p.check_step, needs=("devices",)),
-    Check("its audit", p.check_audit, needs=("step at stage 2",)),
-    Check("its checkpoint", p.check_checkpoint, needs=("step at stage 2",)),
-    Check("disk", c.check_disk),
-    Check("host memory", c.check_host_memory, needs=("devices",)),
-    Check("compilation cache", c.check_cache),
-    Check("compiler for TPUs", c.check_tpu_compiler),
-    Check("compiler for GPUs", c.check_gpu_compiler),
-    Check("notebooks", c.check_notebooks),
+    Check("packages", p.check_packages),
+    Check("devices", m.check_devices),
+    Check("bf16", proof.check_bf16, needs=("devices",)),
+    Check("step at stage 2", proof.check_step, needs=("devices",)),
+    Check("its audit", proof.check_audit, needs=("step at stage 2",)),
+    Check("its checkpoint", proof.check_checkpoint, needs=("step at stage 2",)),
+    Check("disk", m.check_disk),
+    Check("host memory", m.check_host_memory, needs=("devices",)),
+    Check("compilation cache", m.check_cache),
+    Check("compiler for TPUs", p.check_tpu_compiler),
+    Check("compiler for GPUs", p.check_gpu_compiler),
+    Check("notebooks", p.check_notebooks),
 )
 
 
-def doctor(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print plain data, with tracebacks, and no table.")
-    ] = False,
-) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorOptions(CommandOptions):
+    """How `zerojax doctor` tells what it found."""
+
+    json: bool = option(False)
+    """Print plain data, with tracebacks, and no table."""
+
+
+@command
+def doctor(options: DoctorOptions) -> None:
     """Tell whether this machine can do what zerojax does.
 
     Looks at the packages, the devices and the folders; takes a step of a small model at stage 2
@@ -82,16 +81,15 @@ def doctor(
     zerojax doctor --json > doctor.json
     ```
     """
-    given = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(highlight=False, width=None if given else WIDTH, quiet=json)
-    with console.status("") as status:
+    screen = Screen(width=WIDTH, quiet=options.json)
+    with screen.console.status("") as status:
         findings = examine(CHECKS, lambda name: status.update(f"looking at {name} ..."))
     failed = [name for name, one in findings.items() if one.status == "failed"]
-    if json:
-        typer.echo(as_json(findings))
-    else:
-        console.print(findings_table(findings))
-        console.print(verdict(findings), soft_wrap=True)
+    if options.json:
+        rows = [{"check": name, **dataclasses.asdict(one)} for name, one in findings.items()]
+        typer.echo(json.dumps({"passed": not failed, "checks": rows}, indent=1))
+    screen.show(findings_table(findings))
+    screen.show(verdict(findings))
     if failed:
         many = "s" if len(failed) > 1 else ""
         raise Failure(f"{len(failed)} check{many} failed: {', '.join(failed)}", 1)
@@ -104,18 +102,19 @@ def examine(
     bench, findings = Bench(), {}
     for check in checks:
         announce(check.name)
-        lacking = [name for name in check.needs if findings[name].status in UNMET]
+        states = {name: findings[name].status for name in check.needs}
+        lacking = [name for name, state in states.items() if state in ("failed", "not tried")]
         if lacking:
-            findings[check.name] = Finding(status="not tried", found=f"needs {lacking[0]}")
+            findings[check.name] = Finding("not tried", f"needs {lacking[0]}")
             continue
         try:
             findings[check.name] = check.run(bench)
         except Exception as error:  # noqa: BLE001 - it is what the check found
             findings[check.name] = Finding(
-                status="failed",
-                found=f"{type(error).__name__}: {c.first_line(error)}".rstrip(": "),
-                remedy="if this says too little: zerojax doctor --json gives the traceback",
-                traceback="".join(traceback.format_exception(error)),
+                "failed",
+                f"{type(error).__name__}: {m.first_line(error)}".rstrip(": "),
+                "if this tells too little: zerojax doctor --json gives the traceback",
+                "".join(traceback.format_exception(error)),
             )
     return findings
 
@@ -144,10 +143,3 @@ def verdict(findings: Mapping[str, Finding]) -> Text:
         return Text("zerojax works here", style=STYLES["ok"])
     many = "s" if warnings > 1 else ""
     return Text(f"zerojax works here; {warnings} warning{many}", style=STYLES["ok"])
-
-
-def as_json(findings: Mapping[str, Finding]) -> str:
-    """Write the findings as data."""
-    rows = [{"check": name, **dataclasses.asdict(one)} for name, one in findings.items()]
-    passed = all(one.status != "failed" for one in findings.values())
-    return json_.dumps({"passed": passed, "checks": rows}, indent=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,9 @@ import numpy as np
 
 from zerojax._types import PyTree
 from zerojax.cli.train._options import TrainOptions
-from zerojax.collectives import gather_where_used, to_stored
 from zerojax.data import decode, encode, make_batches
-from zerojax.layout import Layout
 from zerojax.models import gpt
+from zerojax.train import TrainState, TrainStep
 
 #: Bytes of held-out text that a sample continues where the user gives none.
 PROMPT_SIZE = 64
@@ -24,47 +22,23 @@ TEMPERATURE = 0.8
 class Evaluation:
     """The mean loss over fixed stretches of held-out text, in bits per byte.
 
-    Runs under the train step's placement; parameters are gathered where they are used.
+    The stretches fill whole batches of a step: what is left over is not looked at, and where they
+    are too few for one batch some come again.
     """
 
     def __init__(
-        self,
-        loss: Callable[[PyTree, jax.Array], jax.Array],
-        layout: Layout,
-        text: np.ndarray,
-        context: int,
-        num_windows: int,
-        batch_size: int,
+        self, step: TrainStep, text: np.ndarray, context: int, num_windows: int, batch_size: int
     ) -> None:
         windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
         rows = np.concatenate(list(itertools.islice(windows, num_windows)))
-        self.num_windows = len(rows)
-        self._layout = layout
-        # Rows of zeros fill the last batch and count for nothing.
-        filler = -len(rows) % batch_size
-        rows = np.pad(rows, ((0, filler), (0, 0))).reshape(-1, batch_size, context + 1)
-        counts = np.pad(np.ones(self.num_windows, np.float32), (0, filler)).reshape(-1, batch_size)
-        self._batches = list(zip(rows, counts, strict=True))
+        num_batches = max(1, len(rows) // batch_size)
+        self._step = step
+        self._batches = np.resize(rows, (num_batches, batch_size, context + 1))
 
-        def total(params: PyTree, rows: jax.Array, counts: jax.Array) -> jax.Array:
-            return jnp.sum(jax.vmap(lambda row: loss(params, row[None]))(rows) * counts)
-
-        gathered = gather_where_used(total, layout)
-
-        def stored_total(params: PyTree, rows: jax.Array, counts: jax.Array) -> jax.Array:
-            if not layout.partitions("parameter"):
-                params = layout.map_leaves(lambda leaf, x: to_stored(x, leaf), params)
-            return gathered(params, rows, counts)
-
-        self._total = jax.jit(stored_total)
-
-    def __call__(self, params: PyTree) -> float:
-        """Evaluate the parameters of a train state."""
-        nats = 0.0
-        for batch in self._batches:
-            rows, counts = jax.device_put(batch, self._layout.batch)
-            nats += float(self._total(params, rows, counts))
-        return bits(nats / self.num_windows)
+    def __call__(self, state: TrainState) -> float:
+        """Evaluate a train state."""
+        batches = (jax.device_put(rows, self._step.layout.batch) for rows in self._batches)
+        return bits(float(np.mean([self._step.evaluate(state, rows) for rows in batches])))
 
 
 def bits(nats: float) -> float:

@@ -67,8 +67,7 @@ class _Training:
         self.screen, self.signals = screen, signals
         if restored is None:
             with refusing():
-                weights = run.weights()
-            self.state = jax.block_until_ready(run.initialise(weights))
+                self.state = jax.block_until_ready(run.initialise())
             self.first_step = 0
         else:
             self.state = restored.state
@@ -171,7 +170,7 @@ class _Training:
     def evaluate(self) -> None:
         """Evaluate on the held-out text."""
         self.settle(0)
-        found = self.run.evaluation(self.state.params)
+        found = self.run.evaluation(self.state)
         self.evaluated = self.number
         self.metrics.add(step=self.number, validation_bits_per_byte=found)
         self.screen.evaluated(self.number, found)
@@ -187,7 +186,7 @@ class _Training:
                 self.state,
                 self.run.layout,
                 data=self.run.batches.get_state(),
-                metadata={"options": self.options.kept(), "recipe": self.run.recipe.to_dict()},
+                metadata={"options": self.options.kept(), "recipe": self.run.step.recipe.to_dict()},
             )
         self.saved = self.number
         self.clock = time.perf_counter()

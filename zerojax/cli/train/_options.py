@@ -57,7 +57,7 @@ class TrainOptions(BuiltStepOptions):
     )
     """Steps between evaluations on the held-out text."""
     eval_windows: int = option(256, min=1, panel=DATA)
-    """Stretches of held-out text to evaluate on, each as long as the context."""
+    """Stretches of held-out text to evaluate on, each as long as the context, in whole batches."""
     sample_bytes: int = option(200, min=0, panel=OUTPUT)
     """Bytes to generate at the end; 0 for none."""
     prompt: str | None = option(

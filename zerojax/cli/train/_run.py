@@ -10,10 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich.filesize import decimal
 
-from zerojax._types import PyTree
 from zerojax.checkpoint import (
     Checkpoints,
     IncompatibleCheckpointError,
@@ -29,7 +27,6 @@ from zerojax.cli.train._weights import read_weights
 from zerojax.data import BatchIterator, Corpus, load_corpus, make_batches
 from zerojax.layout import STAGES, Description, Layout, make_mesh
 from zerojax.models import gpt
-from zerojax.recipe import Recipe
 from zerojax.train import (
     TrainState,
     TrainStep,
@@ -58,15 +55,17 @@ class TrainRun:
     corpus: Corpus
     batches: BatchIterator
     evaluation: Evaluation
-    layout: Layout
-    tx: optax.GradientTransformation
-    recipe: Recipe
     step: TrainStep
     description: Description
     stage_bytes: dict[int, dict[str, int]]
     rates: np.ndarray
     checkpoint: Path | None
     checkpoints: Checkpoints
+
+    @property
+    def layout(self) -> Layout:
+        """Where the leaves of the state live."""
+        return self.step.layout
 
     @property
     def devices(self) -> list[Any]:
@@ -92,7 +91,7 @@ class TrainRun:
         if self.checkpoint is None:
             return None
         # What was trained without a loss scale goes on with a fresh one.
-        scale = first_loss_scale(self.recipe.precision.loss_scale)
+        scale = first_loss_scale(self.step.recipe.precision.loss_scale)
         like = dataclasses.replace(self.step.abstract_state(), loss_scale=scale)
         try:
             restored = self.checkpoints.restore(self.layout, like)
@@ -108,20 +107,14 @@ class TrainRun:
             self.batches.set_state(dict(restored.manifest.data))
         return restored
 
-    def weights(self) -> PyTree:
-        """Read the parameters that the options name; None where they name none.
+    def initialise(self) -> TrainState:
+        """Initialise the state from the weights that the options name, or from the seed.
 
         Raises:
-            ValueError: they are of another model, or damaged.
+            ValueError: the weights are of another model, or damaged.
         """
-        if self.options.init is None:
-            return None
-        return read_weights(self.options.init, self.layout, self.layout.shapes)
-
-    def initialise(self, weights: PyTree) -> TrainState:
-        """Initialise the state from weights, or from the seed where there are none."""
-        if weights is not None:
-            return self.step.init(weights)
+        if self.options.init is not None:
+            return self.step.init(read_weights(self.options.init, self.layout))
         init = functools.partial(gpt.init, self.config)
         return self.step.init(init, jax.random.key(self.options.seed))
 
@@ -176,7 +169,7 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
     description = layout.describe(tx, recipe)
     _check_memory(description, devices, options)
     _check_writable(options.out)
-    loss = functools.partial(gpt.loss, config)
+    step = make_train_step(functools.partial(gpt.loss, config), tx, layout, recipe)
     return TrainRun(
         options=options,
         config=config,
@@ -185,12 +178,9 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
             corpus.train, context=config.context, batch_size=batch_size, seed=options.seed
         ),
         evaluation=Evaluation(
-            loss, layout, corpus.held_out, config.context, options.eval_windows, batch_size
+            step, corpus.held_out, config.context, options.eval_windows, batch_size
         ),
-        layout=layout,
-        tx=tx,
-        recipe=recipe,
-        step=make_train_step(loss, tx, layout, recipe),
+        step=step,
         description=description,
         stage_bytes={stage: one.bytes_per_device(tx, recipe) for stage, one in layouts.items()},
         rates=np.asarray(jax.vmap(schedule)(jnp.arange(options.steps))),

@@ -12,7 +12,7 @@ from zerojax.cli.checkpoint._files import find_checkpoint
 from zerojax.layout import Layout
 
 
-def read_weights(path: Path, layout: Layout, shapes: PyTree) -> PyTree:
+def read_weights(path: Path, layout: Layout) -> PyTree:
     """Read parameters from safetensors files, or from a checkpoint; each device reads its part.
 
     Raises:
@@ -26,7 +26,7 @@ def read_weights(path: Path, layout: Layout, shapes: PyTree) -> PyTree:
             # What is cut without padding comes cut; the step's state is made of it.
             sharding=layout.sharding(leaf.whole_spec if leaf.is_padded else leaf.shard_spec),
         ),
-        shapes,
+        layout.shapes,
     )
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
