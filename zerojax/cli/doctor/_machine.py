@@ -34,10 +34,9 @@ def check_devices(bench: Bench) -> Finding:
     try:
         bench.devices = find_devices(None)
     except ValueError as error:
-        other = "set JAX_PLATFORMS=cpu for virtual devices, or install jax for this accelerator"
-        return Finding(
-            "failed", first_line(error), f"{unset}; or set it to cpu" if asked else other
-        )
+        remedy = "set JAX_PLATFORMS=cpu for virtual devices, or install jax for this accelerator"
+        remedy = f"{unset}; or set it to cpu" if asked else remedy
+        return Finding("failed", first_line(error), remedy)
     held, one = _describe(bench.devices), bench.devices[0]
     if one.platform == "cpu" and has_accelerators():
         remedy = unset if asked else 'pip install "jax[cuda12]" or "jax[tpu]", whichever is here'
