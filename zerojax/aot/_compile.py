@@ -28,7 +28,7 @@ _SOURCES = (
     "aot/_plugin.py",
     "audit/_fragmentation.py",
     "audit/_program.py",
-    "planner/_hardware.py",
+    "planner/hardware/_hardware.py",
 )
 #: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
 _DECIDING = ("_compiler_options_kvs", "_device_list")
