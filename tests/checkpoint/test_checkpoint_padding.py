@@ -110,3 +110,17 @@ def test_arrays_of_the_users_own_are_not_taken_for_padded_ones(tmp_path):
     assert {n: math.prod(found[n][0]) for n in names} == {
         n: x.size for n, x in zip(names, leaves, strict=True)
     }
+
+
+def test_parameters_that_are_a_bare_array(tmp_path):
+    def make_step(num_devices):
+        mesh = zerojax.make_mesh({"data": num_devices}, devices=jax.devices()[:num_devices])
+        layout = zerojax.make_layout(jax.ShapeDtypeStruct((1009, 7), jnp.float32), mesh, stage=3)
+        return zerojax.make_train_step(lambda p, b: jnp.sum(p**2), optax.adam(1e-3), layout)
+
+    step, other = make_step(8), make_step(4)
+    state = step.init(lambda key: jax.random.normal(key, (1009, 7)), jax.random.key(0))
+    zerojax.save(tmp_path, state, step.layout)
+    back = zerojax.restore(tmp_path, other.layout, other.abstract_state())
+    assert back.params.shape == (1012, 7)
+    np.testing.assert_array_equal(back.params[:1009], state.params[:1009])

@@ -27,7 +27,8 @@ from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout import Layout, LeafLayout
 
 #: The parts of a train state that hold parameters: the paths begin so.
-PARAMS, MASTERS = "params/", "masters/"
+COPIES = ("params", "masters")
+PARAMS, MASTERS = (f"{name}/" for name in COPIES)
 #: A key path and what is there.
 Node = tuple[tuple[Any, ...], Any]
 
@@ -50,7 +51,7 @@ def logical_shapes(
     if tx is not None:
         placed = layout.optimizer(tx)
         known |= _like(below, placed.structure, placed.leaves)
-    known |= _as_train_states_say(below)
+    known |= _as_train_states_say(below, layout)
     names, leaves, _ = flatten_with_names(tree)
     by_path = {leaf.path: leaf for leaf in layout.leaves}
     tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
@@ -74,11 +75,14 @@ def nodes(tree: PyTree) -> Iterator[Node]:
     return below((), tree)
 
 
-def _as_train_states_say(below: Sequence[Node]) -> dict[str, Shape]:
-    """Return the logical shapes of the optimizer leaves of every node that is a train state."""
+def _as_train_states_say(below: Sequence[Node], layout: Layout) -> dict[str, Shape]:
+    """Return the logical shapes of the leaves of every node that is a train state."""
     known = {}
     for path, node in below:
         if hasattr(node, "opt_state") and hasattr(node, "padded"):
+            # Parameters that are a bare array are no node below this one.
+            copies = [((*path, GetAttrKey(name)), getattr(node, name)) for name in COPIES]
+            known |= _like(copies, layout.structure, layout.leaves)
             padded = dict(node.padded)
             pairs, _ = jax.tree_util.tree_flatten_with_path(node.opt_state)
             for number, (step, x) in enumerate(pairs):
