@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax._types import PyTree
-from zerojax.layout import MIN_SIZE, Layout, LeafLayout, Rule, make_layout
+from zerojax.layout import MIN_SIZE, Description, Layout, LeafLayout, Rule, make_layout
 from zerojax.planner._counts import as_count
 from zerojax.planner.traced import HeldLeaf
 from zerojax.recipe import Recipe
@@ -109,14 +109,33 @@ def _divisors(number: int) -> str:
     return ", ".join(map(str, shown))
 
 
-def place(params: PyTree, devices: Devices, placement: Placement, stage: int) -> Layout:
-    """Lay parameters out.
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedModel:
+    """Model states on a mesh.
+
+    Attributes:
+        layout: their placement.
+        states: what they take on one device.
+        leaves: what each parameter takes while a gradient is computed.
+    """
+
+    layout: Layout
+    states: Description
+    leaves: tuple[HeldLeaf, ...]
+
+
+def place(
+    params: PyTree, tx: Any, devices: Devices, placement: Placement, recipe: Recipe, stage: int
+) -> PlacedModel:
+    """Lay model states out.
 
     Args:
         params: arrays or shapes; a bare vector stands for a model of which the number of
             parameters is all that is known.
+        tx: the optimizer.
         devices: how devices are shared out.
         placement: how parameters lie on them.
+        recipe: whose precision counts.
         stage: 0 to 3.
 
     Raises:
@@ -126,7 +145,7 @@ def place(params: PyTree, devices: Devices, placement: Placement, stage: int) ->
     specs = placement.specs
     if specs is None and devices.model_axis > 1:
         specs = _specs(as_shapes(params), devices.model_axis)
-    return make_layout(
+    layout = make_layout(
         params,
         AbstractMesh(tuple(axes.values()), tuple(axes)),
         stage=stage,
@@ -136,6 +155,7 @@ def place(params: PyTree, devices: Devices, placement: Placement, stage: int) ->
         rules=placement.rules,
         min_size=placement.min_size,
     )
+    return PlacedModel(layout, layout.describe(tx, recipe), _held_leaves(layout, recipe))
 
 
 def _specs(params: PyTree, parts: int) -> PyTree:
@@ -164,7 +184,7 @@ def _cut(shape: tuple[int, ...], parts: int) -> P:
     return P(*(MODEL if d == wanted else None for d in range(len(shape))))
 
 
-def held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
+def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
     """Return what each parameter takes on a device while a gradient is computed.
 
     Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the

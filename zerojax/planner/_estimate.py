@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from zerojax._tree import floating_dtype
 from zerojax._types import Axes
-from zerojax.layout import LANES, Description, Layout, LeafLayout
+from zerojax.layout import LANES, Layout, LeafLayout
 from zerojax.planner._demand import Conditions, Demand
-from zerojax.planner._devices import DATA, MODEL, Devices, accumulator_bytes, held_leaves
+from zerojax.planner._devices import DATA, MODEL, Devices, PlacedModel, accumulator_bytes
 from zerojax.planner._policies import hosts_states, offloaded, remat_of
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._time import StepTime, compute_bound_count, link_seconds, step_time
@@ -23,8 +23,7 @@ from zerojax.recipe import Recipe
 
 
 def estimate(
-    layout: Layout,
-    states: Description,
+    placed: PlacedModel,
     devices: Devices,
     hardware: Hardware,
     recipe: Recipe,
@@ -34,15 +33,15 @@ def estimate(
     """Plan one step.
 
     Args:
-        layout: the placement.
-        states: the layout's description of the model states.
+        placed: the model states.
         devices: how devices are shared out.
         hardware: the device.
         recipe: how the step is computed.
         demand: the source of activations and products.
         count: units of the demand in a device's microbatch.
     """
-    one = _Estimate(layout, states, devices, hardware, recipe, demand)
+    one = _Estimate(placed, devices, hardware, recipe, demand)
+    layout = placed.layout
     peak = demand.peak(one.given, count)
     work = demand.work(one.given, count)
     time = one.time(count, work)
@@ -74,12 +73,16 @@ def estimate(
 class _Estimate:
     """What the figures of a plan share; `count` is that of a microbatch."""
 
-    layout: Layout
-    states: Description
+    placed: PlacedModel
     devices: Devices
     hardware: Hardware
     recipe: Recipe
     demand: Demand
+
+    @property
+    def layout(self) -> Layout:
+        """The placement."""
+        return self.placed.layout
 
     @cached_property
     def network(self) -> Network:
@@ -100,7 +103,7 @@ class _Estimate:
         has_master = self.recipe.precision.master is not None
         return Conditions(
             layout=self.layout,
-            leaves=held_leaves(self.layout, self.recipe),
+            leaves=self.placed.leaves,
             hardware=self.hardware,
             accumulate=self.recipe.accumulate,
             frees=has_master and self.recipe.accumulate == 1,
@@ -126,13 +129,17 @@ class _Estimate:
     @cached_property
     def hosted(self) -> int:
         """The bytes of optimizer states and masters that live on the host."""
-        counted = self.states.bytes
+        counted = self.placed.states.bytes
         return counted["masters"] + counted["optimizer"] if hosts_states(self.recipe) else 0
 
     @property
     def optimizer(self) -> int:
         """The bytes of those that live on the device."""
-        return self.states.bytes["masters"] + self.states.bytes["optimizer"] - self.hosted
+        return (
+            self.placed.states.bytes["masters"]
+            + self.placed.states.bytes["optimizer"]
+            - self.hosted
+        )
 
     @property
     def visits(self) -> bool:
@@ -161,7 +168,7 @@ class _Estimate:
         """The optimizer's traffic with the device's memory: states are read and written."""
         gradients = sum(leaf.gradient for leaf in self.given.leaves)
         states = self.optimizer + (self.hosted if self.visits else 0)
-        return 2 * states + gradients + self.states.bytes["parameters"]
+        return 2 * states + gradients + self.placed.states.bytes["parameters"]
 
     @property
     def update_traffic(self) -> float:
@@ -213,11 +220,11 @@ class _Estimate:
         leaves = self.given.leaves
         # The update reads every gradient, those of parameters that the loss leaves out too.
         update = max(sum(leaf.held for leaf in leaves), sum(leaf.gradient for leaf in leaves))
-        counted = self.states.bytes
+        counted = self.placed.states.bytes
         if self.visits:
             update += max(
                 row.bytes.get("optimizer", 0) + row.bytes.get("masters", 0)
-                for row in self.states.rows
+                for row in self.placed.states.rows
             )
         return PlannedBytes(
             parameters=counted["parameters"],
@@ -226,7 +233,7 @@ class _Estimate:
             masters=0 if self.hosted else counted["masters"],
             total=math.ceil(self.optimizer + sums + max(peak.bytes, update)),
             host=self.hosted + math.ceil(self.checkpoints(count)),
-            theory=self.states.theory["total"],
+            theory=self.placed.states.theory["total"],
         )
 
 

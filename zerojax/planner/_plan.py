@@ -50,6 +50,5 @@ def plan(
     model, recipe = read_model(params, tx, recipe, workload)
     check_recipe(recipe, devices.model_axis)
     demand, count = find_demand(model, devices, recipe)
-    layout = place(model.params, devices, placement, stage)
-    states = layout.describe(tx, recipe)
-    return estimate(layout, states, devices, one, recipe, demand, count)
+    placed = place(model.params, tx, devices, placement, recipe, stage)
+    return estimate(placed, devices, one, recipe, demand, count)

@@ -10,7 +10,7 @@ from typing import Any
 import optax
 
 from zerojax._types import PyTree
-from zerojax.layout import STAGES, Description, Layout, check_stage
+from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Rejected, gigabytes
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._demand import Demand, Remembered, TracedLoss
@@ -19,6 +19,7 @@ from zerojax.planner._devices import (
     ALONE,
     MODEL,
     Devices,
+    PlacedModel,
     Placement,
     bare_number,
     place,
@@ -102,7 +103,8 @@ class _Hunt:
         self.asked = asked
         self.limit = asked.memory_limit
         self.sources = _Sources(asked, model)
-        self.layouts = _Layouts(asked, model)
+        self._model = model
+        self._placed: dict[tuple[Devices, int], PlacedModel] = {}
 
     def run(self) -> Choices:
         """Plan every family; raise where none fits."""
@@ -159,17 +161,27 @@ class _Hunt:
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""
-        layout, states = self.layouts.find(devices, stage)
+        placed = self._place(devices, stage)
         demand, amount = self.sources.find(devices, recipe)
         beyond = False
         for accumulate in self.sources.splits(amount):
             one = dataclasses.replace(recipe, accumulate=accumulate)
             count = amount / accumulate
-            plan = estimate(layout, states, devices, self.asked.hardware, one, demand, count)
+            plan = estimate(placed, devices, self.asked.hardware, one, demand, count)
             yield plan
             if beyond:
                 return
             beyond = plan.bytes.total <= self.limit
+
+    def _place(self, devices: Devices, stage: int) -> PlacedModel:
+        """Lay a stage out, once."""
+        key, space = (devices, stage), self.asked.space
+        if key not in self._placed:
+            placement = Placement(specs=space.specs, rules=space.rules, min_size=space.min_size)
+            self._placed[key] = place(
+                self._model.params, self._model.tx, devices, placement, self.asked.recipe, stage
+            )
+        return self._placed[key]
 
     def _refusal(self, tried: Sequence[Plan]) -> str:
         least = min(tried, key=lambda plan: plan.bytes.total)
@@ -273,22 +285,3 @@ class _Sources:
         elif self._model.workload.transformer is None:
             known = ("none", "full")
         return [as_remat(name) for name in known]
-
-
-class _Layouts:
-    """Layouts and their model states, each worked out once."""
-
-    def __init__(self, asked: SearchRequest, model: Model) -> None:
-        space = asked.space
-        self._model = model
-        self._recipe = asked.recipe
-        self._placement = Placement(specs=space.specs, rules=space.rules, min_size=space.min_size)
-        self._known: dict[tuple[Devices, int], tuple[Layout, Description]] = {}
-
-    def find(self, devices: Devices, stage: int) -> tuple[Layout, Description]:
-        """Return the layout of a stage and its model states."""
-        key = (devices, stage)
-        if key not in self._known:
-            layout = place(self._model.params, devices, self._placement, stage)
-            self._known[key] = layout, layout.describe(self._model.tx, self._recipe)
-        return self._known[key]

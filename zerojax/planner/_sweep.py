@@ -57,11 +57,9 @@ def sweep(
     for number in num_devices:
         devices = share_out(number, placement.num_shards, placement.model_axis)
         for stage in stages:
-            layout = place(model.params, devices, placement, stage)
-            states = layout.describe(tx, recipe)
+            placed = place(model.params, tx, devices, placement, recipe, stage)
             one = where_meant(recipe, STAGES[check_stage(stage)])
             for by_stage, network in zip(found, networks, strict=True):
-                by_stage[stage].append(
-                    estimate(layout, states, devices, network, one, demand, count)
-                )
+                plan = estimate(placed, devices, network, one, demand, count)
+                by_stage[stage].append(plan)
     return found

@@ -10,13 +10,14 @@ reduce-scatter over n devices, and twice that for an all-reduce (Patarasuk and Y
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerojax._types import Axes
 from zerojax.layout import Layout, LeafLayout
-from zerojax.planner.formulas._states import moved_per_param
+from zerojax.planner.formulas._states import moved_per_param, ring_share
 from zerojax.recipe import Recipe
 
 
@@ -75,36 +76,33 @@ def theory_of(
     gathered: dict[Axes, float] = {}
     scattered: dict[Axes, float] = {}
     summed: dict[Axes, float] = {}
+    ring = functools.cache(lambda axes: ring_share(layout.num_parts(axes)))
+    local = 0
 
-    def add(to: dict[Axes, float], axes: Axes, elements: float, times: int) -> None:
+    def add(to: dict[Axes, float], axes: Axes, elements: float) -> None:
         axes = tuple(name for name in layout.mesh.axis_names if name in axes)
-        if moved := times * elements * _ring(layout, axes):
+        if moved := elements * ring(axes):
             to[axes] = to.get(axes, 0.0) + moved
 
     for leaf in layout.leaves:
         own = {name for names in leaf.entries for name in names}
         batch = tuple(axis for axis in layout.batch_axes if axis not in own)
+        whole = math.prod(layout.local_shape(leaf, leaf.shape))
+        local += whole
         if leaf.dim is None:
-            whole = math.prod(layout.local_shape(leaf, leaf.shape))
-            add(summed, batch, whole, 2 * reductions)
+            add(summed, batch, 2 * reductions * whole)
             continue
         stored = math.prod(layout.local_shape(leaf, leaf.stored_shape))
-        add(gathered, leaf.axes, stored, gathers)
+        add(gathered, leaf.axes, gathers * stored)
         # Along an axis that does not cut the batch, every device has the same gradient: nothing
         # moves. Over batch axes beyond the leaf's own, the shard is all-reduced.
         cut = tuple(axis for axis in leaf.axes if axis in batch)
         rest = tuple(axis for axis in batch if axis not in leaf.axes)
         if scatters(leaf):
-            add(scattered, cut, stored, reductions)
+            add(scattered, cut, reductions * stored)
         else:
-            add(summed, cut, stored, 2 * reductions)
-        add(summed, rest, stored / layout.num_parts(cut), 2 * reductions)
-    local = sum(math.prod(layout.local_shape(leaf, leaf.shape)) for leaf in layout.leaves)
-    ring = _ring(layout, layout.axis if kinds else layout.batch_axes)
-    paper = moved_per_param(kinds) * local * ring
+            add(summed, cut, 2 * reductions * stored)
+        if rest:
+            add(summed, rest, 2 * reductions * stored / layout.num_parts(cut))
+    paper = moved_per_param(kinds) * local * ring(layout.axis if kinds else layout.batch_axes)
     return Theory(gathered, scattered, summed, paper, gathers, reductions)
-
-
-def _ring(layout: Layout, axes: Axes) -> float:
-    size = layout.num_parts(axes)
-    return (size - 1) / size

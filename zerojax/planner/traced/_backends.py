@@ -31,15 +31,24 @@ class Backend:
 
 BACKENDS: Mapping[str, Backend] = {
     "gpu": Backend(
-        fuses_operands=False, fuses_lookups=True, fuses_one_hot=False, splits_contraction=132,
+        fuses_operands=False,
+        fuses_lookups=True,
+        fuses_one_hot=False,
+        splits_contraction=132,
         prefetches=True,
     ),
     "tpu": Backend(
-        fuses_operands=True, fuses_lookups=False, fuses_one_hot=True, splits_contraction=0,
+        fuses_operands=True,
+        fuses_lookups=False,
+        fuses_one_hot=True,
+        splits_contraction=0,
         prefetches=False,
     ),
     "cpu": Backend(
-        fuses_operands=False, fuses_lookups=True, fuses_one_hot=False, splits_contraction=0,
+        fuses_operands=False,
+        fuses_lookups=True,
+        fuses_one_hot=False,
+        splits_contraction=0,
         prefetches=False,
     ),
-}  # fmt: skip
+}
