@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,6 +31,15 @@ def key_name(key: Any) -> str:
 def path_name(path: tuple[Any, ...]) -> str:
     """Join a key path with slashes; the path of a bare array is ``.``."""
     return "/".join(map(key_name, path)) or "."
+
+
+def path_ends(path: str) -> Iterator[str]:
+    """Yield the ends of a path, the longest first: `a/b/c`, `b/c`, `c`.
+
+    A state names its leaves after their parameters: `0/mu/layers/kernel` for `layers/kernel`.
+    """
+    names = path.split("/")
+    yield from ("/".join(names[first:]) for first in range(len(names)))
 
 
 def flatten_with_names(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zerojax._tree import path_ends
 from zerojax._types import Shape
 from zerojax.audit._program import Argument, Program
 from zerojax.hlo import element_bits
 from zerojax.layout import Layout, LeafLayout, choose_dim
-from zerojax.layout._mesh import num_devices
 
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
 KINDS: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient", "batch", "other")
@@ -48,7 +48,7 @@ class Held:
 
 
 def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
-    """Tell what every argument leaf is.
+    """Find what every argument leaf is.
 
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
     name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
@@ -86,7 +86,7 @@ def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
 
 
 def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[int]:
-    """Give the index of the first leaf of every tree like the layout's parameters."""
+    """Return the index of the first leaf of every tree like the layout's parameters."""
     found, start, count = [], 0, len(layout.leaves)
     while start + count <= len(leaves):
         if _is_tree(leaves[start : start + count], layout):
@@ -110,7 +110,7 @@ def _is_tree(leaves: Sequence[Argument], layout: Layout) -> bool:
 
 
 def _prefix(path: str, of: str) -> str | None:
-    """Give what stands before a parameter's path; None where the path is not of it."""
+    """Return what stands before a parameter's path; None where the path is not of it."""
     if of == ".":
         return path
     if path == of:
@@ -121,7 +121,7 @@ def _prefix(path: str, of: str) -> str | None:
 def _tree_kinds(
     leaves: Sequence[Argument], starts: Sequence[int], layout: Layout
 ) -> list[HeldKind]:
-    """Tell parameters, masters and gradients apart, and from copies such as averages."""
+    """Find parameters, masters and gradients apart, and from copies such as averages."""
     named: dict[int, HeldKind] = {}
     for start in starts:
         prefix = _prefix(leaves[start].path, layout.leaves[0].path) or ""
@@ -153,17 +153,13 @@ def item_bits(dtype: str) -> int:
 
 
 def _owner(leaf: Argument, paths: dict[str, int], layout: Layout) -> int | None:
-    """Give the parameter that a leaf of an optimizer's state belongs to, by the end of its path."""
-    names = leaf.path.split("/")
-    for start in range(len(names) + 1):
-        index = paths.get("/".join(names[start:]) or ".")
-        if index is not None and _relates(leaf.shape, layout.leaves[index]):
-            return index
-    return None
+    """Return the parameter that a leaf of an optimizer's state belongs to, by its path's end."""
+    found = (paths[end] for end in (*path_ends(leaf.path), ".") if end in paths)
+    return next((i for i in found if _relates(leaf.shape, layout.leaves[i])), None)
 
 
 def _relates(shape: Shape, own: LeafLayout) -> bool:
-    """Tell whether a shape is a parameter's, or has some of its dims added or removed."""
+    """Return whether a shape is a parameter's, or has some of its dims added or removed."""
     if not shape:
         return False
     for of in {own.shape, own.stored_shape}:
@@ -199,45 +195,49 @@ def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -
 
 
 def _shard(own: LeafLayout, shape: Shape, layout: Layout, partitioned: bool) -> Shape:
-    parts = [num_devices(layout.mesh, names) for names in own.entries]
-    if partitioned and own.dim is not None:
-        parts[own.dim] *= own.num_shards
-    return tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
+    local = layout.local_shape(own, shape)
+    return _cut(local, own.dim, own.num_shards) if partitioned else local
 
 
 def _related(shape: Shape, own: LeafLayout, layout: Layout) -> list[Shape]:
-    """List placements of a leaf with dims added to, or removed from, its parameter's."""
+    """List the shards of a leaf with dims added to, or removed from, its parameter's.
+
+    Of a parameter [512, 64] that 8 devices cut by rows, a history [10, 512, 64] is [10, 64, 64], a
+    factor [512] is [64], and a factor [64] is cut by its own shape, or too small for it.
+    """
+    partitioned = layout.partitions("optimizer")
     extra = len(shape) - len(own.shape)
     if extra > 0:
-        rest = _shard(own, shape[extra:], layout, layout.partitions("optimizer"))
-        return [(*shape[:extra], *rest)]
+        return [(*shape[:extra], *_shard(own, shape[extra:], layout, partitioned))]
     found = []
     for kept in itertools.combinations(range(len(own.shape)), len(shape)):
         if any(shape[at] not in (own.shape[d], own.stored_shape[d]) for at, d in enumerate(kept)):
             continue
-        entries = tuple(own.entries[d] for d in kept)
-        parts = tuple(num_devices(layout.mesh, names) for names in entries)
-        if own.dim in kept and layout.partitions("optimizer"):
-            dim = kept.index(own.dim)
-            parts = (*parts[:dim], parts[dim] * own.num_shards, *parts[dim + 1 :])
-        elif layout.partitions("optimizer") and own.dim is not None:
-            choice = choose_dim(shape, parts, layout.num_shards, 0, layout.min_size)
-            if choice.dim is not None:
-                more = parts[choice.dim] * layout.num_shards
-                parts = (*parts[: choice.dim], more, *parts[choice.dim + 1 :])
-        found.append(tuple(math.ceil(s / p) for s, p in zip(shape, parts, strict=True)))
+        parts = tuple(layout.num_parts(own.entries[d]) for d in kept)
+        local = tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
+        if partitioned and own.dim in kept:
+            local = _cut(local, kept.index(own.dim), own.num_shards)
+        elif partitioned and own.dim is not None:
+            local = _cut(local, _chosen_dim(shape, parts, layout), layout.num_shards)
+        found.append(local)
     return list(dict.fromkeys(found))
 
 
 def _by_own_shape(shape: Shape, layout: Layout) -> Shape:
-    if layout.stage == 0:
+    """Return the shard of a leaf that belongs to no parameter."""
+    if not layout.partitions("optimizer"):
         return shape
-    ones = (1,) * len(shape)
-    choice = choose_dim(shape, ones, layout.num_shards, 0, layout.min_size)
-    if choice.dim is None:
+    return _cut(shape, _chosen_dim(shape, (1,) * len(shape), layout), layout.num_shards)
+
+
+def _chosen_dim(shape: Shape, parts: Shape, layout: Layout) -> int | None:
+    return choose_dim(shape, parts, layout.num_shards, 0, layout.min_size).dim
+
+
+def _cut(shape: Shape, dim: int | None, parts: int) -> Shape:
+    if dim is None:
         return shape
-    cut = math.ceil(shape[choice.dim] / layout.num_shards)
-    return (*shape[: choice.dim], cut, *shape[choice.dim + 1 :])
+    return (*shape[:dim], math.ceil(shape[dim] / parts), *shape[dim + 1 :])
 
 
 def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]:
@@ -278,7 +278,7 @@ def _below(path: str, name: str) -> str:
 
 
 def _run_prefix(relative: Sequence[tuple[str, Shape]], run: Sequence[Argument]) -> str | None:
-    """Give what stands before the paths of results that have the given relative paths, or None."""
+    """Return what stands before the given relative paths in those of results, or None."""
     prefix: str | None = None
     for (path, shape), leaf in zip(relative, run, strict=True):
         if leaf.shape != shape:

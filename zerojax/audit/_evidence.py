@@ -70,7 +70,7 @@ class Evidence:
 
     @property
     def has_scatter(self) -> bool:
-        """Tell whether the backend has a reduce-scatter; a CPU's partitioner makes none."""
+        """Return whether the backend has a reduce-scatter; a CPU's partitioner makes none."""
         return self.program.platform != "cpu"
 
     @cached_property
@@ -90,7 +90,7 @@ class Evidence:
 
     @cached_property
     def is_step(self) -> bool:
-        """Tell whether the program gives new states for old ones."""
+        """Return whether the program gives new states for old ones."""
         return any(one.kind in STATES for one, _ in self.pairs)
 
     @cached_property
@@ -138,7 +138,7 @@ def some(names: Sequence[str], count: int = 3) -> str:
 
 
 def name_move(move: Move) -> str:
-    """Say what a collective moves, and how often."""
+    """Report what a collective moves, and how often."""
     record = move.record
     loops = ["?" if count is None else str(count) for count in move.trips]
     where = f" in a loop of {' x '.join(loops)}" if loops else ""

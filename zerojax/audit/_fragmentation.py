@@ -31,12 +31,12 @@ class Fragmentation:
 
     @property
     def fraction(self) -> float:
-        """Give the part of the arena that no temporary uses at the worst moment."""
+        """Return the part of the arena that no temporary uses at the worst moment."""
         return 1 - self.live / self.allocated if self.allocated else 0.0
 
 
 def fragmentation_of(platform: str, statistics: Mapping[str, int]) -> Fragmentation | None:
-    """Say what fragmentation costs a program; None where its compiler does not tell.
+    """Report what fragmentation costs a program; None where its compiler does not tell.
 
     Args:
         platform: "cpu", "gpu" or "tpu".

@@ -35,7 +35,7 @@ class HostTraffic:
         return self.to_host + self.from_host
 
     def to_dict(self) -> dict[str, object]:
-        """Give the counts as plain data."""
+        """Return the counts as plain data."""
         names = ("to_host", "from_host", "total", "updated", "theory")
         return {name: getattr(self, name) for name in names}
 

@@ -23,7 +23,7 @@ FORMS = ("leaf", "layer", "half", "stage", "optimizer")
 
 @dataclass(frozen=True)
 class Match:
-    """Say which leaves a tensor may be, and how much of one it is.
+    """Report which leaves a tensor may be, and how much of one it is.
 
     Attributes:
         form: "leaf" (whole, or the part of it that the user's own axes leave), "layer" of a stack,
@@ -49,7 +49,7 @@ class Matcher:
         self._others = [key_of(shape) for shape in others]
 
     def match(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match | None:
-        """Give what a tensor is, or None where it is no part of a leaf.
+        """Return what a tensor is, or None where it is no part of a leaf.
 
         Args:
             shape: of the tensor.
@@ -78,7 +78,7 @@ class Matcher:
         return None
 
     def match_longer(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match | None:
-        """Give the leaf whose dims a tensor has but for one, which is up to twice as long."""
+        """Return the leaf whose dims a tensor has but for one, which is up to twice as long."""
         key = key_of(shape)
         forms = ("layer", "leaf") if self._heights.intersection(trips) else ("leaf", "layer")
         found: list[tuple[int, Match]] = []
@@ -137,7 +137,7 @@ def key_of(shape: Shape) -> Key:
 
 
 def regroups(parts: Sequence[int], wholes: Sequence[int]) -> bool:
-    """Tell whether some dims can be multiplied together to give others."""
+    """Return whether some dims can be multiplied together to give others."""
     if not wholes:
         return not parts
     whole, rest = wholes[0], wholes[1:]
@@ -151,7 +151,7 @@ def regroups(parts: Sequence[int], wholes: Sequence[int]) -> bool:
 
 
 def pads(key: Sequence[int], of: Sequence[int]) -> bool:
-    """Tell whether dims are others with a little padding: a TPU rounds shards up to its tiles."""
+    """Return whether dims are others with a little padding: a TPU rounds shards up to its tiles."""
     return len(key) == len(of) and all(
         size <= longer <= size * (1 + PADDING) for longer, size in zip(key, of, strict=True)
     )

@@ -11,7 +11,6 @@ from zerojax.audit._evidence import Evidence
 from zerojax.audit._fragmentation import Fragmentation, fragmentation_of, results_apart
 from zerojax.audit._host import held_on_host
 from zerojax.hlo import Result, largest_results
-from zerojax.layout._mesh import num_devices
 
 #: How kinds of argument are called in a report.
 NAMES = {
@@ -74,7 +73,7 @@ class MemoryReport:
         return self.peak / max(self.theory["total"], 1)
 
     def to_dict(self) -> dict[str, object]:
-        """Give the counts as plain data."""
+        """Return the counts as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -139,5 +138,5 @@ def _whole_bytes(one: Held, evidence: Evidence) -> float:
         return math.prod(one.argument.shape) * item
     own = evidence.layout.leaves[one.parameter]
     shape = own.shape if one.argument.shape == own.stored_shape else one.argument.shape
-    parts = math.prod(num_devices(evidence.layout.mesh, names) for names in own.entries)
+    parts = math.prod(evidence.layout.num_parts(names) for names in own.entries)
     return math.prod(shape) * item / parts

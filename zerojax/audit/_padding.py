@@ -20,7 +20,7 @@ LONGER = 1 / 6
 
 
 def find_padding(moves: Sequence[Move], matcher: Matcher) -> tuple[Move, ...]:
-    """Give the same moves with `padding`, and padded scatters and their permutes with a leaf."""
+    """Return the same moves with `padding`, and padded scatters and their permutes with a leaf."""
     permutes = [move for move in moves if _is_permute(move)]
     told = [_measure(move, matcher, permutes) for move in moves]
     padded = [move for move in told if move.role == "scatter" and move.padding]
@@ -28,7 +28,7 @@ def find_padding(moves: Sequence[Move], matcher: Matcher) -> tuple[Move, ...]:
 
 
 def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
-    """Tell how much of a move is padding."""
+    """Find how much of a move is padding."""
     match = move.match
     if match is None and move.role == "scatter" and move.is_ours:
         longer = matcher.match_longer(move.record.shape, move.trips)
@@ -43,7 +43,7 @@ def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
 
 
 def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
-    """Tell whether a scatter is a leaf's, by its size or by the permute that belongs to it."""
+    """Return whether a scatter is a leaf's, by its size or by the permute that belongs to it."""
     longer, size = _difference(key_of(move.record.shape), of)
     if longer <= size * (1 + LONGER):
         return True
@@ -53,7 +53,7 @@ def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
 
 
 def _follow(move: Move, padded: Sequence[Move]) -> Move:
-    """Tell whether a permute moves a part of a shard of a padded scatter."""
+    """Return whether a permute moves a part of a shard of a padded scatter."""
     key = key_of(move.record.shape)
     for scatter in padded:
         whole = key_of(scatter.record.shape)
@@ -79,7 +79,7 @@ def _displaced(move: Move, of: Key) -> int:
 
 
 def _difference(key: Key, other: Key) -> tuple[int, int]:
-    """Give the one dim in which two tensors differ; infinite where they differ in more."""
+    """Return the one dim in which two tensors differ; infinite where they differ in more."""
     left, right = Counter(key) - Counter(other), Counter(other) - Counter(key)
     if left.total() != 1 or right.total() != 1:
         return 2**63, 1

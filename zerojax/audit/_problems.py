@@ -40,7 +40,7 @@ class Problem(str):
         return (), self.to_dict()
 
     def to_dict(self) -> dict[str, str]:
-        """Give the parts as plain data."""
+        """Return the parts as plain data."""
         return {name: getattr(self, name) for name in sorted(self.__slots__)}
 
 

@@ -152,7 +152,7 @@ class _Placements:
         self._known: list[tuple[int, Any]] = []
 
     def number(self, sharding: Any, ndim: int) -> int:
-        """Give the number of a placement, -1 for none."""
+        """Return the number of a placement, -1 for none."""
         if sharding is None:
             return -1
         key = (ndim, sharding)
@@ -229,7 +229,7 @@ def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -
 
 
 def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
-    """Say which parameter of the program each argument leaf is: jit drops those it does not use."""
+    """Report which parameter of the program each argument leaf is: jit drops those it does not use."""
     executable = compiled._executable
     constants = len(getattr(getattr(compiled, "_params", None), "const_args", ()))
     kept = getattr(executable, "_kept_var_idx", None)

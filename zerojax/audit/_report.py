@@ -85,7 +85,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> str:
-        """Say in one line whether the program is what the layout says."""
+        """Report in one line whether the program is what the layout says."""
         if not self.problems:
             return f"clean: {self.title}"
         count = len(self.problems)
@@ -102,7 +102,7 @@ class AuditReport:
         return Comparison.of(self, other)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the report as plain data."""
+        """Return the report as plain data."""
         return {
             "title": self.title,
             "verdict": self.verdict,

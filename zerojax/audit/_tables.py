@@ -21,7 +21,7 @@ LEAST = 0.001
 
 
 def problem_grid(problem: Problem) -> Table:
-    """Lay out the parts of a problem."""
+    """Make a table of the parts of a problem."""
     grid = Table.grid(padding=(0, 1), pad_edge=True)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(style="red")
@@ -31,7 +31,7 @@ def problem_grid(problem: Problem) -> Table:
 
 
 def hanging(label: str, text: str) -> Table:
-    """Lay out a text whose further lines are indented."""
+    """Make a table of a text whose further lines are indented."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column()
@@ -40,7 +40,7 @@ def hanging(label: str, text: str) -> Table:
 
 
 def volume_table(report: AuditReport) -> Table:
-    """Lay out what moves beside theory, by axis."""
+    """Make a table of what moves beside theory, by axis."""
     table = _table("volume (elements per parameter)", 1, "axis", "seen", "theory", "seen / theory")
     for axis, volume in report.volume_by_axis.items():
         if volume.theory is None:
@@ -61,7 +61,7 @@ def volume_table(report: AuditReport) -> Table:
 
 
 def collective_table(moves: Iterable[Move]) -> Table:
-    """Lay out collectives by spelling, axes and dtype, the heaviest first."""
+    """Make a table of collectives by spelling, axes and dtype, the heaviest first."""
     groups: dict[tuple[str, str, str], list[Move]] = {}
     for move in moves:
         key = (move.record.spelling, " x ".join(move.spans), move.record.dtype)
@@ -82,7 +82,7 @@ def collective_table(moves: Iterable[Move]) -> Table:
 
 
 def memory_table(memory: MemoryReport) -> Table:
-    """Lay out the bytes of one device by kind, beside theory."""
+    """Make a table of the bytes of one device by kind, beside theory."""
     table = _table("memory (B per device)", 1, "what", "seen", "theory", "seen / theory")
 
     def row(name: str, seen: int | None, theory: int | None = None) -> None:
@@ -116,7 +116,7 @@ def memory_table(memory: MemoryReport) -> Table:
 
 
 def host_table(traffic: HostTraffic) -> Table:
-    """Lay out what moves between a device and its host, beside theory."""
+    """Make a table of what moves between a device and its host, beside theory."""
     table = _table("host (B per device and step)", 1, "what", "seen", "theory", "seen / theory")
     table.add_row("to the host", f"{traffic.to_host:,}", "", "")
     table.add_row("from the host", f"{traffic.from_host:,}", "", "")
@@ -127,7 +127,7 @@ def host_table(traffic: HostTraffic) -> Table:
 
 
 def largest_table(memory: MemoryReport) -> Table:
-    """Lay out the largest results of instructions."""
+    """Make a table of the largest results of instructions."""
     table = _table("largest results (some share a buffer)", 2, "what", "of", "B")
     for column in table.columns[:2]:
         column.no_wrap, column.overflow = True, "ellipsis"

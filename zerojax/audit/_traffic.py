@@ -15,7 +15,6 @@ from zerojax.audit._match import Match, Matcher
 from zerojax.audit._program import Program
 from zerojax.hlo import Collective, Groups, mesh_axes, sum_moved
 from zerojax.layout import Layout
-from zerojax.layout._mesh import num_devices
 
 Role = Literal["gather", "scatter", "sliced", "reduce", "shuffle"]
 
@@ -58,7 +57,7 @@ class Move:
 
     @property
     def is_partial(self) -> bool:
-        """Tell whether its groups cover a part of an axis, as the steps of a staged gather do."""
+        """Return whether its groups cover a part of an axis, as the steps of a staged gather do."""
         return any("[" in span for span in self.spans)
 
     @property
@@ -105,7 +104,7 @@ def moves_of(
 
 
 def role_of(record: Collective) -> Role:
-    """Say what a collective does, whatever its spelling."""
+    """Report what a collective does, whatever its spelling."""
     if record.op == "all-gather" or record.spelling in (
         "windowed all-gather",
         "all-reduce of parts",
@@ -188,7 +187,7 @@ class _AxisFinder:
 def _window_scales(
     records: Sequence[Collective], layout: Layout, axes: _AxisFinder
 ) -> dict[tuple[str, int], float]:
-    """Say how far permutes that a matmul overlaps exceed the ring that they are.
+    """Report how far permutes that a matmul overlaps exceed the ring that they are.
 
     They turn both ways, and peeling their loop adds up to two hops to the ring's n - 1.
     """
@@ -198,7 +197,7 @@ def _window_scales(
         if record.spelling.startswith("windowed"):
             key = (record.op_name, record.elements)
             along = [span.partition("[")[0] for span in axes.spans(record)]
-            sizes[key] = num_devices(layout.mesh, along)
+            sizes[key] = layout.num_parts(tuple(along))
             hops[key] = hops.get(key, 0.0) + record.moved_elements / max(record.elements, 1)
     scales = {}
     for (key, count), extra in itertools.product(hops.items(), (1, 0)):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
 
-from zerojax._tree import flatten_with_names, num_elements, path_name
+from zerojax._tree import flatten_with_names, num_elements, path_ends, path_name
 from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout import Layout, LeafLayout
 
@@ -141,9 +141,7 @@ def _is_cut(x: Any, layout: Layout) -> bool:
 
 def _owner(path: str, params: Mapping[str, LeafLayout]) -> LeafLayout | None:
     """Find the parameter whose path is the longest end of a leaf's."""
-    keys = path.split("/")
-    ends = ("/".join(keys[first:]) for first in range(len(keys)))
-    return next((params[end] for end in ends if end in params), None)
+    return next((params[end] for end in path_ends(path) if end in params), None)
 
 
 def _readings(shape: Shape, owner: LeafLayout, layout: Layout) -> set[Shape]:

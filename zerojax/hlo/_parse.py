@@ -54,7 +54,7 @@ def parse_collectives(program: str | Module) -> Collectives:
 
 
 def _is_collective(line: Instruction) -> bool:
-    """Tell whether an instruction moves data between devices, or waits for one that does."""
+    """Return whether an instruction moves data between devices, or waits for one that does."""
     return _OPCODE.fullmatch(line.opcode) is not None
 
 
@@ -104,7 +104,7 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
 
 
 def _is_foreign(line: Instruction) -> bool:
-    """Tell whether a call to a library communicates, and is no end of a TPU's async fusion."""
+    """Return whether a call to a library communicates, and is no end of a TPU's async fusion."""
     known = (_MARKS["async start"], _MARKS["async done"])
     if any(mark.search(line.attributes) for mark in known):
         return False
@@ -248,7 +248,7 @@ def _joined(module: Module, site: Site, line: Instruction) -> list[Tensor]:
 
 
 def _is_placed(module: Module, frame: Frame, name: str) -> bool:
-    """Tell whether a value is zero but for the part that this device writes into it.
+    """Return whether a value is zero but for the part that this device writes into it.
 
     %zeros = bf16[4096] broadcast(%zero)
     %placed = bf16[4096] dynamic-update-slice(%zeros, %own, %at)

@@ -68,7 +68,7 @@ def source_of(
 
 
 def is_widened(module: Module, computation: str, name: str) -> bool:
-    """Tell whether a value was cast to a wider dtype just before, and only handed on since."""
+    """Return whether a value was cast to a wider dtype just before, and only handed on since."""
     frame = Frame(computation=module.computations[computation])
     found = source_of(module, frame, name, through=_HANDS_ON - {"convert"})
     if found is None or found[1].opcode != "convert":
@@ -80,7 +80,7 @@ def is_widened(module: Module, computation: str, name: str) -> bool:
 
 
 def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None) -> bool:
-    """Tell whether every use of a value keeps only a slice of it; `index` picks from a tuple.
+    """Return whether every use of a value keeps only a slice of it; `index` picks from a tuple.
 
     %sum = f32[4096] all-reduce(%g)
     %own = f32[512] dynamic-slice(%sum, %at)     the only user: each device keeps its part

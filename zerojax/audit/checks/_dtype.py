@@ -48,7 +48,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
 
 
 def note_dtypes(evidence: Evidence) -> Iterator[str]:
-    """Say which dtypes were not judged, and which are wide on purpose."""
+    """Report which dtypes were not judged, and which are wide on purpose."""
     wide = _wide_reductions(evidence)
     if wide and evidence.has_scatter and not _is_relevant(evidence, wide):
         largest = max(wide, key=lambda move: move.moved)
@@ -71,12 +71,12 @@ def note_dtypes(evidence: Evidence) -> Iterator[str]:
 
 
 def _is_relevant(evidence: Evidence, moves: list[Move]) -> bool:
-    """Tell whether moves are a share of all worth a problem: models keep norms and biases wide."""
+    """Return whether moves are a share of all worth a problem: models keep norms and biases wide."""
     return bool(moves) and judged_elements(moves) >= SHARE * evidence.theory.elements
 
 
 def _own_bits(evidence: Evidence, move: Move) -> int:
-    """Give the bits of the parameters that a move may be of, 0 where that is not known."""
+    """Return the bits of the parameters that a move may be of, 0 where that is not known."""
     if move.match is None or not move.record.dtype.startswith(("f", "bf")):
         return 0
     found = [evidence.parameter_bits.get(index, 0) for index in move.match.leaves]
@@ -84,7 +84,7 @@ def _own_bits(evidence: Evidence, move: Move) -> int:
 
 
 def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
-    """Give the bits that would do for a gather, None where they are those that it has."""
+    """Return the bits that would do for a gather, None where they are those that it has."""
     own = _own_bits(evidence, move)
     if not own:
         return None
@@ -96,7 +96,7 @@ def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
 
 
 def _cast_bits(evidence: Evidence, move: Move) -> int | None:
-    """Give the bits that every use of a gathered weight casts it to at once, None for as it is."""
+    """Return the bits that every use of a gathered weight casts it to at once, None for as it is."""
     if not evidence.has_scatter and _is_promoted(evidence, move):
         return None
     uses = users(evidence, move)
@@ -105,7 +105,7 @@ def _cast_bits(evidence: Evidence, move: Move) -> int | None:
 
 
 def _is_promoted(evidence: Evidence, move: Move) -> bool:
-    """Tell whether what is moved was widened just before, as a CPU does with 16-bit tensors."""
+    """Return whether what is moved was widened just before, as a CPU does with 16-bit tensors."""
     record, module = move.record, evidence.module
     operands = module.computations[record.computation].by_name[record.name].operands
     operand = operands[min(record.part, len(operands) - 1)]
@@ -122,7 +122,7 @@ def _wide_reductions(evidence: Evidence) -> list[Move]:
 
 
 def _may_reduce_wide(evidence: Evidence) -> bool:
-    """Tell whether fp32 sums of narrower gradients are what the user asked for, or may be."""
+    """Return whether fp32 sums of narrower gradients are what the user asked for, or may be."""
     precision = evidence.recipe.precision
     dtypes = (precision.params, precision.master, precision.reduce)
     if dtypes == (None, None, None) or not evidence.has_scatter:

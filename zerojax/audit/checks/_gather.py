@@ -82,7 +82,7 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
 
 
 def note_stacks(evidence: Evidence) -> Iterator[str]:
-    """Say where stages 1 and 2 gather all layers of a leaf at once."""
+    """Report where stages 1 and 2 gather all layers of a leaf at once."""
     if evidence.layout.partitions("parameter"):
         return
     found = [move for move in _gathers(evidence) if _is_whole_stack(evidence, move)]
@@ -96,7 +96,7 @@ def note_stacks(evidence: Evidence) -> Iterator[str]:
 
 
 def note_microbatches(evidence: Evidence) -> Iterator[str]:
-    """Say which weights stay whole from one microbatch to the next."""
+    """Report which weights stay whole from one microbatch to the next."""
     if not evidence.layout.partitions("parameter") or evidence.recipe.accumulate == 1:
         return
     kept = [
@@ -136,7 +136,7 @@ def _gathers(evidence: Evidence) -> list[Move]:
 
 
 def _is_whole_stack(evidence: Evidence, move: Move) -> bool:
-    """Tell whether a gather gives all layers of a stacked leaf, and can be of no other leaf."""
+    """Return whether a gather gives all layers of a stacked leaf, and can be of no other leaf."""
     match = move.match
     if match is None or match.form != "leaf" or not match.leaves:
         return False
@@ -162,7 +162,7 @@ def _stored(evidence: Evidence, match: Match) -> int:
 
 
 def _is_reduced(evidence: Evidence, match: Match) -> bool:
-    """Tell whether gradients of the leaves are reduced, so that there is a backward pass."""
+    """Return whether gradients of the leaves are reduced, so that there is a backward pass."""
     reduced = sum(
         move.handled
         for move in evidence.large
@@ -174,7 +174,7 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
 
 
 def _has_whole(evidence: Evidence, match: Match) -> bool:
-    """Tell whether a loop carries all layers of a leaf, gathered."""
+    """Return whether a loop carries all layers of a leaf, gathered."""
     wholes = {
         key_of(evidence.layout.local_shape(leaf, shape))
         for leaf in (evidence.layout.leaves[index] for index in match.leaves)
@@ -190,7 +190,7 @@ def _has_whole(evidence: Evidence, match: Match) -> bool:
 
 
 def _is_used_in_both(evidence: Evidence, move: Move) -> bool:
-    """Tell whether one gathered weight is used in the forward and in the backward pass."""
+    """Return whether one gathered weight is used in the forward and in the backward pass."""
     names = [use.instruction.op_name for use in users(evidence, move) if use.instruction.op_name]
     backward = ["transpose(" in name for name in names]
     return any(backward) and not all(backward)

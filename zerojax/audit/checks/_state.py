@@ -146,7 +146,7 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
 
 
 def note_placement(evidence: Evidence) -> Iterator[str]:
-    """Say which states live elsewhere than the layout says, at no cost."""
+    """Report which states live elsewhere than the layout says, at no cost."""
     for kind, group in _by_kind([one for one in _judged(evidence) if not _excess(one)]):
         moved = [one for one in group if one.argument.shard_shape not in one.shards]
         if moved:
@@ -165,14 +165,14 @@ def note_placement(evidence: Evidence) -> Iterator[str]:
 
 
 def note_copies(evidence: Evidence) -> Iterator[str]:
-    """Say which trees look like parameters and are none of the states."""
+    """Report which trees look like parameters and are none of the states."""
     copies = [one for one in evidence.held if one.kind == "other" and one.parameter is not None]
     if copies:
         yield f"{_where(copies)}: a further tree like the parameters, not judged"
 
 
 def note_dropped(evidence: Evidence) -> Iterator[str]:
-    """Say which states the program does not use: it can't tell where they live."""
+    """Report which states the program does not use: it can't tell where they live."""
     dropped = [
         one for one in evidence.states(*STATES) if one.argument.number is None and one.elements > 1
     ]
@@ -189,7 +189,7 @@ def _judged(evidence: Evidence) -> list[Held]:
 
 
 def _excess(one: Held) -> int:
-    """Say whether a device holds more (1), less (-1) or as much as the layout gives it."""
+    """Report whether a device holds more (1), less (-1) or as much as the layout gives it."""
     sizes = [math.prod(shape) for shape in one.shards]
     seen = math.prod(one.argument.shard_shape)
     if seen in sizes:

@@ -27,7 +27,7 @@ _STAGE = (
 
 
 def tolerance(evidence: Evidence) -> float:
-    """Give the largest volume over theory that passes."""
+    """Return the largest volume over theory that passes."""
     ours = set(evidence.layout.axis)
     staged = any(
         move.role in ("gather", "scatter", "sliced")
@@ -36,7 +36,8 @@ def tolerance(evidence: Evidence) -> float:
         and (move.is_partial or set(move.axes) != ours)
         for move in evidence.large
     )
-    return TOLERANCE["in stages" if staged else "at once"][evidence.layout.stage == 3]
+    kind = "in stages" if staged else "at once"
+    return TOLERANCE[kind][evidence.layout.partitions("parameter")]
 
 
 def check_unread(evidence: Evidence) -> Iterator[Problem]:
@@ -64,7 +65,9 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     """From stage 1 on, gradients of partitioned leaves must be reduce-scattered."""
     layout, partitioned = evidence.layout, evidence.partitioned_elements
     summed = set(layout.axis) & set(layout.batch_axes)
-    if not evidence.is_step or not summed or not layout.stage or partitioned < evidence.floor:
+    if not evidence.is_step or not summed or not layout.partitions("optimizer"):
+        return
+    if partitioned < evidence.floor:
         return
     accepted = ("scatter",) if evidence.has_scatter else ("scatter", "sliced")
     reductions = [move for move in evidence.ours if move.role in ("scatter", "sliced", "reduce")]
@@ -118,7 +121,7 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
-    """Say what to do about what moves too much, the worst first."""
+    """Report what to do about what moves too much, the worst first."""
     sliced = [move for move in offenders if move.role == "sliced"]
     if sliced and evidence.program.platform == "tpu":
         if tolerance(evidence) in TOLERANCE["at once"]:
@@ -140,7 +143,7 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
 
 
 def _is_too_much(evidence: Evidence) -> bool:
-    """Tell whether the volume is above what passes."""
+    """Return whether the volume is above what passes."""
     allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
     return judged_elements(evidence.large) > allowed
 
@@ -172,7 +175,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     reduced = [move for move in strange if move.role in ("reduce", "scatter", "sliced")]
     heavy = judged_elements(reduced) >= SHARE * _local_elements(evidence)
     groups = [("gathered", gathered)]
-    groups += [("reduced", reduced)] if evidence.layout.stage == 3 and heavy else []
+    groups += [("reduced", reduced)] if evidence.layout.partitions("parameter") and heavy else []
     for verb, group in groups:
         if not group:
             continue
@@ -207,7 +210,7 @@ def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
 
 
 def note_traffic(evidence: Evidence) -> Iterator[str]:
-    """Say what was judged in another way than it is written."""
+    """Report what was judged in another way than it is written."""
     sliced = [move for move in evidence.large if move.role == "sliced"]
     if sliced and not evidence.has_scatter:
         yield (
@@ -226,7 +229,7 @@ def note_traffic(evidence: Evidence) -> Iterator[str]:
 
 
 def note_excess(evidence: Evidence) -> Iterator[str]:
-    """Say which leaves move more than theory, where all together pass."""
+    """Report which leaves move more than theory, where all together pass."""
     least = SHARE * evidence.theory.elements
     excess = [entry for entry in _offenders(evidence) if entry[1] >= least]
     if not evidence.is_step or not excess or _is_too_much(evidence):
@@ -242,7 +245,7 @@ def note_excess(evidence: Evidence) -> Iterator[str]:
 
 
 def note_padding(evidence: Evidence) -> Iterator[str]:
-    """Say how much of what moves is padding."""
+    """Report how much of what moves is padding."""
     padded = [move for move in evidence.large if move.padding]
     if not padded or not evidence.theory.elements:
         return
@@ -291,7 +294,7 @@ def _offenders(evidence: Evidence) -> list[tuple[Move, float, str]]:
 
 
 def _lookalikes(evidence: Evidence) -> list[int]:
-    """Give every leaf the number of a group: leaves that some tensor may be of share one."""
+    """Return every leaf the number of a group: leaves that some tensor may be of share one."""
     groups = list(range(len(evidence.layout.leaves)))
     matches = {move.match.alike for move in evidence.large if move.match is not None}
     for leaves in matches:
