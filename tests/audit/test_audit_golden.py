@@ -176,4 +176,12 @@ def test_one_microbatch_less_in_theory_is_volume_above_it():
             program_of(name), layout_of(name), zerojax.Recipe(accumulate=MICROBATCHES - 1)
         )
         assert kinds(report) == {"volume"}
+        assert any("Recipe(accumulate=3)" in note for note in report.notes)
         assert "1.50 times the formula" in report.problems[0].seen
+
+
+def test_microbatches_that_the_program_does_not_have_are_told():
+    for name in (n for n in SCAN if target_of(n) in ("v6e", "h100")):
+        report = audit(program_of(name), layout_of(name), zerojax.Recipe(accumulate=8))
+        assert report.problems == ()
+        assert any("no collective stands in a loop of 8 turns" in note for note in report.notes)

@@ -6,9 +6,10 @@ from zerojax.audit._audit import audit
 from zerojax.audit._compare import Comparison
 from zerojax.audit._fragmentation import Fragmentation
 from zerojax.audit._memory import MemoryReport
-from zerojax.audit._problems import AuditError, Problem
+from zerojax.audit._problems import Problem
 from zerojax.audit._program import Argument, Program
-from zerojax.audit._report import AuditReport, AxisVolume
+from zerojax.audit._report import AuditError, AuditReport
+from zerojax.audit._tables import AxisVolume
 from zerojax.audit.checks import CHECKS
 
 __all__ = [

@@ -48,7 +48,7 @@ class Held:
 
 
 def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
-    """Find what every argument leaf is.
+    """Return what every argument leaf is.
 
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
     name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
@@ -121,7 +121,7 @@ def _prefix(path: str, of: str) -> str | None:
 def _tree_kinds(
     leaves: Sequence[Argument], starts: Sequence[int], layout: Layout
 ) -> list[HeldKind]:
-    """Find parameters, masters and gradients apart, and from copies such as averages."""
+    """Return which trees are parameters, masters and gradients; others are copies, averages."""
     named: dict[int, HeldKind] = {}
     for start in starts:
         prefix = _prefix(leaves[start].path, layout.leaves[0].path) or ""

@@ -138,7 +138,7 @@ def some(names: Sequence[str], count: int = 3) -> str:
 
 
 def name_move(move: Move) -> str:
-    """Report what a collective moves, and how often."""
+    """Describe what a collective moves, and how often."""
     record = move.record
     loops = ["?" if count is None else str(count) for count in move.trips]
     where = f" in a loop of {' x '.join(loops)}" if loops else ""

@@ -36,7 +36,7 @@ class Fragmentation:
 
 
 def fragmentation_of(platform: str, statistics: Mapping[str, int]) -> Fragmentation | None:
-    """Report what fragmentation costs a program; None where its compiler does not tell.
+    """Return what fragmentation costs a program, or None where its compiler does not tell.
 
     Args:
         platform: "cpu", "gpu" or "tpu".

@@ -23,7 +23,7 @@ FORMS = ("leaf", "layer", "half", "stage", "optimizer")
 
 @dataclass(frozen=True)
 class Match:
-    """Report which leaves a tensor may be, and how much of one it is.
+    """Name the leaves that a tensor may be, and how much of one it is.
 
     Attributes:
         form: "leaf" (whole, or the part of it that the user's own axes leave), "layer" of a stack,

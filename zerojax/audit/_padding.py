@@ -28,7 +28,7 @@ def find_padding(moves: Sequence[Move], matcher: Matcher) -> tuple[Move, ...]:
 
 
 def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
-    """Find how much of a move is padding."""
+    """Count how much of a move is padding."""
     match = move.match
     if match is None and move.role == "scatter" and move.is_ours:
         longer = matcher.match_longer(move.record.shape, move.trips)

@@ -1,11 +1,6 @@
-"""Problems: what an audit found wrong, where, and what to do about it."""
+"""`Problem`: what an audit found wrong, where, and what to do about it."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from zerojax.audit._report import AuditReport
 
 
 class Problem(str):
@@ -42,13 +37,3 @@ class Problem(str):
     def to_dict(self) -> dict[str, str]:
         """Return the parts as plain data."""
         return {name: getattr(self, name) for name in sorted(self.__slots__)}
-
-
-class AuditError(Exception):
-    """Says what is wrong with a compiled step; `report` is the whole audit."""
-
-    def __init__(self, report: AuditReport) -> None:
-        self.report = report
-        count = len(report.problems)
-        lines = "\n".join(str(problem) for problem in report.problems)
-        super().__init__(f"{count} problem{'s' if count != 1 else ''} in {report.title}\n{lines}")

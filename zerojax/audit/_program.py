@@ -229,7 +229,7 @@ def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -
 
 
 def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
-    """Report which parameter of the program each argument leaf is: jit drops those it does not use."""
+    """Return which entry parameter each argument leaf is: jit drops those that are not used."""
     executable = compiled._executable
     constants = len(getattr(getattr(compiled, "_params", None), "const_args", ()))
     kept = getattr(executable, "_kept_var_idx", None)

@@ -16,8 +16,9 @@ from zerojax.audit._compare import Comparison
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import MemoryReport
-from zerojax.audit._problems import AuditError, Problem
+from zerojax.audit._problems import Problem
 from zerojax.audit._tables import (
+    AxisVolume,
     collective_table,
     hanging,
     host_table,
@@ -29,19 +30,6 @@ from zerojax.audit._tables import (
 from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
 from zerojax.hlo import Collective
 from zerojax.layout import Layout
-
-
-@dataclass(frozen=True)
-class AxisVolume:
-    """Elements per device, step and parameter that move along some axes.
-
-    Attributes:
-        seen: what the program moves.
-        theory: what the stage has to move; None along axes that are not ZeRO's or the batch's.
-    """
-
-    seen: float
-    theory: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +52,8 @@ class AuditReport:
         host_traffic: bytes between one device and its host in a step.
         problems: what is wrong; each a text with `kind`, `where`, `expected`, `seen`, `remedy`.
         notes: what is worth knowing and no failure.
-        collectives: every collective of the program.
         unread: lines with a collective that could not be read.
+        moves: every collective, with the axes along which it moves and the leaf that it may be.
     """
 
     title: str
@@ -79,13 +67,17 @@ class AuditReport:
     host_traffic: HostTraffic
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
-    collectives: tuple[Collective, ...]
     unread: tuple[str, ...]
     moves: tuple[Move, ...] = dataclasses.field(repr=False)
 
     @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return every collective of the program."""
+        return tuple(move.record for move in self.moves)
+
+    @property
     def verdict(self) -> str:
-        """Report in one line whether the program is what the layout says."""
+        """Return in one line whether the program is what the layout says."""
         if not self.problems:
             return f"clean: {self.title}"
         count = len(self.problems)
@@ -99,18 +91,20 @@ class AuditReport:
 
     def compare(self, other: AuditReport) -> Comparison:
         """Set another report beside this one; the result prints as a table."""
-        return Comparison.of(self, other)
+        ours, theirs = _figures(self), _figures(other)
+        rows = ((name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in ours | theirs)
+        return Comparison(
+            titles=(self.title, other.title),
+            rows=tuple(row for row in rows if row[1] or row[2]),
+            appeared=tuple(p for p in other.problems if p not in self.problems),
+            vanished=tuple(p for p in self.problems if p not in other.problems),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
-        return {
-            "title": self.title,
-            "verdict": self.verdict,
-            "volume": self.volume,
-            "judged_volume": self.judged_volume,
-            "padding_volume": self.padding_volume,
-            "theory_volume": self.theory_volume,
-            "paper_volume": self.paper_volume,
+        plain = ("title", "verdict", "volume", "judged_volume", "padding_volume")
+        plain += ("theory_volume", "paper_volume")
+        return {name: getattr(self, name) for name in plain} | {
             "volume_by_axis": {k: dataclasses.asdict(v) for k, v in self.volume_by_axis.items()},
             "memory": self.memory.to_dict(),
             "host_traffic": self.host_traffic.to_dict(),
@@ -130,7 +124,14 @@ class AuditReport:
         for problem in self.problems:
             yield Text(problem.kind, style="bold red")
             yield problem_grid(problem)
-        yield volume_table(self)
+        yield volume_table(
+            self.volume_by_axis,
+            seen=self.volume,
+            judged=self.judged_volume,
+            padding=self.padding_volume,
+            theory=self.theory_volume,
+            paper=self.paper_volume,
+        )
         yield collective_table(self.moves)
         yield memory_table(self.memory)
         yield largest_table(self.memory)
@@ -144,6 +145,16 @@ class AuditReport:
         out = io.StringIO()
         Console(file=out, width=160, color_system=None).print(self)
         return out.getvalue()
+
+
+class AuditError(Exception):
+    """Says what is wrong with a compiled step; `report` is the whole audit."""
+
+    def __init__(self, report: AuditReport) -> None:
+        self.report = report
+        count = len(report.problems)
+        lines = "\n".join(str(problem) for problem in report.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} in {report.title}\n{lines}")
 
 
 def build_report(
@@ -167,7 +178,6 @@ def build_report(
         host_traffic=host_traffic,
         problems=problems,
         notes=tuple(notes),
-        collectives=tuple(move.record for move in evidence.moves),
         unread=evidence.unread,
         moves=evidence.moves,
     )
@@ -202,20 +212,25 @@ def _by_axis(evidence: Evidence, psi: int) -> dict[str, AxisVolume]:
 
 def _record(move: Move) -> dict[str, Any]:
     record = move.record
-    return {
-        "op": record.op,
-        "spelling": record.spelling,
+    same = ("op", "spelling", "dtype", "group_size", "is_async", "combined", "moved_elements")
+    same += ("moved_bytes", "name", "op_name", "source")
+    return {name: getattr(record, name) for name in same} | {
         "role": move.role,
-        "dtype": record.dtype,
         "shape": list(record.shape),
         "axes": list(move.spans),
-        "group_size": record.group_size,
-        "loops": [loop.trip_count for loop in record.loops],
-        "is_async": record.is_async,
-        "combined": record.combined,
-        "moved_elements": record.moved_elements,
-        "moved_bytes": record.moved_bytes,
-        "name": record.name,
-        "op_name": record.op_name,
-        "source": record.source,
+        "loops": list(record.trips),
     }
+
+
+def _figures(report: AuditReport) -> dict[str, float]:
+    """Return what a comparison shows, by name."""
+    names = ("parameters", "masters", "optimizer", "gradients", "temporaries", "peak", "host")
+    figures: dict[str, float] = {
+        "volume (elements per parameter)": report.volume,
+        "volume by theory": report.theory_volume,
+    }
+    figures |= {f"{name} (B/device)": float(getattr(report.memory, name)) for name in names}
+    for record in report.collectives:
+        key = f"{record.spelling} (B/device)"
+        figures[key] = figures.get(key, 0.0) + record.moved_bytes
+    return {**figures, "problems": float(len(report.problems))}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
@@ -13,11 +13,21 @@ from zerojax.audit._memory import NAMES, MemoryReport
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move, moved_elements
 
-if TYPE_CHECKING:
-    from zerojax.audit._report import AuditReport
-
 #: The part of the peak from which on something small has a row of its own.
 LEAST = 0.001
+
+
+@dataclass(frozen=True)
+class AxisVolume:
+    """Count the elements per device, step and parameter that move along some axes.
+
+    Attributes:
+        seen: what the program moves.
+        theory: what the stage has to move; None along axes that are not ZeRO's or the batch's.
+    """
+
+    seen: float
+    theory: float | None
 
 
 def problem_grid(problem: Problem) -> Table:
@@ -31,7 +41,7 @@ def problem_grid(problem: Problem) -> Table:
 
 
 def hanging(label: str, text: str) -> Table:
-    """Make a table of a text whose further lines are indented."""
+    """Indent the further lines of a text."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column()
@@ -39,24 +49,31 @@ def hanging(label: str, text: str) -> Table:
     return grid
 
 
-def volume_table(report: AuditReport) -> Table:
+def volume_table(
+    by_axis: Mapping[str, AxisVolume],
+    *,
+    seen: float,
+    judged: float,
+    padding: float,
+    theory: float,
+    paper: float,
+) -> Table:
     """Make a table of what moves beside theory, by axis."""
     table = _table("volume (elements per parameter)", 1, "axis", "seen", "theory", "seen / theory")
-    for axis, volume in report.volume_by_axis.items():
+    for axis, volume in by_axis.items():
         if volume.theory is None:
             table.add_row(axis, f"{volume.seen:.4f}", "not judged", "")
         else:
             ratio = f"{volume.seen / volume.theory:.3f}" if volume.theory else "-"
             table.add_row(axis, f"{volume.seen:.4f}", f"{volume.theory:.4f}", ratio)
-    theory = report.theory_volume
-    if report.padding_volume:
-        ratio = f"{report.padding_volume / theory:.3f}" if theory else ""
-        table.add_row("of which padding", f"{report.padding_volume:.4f}", "", ratio)
-    if report.judged_volume != report.volume:
-        ratio = f"{report.judged_volume / theory:.3f}" if theory else ""
-        table.add_row("as judged", f"{report.judged_volume:.4f}", f"{theory:.4f}", ratio)
-    if abs(report.paper_volume - theory) > 5e-5:
-        table.add_row("the paper's number", "", f"{report.paper_volume:.4f}", "")
+    if padding:
+        ratio = f"{padding / theory:.3f}" if theory else ""
+        table.add_row("of which padding", f"{padding:.4f}", "", ratio)
+    if judged != seen:
+        ratio = f"{judged / theory:.3f}" if theory else ""
+        table.add_row("as judged", f"{judged:.4f}", f"{theory:.4f}", ratio)
+    if abs(paper - theory) > 5e-5:
+        table.add_row("the paper's number", "", f"{paper:.4f}", "")
     return table
 
 

@@ -104,7 +104,7 @@ def moves_of(
 
 
 def role_of(record: Collective) -> Role:
-    """Report what a collective does, whatever its spelling."""
+    """Return what a collective does, whatever its spelling."""
     if record.op == "all-gather" or record.spelling in (
         "windowed all-gather",
         "all-reduce of parts",
@@ -187,7 +187,7 @@ class _AxisFinder:
 def _window_scales(
     records: Sequence[Collective], layout: Layout, axes: _AxisFinder
 ) -> dict[tuple[str, int], float]:
-    """Report how far permutes that a matmul overlaps exceed the ring that they are.
+    """Return the factors by which to shrink permutes that a matmul overlaps to the ring they are.
 
     They turn both ways, and peeling their loop adds up to two hops to the ring's n - 1.
     """

@@ -71,7 +71,7 @@ def note_dtypes(evidence: Evidence) -> Iterator[str]:
 
 
 def _is_relevant(evidence: Evidence, moves: list[Move]) -> bool:
-    """Return whether moves are a share of all worth a problem: models keep norms and biases wide."""
+    """Return whether moves are worth a problem: models keep norms and biases wide."""
     return bool(moves) and judged_elements(moves) >= SHARE * evidence.theory.elements
 
 
@@ -96,7 +96,7 @@ def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
 
 
 def _cast_bits(evidence: Evidence, move: Move) -> int | None:
-    """Return the bits that every use of a gathered weight casts it to at once, None for as it is."""
+    """Return the bits that every use of a gathered weight casts it to, None for as it is."""
     if not evidence.has_scatter and _is_promoted(evidence, move):
         return None
     uses = users(evidence, move)

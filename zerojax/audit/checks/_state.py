@@ -189,7 +189,7 @@ def _judged(evidence: Evidence) -> list[Held]:
 
 
 def _excess(one: Held) -> int:
-    """Report whether a device holds more (1), less (-1) or as much as the layout gives it."""
+    """Return 1, -1 or 0: a device holds more, less or as much as the layout gives it."""
     sizes = [math.prod(shape) for shape in one.shards]
     seen = math.prod(one.argument.shard_shape)
     if seen in sizes:

@@ -31,6 +31,7 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _state.note_copies,
     _state.note_dropped,
     _traffic.note_traffic,
+    _traffic.note_recipe,
     _traffic.note_excess,
     _traffic.note_padding,
     _dtype.note_dtypes,

@@ -9,6 +9,7 @@ from typing import Any
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
+from zerojax.planner import theory_of
 
 #: Volume over theory that is still as good: for partitions gathered at once, and in stages, whose
 #: last step some backends write as an all-reduce.
@@ -16,6 +17,9 @@ TOLERANCE = {"at once": (1.05, 1.10), "in stages": (1.20, 1.25)}
 
 #: How much padding may add to the volume of theory.
 PADDED = 0.15
+
+#: The part of theory from which on a volume may be that of so many microbatches.
+LEAST = 0.75
 
 #: The same for permutes, which libtpu adds to a scatter between slices to pad it.
 SHUFFLED = 0.02
@@ -121,7 +125,7 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
-    """Report what to do about what moves too much, the worst first."""
+    """Return what to do about what moves too much, the worst first."""
     sliced = [move for move in offenders if move.role == "sliced"]
     if sliced and evidence.program.platform == "tpu":
         if tolerance(evidence) in TOLERANCE["at once"]:
@@ -241,6 +245,31 @@ def note_excess(evidence: Evidence) -> Iterator[str]:
         yield (
             f"{leaf}: {elements / psi:.3f} elements per parameter more than theory, as in "
             f"{name_move(move)}"
+        )
+
+
+def note_recipe(evidence: Evidence) -> Iterator[str]:
+    """Name the microbatches that the program's loops show, where the recipe has others."""
+    layout, recipe = evidence.layout, evidence.recipe
+    judged = judged_elements(evidence.large)
+    found = [move.trips for move in evidence.large if move.match is not None]
+    if not evidence.is_step or not found:
+        return
+    if _is_too_much(evidence):
+        for length in sorted({trips[0] or 1 for trips in found if trips} - {1}):
+            theory = theory_of(layout, length, recipe.reduce).elements
+            if LEAST * theory <= judged <= tolerance(evidence) * theory:
+                yield (
+                    f"the volume is that of {length} microbatches, and collectives stand in a loop "
+                    f"of {length} turns: if it is so, audit with Recipe(accumulate={length})"
+                )
+        return
+    is_looped = evidence.theory.reductions == 1 or any(recipe.accumulate in x for x in found)
+    if not is_looped and judged < LEAST * evidence.theory.elements:
+        yield (
+            f"no collective stands in a loop of {recipe.accumulate} turns, and the volume is "
+            f"{judged / evidence.theory.elements:.2f} of theory's: was the step made with "
+            f"Recipe(accumulate={recipe.accumulate})?"
         )
 
 
