@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
@@ -257,7 +258,7 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
         return
     if _is_too_much(evidence):
         for length in sorted({trips[0] or 1 for trips in found if trips} - {1}):
-            theory = theory_of(layout, length, recipe.reduce).elements
+            theory = theory_of(layout, replace(recipe, accumulate=length)).elements
             if LEAST * theory <= judged <= tolerance(evidence) * theory:
                 yield (
                     f"the volume is that of {length} microbatches, and collectives stand in a loop "
