@@ -13,8 +13,8 @@ from zerojax.audit._problems import Problem
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
     "parameter": "place the parameters as layout.params says, in in_shardings and out_shardings",
-    "master": "place the masters as layout.grads of a stage 2 layout says, or let "
-    "make_train_step's state has them",
+    "master": "place the masters as layout.grads of a stage 2 layout says, or let step.init of "
+    "make_train_step do so",
     "optimizer": "give jit in_shardings and out_shardings of layout.opt_state(tx), and make the "
     "state with sharded(tx, layout).init or step.init",
     "gradient": "place persisting gradients as layout.opt_state(tx) says",
