@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 
 import jax
@@ -354,56 +353,6 @@ def test_operations_that_wait_for_memory_never_become_compute_bound():
     assert math.isinf(found.compute_bound_at)
     assert "no batch makes it compute-bound" in str(found)
     assert found.to_dict()["compute_bound_at"] is None
-
-
-# ------------------------------------------------------------------ what it says
-
-
-def test_it_says_what_is_planned_and_what_that_rests_on():
-    found = plan_mix(
-        64, num_devices=32, num_shards=8, model_axis=2, accumulate=2,
-        remat=PA, offload=EVERYTHING,
-    )  # fmt: skip
-    text = " ".join(str(found).split())
-    for part in (
-        "ZeRO stage 2", f"{found.num_params:,} parameters", "32 x h100",
-        "N = 8 in each of 2 groups", "model axis 2", "2 microbatches", "checkpoints partitioned",
-        "activations and optimizer on the host", "GB (1e9)", "GiB", "a lower bound",
-        "model parallelism cuts", "the update waits", "the traced loss, remat='full'",
-        "along model", "2 examples in a microbatch",
-    ):  # fmt: skip
-        assert part in text, part
-    assert "not known" not in text
-
-
-def test_it_says_that_what_model_parallelism_moves_is_not_known():
-    found = plan_mix(model_axis=2, loss_fn=lambda params, x: jnp.mean(x @ params["head"]))
-    text = " ".join(str(found).split())
-    assert "what model parallelism moves is not known, and not counted" in text
-    assert "model parallelism" not in str(plan_mix())
-
-
-def test_it_says_whether_it_fits():
-    tiny = dataclasses.replace(find_hardware("h100"), memory=10**6)
-    assert plan_mix().fits
-    found = plan_mix(hardware=tiny)
-    assert not found.fits
-    assert f"{(found.bytes.total - 10**6) / 2**30:,.2f} GiB too much" in str(found)
-
-
-def test_json_holds_every_figure():
-    fed = dataclasses.replace(find_hardware("h100"), hbm_bandwidth=1e15)
-    found = plan_mix(num_devices=16, num_shards=8, stage=3, hardware=fed)
-    kept = json.loads(found.to_json())
-    for field in dataclasses.fields(found):
-        assert field.name in kept
-    assert kept["bytes"] == dataclasses.asdict(found.bytes) | {
-        "states": found.bytes.states, "activations": found.bytes.activations,
-    }  # fmt: skip
-    assert kept["time"] == dataclasses.asdict(found.time)
-    assert kept["volume_by_axes"] == {",".join(k): v for k, v in found.volume_by_axes.items()}
-    assert (kept["volume"], kept["hardware"], kept["fits"]) == (found.volume, "h100", True)
-    assert kept["compute_bound_at"] == found.compute_bound_at
 
 
 def test_a_wrapped_optimizer_is_the_one_that_it_wraps(mesh8):

@@ -299,14 +299,12 @@ def _draw_times(
 ) -> None:
     """Draw a line for each stage; hollow marks where a device is too small."""
     for stage, plans in by_stage.items():
-        times = [1e3 * one.step_time for one in plans]
-        color = STAGES[stage]
+        times, color = [1e3 * one.step_time for one in plans], STAGES[stage]
         # Stages often coincide: earlier ones are wider, so that they show beneath.
         axes.plot(counts, times, color=color, linewidth=4.5 - 1.1 * stage, alpha=0.55, zorder=stage)
         look: dict[str, Any] = {"markersize": 7.5 - stage, "zorder": 10 + stage}
         for count, time, one in zip(counts, times, plans, strict=True):
-            face = color if one.fits else "white"
-            marker = MARKERS[one.bound_by]
+            face, marker = color if one.fits else "white", MARKERS[one.bound_by]
             axes.plot(count, time, marker, color=color, markerfacecolor=face, **look)
     axes.axvline(asked, color=ASKED, linewidth=1.5, zorder=-1)
     axes.set_xscale("log", base=2)
