@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,14 +38,6 @@ def check_axis(axis: str, mesh: Any) -> None:
         )
 
 
-def dim_to_cut(shape: Sequence[int], num_parts: int) -> int | None:
-    """Choose the dim of [B, ...] that is cut: the first after the examples that parts divide."""
-    for dim in range(1, len(shape)):
-        if shape[dim] % num_parts == 0:
-            return dim
-    return None
-
-
 def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
     """Name a device's part of a layer's input, and return the whole that is made of the parts.
 
@@ -57,7 +48,7 @@ def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
         x: [B, ...], whole along the axis.
         axis: mesh axis; None cuts nothing.
     """
-    if not is_activation(x):
+    if not _is_activation(x):
         return x
     dim = _dim_to_cut(x, axis)
     if dim is None:
@@ -93,12 +84,17 @@ def whole_gradient(x: jax.Array, axis: str | None) -> jax.Array:
 
 
 def _dim_to_cut(x: jax.Array, axis: str | None) -> int | None:
-    """Choose the dim of an activation that is cut; None where nothing is."""
+    """Choose the dim of [B, ...] that is cut: the first after the examples that the parts divide.
+
+    None where nothing is cut: one part, no activation, or no dim that divides.
+    """
     parts = mesh_parts(axis)
-    return dim_to_cut(x.shape, parts) if parts > 1 and is_activation(x) else None
+    if parts == 1 or not _is_activation(x):
+        return None
+    return next((dim for dim in range(1, x.ndim) if x.shape[dim] % parts == 0), None)
 
 
-def is_activation(x: jax.Array) -> bool:
+def _is_activation(x: jax.Array) -> bool:
     """Whether a value can be cut: a floating array of examples."""
     return jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.ndim(x) > 1
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from zerojax._jaxpr import (
+    CALLS,
     LOOPS,
     OPAQUE,
     PLAIN_CALLS,
@@ -83,27 +84,23 @@ def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
             )
 
 
-def has_layers(jaxpr: Any) -> bool:
+def has_layers(program: Any) -> bool:
     """Whether a function has layers that a policy can be applied to."""
-    for eqn in opened(jaxpr)[0].eqns:
-        name = eqn.primitive.name
-        if name in (REMATERIALISED, "scan"):
-            return True
-        if name in PLAIN_CALLS and has_layers(called(eqn)):
-            return True
-    return False
+    return any(
+        eqn.primitive.name in (REMATERIALISED, "scan")
+        or (eqn.primitive.name in PLAIN_CALLS and has_layers(called(eqn)))
+        for eqn in opened(program)[0].eqns
+    )
 
 
-def works_outside(jaxpr: Any) -> bool:
+def works_outside(program: Any) -> bool:
     """Whether some product or loop lies in no rematerialised call."""
-    for eqn in opened(jaxpr)[0].eqns:
-        name = eqn.primitive.name
-        if name in OPAQUE or name in LOOPS:
-            return True
-        inner = None if name == REMATERIALISED else called(eqn)
-        if inner is not None and works_outside(inner):
-            return True
-    return False
+    return any(
+        eqn.primitive.name in OPAQUE
+        or eqn.primitive.name in LOOPS
+        or (eqn.primitive.name in CALLS.keys() - {REMATERIALISED} and works_outside(called(eqn)))
+        for eqn in opened(program)[0].eqns
+    )
 
 
 def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) -> list[bool]:
