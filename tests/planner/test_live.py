@@ -13,6 +13,13 @@ from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak
 from zerojax.models import gpt
 from zerojax.planner.traced import HeldLeaf, Sharing, Simulation, peak_of, trace_loss
 
+
+def test_the_example_above_the_clock():
+    """w 64 bytes, x 128, the loss 4, dy 128, dw 64."""
+    found = peak(lambda w, x: jnp.sum(jnp.sin(x @ w)), shape(4, 4), shape(8, 4), 8)
+    assert found == 64 + 128 + 4 + 128 + 64 == 388
+
+
 # ------------------------------------------------------------------ a chain of products
 
 CHAIN = {"in": shape(8, WIDE), "w": [shape(WIDE, WIDE), shape(WIDE, WIDE)]}

@@ -36,7 +36,7 @@ _HOME = Path(__file__).resolve().parents[1]  # zerojax itself
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """Say by how much a program exceeds the memory of a device; bytes, None where not told."""
+    """Count by how much a program exceeds the memory of a device; bytes, None where not told."""
 
     needed: int | None
     available: int | None
@@ -45,7 +45,7 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """Hold what a compiler answered: a program, or that it would not fit.
+    """Keep what a compiler answered: a program, or that it would not fit.
 
     Attributes:
         program: the compiled program; None where the compiler refused it.
@@ -80,7 +80,7 @@ class ProgramCache:
         self.notes: list[str] = []
 
     def find(self, key: str) -> Compilation | None:
-        """Give what was kept under a key, None for nothing."""
+        """Return what was kept under a key, None for nothing."""
         held = self._read(key)
         if held is not None and "see" in held:
             key = held["see"]
@@ -159,7 +159,7 @@ class ProgramCache:
 
 
 def default_folder() -> Path:
-    """Give the folder that programs are kept in."""
+    """Return the folder that programs are kept in."""
     if named := os.environ.get(VARIABLE):
         return Path(named).expanduser()
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")

@@ -98,7 +98,7 @@ def compile_lowered(
 
 
 def describe_shortage(shortage: Shortage) -> str:
-    """Say in one line by how much a program does not fit."""
+    """Describe in one line by how much a program does not fit."""
     needed, available = shortage.needed, shortage.available
     if needed is None or available is None:
         return f"does not fit the memory of a device: {shortage.message}"

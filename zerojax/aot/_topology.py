@@ -39,7 +39,7 @@ class Topology:
 
     @property
     def is_tpu(self) -> bool:
-        """Tell a TPU from a GPU topology."""
+        """Return whether the chips are TPUs; they are GPUs otherwise."""
         return self.chip in TPU_CHIPS
 
 
@@ -129,7 +129,7 @@ def _place_slice(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _place_slices(devices: list[Any], num_slices: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Give the slices to the first axes that they divide: what lies there crosses the network."""
+    """Assign the slices to the first axes that they divide: what lies there crosses the network."""
     outer, left = [], num_slices
     for size in shape:
         outer.append(math.gcd(size, left))

@@ -37,7 +37,7 @@ class Rejected:
         return self.plan.bytes.total
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         return f"{describe(self.plan)}: needs {gigabytes(self.needed)} of {gigabytes(self.limit)}"
 
 

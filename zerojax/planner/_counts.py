@@ -54,7 +54,7 @@ def as_share(name: str, value: Any) -> float:
 
 
 def _number(value: Any) -> int | float | None:
-    """Give a finite real number as Python's own; None for anything else, bool included."""
+    """Return a finite real number as Python's own; None for anything else, bool included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     if isinstance(value, numbers.Integral):

@@ -127,7 +127,7 @@ class PlacedModel:
 def place(
     params: PyTree, tx: Any, devices: Devices, placement: Placement, recipe: Recipe, stage: int
 ) -> PlacedModel:
-    """Lay model states out.
+    """Place model states.
 
     Args:
         params: arrays or shapes; a bare vector stands for a model of which the number of

@@ -174,7 +174,7 @@ class _Hunt:
             beyond = plan.bytes.total <= self.limit
 
     def _place(self, devices: Devices, stage: int) -> PlacedModel:
-        """Lay a stage out, once."""
+        """Place the model states of a stage, once."""
         key, space = (devices, stage), self.asked.space
         if key not in self._placed:
             placement = Placement(specs=space.specs, rules=space.rules, min_size=space.min_size)
@@ -268,7 +268,7 @@ class _Sources:
                 yield count
 
     def refusal(self) -> str:
-        """Say why no mesh takes the batch."""
+        """Return why no mesh takes the batch."""
         return (
             f"no mesh that was to be tried divides the batch of {self.total:g} {self.any.unit}s "
             "into whole ones; give a batch that the devices divide, or other sizes of the axes"

@@ -54,7 +54,7 @@ class StepTime:
 def step_time(
     work: Work, update: float, links: Seconds, host: float, waiting: float, overlap: float
 ) -> StepTime:
-    """Put the parts of a step together.
+    """Add up the parts of a step.
 
     Args:
         work: of all microbatches.

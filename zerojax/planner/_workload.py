@@ -23,7 +23,7 @@ from zerojax.recipe import Recipe, as_recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """Say what a device computes, by the best source there is; the plan names the one it used.
+    """Describe what a device computes, by the best source there is; a plan names the one it used.
 
     `loss_fn` and `batch` are traced. A `transformer`, and the GPT that a bare number of parameters
     implies, go by Megatron-LM's formulas; shapes and `tokens_per_device` by what matrices keep;

@@ -23,7 +23,7 @@ from zerojax.recipe import Recipe
 
 @dataclass(frozen=True)
 class Theory:
-    """Hold what a step has to move, in elements per device.
+    """Count what a step has to move, in elements per device.
 
     Attributes:
         gathered: elements of parameters by the mesh axes along which they are gathered.

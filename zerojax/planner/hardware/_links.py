@@ -134,7 +134,7 @@ class Network:
     def phases(
         self, axes: str | Sequence[str], collective: Collective = "all-gather"
     ) -> tuple[Phase, ...]:
-        """Give the phases of a collective within a domain, in a reduction's order.
+        """Return the phases of a collective within a domain, in a reduction's order.
 
         On a torus they are those of `layout.find_phases`: gathers and reduce-scatters span as many
         dims at once as `layout.SPANS` allows, all-reduces all of them. Over several slices zerojax
@@ -152,7 +152,7 @@ class Network:
         return tuple(self._phase(group) for group in groups if group)
 
     def describe(self) -> str:
-        """Say in a few lines what the mesh lies on: domains, the torus, and each axis's links."""
+        """Describe what the mesh lies on: domains, the torus, and each axis's links."""
         one, count = self.hardware, self.num_domains
         kind = ("slice" if self.torus else "node") + ("s" if count > 1 else "")
         size = f"{self.num_devices // count}"
@@ -172,7 +172,7 @@ class Network:
         return "\n".join(lines)
 
     def _rate(self, names: Axes, collective: Collective) -> Seconds:
-        """Give the seconds per byte of the whole tensor."""
+        """Return the seconds per byte of the whole tensor."""
         phases = self.phases(names, collective)
         within = math.prod(self.within[name] for name in names)
         across = math.prod(self.across[name] for name in names)
@@ -206,7 +206,7 @@ class Network:
         return groups
 
     def _phase(self, group: Sequence[Stretch]) -> Phase:
-        """Give the bandwidth of a phase that goes along some dims at once."""
+        """Find the bandwidth of a phase that goes along some dims at once."""
         sizes, rates, words = [], [], []
         for dim in dict.fromkeys(stretch.dim for stretch in group):
             along = [stretch for stretch in group if stretch.dim == dim]
@@ -218,7 +218,7 @@ class Network:
         return Phase(n, (1 - 1 / n) / gather_time(sizes, rates), tuple(words))
 
     def _along(self, dim: int, stretches: Sequence[Stretch]) -> tuple[float, str]:
-        """Give what a device receives along one dim, and the dim in words."""
+        """Return what a device receives along one dim, and the dim in words."""
         if dim == len(self.torus):
             return self.hardware.chip_bandwidth, "the chip"
         members = math.prod(stretch.size for stretch in stretches)
@@ -260,7 +260,7 @@ def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:
 
 
 def _fits(span: Span, stretches: Sequence[Stretch]) -> bool:
-    """Tell whether one collective may span these stretches."""
+    """Return whether one collective may span these stretches."""
     sizes: dict[int, int] = {}
     for stretch in stretches:
         sizes[stretch.dim] = sizes.get(stretch.dim, 1) * stretch.size
@@ -269,7 +269,7 @@ def _fits(span: Span, stretches: Sequence[Stretch]) -> bool:
 
 
 def _within(domain: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """Give each axis, minor ones first, as much of a domain as divides it."""
+    """Assign each axis, minor ones first, as much of a domain as divides it."""
     found: dict[str, int] = {}
     room = domain
     for name, size in reversed(list(axes.items())):

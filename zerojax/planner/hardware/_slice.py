@@ -59,7 +59,7 @@ def torus_shape(hardware: str | Hardware, num_devices: int) -> tuple[int, ...]:
 
 
 def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
-    """Lay mesh axes along the dims of a torus: on whole dims where that works, else on parts.
+    """Place mesh axes along the dims of a torus: on whole dims where that works, else on parts.
 
     `zerojax.make_mesh` and `jax.experimental.mesh_utils.create_device_mesh` do nearly the same.
 
@@ -104,7 +104,7 @@ def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
 def _lay_whole(
     shape: Sequence[int], axes: Mapping[str, int]
 ) -> dict[str, tuple[Stretch, ...]] | None:
-    """Give each axis whole dims, minor axes first and as many dims as possible."""
+    """Assign each axis whole dims, minor axes first and as many dims as possible."""
     free = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
     found: dict[str, tuple[Stretch, ...]] = {}
     for axis, size in reversed(list(axes.items())):
@@ -123,7 +123,7 @@ def _lay_whole(
 
 
 def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
-    """Give each axis what divides it of what is left of each dim, minor axes first.
+    """Assign each axis what divides it of what is left of each dim, minor axes first.
 
     The devices of a chip (the last dim) go first, then dims from the first on, as jax has it.
     """

@@ -4,11 +4,11 @@ A compiler merges elementwise operations with their neighbours, lets a result ta
 operand that is read for the last time, and frees what nobody reads any more. What of this does not
 depend on the sizes that a stage or a batch changes is worked out here, once per program.
 
-Example: `y = x @ w; z = sin(y) + 1; loss = sum(z @ v)` runs as three launches on a GPU:
+Example: `y = x @ w; z = sin(y) + 1; u = z @ v` runs as three launches on a GPU:
 
     y = x @ w         reads x and w, leaves y
     z = sin(y) + 1    one launch of two operations; y dies, and z may take its place
-    loss = sum(z @ v) reads z and v; z dies
+    u = z @ v         reads z and v, leaves u; z dies
 
 On a TPU the second one is merged into the third, which then reads y.
 """
