@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,3 +125,22 @@ def test_parameters_that_are_a_bare_array(tmp_path):
     back = zerojax.restore(tmp_path, other.layout, other.abstract_state())
     assert back.params.shape == (1012, 7)
     np.testing.assert_array_equal(back.params[:1009], state.params[:1009])
+
+
+class Replay(NamedTuple):
+    rows: jax.Array
+
+
+def test_named_tuples_of_the_users_own_are_no_optimizers(tmp_path):
+    layout = make(8)
+    state = own_loop(layout)
+    rows = jnp.ones((2048, 3))
+    zerojax.save(tmp_path / "whole", {**state, "replay": Replay(rows)}, layout)
+    cut = jax.device_put(rows, layout.sharding(jax.sharding.PartitionSpec("data")))
+    with pytest.raises(ValueError, match=r"leaf 'replay/rows'.*pass tx="):
+        zerojax.save(tmp_path / "cut", {**state, "replay": Replay(cut)}, layout)
+    with pytest.raises(ValueError, match=r"leaf 'replay/rows'.*pass tx="):
+        zerojax.save(tmp_path / "cut", {**state, "replay": Replay(cut)}, layout, tx=optax.sgd(0.1))
+    zerojax.save(tmp_path / "cut", {**state, "replay": Replay(cut)}, layout, tx=FACTORED)
+    for name in ("whole", "cut"):
+        assert shapes_of(tmp_path / name)["replay/rows"] == ((2048, 3), (2048, 3))

@@ -47,18 +47,26 @@ def logical_shapes(
         ValueError: a leaf may be padded or not, and `tx` is needed to tell.
     """
     below = list(nodes(tree))
-    known = _like(below, layout.structure, layout.leaves)
+    known, of_tx = _like(below, layout.structure, layout.leaves), {}
     if tx is not None:
         placed = layout.optimizer(tx)
-        known |= _like(below, placed.structure, placed.leaves)
-    known |= _as_train_states_say(below, layout)
+        of_tx = _like(below, placed.structure, placed.leaves)
+    known |= of_tx | _as_train_states_say(below, layout)
     names, leaves, _ = flatten_with_names(tree)
     by_path = {leaf.path: leaf for leaf in layout.leaves}
     tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
-    return {
-        name: known[name] if name in known else _from_owner(name, x, layout, by_path, tuples, tx)
-        for name, x in zip(names, leaves, strict=True)
-    }
+    for name, x in zip(names, leaves, strict=True):
+        options = {known[name]} if name in known else _options(name, x, layout, by_path, tuples)
+        # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
+        if len(options) > 1 and (tx is None or (name.startswith(tuples) and not of_tx)):
+            shapes = " or ".join(str(list(option)) for option in sorted(options))
+            raise ValueError(
+                f"leaf {name!r} is stored as {list(jnp.shape(x))}, with padding or without: its "
+                f"logical shape may be {shapes}; pass tx=, the optimizer that made the state "
+                "(zerojax.save, zerojax.restore and Checkpoints take it)"
+            )
+        known[name] = options.pop() if len(options) == 1 else tuple(jnp.shape(x))
+    return {name: known[name] for name in names}
 
 
 def nodes(tree: PyTree) -> Iterator[Node]:
@@ -106,35 +114,31 @@ def _like(
     return known
 
 
-def _from_owner(
+def _options(
     path: str,
     x: Any,
     layout: Layout,
     params: Mapping[str, LeafLayout],
     tuples: tuple[str, ...],
-    tx: optax.GradientTransformation | None,
-) -> Shape:
-    """Return the logical shape of one leaf, from the parameter that its path ends with."""
-    shape, owner = tuple(jnp.shape(x)), _owner(path, params)
+) -> set[Shape]:
+    """Return the logical shapes that a leaf may have, by the parameter that its path ends with."""
+    shape, owner, cut = tuple(jnp.shape(x)), _owner(path, params), _is_cut(x, layout)
     is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if layout.num_shards == 1 or is_key:
-        return shape
+    is_part = path.startswith((PARAMS, MASTERS, *tuples))
+    if layout.num_shards == 1 or is_key or not (is_part or cut):
+        return {shape}  # not padded; or the user's own, whatever it is called
     options = set() if owner is None else _readings(shape, owner, layout)
-    if not path.startswith((PARAMS, MASTERS, *tuples)):
-        if tx is not None or not _is_cut(x, layout):  # the user's own, whatever it is called
-            return shape
-        options |= set() if path in params else {shape}
-    if path.startswith(tuples) and not options and _may_be_padded(shape, layout):
-        raise ValueError(_doubt(path, shape, "no parameter tells its logical shape"))
-    if len(options) > 1:
-        shapes = " or ".join(str(list(option)) for option in sorted(options))
-        raise ValueError(_doubt(path, shape, f"its logical shape may be {shapes}"))
-    return options.pop() if options else shape
+    if path.startswith(tuples) and not options and cut is not False:
+        return {shape} | _shorter(shape, layout)
+    return options if is_part or path in params else options | {shape}
 
 
-def _is_cut(x: Any, layout: Layout) -> bool:
-    """Return whether an array is partitioned over the axes that ZeRO uses."""
-    spec = getattr(getattr(x, "sharding", None), "spec", None) or ()
+def _is_cut(x: Any, layout: Layout) -> bool | None:
+    """Return whether an array is partitioned over ZeRO's axes; None if its placement is unknown."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        return None
+    spec = getattr(sharding, "spec", ())
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return any(set(entry) & set(layout.axis) for entry in names)
 
@@ -175,17 +179,12 @@ def _may_pad(logical: Shape, stored: Shape, layout: Layout) -> bool:
     return longer % layout.num_shards == 0 and 0 < longer - size < layout.mesh.size
 
 
-def _may_be_padded(shape: Shape, layout: Layout) -> bool:
-    """Return whether a leaf that no parameter explains may be padded.
+def _shorter(shape: Shape, layout: Layout) -> set[Shape]:
+    """Return the longest shape that may be padded to this one, for a leaf that is no parameter's.
 
     It is padded along the one dim that divides; were there another, that one would have been cut.
     """
-    divide = [size for size in shape if size and size % layout.num_shards == 0]
-    return len(divide) == 1 and num_elements(shape) >= layout.min_size
-
-
-def _doubt(path: str, shape: Shape, why: str) -> str:
-    return (
-        f"leaf {path!r} is stored as {list(shape)}, with padding or without: {why}; pass tx=, the "
-        "optimizer that made the state (zerojax.save, zerojax.restore and Checkpoints take it)"
-    )
+    divide = [d for d, size in enumerate(shape) if size and size % layout.num_shards == 0]
+    if len(divide) != 1 or num_elements(shape) < layout.min_size:
+        return set()
+    return {tuple(size - (d in divide) for d, size in enumerate(shape))}
