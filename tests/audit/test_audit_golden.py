@@ -7,9 +7,7 @@ the programs are, and their sizes, is written in scripts/golden.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +16,13 @@ import pytest
 from jax.sharding import Mesh
 
 import zerojax
+from tests.hlo.programs import FILES, MLP, SCAN, text_of
 from zerojax.audit import Argument, Program, audit
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 DIM, HIDDEN, LAYERS, MICROBATCHES, TOKENS = 1024, 4096, 6, 3, 16384  # of scripts/golden
 PAIR = {"down": (HIDDEN, DIM), "up": (DIM, HIDDEN)}
 AXES = {"v5p-3d": {"x": 2, "y": 2, "z": 2}, "v5p-whole": {"data": 64}, "v5e-wide": {"data": 16}}
 PLATFORMS = {"v": "tpu", "h": "gpu", "c": "cpu"}
-FILES = {f"{p.parent.name}/{p.name[:-7]}": p for p in sorted(GOLDEN.glob("*/*.txt.gz"))}
-MLP = [name for name in FILES if "/mlp." in name and "slices" not in name]
-SCAN = [name for name in FILES if "/scan." in name]
 ALL_REDUCED = ("v5p", "v5p-whole", "v5e-wide")  # of the scans: libtpu makes no reduce-scatter there
 
 
@@ -92,7 +87,7 @@ def program_of(name):
         batch = leaf("1", (MICROBATCHES, TOKENS, DIM), "bfloat16", 1, n, 2)
     held = [dataclasses.replace(one, placement=max(one.placement, 0)) for one in held]
     return Program(
-        text=gzip.decompress(FILES[name].read_bytes()).decode(),
+        text=text_of(name),
         platform=layout.platform,
         mesh=dict(layout.mesh.shape),
         device_ids=tuple(range(n)),

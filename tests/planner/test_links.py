@@ -28,7 +28,7 @@ def seconds(hardware, axes, over=None, collective="all-gather"):
     return network.seconds(tuple(axes) if over is None else over, S, collective)
 
 
-@pytest.mark.parametrize("name", HARDWARE)
+@pytest.mark.parametrize("name", ["h100", "v5p"])
 @pytest.mark.parametrize("collective", ["all-gather", "reduce-scatter", "all-reduce"])
 def test_a_single_device_moves_nothing(name, collective):
     assert seconds(name, {"data": 1}, collective=collective) == Seconds(0.0, 0.0)
