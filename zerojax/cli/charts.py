@@ -112,10 +112,9 @@ def training_figure(
     left, right = figure.subplots(1, 2, width_ratios=(6, 5))
     left.plot(*training, color=TRAINING, linewidth=1, label="training")
     left.plot(*held_out, "o-", color=HELD_OUT, markersize=4, label="held out")
-    steps, found = held_out
-    if steps:
-        at, last = (steps[-1], found[-1]), f"{found[-1]:.2f}"
-        left.annotate(last, at, color=HELD_OUT, fontweight="bold", **ABOVE | {"ha": "right"})
+    for step, loss in list(zip(*held_out, strict=True))[-1:]:
+        style = {"color": HELD_OUT, "fontweight": "bold", **ABOVE, "ha": "right"}
+        left.annotate(f"{loss:.2f}", (step, loss), **style)
     left.set(title="loss", xlabel="step", ylabel="bits per byte")
     left.set_ylim(bottom=0)
     left.grid(alpha=0.3)
