@@ -149,13 +149,14 @@ def test_an_import_of_what_another_room_keeps_to_itself_is_caught(copy):
     )
 
 
-def test_models_know_nothing_of_zerojax():
+@pytest.mark.parametrize("room", ["zerojax.models", "zerojax.hlo"])
+def test_a_users_model_and_hlo_know_nothing_of_zerojax(room):
     graph = import_graph()
-    assert "zerojax.models" in graph
+    assert room in graph
     for module, imported in graph.items():
-        if module.startswith("zerojax.models"):
-            strangers = [name for name in imported if not name.startswith("zerojax.models")]
-            assert not strangers, f"{module} imports {strangers}: a user's model could not"
+        if module.startswith(room):
+            strangers = [name for name in imported if not name.startswith(room)]
+            assert not strangers, f"{module} imports {strangers}: it should need nothing of zerojax"
 
 
 @pytest.mark.parametrize("menu", MENUS)

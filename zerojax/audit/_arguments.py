@@ -16,7 +16,6 @@ from zerojax.hlo import element_bits
 from zerojax.layout import Layout, LeafLayout, choose_dim
 
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
-KINDS: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient", "batch", "other")
 STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient")
 
 _MASTER = re.compile(r"(^|[/_])(master|fp32)", re.IGNORECASE)
@@ -40,6 +39,11 @@ class Held:
     kind: HeldKind
     parameter: int | None = None
     shards: tuple[Shape, ...] = ()
+
+    @property
+    def is_far(self) -> bool:
+        """Return whether it lives in the host's memory."""
+        return bool(self.argument.memory_kind)
 
     @property
     def elements(self) -> int:

@@ -12,7 +12,7 @@ from zerojax.audit._match import Matcher
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._traffic import Move, moves_of
-from zerojax.hlo import Module, parse_collectives, parse_module
+from zerojax.hlo import Module, host_parameters, parse_collectives, parse_module
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
 from zerojax.recipe import Recipe
@@ -49,6 +49,7 @@ class Evidence:
     def gather(cls, program: Program, layout: Layout, recipe: Recipe) -> Evidence:
         """Read a program."""
         module = parse_module(program.text)
+        program = program.with_host_memory(host_parameters(module))
         held = classify(program, layout)
         found = parse_collectives(module)
         matcher = Matcher(layout, _own_shapes(held, layout))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerojax.audit._arguments import Held, item_bits
+from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import Evidence
-from zerojax.hlo import HostMove, find_host_moves, host_parameters
+from zerojax.hlo import HostMove, find_host_moves
 from zerojax.planner import offload_traffic_bytes
 
 
@@ -43,26 +43,19 @@ class HostTraffic:
 def traffic_of(evidence: Evidence) -> HostTraffic:
     """Count what a program moves to and from the host; an unknown loop counts once."""
     moves = tuple(find_host_moves(evidence.module))
-    down, up = (sum(getattr(m, way) * (m.trips or 1) for m in moves) for way in _WAYS)
-    computed = [m for m in moves if m.is_computed]
-    updated = sum((m.to_host + m.from_host) * (m.trips or 1) for m in computed)
+    computed = (m for m in moves if m.is_computed)
     return HostTraffic(
-        to_host=down, from_host=up, updated=updated, theory=_theory(evidence), moves=moves
+        to_host=sum(m.to_host * (m.trips or 1) for m in moves),
+        from_host=sum(m.from_host * (m.trips or 1) for m in moves),
+        updated=sum((m.to_host + m.from_host) * (m.trips or 1) for m in computed),
+        theory=_theory(evidence),
+        moves=moves,
     )
-
-
-_WAYS = ("to_host", "from_host")
-
-
-def held_on_host(evidence: Evidence) -> list[Held]:
-    """List the arguments in the host's memory, as their sharding or the program says."""
-    far = host_parameters(evidence.module)
-    return [one for one in evidence.held if one.argument.memory_kind or one.argument.number in far]
 
 
 def _theory(evidence: Evidence) -> int:
     """Count what ZeRO-Offload's update moves: of each leaf a gradient down and a parameter up."""
-    states = [one for one in held_on_host(evidence) if one.kind in ("master", "optimizer")]
+    states = [one for one in evidence.states("master", "optimizer") if one.is_far]
     owners = {one.parameter for one in states if one.parameter is not None}
     has_masters = bool(evidence.states("master"))
     wide = evidence.recipe.accumulate > 1 or evidence.recipe.precision.reduce is not None

@@ -6,10 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from zerojax.audit._arguments import KINDS, STATES, Held
+from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._fragmentation import Fragmentation, fragmentation_of, results_apart
-from zerojax.audit._host import held_on_host
 from zerojax.hlo import Result, largest_results
 
 #: How kinds of argument are called in a report.
@@ -80,17 +79,10 @@ class MemoryReport:
 def memory_of(evidence: Evidence) -> MemoryReport:
     """Count what a program takes."""
     program, stats = evidence.program, evidence.program.statistics
-    far = held_on_host(evidence)
-    away = {id(one) for one in far}
-    held = {
-        NAMES[kind]: sum(
-            one.argument.shard_bytes
-            for one in evidence.held
-            if one.kind == kind and id(one) not in away
-        )
-        for kind in KINDS
-    }
-    on_host = sum(one.argument.shard_bytes for one in far)
+    held = dict.fromkeys(NAMES.values(), 0)
+    for one in evidence.held:
+        held[NAMES[one.kind]] += 0 if one.is_far else one.argument.shard_bytes
+    on_host = sum(one.argument.shard_bytes for one in evidence.held if one.is_far)
     used = [leaf for leaf in program.inputs if leaf.number is not None and not leaf.memory_kind]
     arguments = stats.get("argument_size_in_bytes", sum(leaf.shard_bytes for leaf in used))
     outputs = results_apart(stats)
@@ -117,12 +109,10 @@ def memory_of(evidence: Evidence) -> MemoryReport:
 
 def _theory(evidence: Evidence) -> dict[str, int]:
     layout = evidence.layout
-    far = {id(one) for one in held_on_host(evidence)}
     theory = {}
     for kind in STATES[:3]:
         parts = layout.num_shards if layout.partitions(kind) else 1  # type: ignore[arg-type]
-        near = (one for one in evidence.states(kind) if id(one) not in far)
-        whole = sum(_whole_bytes(one, evidence) for one in near)
+        whole = sum(_whole_bytes(x, evidence) for x in evidence.states(kind) if not x.is_far)
         theory[NAMES[kind]] = round(whole / parts)
     parts = layout.num_shards if layout.partitions("gradient") else 1
     whole = sum(_whole_bytes(one, evidence) for one in evidence.states("parameter"))

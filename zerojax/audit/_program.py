@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,16 @@ class Program:
             inputs=inputs,
             outputs=outputs,
         )
+
+    def with_host_memory(self, numbers: Collection[int]) -> Program:
+        """Return the program with the entry parameters of some numbers in the host's memory."""
+        inputs = tuple(
+            dataclasses.replace(one, memory_kind=one.memory_kind or "pinned_host")
+            if one.number in numbers
+            else one
+            for one in self.inputs
+        )
+        return dataclasses.replace(self, inputs=inputs)
 
     def to_json(self) -> str:
         """Write the program as JSON, its text included."""

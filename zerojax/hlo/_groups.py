@@ -12,9 +12,13 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
+# {{0,1},{2,3}}
 _LIST = re.compile(r"\{(?:\{[\d,\s]*\}(?:,\s*\{[\d,\s]*\})*)?\}")
+# [2,4]<=[4,2]T(1,0): 0 to 7 as 4 x 2, transposed, as two groups of four
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# [4,2]T(1,0)
 _TURNED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}")
 
 
@@ -36,7 +40,7 @@ def parse_groups(text: str, num_devices: int) -> Groups | None:
 
 
 def parse_pairs(text: str) -> Groups | None:
-    """Read the value of `source_target_pairs=`, or return None."""
+    """Read the value of `source_target_pairs=`, such as `{{0,1},{1,0}}`, or return None."""
     match = _LIST.match(text)
     return tuple(_numbers(p) for p in re.findall(r"\{([\d,\s]+)\}", match[0])) if match else None
 
@@ -45,6 +49,9 @@ def mesh_axes(
     groups: Iterable[Sequence[int]], axis_sizes: Mapping[str, int], *, pairs: bool = False
 ) -> tuple[str, ...]:
     """Name the mesh axes along which groups of devices (or source-target pairs) extend.
+
+    On {"x": 2, "y": 4}, ((0, 1, 2, 3), (4, ...)) extend along ("y",), ((0, 4), ...) along ("x",)
+    and ((0, 1), (2, 3), ...) along ("y[2/4]",).
 
     `axis_sizes` is `mesh.shape`; ids count the mesh's devices in order, as compiled programs do. An
     axis that a group covers in part is written "data[4/8]". ValueError for an id beyond the mesh.

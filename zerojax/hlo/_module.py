@@ -7,16 +7,24 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-# "%name = type opcode(operands), attributes"; a tuple type ends where ") opcode(" follows.
+#   ROOT %sum.1 = (f32[8]{0}, u32[]) all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+# A tuple type ends where ") opcode(" follows.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
+# ENTRY %main.7 (x: f32[8]) -> f32[8] {
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{")
+# bf16[2,3]{1,0:T(8,128)(2,1)}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+# condition=%less.1, body=%layers.2
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
 )
+# branch_computations={%true.1, %false.2}
 _CALLED_LIST = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*)\}")
+# input_output_alias={ {0}: (0, {}, may-alias), {1, 2}: (5, {}, must-alias) }
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+),")
 _RUN = ("calls", "to_apply", "body")
+# 1 "model.py"
+# 3 {file_name_id=1 function_name_id=3 line=104 end_line=104 column=11 end_column=11}
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
 _BITS = {
