@@ -176,7 +176,11 @@ class Checkpoints:
         keep = policies.LatestN(self._keep) if isinstance(self._keep, int) else self._keep
         found = {step: path for step, path in self.steps().items() if path not in self._damaged}
         known: Any = [  # what orbax's policies look at
-            SimpleNamespace(step=step, time=_time_of(path), metrics=None)
+            SimpleNamespace(
+                step=step,
+                time=dt.datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, dt.UTC),
+                metrics=None,
+            )
             for step, path in found.items()
         ]
         kept = keep.should_preserve(known, context=policies.PreservationContext())
@@ -236,10 +240,6 @@ def _folders(root: Path) -> dict[int, Path]:
     listed = root.iterdir() if root.is_dir() else ()
     found = {int(path.name): path for path in listed if path.name.isdecimal() and path.is_dir()}
     return dict(sorted(found.items()))
-
-
-def _time_of(path: Path) -> dt.datetime:
-    return dt.datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, dt.UTC)
 
 
 def _is_saved(path: Path) -> bool:

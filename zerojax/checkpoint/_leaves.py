@@ -142,8 +142,3 @@ def named_tuples(tree: PyTree) -> dict[str, str]:
     }
     others = (PARAMS, MASTERS, LOSS_SCALE)
     return {path: name for path, name in found.items() if not f"{path}/".startswith(others)}
-
-
-def optimizer_chain(structure: dict[str, str]) -> str:
-    """Write the NamedTuples of a state in a line, the way a chain of transformations reads."""
-    return " > ".join(structure.values()) or "no optimizer state"

@@ -122,7 +122,8 @@ def _options(
     tuples: tuple[str, ...],
 ) -> set[Shape]:
     """Return the logical shapes that a leaf may have, by the parameter that its path ends with."""
-    shape, owner, cut = tuple(jnp.shape(x)), _owner(path, params), _is_cut(x, layout)
+    shape, cut = tuple(jnp.shape(x)), _is_cut(x, layout)
+    owner = next((params[end] for end in path_ends(path) if end in params), None)
     is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     is_part = path.startswith((PARAMS, MASTERS, *tuples))
     if layout.num_shards == 1 or is_key or not (is_part or cut):
@@ -141,11 +142,6 @@ def _is_cut(x: Any, layout: Layout) -> bool | None:
     spec = getattr(sharding, "spec", ())
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return any(set(entry) & set(layout.axis) for entry in names)
-
-
-def _owner(path: str, params: Mapping[str, LeafLayout]) -> LeafLayout | None:
-    """Find the parameter whose path is the longest end of a leaf's."""
-    return next((params[end] for end in path_ends(path) if end in params), None)
 
 
 def _readings(shape: Shape, owner: LeafLayout, layout: Layout) -> set[Shape]:

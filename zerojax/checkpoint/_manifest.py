@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from zerojax._tree import num_elements
+from zerojax._tree import num_elements, path_ends
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import (
     DamagedCheckpointError,
@@ -243,8 +243,7 @@ def parts(manifest: Manifest) -> list[Part]:
 
 
 def _beginning(path: str, params: set[str]) -> str:
-    keys = path.split("/")
-    for first in range(1, len(keys)):
-        if "/".join(keys[first:]) in params:
-            return "/".join(keys[:first])
-    return path if params else keys[0]
+    for end in path_ends(path):
+        if end in params and end != path:
+            return path.removesuffix(f"/{end}")
+    return path if params else path.split("/", 1)[0]

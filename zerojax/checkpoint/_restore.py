@@ -61,13 +61,12 @@ def restore(
     root = local_path(directory).absolute()
     manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)
-    wanted = _requests(manifest, sources, layout, like)
     agree_whole(root, wrong_sizes(root, manifest.files).values())
     found, failure = {}, None
     with ThreadPoolExecutor(1) as thread:
         wrong = thread.submit(wrong_contents, root, _share(manifest))
         try:
-            found = _read(root, manifest, sources, wanted)
+            found = _read(root, manifest, sources, layout, like)
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
             failure = error
     agree_whole(root, wrong.result(), failure)
@@ -78,23 +77,6 @@ def restore(
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _requests(
-    manifest: Manifest, sources: Mapping[str, str], layout: Layout, like: PyTree
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return what to read with a place for everything; of PRNG keys their integers."""
-    whole = layout.sharding(P())
-    requests = {}
-    for path, x in named_leaves(like).items():
-        if path not in sources:
-            continue
-        sharding = getattr(x, "sharding", None) or whole
-        wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
-        if manifest.leaves[sources[path]].is_key:
-            wanted = jax.eval_shape(jax.random.key_data, wanted)
-        requests[path] = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
-    return requests
-
-
 def _share(manifest: Manifest) -> dict[str, FileDigest]:
     """Return the files that this process holds against their digests: every few one."""
     index, count = jax.process_index(), jax.process_count()
@@ -103,17 +85,21 @@ def _share(manifest: Manifest) -> dict[str, FileDigest]:
 
 
 def _read(
-    root: Path,
-    manifest: Manifest,
-    sources: Mapping[str, str],
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-) -> dict[str, Any]:
+    root: Path, manifest: Manifest, sources: Mapping[str, str], layout: Layout, like: PyTree
+) -> dict[str, jax.Array]:
     """Read every wanted leaf; one array for those that were one and are wanted alike."""
     tied = {leaf.same_as for leaf in manifest.leaves.values()}
     keys = {}
-    for path, x in wanted.items():
-        stored = manifest.leaves[sources[path]].same_as or sources[path]
-        keys[path] = stored, x, None if stored in tied else path
+    for path, x in named_leaves(like).items():
+        if path in sources:
+            leaf = manifest.leaves[sources[path]]
+            wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
+            if leaf.is_key:
+                wanted = jax.eval_shape(jax.random.key_data, wanted)
+            sharding = getattr(x, "sharding", None) or layout.sharding(P())
+            wanted = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
+            stored = leaf.same_as or sources[path]
+            keys[path] = stored, wanted, None if stored in tied else path
     found: dict[Any, jax.Array] = {}
     rounds: dict[int, dict[str, Any]] = {}  # orbax reads a leaf once a call
     for key in dict.fromkeys(keys.values()):

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax._extras import extra
 from zerojax._tree import num_bytes
 from zerojax.checkpoint._paths import local_path
 
@@ -69,7 +70,7 @@ class SafetensorsReader:
 
     Raises:
         FileNotFoundError: there is no such file, or a file that the index names is missing.
-        ValueError: a file is damaged, has a dtype that NumPy and JAX have not, or does not hold
+        ValueError: a file is damaged, has a dtype that JAX has not, or does not hold
             what the index says; or a folder holds several to choose from.
     """
 
@@ -80,11 +81,7 @@ class SafetensorsReader:
         self.tensors = {name: shape for name, (shape, _, _) in self._places.items()}
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read a part of a tensor; only that part is copied into memory.
-
-        Args:
-            name: a key of `tensors`.
-            index: a slice for each of the first dims; the others are taken whole.
+        """Read a part of a tensor, a slice for each of the first dims; only that part is copied.
 
         Raises:
             ValueError: the file has been cut short since it was opened.
@@ -127,8 +124,8 @@ def _find_file(path: Path) -> Path:
 
 def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """Return the tensors' places and the metadata of a file, which the library has checked."""
-    from safetensors import SafetensorError, safe_open
-
+    with extra("checkpoint", "reading a safetensors file"):
+        from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -136,15 +133,12 @@ def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
             held = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices]
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
-    unknown = next((one for one in held if one[1] not in DTYPES), None)
-    if unknown is not None:
-        raise ValueError(
-            f"{path}: {unknown[0]!r} is {unknown[1]}, which NumPy and JAX have not; they have "
-            f"{', '.join(DTYPES)}"
-        )
     # The tensors lie in this order, without holes, to the end of the file.
     found, offset = {}, path.stat().st_size
     for name, code, shape in reversed(held):
+        if code not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise ValueError(f"{path}: {name!r} is {code}, which JAX has not; it has {known}")
         tensor = jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[code]))
         offset -= num_bytes(shape, tensor.dtype)
         found[name] = tensor, path, offset
@@ -155,9 +149,9 @@ def _read_indexed(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """Return the tensors' places and the metadata of all files that an index names."""
     names, text = _read_index(path)
     files = dict.fromkeys(names.values())
-    for file in files:
-        if not (path.parent / file).is_file():
-            raise FileNotFoundError(f"{path} names {file}, which is not beside it; fetch it too")
+    gone = [file for file in files if not (path.parent / file).is_file()]
+    if gone:
+        raise FileNotFoundError(f"{path} names {gone[0]}, which is not beside it; fetch it too")
     found, metadata = {}, {}
     for file in files:
         stored, held = _read_header(path.parent / file)

@@ -22,7 +22,6 @@ from zerojax.checkpoint._leaves import (
     SavedLeaf,
     named_leaves,
     named_tuples,
-    optimizer_chain,
     saved_leaves,
 )
 from zerojax.checkpoint._manifest import Manifest
@@ -30,6 +29,7 @@ from zerojax.layout import Layout
 
 #: Differences that an error names; the others are counted.
 MOST_NAMED = 8
+Leaves = Mapping[str, SavedLeaf]
 
 
 class IncompatibleCheckpointError(ValueError):
@@ -68,41 +68,38 @@ def find_sources(
     wanted = saved_leaves(like, layout, tx)
     given = {path for path, x in named_leaves(like).items() if isinstance(x, jax.Array)}
     fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
-    sources, extra, lines = _compare(manifest.leaves, wanted, fresh, partial=partial, cast=cast)
+    sources, extra, lines = _compare(manifest.leaves, wanted, cast, fresh, partial)
     lines = _chain_difference(manifest, like, partial=partial) + lines
     if lines:
         raise IncompatibleCheckpointError(root, lines, _remedy(manifest, layout, extra))
     return sources
 
 
-def check_leaves(
-    found: Mapping[str, SavedLeaf], wanted: Mapping[str, SavedLeaf], path: Path, *, cast: bool
-) -> None:
+def check_leaves(found: Leaves, wanted: Leaves, path: Path, *, cast: bool) -> None:
     """Refuse weights that are not those that are wanted, leaf by leaf.
 
     Raises:
         IncompatibleCheckpointError: a leaf is missing, left over, or of another shape or dtype.
     """
-    _, _, lines = _compare(found, wanted, cast=cast)
+    _, _, lines = _compare(found, wanted, cast)
     if lines:
         raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
 
 
 def _compare(
-    saved: Mapping[str, SavedLeaf],
-    wanted: Mapping[str, SavedLeaf],
-    fresh: Collection[str] = (),
-    *,
-    partial: bool = False,
+    saved: Leaves,
+    wanted: Leaves,
     cast: bool,
+    fresh: Collection[str] = (),
+    partial: bool = False,
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Return the saved leaf for each wanted one, saved ones that nobody wants, and differences."""
     sources, missing, differences = {}, [], []
     for path, leaf in wanted.items():
-        source = _source(path, leaf, saved, wanted, cast=cast)
+        source = _source(path, leaf, saved, wanted, cast)
         if source in saved:
             sources[path] = source
-            differences += _difference(path, leaf, source, saved[source], wanted, cast=cast)
+            differences += _difference(path, leaf, source, saved[source], wanted, cast)
         elif path not in fresh:
             missing.append(path)
     extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
@@ -113,14 +110,7 @@ def _compare(
     return sources, extra, lines + differences
 
 
-def _source(
-    path: str,
-    leaf: SavedLeaf,
-    saved: Mapping[str, SavedLeaf],
-    wanted: Mapping[str, SavedLeaf],
-    *,
-    cast: bool,
-) -> str:
+def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves, cast: bool) -> str:
     """Name the saved leaf that has a wanted one's value; it need not be there."""
     if path.startswith(MASTERS) and path not in saved:
         return PARAMS + path.removeprefix(MASTERS)
@@ -132,13 +122,7 @@ def _source(
 
 
 def _difference(
-    path: str,
-    leaf: SavedLeaf,
-    source: str,
-    found: SavedLeaf,
-    wanted: Mapping[str, SavedLeaf],
-    *,
-    cast: bool,
+    path: str, leaf: SavedLeaf, source: str, found: SavedLeaf, wanted: Leaves, cast: bool
 ) -> list[str]:
     """List why a leaf can't be read from its source; empty where it can."""
     in_masters = path.startswith(PARAMS) and MASTERS + path.removeprefix(PARAMS) in wanted
@@ -172,7 +156,7 @@ def _is_spared(path: str, sources: Mapping[str, str], cast: bool) -> bool:
     return path.startswith(MASTERS) and (sources.get(param) == path or (cast and param in sources))
 
 
-def _missing_line(path: str, saved: Mapping[str, SavedLeaf], extra: list[str]) -> str:
+def _missing_line(path: str, saved: Leaves, extra: list[str]) -> str:
     if path in LOSS_SCALE_LEAVES:
         return f"{path!r} is not in it (give `like` with the values of a fresh loss scale)"
     near = difflib.get_close_matches(path, extra or list(saved), n=1, cutoff=0.5)
@@ -182,12 +166,11 @@ def _missing_line(path: str, saved: Mapping[str, SavedLeaf], extra: list[str]) -
 def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> list[str]:
     """Report another optimizer, also of one whose leaves happen to look the same."""
     wanted = named_tuples(like)
-    saved = dict(manifest.optimizer)
-    if partial:
-        saved = {path: name for path, name in saved.items() if path in wanted}
+    saved = {p: x for p, x in manifest.optimizer.items() if not partial or p in wanted}
     if saved == wanted or not (wanted and saved):
         return []
-    return [f"its optimizer is {optimizer_chain(saved)}, wanted {optimizer_chain(wanted)}"]
+    ours, theirs = " > ".join(wanted.values()), " > ".join(saved.values())
+    return [f"its optimizer is {theirs}, wanted {ours}"]
 
 
 def _remedy(manifest: Manifest, layout: Layout, extra: list[str]) -> str:
