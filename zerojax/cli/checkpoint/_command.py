@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from zerojax.cli.checkpoint import _screen as screen
-from zerojax.cli.checkpoint._files import find_checkpoint, list_checkpoints
+from zerojax.checkpoint import export_safetensors, read_manifest, verify
+from zerojax.cli.checkpoint._files import find_checkpoint, import_weights, list_checkpoints
+from zerojax.cli.checkpoint._screen import CheckpointScreen
+from zerojax.cli.shared._command import CommandOptions, argument, command, option
 from zerojax.cli.shared._errors import Failure, refusing
 
 checkpoint = typer.Typer(
@@ -19,35 +22,51 @@ checkpoint = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Folder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR",
-        help="A checkpoint, or a run's folder, of which the newest whole one is meant.",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead.")]
-Part = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH",
-        help="The leaves below a path: `params`, `masters` (fp32 copies of bf16 parameters), "
-        "`opt_state/0/mu`.",
-        show_default="the parameters",
-    ),
-]
-MaxFile = Annotated[
-    float, typer.Option(min=1e-6, metavar="GB", help="GB of a file beyond which there are several.")
-]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(CommandOptions):
+    """Which checkpoint."""
+
+    directory: Path = argument("DIR")
+    """A checkpoint, or a run's folder, of which the newest whole one is meant."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectOptions(CheckpointOptions):
+    """What `zerojax checkpoint inspect` was asked for."""
+
+    leaves: bool = option(False)
+    """List every leaf."""
+    json: bool = option(False)
+    """Print plain data instead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions(CheckpointOptions):
+    """What `zerojax checkpoint export` was asked for."""
+
+    out: Path = argument("OUT.safetensors")
+    """The file to write."""
+    part: str | None = option(None, metavar="PATH", show_default="the parameters")
+    """The leaves below a path: `params`, `masters` (fp32 copies of bf16 parameters),
+    `opt_state/0/mu`."""
+    max_file: float = option(5.0, min=1e-6, metavar="GB")
+    """GB of a file beyond which there are several."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportOptions(CommandOptions):
+    """What `zerojax checkpoint import` was asked for."""
+
+    file: Path = argument("FILE")
+    """A safetensors file, an index, or its folder."""
+    directory: Path = argument("DIR")
+    """The checkpoint to make; must not be one yet."""
 
 
 @checkpoint.command()
-def inspect(
-    directory: Folder,
-    leaves: Annotated[bool, typer.Option("--leaves", help="List every leaf.")] = False,
-    as_json: AsJson = False,
-) -> None:
+@command
+def inspect(options: InspectOptions) -> None:
     """Show what a checkpoint holds, from its manifest alone.
 
     The model's code is not needed, nor the devices that it was saved on.
@@ -58,13 +77,19 @@ def inspect(
     ```
     """
     with refusing():
-        found = list_checkpoints(directory)
-        path = find_checkpoint(directory)
-        screen.show(path, found, leaves=leaves, as_json=as_json)
+        found = list_checkpoints(options.directory)
+        path = find_checkpoint(options.directory)
+        manifest = read_manifest(path)
+    if options.json:
+        plain = {"path": str(path), **dataclasses.asdict(manifest)}
+        typer.echo(json.dumps(plain, indent=1))
+    else:
+        CheckpointScreen().manifest(path, manifest, found, leaves=options.leaves)
 
 
-@checkpoint.command()
-def verify(directory: Folder) -> None:
+@checkpoint.command(name="verify")
+@command
+def verify_(options: CheckpointOptions) -> None:
     """Read all of a checkpoint and hold it against its manifest; of a run, all checkpoints.
 
     Every file is held against its digest and every leaf is read. Ends with status 1 where
@@ -75,21 +100,25 @@ def verify(directory: Folder) -> None:
     ```
     """
     with refusing():
-        found = list_checkpoints(directory)
-    damaged = [path for path, why in found.items() if not screen.verified(path, why)]
+        found = list_checkpoints(options.directory)
+    screen, damaged = CheckpointScreen(), []
+    for path, why in found.items():
+        try:
+            if why is not None:
+                raise ValueError(why)
+            with screen.bar(len(read_manifest(path).leaves), f"verify {path}") as on_leaf:
+                manifest = verify(path, on_leaf)
+            screen.whole(path, manifest)
+        except (ValueError, OSError) as error:
+            screen.damaged(str(error))
+            damaged.append(str(path))
     if damaged:
-        raise Failure(
-            f"{len(damaged)} of {len(found)} damaged: {', '.join(map(str, damaged))}", status=1
-        )
+        raise Failure(f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}", status=1)
 
 
 @checkpoint.command()
-def export(
-    directory: Folder,
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
-    part: Part = None,
-    max_file: MaxFile = 5.0,
-) -> None:
+@command
+def export(options: ExportOptions) -> None:
     """Write the whole weights of a checkpoint to safetensors files.
 
     Shards are put together and padding is cut off, a few rows at a time: a model needs no more
@@ -100,26 +129,23 @@ def export(
     zerojax checkpoint export runs/books books.safetensors --part masters --max-file 2
     ```
     """
-    from zerojax.checkpoint import export_safetensors
-
+    screen = CheckpointScreen()
     with refusing():
-        path = find_checkpoint(directory)
-        with screen.progress(path, part) as on_leaf:
+        path = find_checkpoint(options.directory)
+        leaves = read_manifest(path).leaves
+        prefix = "params/" if options.part is None else options.part.rstrip("/") + "/"
+        count = sum(leaf.startswith(prefix) for leaf in leaves) or len(leaves)
+        with screen.bar(count, f"export {path}") as on_leaf:
+            size = int(options.max_file * 1e9)
             written = export_safetensors(
-                path, out, part=part, max_file_bytes=int(max_file * 1e9), on_leaf=on_leaf
+                path, options.out, part=options.part, max_file_bytes=size, on_leaf=on_leaf
             )
-        screen.wrote(written)
+    screen.exported(written)
 
 
 @checkpoint.command(name="import")
-def import_(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A safetensors file, an index, or its folder.")
-    ],
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The checkpoint to make; must not be one yet.")
-    ],
-) -> None:
+@command
+def import_(options: ImportOptions) -> None:
     """Make a checkpoint of weights in safetensors files.
 
     It holds parameters and nothing else: `zerojax train --init DIR` starts from them, and in
@@ -130,8 +156,7 @@ def import_(
     zerojax train --init weights/books --data 'letters/*.txt'
     ```
     """
-    from zerojax.cli.checkpoint._files import import_weights
-
     with refusing():
-        import_weights(file, directory)
-        screen.show(directory, {directory: None}, leaves=False, as_json=False)
+        import_weights(options.file, options.directory)
+        manifest = read_manifest(options.directory)
+    CheckpointScreen().manifest(options.directory, manifest, {}, leaves=False)

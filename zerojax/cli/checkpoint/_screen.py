@@ -2,102 +2,64 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.checkpoint import Manifest, read_manifest, verify
+from zerojax.checkpoint import Manifest
 from zerojax.checkpoint import parts as parts_of
-
-#: Columns where there is no terminal to say how many.
-WIDTH = 120
+from zerojax.cli.shared._screen import Screen
 
 
-def show(path: Path, found: Mapping[Path, str | None], *, leaves: bool, as_json: bool) -> None:
-    """Show a checkpoint, and the others that lie beside it."""
-    manifest = read_manifest(path)
-    if as_json:
-        typer_print(json.dumps({"path": str(path), **dataclasses.asdict(manifest)}, indent=1))
-        return
-    console = _console()
-    with console:
-        for name, text in _facts(path, manifest).items():
-            console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
-        console.print()
-        console.print(_parts_table(manifest))
-        if leaves:
-            console.print(_leaves_table(manifest))
-        if len(found) > 1:
-            console.print(_list_table(found))
+class CheckpointScreen(Screen):
+    """Prints checkpoints, and how far they are read."""
 
+    def __init__(self) -> None:
+        super().__init__(width=120)
 
-def typer_print(text: str) -> None:
-    """Print plain text, as it is."""
-    sys.stdout.write(text + "\n")
+    def manifest(
+        self, path: Path, manifest: Manifest, found: Mapping[Path, str | None], *, leaves: bool
+    ) -> None:
+        """Show a checkpoint, and the others that lie beside it."""
+        with self.console:
+            self.facts(_facts(path, manifest))
+            self.console.print()
+            self.show(_parts_table(manifest))
+            if leaves:
+                self.show(_leaves_table(manifest))
+            if len(found) > 1:
+                self.show(_list_table(found))
 
+    def whole(self, path: Path, manifest: Manifest) -> None:
+        """Show a checkpoint that was verified."""
+        files = f"{len(manifest.files)} files, {decimal(manifest.num_bytes)}"
+        text = f"{path}: {files}, {len(manifest.leaves)} leaves"
+        self.show(Text.assemble(("whole    ", "bold green"), text))
 
-def verified(path: Path, why: str | None) -> bool:
-    """Verify a checkpoint with a bar, say how it is, and tell whether it is whole."""
-    console = _console()
-    try:
-        if why is not None:
-            raise ValueError(why)
-        with _bar(console, len(read_manifest(path).leaves), f"verify {path}") as step:
-            manifest = verify(path, step)
-    except (ValueError, OSError) as error:
-        console.print(Text.assemble(("damaged  ", "bold red"), str(error)), soft_wrap=True)
-        return False
-    console.print(
-        Text.assemble(
-            ("whole    ", "bold green"),
-            f"{path}: {len(manifest.files)} files, {decimal(manifest.num_bytes)}, "
-            f"{len(manifest.leaves)} leaves",
-        ),
-        soft_wrap=True,
-    )
-    return True
+    def damaged(self, why: str) -> None:
+        """Show a checkpoint that is damaged."""
+        self.show(Text.assemble(("damaged  ", "bold red"), why))
 
+    def exported(self, paths: Iterable[Path]) -> None:
+        """Show which files there are now."""
+        for path in paths:
+            self.show(Text(f"wrote {path}, {decimal(path.stat().st_size)}"))
 
-@contextmanager
-def progress(path: Path, part: str | None) -> Iterator[Callable[[str], None]]:
-    """Show how far an export is."""
-    manifest = read_manifest(path)
-    prefix = "params/" if part is None else part.rstrip("/") + "/"
-    count = sum(leaf.startswith(prefix) for leaf in manifest.leaves) or len(manifest.leaves)
-    with _bar(_console(), count, f"export {path}") as step:
-        yield step
-
-
-def wrote(paths: Iterable[Path]) -> None:
-    """Say which files there are now."""
-    console = _console()
-    for path in paths:
-        console.print(f"wrote {path}, {decimal(path.stat().st_size)}", soft_wrap=True)
-
-
-def _console() -> Console:
-    given = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if given else WIDTH)
-
-
-@contextmanager
-def _bar(console: Console, total: int, text: str) -> Iterator[Callable[[str], None]]:
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task(text, total=total)
-        yield lambda _: bar.advance(task)
+    @contextmanager
+    def bar(self, total: int, text: str) -> Iterator[Callable[[str], None]]:
+        """Show a bar that the function it gives moves on by one leaf."""
+        columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        is_hidden = not self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=is_hidden) as bar:
+            task = bar.add_task(text, total=total)
+            yield lambda _: bar.advance(task)
 
 
 def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
@@ -128,10 +90,8 @@ def _parts_table(manifest: Manifest) -> Table:
         table.add_column(name, footer=footer, justify="right")
     table.add_column("dtype")
     for part in kept:
-        table.add_row(
-            part.path, f"{part.num_leaves:,}", f"{part.num_elements:,}", decimal(part.num_bytes),
-            ", ".join(part.dtypes),
-        )  # fmt: skip
+        counts = (f"{part.num_leaves:,}", f"{part.num_elements:,}", decimal(part.num_bytes))
+        table.add_row(part.path, *counts, ", ".join(part.dtypes))
     return table
 
 

@@ -11,21 +11,12 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from zerojax.cli.shared._errors import INTERRUPTED
 
 Result = TypeVar("Result")
-
-
-class _Seconds(ProgressColumn):
-    """Shows the seconds that a task has taken."""
-
-    def render(self, task: Task) -> Text:
-        """Render one task."""
-        seconds = task.finished_time if task.finished else task.elapsed
-        return Text(f"{seconds or 0:,.0f} s", style="cyan")
 
 
 class TimedTasks:
@@ -36,7 +27,7 @@ class TimedTasks:
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓[/]"),
             TextColumn("{task.description}"),
-            _Seconds(),
+            TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
         )
