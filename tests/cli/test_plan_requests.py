@@ -14,8 +14,7 @@ from zerojax.aot import MissingCompiler
 from zerojax.cli import main
 from zerojax.cli.plan import _request as request
 from zerojax.cli.plan._options import PlanOptions as options
-from zerojax.cli.plan._request import read_request
-from zerojax.cli.plan._sweep import device_counts, slower
+from zerojax.cli.plan._request import read_request, slower
 from zerojax.planner import CONFIGURATIONS, HARDWARE, max_params, max_transformer
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -66,10 +65,10 @@ def test_what_is_drawn_over_device_counts_is_what_plan_says(changes):
 
 
 def test_device_counts_are_powers_of_two_times_what_has_to_divide_them():
-    assert device_counts(options(params="1e9")) == [2**n for n in range(11)]
+    assert options(params="1e9").device_counts == [2**n for n in range(11)]
     asked = options(params="1e9", shards=6, model_axis=2, devices=1200)
-    assert device_counts(asked) == [12 * 2**n for n in range(10)]
-    assert device_counts(asked)[-1] >= 4 * 1200
+    assert asked.device_counts == [12 * 2**n for n in range(10)]
+    assert asked.device_counts[-1] >= 4 * 1200
 
 
 # ------------------------------------------------------------------ other questions

@@ -9,11 +9,7 @@ from zerojax.cli.train._options import CHECKPOINTS
 
 
 def list_checkpoints(directory: Path) -> dict[Path, str | None]:
-    """List the checkpoints that a folder is or holds, with what can be told to be wrong unread.
-
-    Raises:
-        FileNotFoundError: there are none, not even damaged ones.
-    """
+    """List the checkpoints that a folder is or holds, with what can be told to be wrong unread."""
     root = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
     wrong: dict[Path, str] = {}
     whole = find_checkpoints(root, wrong.__setitem__)
@@ -27,12 +23,7 @@ def list_checkpoints(directory: Path) -> dict[Path, str | None]:
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Find the checkpoint that a folder is, or the newest whole one that it holds.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: those that there are, are damaged.
-    """
+    """Find the checkpoint that a folder is, or the newest whole one that it holds."""
     found = list_checkpoints(directory)
     whole = [path for path, wrong in found.items() if wrong is None]
     if not whole:
@@ -43,12 +34,7 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def import_weights(file: Path, directory: Path) -> None:
-    """Make a checkpoint of safetensors files, on this machine's CPU.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or the folder holds a checkpoint.
-    """
+    """Make a checkpoint of safetensors files, on this machine's CPU."""
     import jax
 
     from zerojax.checkpoint import import_safetensors, save, weights_of

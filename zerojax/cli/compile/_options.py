@@ -12,11 +12,7 @@ from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileOptions(BuiltStepOptions):
-    """What `zerojax compile` was asked for; None leaves a choice to it.
-
-    Raises:
-        ValueError: options that contradict each other.
-    """
+    """What `zerojax compile` was asked for; None leaves a choice to it."""
 
     model: str = option("gpt2-small", metavar="NAME", panel=MODEL)
     topology: str = option(..., metavar="NAME", panel=HARDWARE)

@@ -24,12 +24,7 @@ class Outputs:
 
     @classmethod
     def of(cls, options: CompileOptions) -> Outputs:
-        """Name the files, and check that they can be written.
-
-        Raises:
-            ValueError: the plot has another ending than .png, or two files have one name.
-            OSError: one can't be written.
-        """
+        """Name the files, and check that they can be written."""
         plot, hlo = options.plot, {}
         if plot is None and options.all_stages:
             plot = Path(f"{options.model}.{options.topology.replace(':', '-')}.png".lower())

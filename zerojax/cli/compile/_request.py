@@ -83,12 +83,7 @@ class CompileRequest:
 
 
 def read_requests(options: CompileOptions) -> list[CompileRequest]:
-    """Check what was asked, and return a request for each stage.
-
-    Raises:
-        ValueError: an option that can't be met.
-        MissingCompiler: there is no compiler for the topology here.
-    """
+    """Check what was asked, and return a request for each stage."""
     topology = parse_topology(options.topology)
     axes = options.mesh_axes(topology.num_devices)
     config = dataclasses.replace(options.chosen_model, scan=options.scan)

@@ -53,11 +53,7 @@ def check_gpu_compiler(bench: Bench) -> Finding:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Return what the installed zerojax requires, or what an extra adds to that.
-
-    Raises:
-        PackageNotFoundError: zerojax is not installed, and runs from a folder.
-    """
+    """Return what the installed zerojax requires, or what an extra adds to that."""
     from packaging.requirements import Requirement
 
     def holds(one: Requirement, name: str) -> bool:

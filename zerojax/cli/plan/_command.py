@@ -11,9 +11,8 @@ import typer
 from zerojax.cli import charts
 from zerojax.cli.plan._largest import find_largest
 from zerojax.cli.plan._options import PlanOptions
-from zerojax.cli.plan._request import PlanRequest, read_request, shortage
+from zerojax.cli.plan._request import PlanRequest, read_request, shortage, slower
 from zerojax.cli.plan._screen import PlanScreen
-from zerojax.cli.plan._sweep import device_counts, slower
 from zerojax.cli.shared._command import command
 from zerojax.cli.shared._errors import Failure, refusing
 from zerojax.cli.shared._progress import TimedTasks
@@ -117,7 +116,7 @@ def _write(request: PlanRequest, screen: PlanScreen, found: dict[str, Any]) -> N
 
 
 def _draw(request: PlanRequest, screen: PlanScreen) -> Any:
-    one, counts = request.hardware, device_counts(request.options)
+    one, counts = request.hardware, request.options.device_counts
     networks = {f"time of a step on {one.name}": one}
     networks |= {f"links {factor} x slower": slower(one, factor) for factor in charts.SLOWER}
     plans = [request.plan(stage) for stage in charts.STAGES]

@@ -74,11 +74,7 @@ class LargestModels:
 
 
 def find_largest(request: PlanRequest) -> LargestModels:
-    """Find the largest models.
-
-    Raises:
-        ValueError: an option that can't be met.
-    """
+    """Find the largest models."""
     options, hardware = request.options, request.hardware
     axis = options.model_parts
     gpt_axis = options.model_axis or min(MODEL_AXIS, hardware.domain)

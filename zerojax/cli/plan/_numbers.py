@@ -16,11 +16,7 @@ _NUMBER = r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*"
 
 
 def read_count(option: str, text: str) -> int:
-    """Read a number of parameters: "7.5e9", "7.5B".
-
-    Raises:
-        ValueError: it is none, or it is fractional or below 1.
-    """
+    """Read a number of parameters: "7.5e9", "7.5B"."""
     match = re.fullmatch(_NUMBER, text)
     if match is None or match[2].upper() not in _POWERS:
         raise ValueError(f"{option} {text}: give a number such as 7.5e9 or 7.5B")
@@ -32,11 +28,7 @@ def read_count(option: str, text: str) -> int:
 
 
 def read_bytes(option: str, text: str) -> float:
-    """Read bytes: "20e9", "20GB" (1e9), "18GiB" (2**30).
-
-    Raises:
-        ValueError: it is no number of bytes above 0.
-    """
+    """Read bytes: "20e9", "20GB" (1e9), "18GiB" (2**30)."""
     match = re.fullmatch(_NUMBER, text)
     units = _DECIMAL | _BINARY
     if match is None or match[2].upper() not in units:

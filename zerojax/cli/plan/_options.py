@@ -6,10 +6,12 @@ import dataclasses
 from pathlib import Path
 
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, StepOptions
+from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, SEARCH, ZERO, StepOptions
 from zerojax.planner import HARDWARE as KNOWN
 
-SEARCH = "Other questions"
+#: The largest number of devices that is drawn is the first power of two from here on that is four
+#: times as many as were asked for.
+AT_LEAST = 1024
 #: Options that a search finds the best of, and those that the largest models leave no room for.
 SEARCHED = ("config", "reduce", "accumulate")
 NOT_OF_LARGEST = (
@@ -20,11 +22,7 @@ NOT_OF_LARGEST = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(StepOptions):
-    """What `zerojax plan` was asked for; None leaves a choice to it.
-
-    Raises:
-        ValueError: options that contradict each other.
-    """
+    """What `zerojax plan` was asked for; None leaves a choice to it."""
 
     params: str | None = option(None, metavar="COUNT", panel=MODEL)
     """A number of parameters, 7.5e9 or 7.5B, in the place of a model: a plausible GPT of that size
@@ -125,12 +123,16 @@ class PlanOptions(StepOptions):
 
     @property
     def num_examples(self) -> int:
-        """Examples of a step.
-
-        Raises:
-            ValueError: they can't be split evenly.
-        """
+        """Examples of a step."""
         return self.examples(self.num_groups)
+
+    @property
+    def device_counts(self) -> list[int]:
+        """Numbers of devices to draw: powers of two times what has to divide them."""
+        counts = [self.model_parts * (self.shards or 1)]
+        while counts[-1] < max(AT_LEAST, 4 * self.devices):
+            counts.append(2 * counts[-1])
+        return counts
 
     @property
     def prints_json(self) -> bool:

@@ -72,11 +72,7 @@ class PlanRequest:
         return self.options.num_examples // (self.options.num_groups * self.options.accumulate)
 
     def plan(self, stage: int) -> Plan:
-        """Plan one stage.
-
-        Raises:
-            ValueError: an option that can't be met.
-        """
+        """Plan one stage."""
         return planner.plan(
             self.params,
             self.tx,
@@ -103,11 +99,7 @@ class PlanRequest:
         )
 
     def search(self) -> Choices:
-        """Search among all that the options leave open, and compile the winners if asked to.
-
-        Raises:
-            ValueError: nothing fits, or an option can't be met.
-        """
+        """Search among all that the options leave open, and compile the winners if asked to."""
         options = self.options
         # A group that was asked for has to divide what each model axis leaves: 1 leaves all. And
         # what is to be compiled is a train step, without model parallelism and all on the device.
@@ -184,12 +176,7 @@ def _offload(names: Sequence[str]) -> OffloadPolicy | None:
 
 
 def read_request(options: PlanOptions) -> PlanRequest:
-    """Check what was asked.
-
-    Raises:
-        ValueError: an option that can't be met.
-        OSError: an output can't be written.
-    """
+    """Check what was asked."""
     hardware = _limited(find_hardware(options.hardware), options)
     params, config, transformer = None, None, None
     if options.params is not None:
@@ -224,6 +211,12 @@ def _limited(hardware: Hardware, options: PlanOptions) -> Hardware:
             f"{hardware.memory / 1e9:,.1f} GB that a program has of {hardware.name}; give less"
         )
     return dataclasses.replace(hardware, memory=max(1, int(limit)))
+
+
+def slower(hardware: Hardware, factor: float) -> Hardware:
+    """Return hardware whose links, fast and slow, bring so many times less."""
+    names = ("link_bandwidth", "chip_bandwidth", "slow_bandwidth")
+    return dataclasses.replace(hardware, **{x: getattr(hardware, x) / factor for x in names})
 
 
 def shortage(plans: Sequence[Plan]) -> str | None:

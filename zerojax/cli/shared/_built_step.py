@@ -26,11 +26,7 @@ _RECOMPUTED = {"none": "nothing", "dots": "all but products", "full": "each laye
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltStepOptions(StepOptions):
-    """A step that is run or compiled.
-
-    Raises:
-        ValueError: an unknown name, or options that contradict each other.
-    """
+    """A step that is run or compiled."""
 
     loss_chunk: int | None = option(
         None, min=1, show_default="all of the vocabulary's", panel=MODEL
@@ -54,11 +50,7 @@ class BuiltStepOptions(StepOptions):
         return {MODEL_AXIS: self.model_parts} if needed else {}
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
-        """Share devices out between data and model.
-
-        Raises:
-            ValueError: the model axis does not divide them.
-        """
+        """Share devices out between data and model."""
         if num_devices % self.model_parts:
             fits = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
             raise ValueError(
@@ -69,11 +61,7 @@ class BuiltStepOptions(StepOptions):
 
     @property
     def chosen_model(self) -> gpt.Config:
-        """The model as these options have it.
-
-        Raises:
-            ValueError: there is no such model, or the model axis does not divide it.
-        """
+        """The model as these options have it."""
         config, parts = super().chosen_model, self.model_parts
         changes: dict[str, Any] = {"loss_chunk": self.loss_chunk}
         if self.remat == "none":
@@ -98,9 +86,6 @@ class BuiltStepOptions(StepOptions):
         Args:
             device: one of the mesh.
             clip_norm: largest global norm of the gradients.
-
-        Raises:
-            ValueError: the host's memory is asked for, and the device can't reach it.
         """
         if self.on_host and not has_host_memory(device):
             by = f"--offload {self.offload[0]}" if self.offload else f"--config {self.config}"

@@ -12,6 +12,8 @@ import typer
 
 from zerojax.cli.shared._errors import refusing
 
+#: The groups of options, in the order in which they are shown.
+PANELS = ("Model", "Hardware", "ZeRO", "Training", "Data", "Other questions", "Output")
 #: The key of a field's metadata under which typer's view of it lies.
 PARAMETER = "parameter"
 
@@ -58,6 +60,7 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
     """
     options: type[CommandOptions] = get_type_hints(run)["options"]
     fields = [field for field in dataclasses.fields(options) if PARAMETER in field.metadata]
+    fields.sort(key=lambda field: _place(field.metadata[PARAMETER].rich_help_panel))
     several = {field.name for field in fields if field.default == ()}
 
     def called(ctx: typer.Context, **values: Any) -> None:
@@ -84,6 +87,10 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
     wrapped.__name__, wrapped.__doc__ = run.__name__, run.__doc__
     return called
+
+
+def _place(panel: str | None) -> int:
+    return PANELS.index(panel) if panel in PANELS else 0
 
 
 def _read_helps(options: type) -> dict[str, str]:

@@ -15,9 +15,6 @@ def find_devices(num_devices: int | None) -> list[Any]:
 
     The CPU is divided before jax starts, which does nothing to an accelerator. A number in the
     environment (XLA_FLAGS, JAX_NUM_CPU_DEVICES) holds where the caller names none.
-
-    Raises:
-        ValueError: there are fewer, or the platform that the environment asks for is not there.
     """
     divided = "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

@@ -1,4 +1,8 @@
-"""Ends of a command other than success."""
+"""Ends of a command other than success.
+
+What reads a request raises ValueError or OSError where the user asked for what can't be done, in
+one line with the remedy; `refusing` ends the command with it.
+"""
 
 from __future__ import annotations
 

@@ -13,11 +13,6 @@ def check_outputs(files: Mapping[str, Path | None]) -> None:
 
     Args:
         files: by option; a drawing's is `--plot`.
-
-    Raises:
-        ImportError: a drawing is asked for and matplotlib is missing.
-        ValueError: the drawing has another ending than .png, or two files have one name.
-        OSError: one can't be written.
     """
     named = {option: path for option, path in files.items() if path is not None}
     plot = named.get("--plot")
@@ -32,11 +27,7 @@ def check_outputs(files: Mapping[str, Path | None]) -> None:
 
 
 def require_matplotlib() -> None:
-    """Check that drawings can be made, before what is to be drawn is computed.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the pip line.
-    """
+    """Check that drawings can be made, before what is to be drawn is computed."""
     with extra("cli", "a plot"):
         import matplotlib.figure  # noqa: F401
 

@@ -21,7 +21,7 @@ DECAYED = frozenset({"embed", "positions", "kernel"})
 ORTHOGONALISED = frozenset({"kernel"})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class NamedOptimizer:
     """An optimizer that the command line names.
 
@@ -35,8 +35,8 @@ class NamedOptimizer:
 
     make: Callable[[optax.Schedule, float], optax.GradientTransformation]
     rate: float
-    by_width: bool
-    elementwise: bool
+    by_width: bool = False
+    elementwise: bool = False
 
     def schedule(self, rate: float | None, warmup: int, steps: int, width: int) -> Any:
         """Make the schedule: a linear warmup, then half a cosine down to a tenth of the peak.
@@ -46,9 +46,6 @@ class NamedOptimizer:
             warmup: steps of the warmup.
             steps: all of them.
             width: of the model.
-
-        Raises:
-            ValueError: the warmup leaves no steps.
         """
         if rate is None:
             rate = self.rate * (BASE_WIDTH / width if self.by_width else 1.0)
@@ -80,16 +77,13 @@ def _named(names: frozenset[str]) -> Callable[[PyTree], PyTree]:
     return mark
 
 
-def _adamw(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    return optax.adamw(rate, b2=0.98, weight_decay=decay, mask=_named(DECAYED))
+def _decaying(make: Callable[..., Any], **given: float) -> Callable[..., Any]:
+    """Make optax's optimizer, which decays matrices and embeddings by itself."""
 
+    def made(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
+        return make(rate, weight_decay=decay, mask=_named(DECAYED), **given)
 
-def _lion(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    return optax.lion(rate, weight_decay=decay, mask=_named(DECAYED))
-
-
-def _lamb(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    return optax.lamb(rate, weight_decay=decay, mask=_named(DECAYED))
+    return made
 
 
 def _sgd(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
@@ -125,22 +119,20 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
 
 OPTIMIZERS: MappingProxyType[str, NamedOptimizer] = MappingProxyType(
     {
-        "adamw": NamedOptimizer(make=_adamw, rate=3e-3, by_width=True, elementwise=True),
-        "adafactor": NamedOptimizer(make=_adafactor, rate=3e-3, by_width=True, elementwise=False),
-        "lion": NamedOptimizer(make=_lion, rate=5e-4, by_width=True, elementwise=True),
-        "lamb": NamedOptimizer(make=_lamb, rate=1e-2, by_width=False, elementwise=False),
-        "muon": NamedOptimizer(make=_muon, rate=3e-3, by_width=True, elementwise=False),
-        "sgd": NamedOptimizer(make=_sgd, rate=1e-1, by_width=False, elementwise=True),
+        "adamw": NamedOptimizer(
+            _decaying(optax.adamw, b2=0.98), 3e-3, by_width=True, elementwise=True
+        ),
+        "adafactor": NamedOptimizer(_adafactor, 3e-3, by_width=True),
+        "lion": NamedOptimizer(_decaying(optax.lion), 5e-4, by_width=True, elementwise=True),
+        "lamb": NamedOptimizer(_decaying(optax.lamb), 1e-2),
+        "muon": NamedOptimizer(_muon, 3e-3, by_width=True),
+        "sgd": NamedOptimizer(_sgd, 1e-1, elementwise=True),
     }
 )
 
 
 def find_optimizer(name: str) -> NamedOptimizer:
-    """Return the named optimizer.
-
-    Raises:
-        ValueError: there is none; the message lists those there are.
-    """
+    """Return the named optimizer."""
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
-from zerojax.cli.shared._command import CommandOptions, option
+from zerojax.cli.shared._command import PANELS, CommandOptions, option
 from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer, find_optimizer
 from zerojax.models import gpt
 from zerojax.planner import CONFIGURATIONS, Configuration, find_configuration
 from zerojax.recipe import PRECISIONS, Reduce, Remat
 
-MODEL, HARDWARE, ZERO, TRAINING, OUTPUT = "Model", "Hardware", "ZeRO", "Training", "Output"
+MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT = PANELS
 #: What the host can keep, and the kinds that this means.
 OFFLOADS = {"optimizer": ("optimizer", "master"), "activations": ("activation",)}
 REMATS = get_args(Remat)
@@ -24,9 +24,6 @@ class StepOptions(CommandOptions):
     """A step: the model, what is partitioned, and how it is computed.
 
     None leaves a choice to the model, to the configuration or to the command.
-
-    Raises:
-        ValueError: an unknown name, or options that contradict each other.
     """
 
     model: str | None = option(
@@ -135,11 +132,7 @@ class StepOptions(CommandOptions):
 
     @property
     def chosen_model(self) -> gpt.Config:
-        """The model of that name, with the context that was asked for.
-
-        Raises:
-            ValueError: there is no such model.
-        """
+        """The model of that name, with the context that was asked for."""
         config = gpt.preset(self.model or "")
         return dataclasses.replace(config, context=self.context or config.context)
 
@@ -149,9 +142,6 @@ class StepOptions(CommandOptions):
         Args:
             num_groups: groups of devices with examples of their own: devices / model axis.
             default: the least number where none was asked for.
-
-        Raises:
-            ValueError: the number that was asked for can't be split evenly.
         """
         multiple = num_groups * self.accumulate
         asked = self.batch_size or default

@@ -34,12 +34,7 @@ MOST_TOLD = 300
 
 
 def train_and_write(run: TrainRun, screen: TrainScreen) -> None:
-    """Train, evaluate and write everything that a run asks for.
-
-    Raises:
-        Failure: the loss is no longer finite, or memory ran out; or Ctrl-C or SIGTERM, after what
-            there was has been written.
-    """
+    """Train, evaluate and write everything that a run asks for."""
     screen.start(run)
     absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
     try:

@@ -8,9 +8,8 @@ from typing import Any
 
 from zerojax.cli.shared._built_step import BuiltStepOptions
 from zerojax.cli.shared._command import PARAMETER, option
-from zerojax.cli.shared._options import MODEL, OUTPUT, TRAINING, ZERO
+from zerojax.cli.shared._options import DATA, MODEL, OUTPUT, TRAINING, ZERO
 
-DATA = "Data"
 #: The folder of the checkpoints within that of the run.
 CHECKPOINTS = "checkpoints"
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.

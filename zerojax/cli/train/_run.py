@@ -21,6 +21,7 @@ from zerojax.checkpoint import (
 )
 from zerojax.cli.shared._built_step import gpt_layout
 from zerojax.cli.shared._devices import find_devices, memory_per_device
+from zerojax.cli.shared._files import check_outputs
 from zerojax.cli.train._evaluate import Evaluation
 from zerojax.cli.train._options import CHECKPOINTS, TrainOptions
 from zerojax.cli.train._weights import read_weights
@@ -83,10 +84,6 @@ class TrainRun:
 
         Returns:
             What was restored; None where the run does not go on from anything.
-
-        Raises:
-            ValueError: the checkpoint is of another model or optimizer, or of other data; or all
-                checkpoints are damaged.
         """
         if self.checkpoint is None:
             return None
@@ -108,11 +105,7 @@ class TrainRun:
         return restored
 
     def initialise(self) -> TrainState:
-        """Initialise the state from the weights that the options name, or from the seed.
-
-        Raises:
-            ValueError: the weights are of another model, or damaged.
-        """
+        """Initialise the state from the weights that the options name, or from the seed."""
         if self.options.init is not None:
             return self.step.init(read_weights(self.options.init, self.layout))
         init = functools.partial(gpt.init, self.config)
@@ -120,11 +113,7 @@ class TrainRun:
 
 
 def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
-    """Find the checkpoint to go on from, and take up the options that it keeps.
-
-    Raises:
-        ValueError: there is none to resume, or one that a new run would mix itself with.
-    """
+    """Find the checkpoint to go on from, and take up the options that it keeps."""
     passed_over: list[str] = []
     found = find_checkpoints(options.out / CHECKPOINTS, lambda _, why: passed_over.append(why))
     if not options.resume:
@@ -148,12 +137,7 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
 
 
 def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
-    """Make everything that a run needs, apart from its state.
-
-    Raises:
-        ValueError: an option that can't be met, data that is missing or too short.
-        OSError: the folder for the results can't be written to.
-    """
+    """Make everything that a run needs, apart from its state."""
     devices = find_devices(options.devices)
     axes = options.mesh_axes(len(devices))
     config, optimizer = options.chosen_model, options.chosen_optimizer
@@ -168,7 +152,7 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
     layout = layouts[options.chosen_stage]
     description = layout.describe(tx, recipe)
     _check_memory(description, devices, options)
-    _check_writable(options.out)
+    check_outputs({"--out": options.out / "metrics.jsonl"})
     step = make_train_step(functools.partial(gpt.loss, config), tx, layout, recipe)
     return TrainRun(
         options=options,
@@ -200,13 +184,3 @@ def _check_memory(description: Description, devices: list[Any], options: TrainOp
             f"states on each of {len(devices)} devices, which have {decimal(there)} each; give a "
             "higher --stage, more devices or a smaller --model"
         )
-
-
-def _check_writable(out: Path) -> None:
-    """Make the folder of the results and see that files can be written to it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with (out / "metrics.jsonl").open("a"):
-            pass
-    except OSError as error:
-        raise OSError(f"can't write to --out {out}: {error.strerror}") from error

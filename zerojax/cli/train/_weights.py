@@ -13,12 +13,7 @@ from zerojax.layout import Layout
 
 
 def read_weights(path: Path, layout: Layout) -> PyTree:
-    """Read parameters from safetensors files, or from a checkpoint; each device reads its part.
-
-    Raises:
-        FileNotFoundError: there are none.
-        ValueError: they are of another model, or damaged.
-    """
+    """Read parameters from safetensors files, or from a checkpoint; each device reads its part."""
     like = layout.map_leaves(
         lambda leaf, x: jax.ShapeDtypeStruct(
             x.shape,
