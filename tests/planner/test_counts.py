@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zerojax.planner._counts import as_amount, as_count, as_share
+from zerojax.planner._counts import as_amount, as_count
 
 NO_NUMBERS = [True, False, None, "7", float("nan"), float("inf"), -float("inf"), 1j, [1]]
 
@@ -41,14 +41,3 @@ def test_what_is_no_amount_is_refused(value):
 def test_zero_is_refused_where_nothing_is_no_answer():
     with pytest.raises(ValueError, match=r"^memory must be a number above 0, got 0$"):
         as_amount("memory", 0, above_zero=True)
-
-
-@pytest.mark.parametrize("value", [0, 1.01, -0.5, *NO_NUMBERS])
-def test_what_is_no_share_is_refused(value):
-    with pytest.raises(ValueError, match=r"^usable must be above 0 and at most 1, got "):
-        as_share("usable", value)
-
-
-@pytest.mark.parametrize("value", [1, 1.0, 0.82])
-def test_shares_come_back_as_floats(value):
-    assert as_share("usable", value) == value

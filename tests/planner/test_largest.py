@@ -188,7 +188,6 @@ def test_offloaded_checkpoints_have_to_fit_in_the_hosts_memory():
         ("h10", {}, "h100"),
         (32e9, {"num_shards": 0}, "num_shards must be a whole number"),
         (32e9, {"model_axis": 1.5}, "model_axis must be a whole number"),
-        (32e9, {"usable": 1.2}, "usable must be above 0 and at most 1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(memory, changed, message):
@@ -196,9 +195,8 @@ def test_bad_input_is_refused_in_one_line(memory, changed, message):
     with pytest.raises(ValueError, match=message) as caught:
         max_params(memory, stage=2, **asked)
     assert "\n" not in str(caught.value)
-    if "usable" not in asked:
-        with pytest.raises(ValueError, match=message):
-            max_transformer(memory, Configuration(stage=2), batch=1, **asked)
+    with pytest.raises(ValueError, match=message):
+        max_transformer(memory, Configuration(stage=2), batch=1, **asked)
 
 
 def test_an_unknown_configuration_is_refused_with_those_known():

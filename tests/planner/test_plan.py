@@ -22,6 +22,7 @@ from tests.planner.plans import (
     TOKENS,
     TX,
     WIDTH,
+    mix,
     mix_params,
     nouns,
     plan_mix,
@@ -30,7 +31,7 @@ from tests.planner.plans import (
 )
 from zerojax import RematPolicy
 from zerojax.models import gpt
-from zerojax.planner import HARDWARE, Transformer, find_hardware, plan, theory_of
+from zerojax.planner import HARDWARE, Transformer, find_hardware, plan, sweep, theory_of
 
 CONFIG = gpt.Config(num_layers=4, width=128, num_heads=4, vocab_size=512, context=64)
 
@@ -360,3 +361,14 @@ def test_a_wrapped_optimizer_is_the_one_that_it_wraps(mesh8):
     given = {"stage": 2, "num_devices": 8, "hardware": "h100"}
     bare, wrapped = (plan(mix_params(), tx, **given) for tx in (TX, zerojax.sharded(TX, layout)))
     assert bare == wrapped
+
+
+def test_a_sweep_over_kinds_of_hardware_plans_each_as_plan_does():
+    one = nouns(loss_fn=mix, batch=shape(2, TOKENS, WIDTH))["workload"]
+    names = ["h100", "v5p"]
+    found = sweep(mix_params(), TX, num_devices=[8], hardware=names, stages=[0, 3], workload=one)
+    whole = nouns(loss_fn=mix, batch=shape(16, TOKENS, WIDTH))
+    for name, by_stage in zip(names, found, strict=True):
+        for stage, plans in by_stage.items():
+            given = {"stage": stage, "num_devices": 8, "hardware": name}
+            assert plans == [plan(mix_params(), TX, **given, **whole)]

@@ -38,7 +38,9 @@ class Rejected:
 
     def __str__(self) -> str:
         """Describe it in one line."""
-        return f"{describe(self.plan)}: needs {gigabytes(self.needed)} of {gigabytes(self.limit)}"
+        plan, remat = self.plan, f", remat={self.plan.remat!r}" if self.plan.remat else ""
+        needs = f"needs {gigabytes(self.needed)} of {gigabytes(self.limit)}"
+        return f"stage {plan.stage}, {plan.ways}{remat}: {needs}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +154,8 @@ class Choices(Sequence[Plan]):
         if shows:
             table.add_column("compiled GB", justify="right")
         for number, plan in enumerate(plans[:_ROWS]):
-            copies = plan.num_devices // (plan.num_shards * plan.model_axis)
-            row = [f"{plan.stage}", f"{plan.num_shards:,}", f"{copies:,}", f"{plan.model_axis}"]
+            row = [f"{plan.stage}", f"{plan.num_shards:,}", f"{plan.num_groups:,}"]
+            row.append(f"{plan.model_axis}")
             row.append((plan.remat or "-") + (" Pa" if plan.partitions_activations else ""))
             row.append(", ".join(plan.offload) or "-")
             row += [f"{plan.accumulate} x {plan.count:g}", f"{plan.bytes.total / 1e9:,.3f}"]
@@ -162,22 +164,6 @@ class Choices(Sequence[Plan]):
                 row.append(self._compiled(number))
             table.add_row(*row)
         return table
-
-
-def describe(plan: Plan) -> str:
-    """Name a family in a few words."""
-    parts = [f"stage {plan.stage}", f"N = {plan.num_shards:,}"]
-    if plan.model_axis > 1:
-        parts.append(f"model axis {plan.model_axis}")
-    if plan.remat:
-        parts.append(f"remat={plan.remat!r}")
-    if plan.partitions_activations:
-        parts.append("Pa")
-    if plan.offload:
-        parts.append(plan.on_host)
-    if plan.accumulate > 1:
-        parts.append(f"{plan.accumulate} microbatches")
-    return ", ".join(parts)
 
 
 def gigabytes(size: float) -> str:

@@ -41,18 +41,6 @@ def as_amount(name: str, value: Any, *, above_zero: bool = False) -> float:
     return float(number)
 
 
-def as_share(name: str, value: Any) -> float:
-    """Return a number above 0 and at most 1.
-
-    Raises:
-        ValueError: the value is something else.
-    """
-    number = _number(value)
-    if number is None or not 0 < number <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}")
-    return float(number)
-
-
 def _number(value: Any) -> int | float | None:
     """Return a finite real number as Python's own; None for anything else, bool included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -1,11 +1,10 @@
-"""What one microbatch asks of a device: memory, products and traffic. Traced losses tell most."""
+"""What one microbatch asks of a device: memory, products and traffic. A traced loss tells most."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from zerojax.layout import Layout
 from zerojax.planner.hardware import Hardware
@@ -47,77 +46,101 @@ class Conditions:
         """The bytes of parameters and reduced gradients."""
         return sum(leaf.held + leaf.gradient for leaf in self.leaves)
 
-
-class Demand(Protocol):
-    """A source of demands; `count` is a number of its units in a device's microbatch."""
-
     @property
-    def unit(self) -> str:
-        """What `count` counts: "example", "sequence" or "token"."""
-        ...
+    def gathered(self) -> float:
+        """The bytes of parameters, made whole."""
+        return sum(leaf.gathered for leaf in self.leaves)
 
-    @property
-    def source(self) -> str:
-        """Where activations and products are known from."""
-        ...
+    def work(self, flops: float, hbm_bytes: float) -> Work:
+        """Return the work of so many operations and so much traffic with the device's memory."""
+        one = self.hardware
+        return Work.of(flops, hbm_bytes, rate=one.flops, bandwidth=one.hbm_bandwidth)
 
-    @property
-    def remat(self) -> Remat | None:
-        """What is computed again in the backward pass; None is as the model has it."""
-        ...
+
+class Demand:
+    """A source of demands; `count` is a number of its units in a device's microbatch.
+
+    A search asks the same again and again, so each answer is kept by what it depends on: products
+    and traffic depend on a stage only by the padding of what it gathers, the peak not at all on
+    what the optimizer does.
+
+    Attributes:
+        unit: what `count` counts: "example", "sequence" or "token".
+        source: where activations and products are known from.
+        remat: what is computed again in the backward pass; None is as the model has it.
+    """
+
+    def __init__(self, unit: str, source: str, remat: Remat | None) -> None:
+        self.unit, self.source = unit, source
+        self.remat: Remat | None = remat
+        self._known: dict[tuple[object, ...], Any] = {}
 
     def peak(self, given: Conditions, count: float) -> Peak:
         """Find the most that lies in memory: parameters, gradients, activations, buffers."""
-        ...
+        key = (given.leaves, given.frees, given.accumulate, given.hardware.platform)
+        return self._recall(self._peak, key, given, count)
 
     def checkpoints(self, given: Conditions, count: float) -> float:
         """Count the bytes of a device's activation checkpoints that go to the host."""
-        ...
+        return self._recall(self._checkpoints, (given.hardware.platform,), given, count)
 
     def work(self, given: Conditions, count: float) -> Work:
         """Count products and traffic with the device's memory."""
-        ...
+        one = given.hardware
+        key = (given.gathered, one.platform, one.flops, one.flops_fp32, one.hbm_bandwidth)
+        return self._recall(self._work, key, given, count)
 
     def model_elements(self, given: Conditions, count: float) -> float:
         """Count the elements that model parallelism moves per device, in (t - 1) / t."""
-        ...
+        return self._recall(self._model_elements, (), given, count)
+
+    def _recall(
+        self,
+        find: Callable[[Conditions, float], Any],
+        key: tuple[object, ...],
+        given: Conditions,
+        count: float,
+    ) -> Any:
+        key = (find.__name__, *key, given.sharing, count)
+        if key not in self._known:
+            self._known[key] = find(given, count)
+        return self._known[key]
+
+    def _peak(self, given: Conditions, count: float) -> Peak:
+        raise NotImplementedError
+
+    def _checkpoints(self, given: Conditions, count: float) -> float:
+        raise NotImplementedError
+
+    def _work(self, given: Conditions, count: float) -> Work:
+        raise NotImplementedError
+
+    def _model_elements(self, given: Conditions, count: float) -> float:
+        raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TracedLoss:
+class TracedLoss(Demand):
     """A loss and its gradient, traced."""
 
-    trace: Trace
-    unit: str = "example"
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._simulations: dict[str, Simulation] = {}
+        if trace.remat is None:
+            super().__init__("example", "the traced loss", None)
+            return
+        remat, names = trace.remat.recompute, ", ".join(trace.remat.keep)
+        kept = f", keeping {names}" if names else ""
+        super().__init__("example", f"the traced loss, remat={remat!r}{kept}", remat)
 
-    @property
-    def remat(self) -> Remat | None:
-        """What is computed again."""
-        return None if self.trace.remat is None else self.trace.remat.recompute
-
-    @property
-    def source(self) -> str:
-        """Where activations are known from."""
-        if self.trace.remat is None:
-            return "the traced loss"
-        kept = f", keeping {', '.join(self.trace.remat.keep)}" if self.trace.remat.keep else ""
-        return f"the traced loss, remat={self.remat!r}{kept}"
-
-    @cached_property
-    def _simulations(self) -> dict[str, Simulation]:
-        return {}
-
-    def simulation(self, given: Conditions) -> Simulation:
-        """Return the simulation for a kind of backend."""
+    def _simulation(self, given: Conditions) -> Simulation:
         platform = given.hardware.platform
         if platform not in self._simulations:
             self._simulations[platform] = Simulation(self.trace.operations, platform)
         return self._simulations[platform]
 
-    def peak(self, given: Conditions, count: float) -> Peak:
-        """Run the clock over the gradient."""
+    def _peak(self, given: Conditions, count: float) -> Peak:
         return peak_of(
-            self.simulation(given),
+            self._simulation(given),
             given.leaves,
             count,
             frees=given.frees,
@@ -125,15 +148,13 @@ class TracedLoss:
             sharing=given.sharing,
         )
 
-    def checkpoints(self, given: Conditions, count: float) -> float:
-        """Count the layer inputs that loops stack for their backward pass."""
-        return self.simulation(given).checkpoint_bytes(given.leaves, count, given.sharing)
+    def _checkpoints(self, given: Conditions, count: float) -> float:
+        return self._simulation(given).checkpoint_bytes(given.leaves, count, given.sharing)
 
-    def work(self, given: Conditions, count: float) -> Work:
-        """Add up the operations."""
+    def _work(self, given: Conditions, count: float) -> Work:
         one = given.hardware
         return work_of(
-            self.simulation(given),
+            self._simulation(given),
             given.leaves,
             count,
             flops=one.flops,
@@ -142,52 +163,9 @@ class TracedLoss:
             model_axis=given.sharing.model_axis,
         )
 
-    def model_elements(self, given: Conditions, count: float) -> float:
+    def _model_elements(self, given: Conditions, count: float) -> float:
         """Take what layers hand on for the b*s*h of the paper's 12 b*s*h a layer (section 8).
 
         It is known of layers that are scanned, and 0 for others.
         """
         return 12 * self.trace.operations.carried_elements(count)
-
-
-class Remembered:
-    """A demand that is asked the same again and again, as a search does.
-
-    Products and traffic depend on a stage only by the padding of what it gathers, the peak not at
-    all on what the optimizer does.
-    """
-
-    def __init__(self, demand: Demand) -> None:
-        self.demand = demand
-        self.unit, self.source = demand.unit, demand.source
-        self.remat: Remat | None = demand.remat
-        self._known: dict[tuple[object, ...], Any] = {}
-
-    def peak(self, given: Conditions, count: float) -> Peak:
-        """Find the peak, once for what it depends on."""
-        key = ("peak", given.leaves, given.frees, given.accumulate, *self._key(given, count))
-        return self._recall(key, lambda: self.demand.peak(given, count))
-
-    def checkpoints(self, given: Conditions, count: float) -> float:
-        """Count checkpoints, once."""
-        key = ("checkpoints", *self._key(given, count))
-        return self._recall(key, lambda: self.demand.checkpoints(given, count))
-
-    def work(self, given: Conditions, count: float) -> Work:
-        """Count products and traffic, once."""
-        weights = sum(leaf.gathered for leaf in given.leaves)
-        key = ("work", weights, *self._key(given, count))
-        return self._recall(key, lambda: self.demand.work(given, count))
-
-    def model_elements(self, given: Conditions, count: float) -> float:
-        """Count what model parallelism moves, once."""
-        key = ("model", *self._key(given, count))
-        return self._recall(key, lambda: self.demand.model_elements(given, count))
-
-    def _key(self, given: Conditions, count: float) -> tuple[object, ...]:
-        return given.sharing, count
-
-    def _recall(self, key: tuple[object, ...], find: Callable[[], Any]) -> Any:
-        if key not in self._known:
-            self._known[key] = find()
-        return self._known[key]

@@ -144,11 +144,19 @@ class Plan:
     @property
     def title(self) -> str:
         """What is planned, in one line."""
-        parts = [f"ZeRO stage {self.stage}, {self.num_params:,} parameters"]
-        parts.append(f"{self.num_devices:,} x {self.hardware.name}")
-        copies = self.num_devices // (self.num_shards * self.model_axis)
-        shards = f"N = {self.num_shards:,}"
-        parts.append(shards + (f" in each of {copies:,} groups" if copies > 1 else ""))
+        what = f"ZeRO stage {self.stage}, {self.num_params:,} parameters"
+        return f"{what}, {self.num_devices:,} x {self.hardware.name}, {self.ways}"
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of shards that hold the same."""
+        return self.num_devices // (self.num_shards * self.model_axis)
+
+    @property
+    def ways(self) -> str:
+        """How devices are shared out and the step is computed, in words."""
+        groups = f" in each of {self.num_groups:,} groups" if self.num_groups > 1 else ""
+        parts = [f"N = {self.num_shards:,}{groups}"]
         if self.model_axis > 1:
             parts.append(f"model axis {self.model_axis}")
         if self.accumulate > 1:
@@ -156,14 +164,9 @@ class Plan:
         if self.partitions_activations:
             parts.append("checkpoints partitioned")
         if self.offload:
-            parts.append(self.on_host)
+            words = {"activation": "activations", "optimizer": "optimizer"}
+            parts.append(f"{' and '.join(words[kind] for kind in self.offload)} on the host")
         return ", ".join(parts)
-
-    @property
-    def on_host(self) -> str:
-        """What the host keeps, in words."""
-        words = {"activation": "activations", "optimizer": "optimizer"}
-        return f"{' and '.join(words[kind] for kind in self.offload)} on the host"
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Rejected, gigabytes
 from zerojax.planner._counts import as_amount, as_count
-from zerojax.planner._demand import Demand, Remembered, TracedLoss
+from zerojax.planner._demand import Demand, TracedLoss
 from zerojax.planner._described import Unknown
 from zerojax.planner._devices import (
     ALONE,
@@ -238,7 +238,7 @@ class _Sources:
         remat = remat_of(recipe)
         key = None if remat is None else (remat.recompute, remat.keep)
         if key not in self._demands:
-            self._demands[key] = Remembered(self._demand(recipe)[0])
+            self._demands[key] = self._demand(recipe)[0]
         return self._demands[key], self.total / devices.num_batch_parts
 
     def takes(self, model_axis: int) -> bool:

@@ -9,7 +9,6 @@ import optax
 
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
-from zerojax.planner._demand import Remembered
 from zerojax.planner._devices import ALONE, Placement, place, share_out
 from zerojax.planner._estimate import estimate
 from zerojax.planner._policies import check_recipe, where_meant
@@ -50,8 +49,7 @@ def sweep(
     placement = placement or Placement()
     model, recipe = read_model(params, tx, recipe, workload)
     check_recipe(recipe, placement.model_axis)
-    found_demand, count = find_demand(model, ALONE, dataclasses.replace(recipe, accumulate=1))
-    demand = Remembered(found_demand)
+    demand, count = find_demand(model, ALONE, dataclasses.replace(recipe, accumulate=1))
     networks = [find_hardware(one) for one in hardware]
     found: list[dict[int, list[Plan]]] = [{stage: [] for stage in stages} for _ in networks]
     for number in num_devices:

@@ -12,12 +12,13 @@ from zerojax.planner.formulas._states import (
     ring_share,
     step_volume,
 )
-from zerojax.planner.formulas._transformer import Transformer
+from zerojax.planner.formulas._transformer import ActivationBytes, Transformer
 from zerojax.planner.formulas._volume import Theory, theory_of
 
 __all__ = [
     "CONFIGURATIONS",
     "PAPER_USABLE",
+    "ActivationBytes",
     "Configuration",
     "Theory",
     "Transformer",

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from zerojax.planner._counts import as_amount, as_count, as_share
+from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner.formulas._configurations import Configuration, find_configuration
 from zerojax.planner.formulas._states import ADAM_BYTES, model_state_bytes
 from zerojax.planner.formulas._transformer import FAMILY, Transformer
@@ -37,12 +37,12 @@ def max_params(
     optimizer_bytes_per_param: float = ADAM_BYTES,
     param_bytes: float = 2,
     grad_bytes: float = 2,
-    usable: float = 1.0,
 ) -> int:
     """Return the most parameters whose model states fit, activations left out.
 
     Memory over the bytes that a parameter takes on a device, times the model axis. Source: arXiv
-    1910.02054, table 2, its theoretical half (32 GB, N = 64).
+    1910.02054, table 2, its theoretical half (32 GB, N = 64); its runs reached `PAPER_USABLE` of
+    the memory.
 
     Args:
         memory: bytes of one device, or hardware, or its name.
@@ -52,12 +52,11 @@ def max_params(
         optimizer_bytes_per_param: K.
         param_bytes: bytes of a parameter that the loss reads.
         grad_bytes: bytes of a gradient.
-        usable: the share of memory that states may take; the paper's runs reached PAPER_USABLE.
 
     Raises:
         ValueError: a count is not whole and positive, or not one parameter fits.
     """
-    limit = memory_bytes(memory) * as_share("usable", usable)
+    limit = memory_bytes(memory)
     each = model_state_bytes(
         1,
         stage=stage,
@@ -67,7 +66,7 @@ def max_params(
         grad_bytes=grad_bytes,
     ) / as_count("model_axis", model_axis)
     if limit < each:
-        raise ValueError(f"{limit:g} usable bytes hold no parameter; one takes {each:g}")
+        raise ValueError(f"{limit:g} bytes hold no parameter; one takes {each:g}")
     return int(limit / each)
 
 

@@ -23,12 +23,10 @@ class Trace:
     """The gradient of a loss as operations on shapes.
 
     Attributes:
-        loss_fn: the user's function.
         params: shapes of the parameters in the dtype that the loss reads.
         batch: shapes of a batch.
         num_examples: the leading dim of the batch.
-        remat: what is computed again; None is as the model has it.
-        has_aux: whether the loss returns more than a scalar.
+        loss_fn, remat, has_aux: as for `trace_loss`.
     """
 
     loss_fn: LossFn
