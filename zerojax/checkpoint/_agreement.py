@@ -32,13 +32,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def agree_whole(root: Path, wrong: Iterable[str], error: Exception | None = None) -> None:
-    """Raise on every process what any has found damaged.
-
-    Args:
-        root: the checkpoint's folder.
-        wrong: damages that this process has found.
-        error: what reading has led to in this process; raised where no damage explains it.
-    """
+    """Raise on every process what any has found `wrong`; `error` where no damage explains it."""
     told = gather_texts("\n".join(wrong)[:MOST_TOLD])
     damages = [line for text in told for line in text.splitlines()]
     failures = gather_texts("" if error is None else f"a process can't read it ({error})")

@@ -61,11 +61,7 @@ def verify(
     """Read all of a checkpoint and hold it against its manifest.
 
     Every file must be what was written, and every leaf readable, of its shape and dtype. Needs no
-    accelerator and no code of the model.
-
-    Args:
-        directory: the checkpoint's folder.
-        on_leaf: called with the path of each leaf that was read.
+    accelerator and no code of the model. `on_leaf` is called with the path of each leaf read.
 
     Raises:
         FileNotFoundError: there is no whole checkpoint in the directory.

@@ -17,8 +17,8 @@ import optax
 
 from zerojax._types import PyTree
 from zerojax.checkpoint._agreement import gather_texts
-from zerojax.checkpoint._digests import DamagedCheckpointError
-from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, read_whole
+from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_sizes
+from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from zerojax.checkpoint._orbax import barrier, require_orbax
 from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._restore import restore
@@ -128,8 +128,9 @@ class Checkpoints:
         """
         self.wait()
         passed_over: dict[Path, str] = {}
-        for step in reversed(_steps_agreed(self.directory)):
-            path = self.directory / step
+        names = " ".join(path.name for path in _folders(self.directory).values())
+        for name in reversed(gather_texts(names)[0].split()):  # as the first process sees them
+            path = self.directory / name
             try:
                 state = restore(path, layout, like, tx=self._tx, cast=cast)
                 manifest = read_manifest(path)
@@ -218,7 +219,9 @@ def find_checkpoints(
     found = {}
     for step, path in _folders(local_path(directory)).items():
         try:
-            read_whole(path)
+            wrong = wrong_sizes(path, read_manifest(path).files)
+            if wrong:
+                raise DamagedCheckpointError(path, wrong.values())
             found[step] = path
         except FileNotFoundError:
             passed_over(path, _cut_short(path))
@@ -229,11 +232,6 @@ def find_checkpoints(
 
 def _cut_short(path: Path) -> str:
     return f"{path} is a save that was cut short: it has no {MANIFEST}"
-
-
-def _steps_agreed(root: Path) -> list[str]:
-    """List the folders of steps, in order, as the first process sees them."""
-    return gather_texts(" ".join(path.name for path in _folders(root).values()))[0].split()
 
 
 def _folders(root: Path) -> dict[int, Path]:

@@ -18,20 +18,9 @@ import optax
 
 from zerojax._tree import num_elements, path_ends
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import (
-    DamagedCheckpointError,
-    FileDigest,
-    digest_text,
-    wrong_sizes,
-)
-from zerojax.checkpoint._leaves import (
-    MASTERS,
-    PARAMS,
-    SavedLeaf,
-    named_leaves,
-    named_tuples,
-    saved_leaves,
-)
+from zerojax.checkpoint._digests import DamagedCheckpointError, FileDigest, digest_text
+from zerojax.checkpoint._leaves import SavedLeaf, named_leaves, named_tuples, saved_leaves
+from zerojax.checkpoint._logical import COPIES, PARAMS
 from zerojax.checkpoint._paths import local_path, sync_folder, write_synced
 from zerojax.layout import Layout
 
@@ -106,9 +95,9 @@ def make_manifest(
         axis=layout.axis,
         mesh=dict(layout.mesh.shape),
         precision={
-            part.rstrip("/"): "+".join(dtypes)
-            for part in (PARAMS, MASTERS)
-            if (dtypes := sorted({x.dtype for p, x in leaves.items() if p.startswith(part)}))
+            part: "+".join(dtypes)
+            for part in COPIES
+            if (dtypes := sorted({x.dtype for p, x in leaves.items() if p.startswith(f"{part}/")}))
         },
         optimizer=named_tuples(state),
         leaves=leaves,
@@ -189,20 +178,6 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     }
     files = {name: FileDigest(**file) for name, file in found["files"].items()}
     return Manifest(**{**found, "axis": tuple(found["axis"]), "leaves": leaves, "files": files})
-
-
-def read_whole(directory: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of a checkpoint whose files are all there, each of its size.
-
-    Raises:
-        DamagedCheckpointError: a file is missing or of another size; and what `read_manifest` does.
-    """
-    root = local_path(directory)
-    manifest = read_manifest(root)
-    wrong = wrong_sizes(root, manifest.files)
-    if wrong:
-        raise DamagedCheckpointError(root, wrong.values())
-    return manifest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from zerojax._extras import extra
+from zerojax._tree import num_bytes
 
 #: Bytes of a chunk: the least that is read of a leaf, the most beyond what a device needs.
 CHUNK_BYTES = 16 << 20
@@ -79,7 +80,10 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     import orbax.checkpoint as ocp
     from etils import epath  # orbax's paths
 
-    held = sum(_shard_bytes(x) * len(x.sharding.addressable_devices) for x in wanted.values())
+    held = sum(
+        num_bytes(x.sharding.shard_shape(x.shape), x.dtype) * len(x.sharding.addressable_devices)
+        for x in wanted.values()
+    )
     max_bytes = 1 + max(_largest_read(directory, wanted), held // READ_PARTS, READ_BYTES)
     devices = max((len(x.sharding.addressable_devices) for x in wanted.values()), default=1)
     names, size = list(wanted), max(1, MOST_READS // max(1, devices))
@@ -96,10 +100,6 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
         with contextlib.closing(_make_handler(max_bytes)) as handler:
             found |= handler.restore(epath.Path(directory), args=args)
     return found
-
-
-def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def _largest_read(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> int:

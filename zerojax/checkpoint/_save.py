@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -147,7 +146,11 @@ def start_save(
     step = None if step is None else check_step(step)
     manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
     leaves = named_leaves(state)
-    arrays = {path: _integers(x) for path, x in leaves.items() if manifest.leaves[path].is_stored}
+    arrays = {
+        path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
+        for path, x in leaves.items()
+        if manifest.leaves[path].is_stored
+    }
     if jax.process_index() == 0:
         root.mkdir(parents=True, exist_ok=True)
         _clear(root)
@@ -187,11 +190,6 @@ def _clear(root: Path) -> None:
 def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _integers(x: jax.Array) -> jax.Array:
-    """Return the integers of typed PRNG keys; other arrays as they are."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def save(
