@@ -189,7 +189,8 @@ class Plan:
                 )
         if "optimizer" in self.offload:
             found.append(
-                "the update waits for its traffic with the host, whose computing is not counted"
+                "the update waits for its traffic with the host; what the host computes is not "
+                "counted"
             )
         return tuple(found)
 

@@ -94,7 +94,7 @@ def read_model(
         implied = load.transformer is None
         if implied:
             load = dataclasses.replace(load, transformer=Transformer.of(count))
-        return Model(shape, tx, load, implied), recipe or Recipe(precision="bf16")
+        return Model(shape, tx, load, implied), as_recipe(recipe or Recipe(precision="bf16"))
     if not jax.tree.leaves(params):
         raise ValueError("params hold no leaves; give a pytree of arrays or shapes, or a number")
     return Model(params, tx, load), as_recipe(recipe)

@@ -63,6 +63,10 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[S
 
     `zerojax.make_mesh` and `jax.experimental.mesh_utils.create_device_mesh` do nearly the same.
 
+    Example: on 4 x 4 x 4 chips, {"data": 16, "model": 4} takes whole dims: data x and y, model z.
+    On 4 x 4 chips, {"data": 8, "model": 2} takes parts: model pairs of neighbours along x, data
+    every second chip along x, and y.
+
     Args:
         shape: chips along each dim, and devices of a chip.
         axes: sizes of mesh axes, major first, whose product is that of `shape`.

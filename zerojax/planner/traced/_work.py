@@ -15,6 +15,9 @@ from zerojax.planner.traced._simulation import Simulation
 class Work:
     """What the operations of a program do.
 
+    Example: 6 FLOPs and 4 bytes at 2 FLOP/s and 1 byte/s are 3 s of products and 4 s of traffic,
+    which takes 4 s.
+
     Attributes:
         flops: of products.
         hbm_bytes: what they read and write of a device's memory.
