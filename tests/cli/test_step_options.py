@@ -67,7 +67,10 @@ BOTH = [
     ("--offload activations --remat none", "leave one of them out"),
     ("--loss-chunk 0", "--loss-chunk"),
 ]
-COMPILED = [("--config C4 --all-stages", "leave --all-stages out")]
+COMPILED = [
+    ("--config C4 --all-stages", "leave them out, or --all-stages"),
+    ("--stage 2 --all-stages", "leave them out, or --all-stages"),
+]
 PLANNED = [
     ("--config C4 --stage 3", "--config C4 is stage 2, and --stage 3 another"),
     ("--config C6", "give one of C1, C2, C3, C4, C5"),

@@ -35,12 +35,9 @@ class CompileOptions(BuiltStepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.all_stages and self.config is not None:
-            raise ValueError(f"--config {self.config} is of one stage: leave --all-stages out")
-        if self.reduce == "once" and 3 in self.stages:
+        if self.all_stages and {"config", "stage"} & self.given:
             raise ValueError(
-                "--reduce once needs a whole gradient on each device, and stage 3 never holds one; "
-                "leave it out, or give --stage 1 or 2"
+                "--config and --stage are of one stage: leave them out, or --all-stages"
             )
 
     @property

@@ -107,7 +107,8 @@ class BuiltStepOptions(StepOptions):
         """Return the policy of the train step; None where the model does the same by itself."""
         if self.remat == "none":
             return None
-        policy = RematPolicy() if self.configuration is None else self.configuration.remat("model")
+        asked = self.configuration
+        policy = RematPolicy() if asked is None else asked.remat(MODEL_AXIS)
         policy = dataclasses.replace(
             policy,
             # A residual stream that is cut along the tokens is what a layer's input is.
@@ -152,11 +153,6 @@ def gpt_shapes(config: gpt.Config) -> PyTree:
 
 
 def gpt_layout(config: gpt.Config, mesh: Mesh, stage: int) -> Layout:
-    """Place a GPT: ZeRO partitions over all axes of the mesh but that of model parallelism."""
-    return make_layout(
-        gpt_shapes(config),
-        mesh,
-        stage=stage,
-        axis=[name for name in mesh.axis_names if name != MODEL_AXIS],
-        specs=None if config.model_axis is None else gpt.specs(config),
-    )
+    """Place a GPT: ZeRO partitions over the axis of data, beside that of model parallelism."""
+    specs = None if config.model_axis is None else gpt.specs(config)
+    return make_layout(gpt_shapes(config), mesh, stage=stage, specs=specs)
