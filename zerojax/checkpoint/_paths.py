@@ -13,8 +13,7 @@ from urllib.parse import unquote, urlsplit
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return a path of the local or a mounted file system, with `~` expanded.
 
-    A checkpoint is renamed into place, flushed to disk and read in parts at any offset, which
-    object stores do not do.
+    A checkpoint is flushed to disk and renamed into place, which object stores do not do.
 
     Raises:
         ValueError: the path is a URL such as "gs://bucket/run"; also as `pathlib` writes it,
