@@ -57,6 +57,12 @@ def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
     name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
     the optimizer's. Other arguments are the batch, apart from what stands beside states.
+
+        0/params/up        bf16[64,128]    parameter
+        0/masters/up       f32[64,128]     master
+        0/opt_state/0/mu/up  f32[64,128]   optimizer, of parameter "up"
+        0/step             s32[]           other
+        1                  f32[32,64]      batch
     """
     leaves = program.inputs
     kinds: list[HeldKind | None] = [None] * len(leaves)
@@ -102,15 +108,20 @@ def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[int]:
 
 
 def _is_tree(leaves: Sequence[Argument], layout: Layout) -> bool:
-    prefix: str | None = None
-    for leaf, own in zip(leaves, layout.leaves, strict=True):
-        if leaf.shape not in (own.shape, own.stored_shape):
-            return False
-        before = _prefix(leaf.path, own.path)
-        if before is None or before != (prefix if prefix is not None else before):
-            return False
-        prefix = before
-    return True
+    wanted = [(own.path, (own.shape, own.stored_shape)) for own in layout.leaves]
+    return _common_prefix(wanted, leaves) is not None
+
+
+def _common_prefix(
+    wanted: Sequence[tuple[str, tuple[Shape, ...]]], leaves: Sequence[Argument]
+) -> str | None:
+    """Return what stands before some paths in those of leaves; None where they or shapes differ."""
+    prefixes: set[str | None] = set()
+    for (path, shapes), leaf in zip(wanted, leaves, strict=True):
+        prefixes.add(_prefix(leaf.path, path) if leaf.shape in shapes else None)
+        if None in prefixes or len(prefixes) > 1:
+            return None
+    return prefixes.pop() if prefixes else None
 
 
 def _prefix(path: str, of: str) -> str | None:
@@ -248,7 +259,8 @@ def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]
     """Pair every state argument with the result that takes its place in the next step.
 
     An argument's states are found among the results by their relative paths and shapes; the
-    outermost tree is preferred, then one of the same dtypes, then one at the same position.
+    outermost tree is preferred, then one of the same dtypes, then one at the same position. So
+    `step(params, state, x) -> (params, state)` pairs `0/up` with `0/up`, not with `1/0/mu/up`.
     """
     groups: dict[str, list[Held]] = {}
     for one in held:
@@ -258,11 +270,14 @@ def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]
     for name, group in groups.items():
         if not any(one.kind in STATES for one in group):
             continue
-        relative = [(_below(one.argument.path, name), one.argument.shape) for one in group]
+        wanted = [
+            (one.argument.path.removeprefix(name).removeprefix("/") or ".", (one.argument.shape,))
+            for one in group
+        ]
         best: tuple[tuple[int, bool, bool], int] | None = None
         for start in range(len(program.outputs) - len(group) + 1):
             run = program.outputs[start : start + len(group)]
-            prefix = _run_prefix(relative, run)
+            prefix = _common_prefix(wanted, run)
             if prefix is None or any(start + i in taken for i in range(len(group))):
                 continue
             same = all(a.argument.dtype == b.dtype for a, b in zip(group, run, strict=True))
@@ -275,20 +290,3 @@ def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]
             run = program.outputs[best[1] : best[1] + len(group)]
             found += list(zip(group, run, strict=True))
     return found
-
-
-def _below(path: str, name: str) -> str:
-    return path.removeprefix(name).removeprefix("/")
-
-
-def _run_prefix(relative: Sequence[tuple[str, Shape]], run: Sequence[Argument]) -> str | None:
-    """Return what stands before the given relative paths in those of results, or None."""
-    prefix: str | None = None
-    for (path, shape), leaf in zip(relative, run, strict=True):
-        if leaf.shape != shape:
-            return None
-        before = leaf.path if not path else _prefix(leaf.path, path)
-        if before is None or (prefix is not None and before != prefix):
-            return None
-        prefix = before
-    return prefix

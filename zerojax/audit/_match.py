@@ -41,7 +41,11 @@ class Match:
 
 
 class Matcher:
-    """Finds the leaves that a tensor may be; dims may be permuted, split or merged."""
+    """Finds the leaves that a tensor may be; dims may be permuted, split or merged.
+
+    Of a stack [6, 1024, 4096] of layers, [6, 1024, 4096] is the "leaf", [4096, 1024] and [1, 1024,
+    4096] are a "layer", and [1024, 2048] is a "half" of one.
+    """
 
     def __init__(self, layout: Layout, others: Iterable[Shape] = ()) -> None:
         self._layout = layout

@@ -17,21 +17,6 @@ from zerojax._types import Shape
 from zerojax.audit._fragmentation import LIVE
 from zerojax.hlo import most_alive
 
-#: What `memory_analysis` is asked for; a backend that lacks one gives 0.
-STATISTICS = (
-    "argument_size_in_bytes",
-    "output_size_in_bytes",
-    "alias_size_in_bytes",
-    "temp_size_in_bytes",
-    "peak_memory_in_bytes",
-    "generated_code_size_in_bytes",
-    "host_argument_size_in_bytes",
-    "host_output_size_in_bytes",
-    "host_alias_size_in_bytes",
-    "host_temp_size_in_bytes",
-    "host_generated_code_size_in_bytes",
-)
-
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
 FORMAT = 1
@@ -276,7 +261,8 @@ def _statistics(compiled: jax.stages.Compiled) -> dict[str, int]:
     found = compiled.memory_analysis()
     if found is None:
         return {}
-    statistics = {name: int(getattr(found, name, 0)) for name in STATISTICS}
+    names = [name for name in dir(found) if name.endswith("_in_bytes")]
+    statistics = {name: int(getattr(found, name)) for name in names}
     # A CPU hands over a plan without a heap, and a compiler for absent devices none.
     live = most_alive(getattr(found, "serialized_buffer_assignment_proto", b""))
     return statistics if live is None else statistics | {LIVE: live}

@@ -53,7 +53,7 @@ class Move:
     @property
     def trips(self) -> tuple[int | None, ...]:
         """Return the lengths of the loops around it, outermost first."""
-        return tuple(loop.trip_count for loop in self.record.loops)
+        return self.record.trips
 
     @property
     def is_partial(self) -> bool:
@@ -96,7 +96,7 @@ def moves_of(
                 axes=along,
                 is_ours=bool(ours.intersection(along)),
                 role=role,
-                match=matcher.match(record.shape, [loop.trip_count for loop in record.loops]),
+                match=matcher.match(record.shape, record.trips),
                 judged=record.moved_elements * scale,
             )
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.hlo._groups import Groups
-from zerojax.hlo._loops import Loop
+from zerojax.hlo._loops import Loop, total_trips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Collective:
     @property
     def trip_count(self) -> int | None:
         """Return how often a step runs it; None where a loop around it has an unknown count."""
-        return None if None in self.trips else math.prod(count or 0 for count in self.trips)
+        return total_trips(self.loops)
 
     @property
     def moved_elements(self) -> float:

@@ -7,11 +7,11 @@ written into, a tensor that the host's memory holds. The memory stands in the la
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zerojax.hlo._loops import total_trips
 from zerojax.hlo._module import Instruction, Module, parse_shapes
 from zerojax.hlo._spellings import SPELLINGS, having
 from zerojax.hlo._values import Frame
@@ -58,14 +58,12 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
             continue
         down, up, is_computed = _moved(line, site.frame)
         if down or up:
-            counts = [loop.trip_count for loop in site.loops]
-            trips = None if None in counts else math.prod(count or 0 for count in counts)
             yield HostMove(
                 name=line.name,
                 op_name=line.op_name,
                 to_host=down,
                 from_host=up,
-                trips=trips,
+                trips=total_trips(site.loops),
                 is_computed=is_computed,
             )
 

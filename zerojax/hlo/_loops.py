@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerojax.hlo._module import Instruction, Module
@@ -21,6 +22,12 @@ class Loop:
     body: str
     op_name: str
     trip_count: int | None
+
+
+def total_trips(loops: Iterable[Loop]) -> int | None:
+    """Return how often loops within each other run; None where one of them is unknown."""
+    counts = [loop.trip_count for loop in loops]
+    return None if None in counts else math.prod(count or 0 for count in counts)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence, some
 from zerojax.audit._problems import Problem
+from zerojax.audit._program import Argument
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
@@ -19,6 +20,22 @@ _PLACE = {
     "state with sharded(tx, layout).init or step.init",
     "gradient": "place persisting gradients as layout.opt_state(tx) says",
 }
+
+
+#: What may differ from one step to the next: its name, the field of an argument, what to do.
+_DIFFERENCES = (
+    (
+        "sharding",
+        "placement",
+        "give jit the same tree as out_shardings that it has as in_shardings",
+    ),
+    ("dtype", "dtype", "cast the new state to the old one's dtype before it is returned"),
+    (
+        "weak type",
+        "weak_type",
+        "start from an array with a dtype (jnp.zeros((), jnp.float32)), not a Python number",
+    ),
+)
 
 
 def check_recognised(evidence: Evidence) -> Iterator[Problem]:
@@ -105,31 +122,11 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
 
 def check_recompile(evidence: Evidence) -> Iterator[Problem]:
     """A state must come back as it went in, or the second step is compiled anew."""
-    differences: tuple[tuple[str, Callable[[Any], Any], Callable[[Any], str], str], ...] = (
-        (
-            "sharding",
-            lambda leaf: leaf.placement,
-            lambda leaf: leaf.whole_spec,
-            "give jit the same tree as out_shardings that it has as in_shardings",
-        ),
-        (
-            "dtype",
-            lambda leaf: leaf.dtype,
-            lambda leaf: leaf.dtype,
-            "cast the new state to the old one's dtype before it is returned",
-        ),
-        (
-            "weak type",
-            lambda leaf: leaf.weak_type,
-            lambda leaf: f"weak {leaf.dtype}" if leaf.weak_type else leaf.dtype,
-            "start from an array with a dtype (jnp.zeros((), jnp.float32)), not a Python number",
-        ),
-    )
-    for name, value, text, remedy in differences:
+    for name, field, remedy in _DIFFERENCES:
         found = [
             (one, leaf)
             for one, leaf in evidence.pairs
-            if one.argument.placement >= 0 and value(one.argument) != value(leaf)
+            if one.argument.placement >= 0 and getattr(one.argument, field) != getattr(leaf, field)
         ]
         if not found:
             continue
@@ -138,11 +135,18 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
         yield Problem(
             kind="recompile",
             where=f"{', '.join(kinds)}: {_where([one for one, _ in found])}",
-            expected=f"the {name} that the argument has: {text(first.argument)}",
-            seen=f"the step returns another {name}: {text(result)}; the second step would be "
-            "compiled anew, or refused",
+            expected=f"the {name} that the argument has: {_shown(name, first.argument)}",
+            seen=f"the step returns another {name}: {_shown(name, result)}; the second step would "
+            "be compiled anew, or refused",
             remedy=remedy,
         )
+
+
+def _shown(difference: str, leaf: Argument) -> str:
+    if difference == "sharding":
+        return leaf.spec
+    is_weak = difference == "weak type" and leaf.weak_type
+    return f"weak {leaf.dtype}" if is_weak else leaf.dtype
 
 
 def note_placement(evidence: Evidence) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._problems import Problem
-from zerojax.audit.checks import _dtype, _gather, _host, _state, _traffic
+from zerojax.audit.checks import _dtype, _gather, _host, _state, _traffic, _volume
 
 #: Every kind of problem and the function that looks for it.
 CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
@@ -15,7 +15,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "donation": _state.check_donation,
     "unread": _traffic.check_unread,
     "reduce-scatter": _traffic.check_scatter,
-    "volume": _traffic.check_volume,
+    "volume": _volume.check_volume,
     "activation": _traffic.check_activation,
     "shuffle": _traffic.check_shuffle,
     "dtype": _dtype.check_dtype,
@@ -31,9 +31,9 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _state.note_copies,
     _state.note_dropped,
     _traffic.note_traffic,
-    _traffic.note_recipe,
-    _traffic.note_excess,
-    _traffic.note_padding,
+    _volume.note_recipe,
+    _volume.note_excess,
+    _volume.note_padding,
     _dtype.note_dtypes,
     _gather.note_stacks,
     _gather.note_microbatches,

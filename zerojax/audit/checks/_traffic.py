@@ -1,48 +1,17 @@
-"""Checks of what moves: how much, in which dtype, and whether ZeRO needs it."""
+"""Checks of what moves, and whether ZeRO needs it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
 
-from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
+from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move
 from zerojax.audit._problems import Problem
-from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
-from zerojax.planner import theory_of
+from zerojax.audit._traffic import judged_elements, moved_elements
+from zerojax.audit.checks._volume import STAGED, TOLERANCE, tolerance
 
-#: Volume over theory that is still as good: for partitions gathered at once, and in stages, whose
-#: last step some backends write as an all-reduce.
-TOLERANCE = {"at once": (1.05, 1.10), "in stages": (1.20, 1.25)}
-
-#: How much padding may add to the volume of theory.
-PADDED = 0.15
-
-#: The part of theory from which on a volume may be that of so many microbatches.
-LEAST = 0.75
-
-#: The same for permutes, which libtpu adds to a scatter between slices to pad it.
+#: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
 SHUFFLED = 0.02
-
-_STAGE = (
-    'let the partition lie along one mesh axis per torus dim (axis=("x", "y", "z")), so that '
-    "gathers and reductions run in stages that the compiler writes as such"
-)
-
-
-def tolerance(evidence: Evidence) -> float:
-    """Return the largest volume over theory that passes."""
-    ours = set(evidence.layout.axis)
-    staged = any(
-        move.role in ("gather", "scatter", "sliced")
-        and move.match is not None
-        and set(move.axes) <= ours
-        and (move.is_partial or set(move.axes) != ours)
-        for move in evidence.large
-    )
-    kind = "in stages" if staged else "at once"
-    return TOLERANCE[kind][evidence.layout.partitions("parameter")]
 
 
 def check_unread(evidence: Evidence) -> Iterator[Problem]:
@@ -95,81 +64,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
         f"{' x '.join(layout.axis)}, as stage {layout.stage} does",
         seen=f"the reduce-scatter is missing ({scattered:,.0f} elements); {whole + sliced:,.0f} "
         "elements per device are moved by all-reduces",
-        remedy=_STAGE if sliced > whole and evidence.program.platform == "tpu" else remedy,
-    )
-
-
-def check_volume(evidence: Evidence) -> Iterator[Problem]:
-    """A device must not move more than the stage's formula."""
-    if not evidence.is_step:
-        return
-    yield from _check_padding(evidence)
-    judged = judged_elements(evidence.large)
-    if not _is_too_much(evidence):
-        return
-    psi = evidence.layout.num_params
-    offenders = _offenders(evidence)[:3]
-    offenders = [entry for entry in offenders if entry[1] >= offenders[0][1] / 10]
-    share = f"{judged / evidence.theory.elements:.2f} times " if evidence.theory.elements else ""
-    what = "; ".join(
-        f"{describe_move(move)} moves {excess / psi:.3f} too much, {whose}"
-        for move, excess, whose in offenders
-    )
-    yield Problem(
-        kind="volume",
-        where=what or "all collectives along the axes of ZeRO",
-        expected=f"{evidence.theory.elements / psi:.3f} elements per parameter (stage "
-        f"{evidence.layout.stage}, {evidence.recipe.accumulate} microbatches)",
-        seen=f"volume above theory: {judged / psi:.3f}, {share}the formula",
-        remedy=_volume_remedy(evidence, [move for move, _, _ in offenders]),
-    )
-
-
-def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
-    """Return what to do about what moves too much, the worst first."""
-    sliced = [move for move in offenders if move.role == "sliced"]
-    if sliced and evidence.program.platform == "tpu":
-        if tolerance(evidence) in TOLERANCE["at once"]:
-            return _STAGE
-        indices = sliced[0].match.leaves if sliced[0].match is not None else ()
-        leaf = evidence.layout.leaves[indices[0]] if indices else None
-        if leaf is not None and leaf.dim is not None and leaf.dim > leaf.stacked:
-            unit, size = 16 * leaf.num_shards, leaf.shape[leaf.stacked]
-            return (
-                f"make the first dim of {leaf.path} a multiple of {unit} "
-                f"({math.ceil(size / unit) * unit:,} for {size:,}; of a vocabulary, by rows that "
-                "no token uses): the compiler reduces it whole where it is cut along a later dim, "
-                "and scatters rows"
-            )
-    return (
-        "see the collectives named here: what is gathered again, or reduced whole where a shard "
-        "would do, is moved too often (report.collectives lists all)"
-    )
-
-
-def _is_too_much(evidence: Evidence) -> bool:
-    """Return whether the volume is above what passes."""
-    allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
-    return judged_elements(evidence.large) > allowed
-
-
-def _check_padding(evidence: Evidence) -> Iterator[Problem]:
-    """What a compiler adds to fit its tiles is not the step's fault, but may cost too much."""
-    padded = [move for move in evidence.large if move.padding]
-    total = padding_elements(padded)
-    if total <= PADDED * evidence.theory.elements + evidence.floor:
-        return
-    largest = max(padded, key=lambda move: move.padding)
-    psi = evidence.layout.num_params
-    yield Problem(
-        kind="volume",
-        where=f"{describe_move(largest)}, {whose(evidence, largest)}",
-        expected=f"at most {PADDED:.0%} of theory ({evidence.theory.elements / psi:.3f}) for "
-        "padding",
-        seen=f"the compiler pads what it moves: {len(padded)} collective(s) move {total / psi:.3f} "
-        "elements per parameter for it",
-        remedy=f"make the partitioned dims multiples of {128 * evidence.layout.num_shards} (a "
-        "shard of 128 rows), or partition over fewer devices",
+        remedy=STAGED if sliced > whole and evidence.program.platform == "tpu" else remedy,
     )
 
 
@@ -231,108 +126,6 @@ def note_traffic(evidence: Evidence) -> Iterator[str]:
         )
     if tolerance(evidence) not in TOLERANCE["at once"]:
         yield f"gathers and reductions run in stages; up to {tolerance(evidence)} of theory passes"
-
-
-def note_excess(evidence: Evidence) -> Iterator[str]:
-    """Report which leaves move more than theory, where all together pass."""
-    least = SHARE * evidence.theory.elements
-    excess = [entry for entry in _offenders(evidence) if entry[1] >= least]
-    if not evidence.is_step or not excess or _is_too_much(evidence):
-        return
-    psi = evidence.layout.num_params
-    for move, elements, _ in excess[:3]:
-        known = move.match is not None and move.match.leaves
-        leaf = evidence.leaf_names(move.match.leaves) if move.match and known else "no leaf"
-        yield (
-            f"{leaf}: {elements / psi:.3f} elements per parameter more than theory, as in "
-            f"{name_move(move)}"
-        )
-
-
-def note_recipe(evidence: Evidence) -> Iterator[str]:
-    """Name the microbatches that the program's loops show, where the recipe has others."""
-    layout, recipe = evidence.layout, evidence.recipe
-    judged = judged_elements(evidence.large)
-    found = [move.trips for move in evidence.large if move.match is not None]
-    if not evidence.is_step or not found:
-        return
-    if _is_too_much(evidence):
-        for length in sorted({trips[0] or 1 for trips in found if trips} - {1}):
-            theory = theory_of(layout, replace(recipe, accumulate=length)).elements
-            if LEAST * theory <= judged <= tolerance(evidence) * theory:
-                yield (
-                    f"the volume is that of {length} microbatches, and collectives stand in a loop "
-                    f"of {length} turns: if it is so, audit with Recipe(accumulate={length})"
-                )
-        return
-    is_looped = evidence.theory.reductions == 1 or any(recipe.accumulate in x for x in found)
-    if not is_looped and judged < LEAST * evidence.theory.elements:
-        yield (
-            f"no collective stands in a loop of {recipe.accumulate} turns, and the volume is "
-            f"{judged / evidence.theory.elements:.2f} of theory's: was the step made with "
-            f"Recipe(accumulate={recipe.accumulate})?"
-        )
-
-
-def note_padding(evidence: Evidence) -> Iterator[str]:
-    """Report how much of what moves is padding."""
-    padded = [move for move in evidence.large if move.padding]
-    if not padded or not evidence.theory.elements:
-        return
-    share = padding_elements(padded) / evidence.theory.elements
-    scatters = [move for move in padded if move.role != "shuffle"]
-    largest = max(scatters, key=lambda move: move.padding)
-    assert largest.match is not None
-    permutes = len(padded) - len(scatters)
-    more = f", and {permutes} permute(s) put the rows in place" if permutes else ""
-    yield (
-        f"the compiler pads {len(scatters)} collective(s), such as "
-        f"{largest.record.dtype}{list(largest.record.shape)} for a tensor of "
-        f"{' x '.join(map(str, largest.match.key))}{more}: {share:.1%} of theory more, of which up "
-        f"to {PADDED:.0%} pass"
-    )
-
-
-def _offenders(evidence: Evidence) -> list[tuple[Move, float, str]]:
-    """List what moves too much, the worst first: a move, its excess in elements, whose it is."""
-    groups = _lookalikes(evidence)
-    seen: dict[tuple[Any, str], list[Move]] = {}
-    for move in evidence.large:
-        group: Any = (move.record.shape, move.record.op)
-        if move.match is not None and move.match.leaves and move.role != "shuffle":
-            group = groups[move.match.leaves[0]]
-        verb = "gather" if move.role == "gather" else "reduction"
-        seen.setdefault((group, verb), []).append(move)
-    theory: dict[tuple[Any, str], float] = {}
-    ring = (evidence.layout.num_shards - 1) / evidence.layout.num_shards
-    for index, leaf in enumerate(evidence.layout.leaves):
-        size = math.prod(evidence.layout.local_shape(leaf, leaf.stored_shape)) * ring
-        gathers = evidence.theory.gathers if leaf.dim is not None else 0
-        reductions = evidence.theory.reductions * (1 if leaf.dim is not None else 2)
-        for verb, count in (("gather", gathers), ("reduction", reductions)):
-            key = (groups[index], verb)
-            theory[key] = theory.get(key, 0.0) + count * size
-    found = [
-        (
-            max(moves, key=lambda move: move.judged),
-            judged_elements(moves) - theory.get(key, 0.0),
-            whose(evidence, max(moves, key=lambda move: move.judged)),
-        )
-        for key, moves in seen.items()
-    ]
-    return sorted((entry for entry in found if entry[1] > 0), key=lambda entry: -entry[1])
-
-
-def _lookalikes(evidence: Evidence) -> list[int]:
-    """Return every leaf the number of a group: leaves that some tensor may be of share one."""
-    groups = list(range(len(evidence.layout.leaves)))
-    matches = {move.match.alike for move in evidence.large if move.match is not None}
-    for leaves in matches:
-        ids = {groups[index] for index in leaves}
-        if len(ids) > 1:
-            lowest = min(ids)
-            groups = [lowest if number in ids else number for number in groups]
-    return groups
 
 
 def _local_elements(evidence: Evidence) -> float:
