@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from zerojax.planner.hardware import Hardware, find_hardware
 #: What the paper's own runs reached of the memory that its formulas fill: at stage 1, measured over
 #: theoretical size is 0.82 in all rows of table 2. The rest were buffers and fragments.
 PAPER_USABLE = 0.82
+#: More layers than any memory holds.
+_MANY_LAYERS = 2**40
 
 
 def memory_bytes(memory: float | str | Hardware) -> float:
@@ -178,15 +181,8 @@ def _family_ranges() -> list[tuple[Transformer, int, int | None]]:
 def _most_layers(member: Transformer, most: int | None, fits: Callable[[Transformer], bool]) -> int:
     """Find the most layers that fit, at most `most`; 0 where one does not fit."""
 
-    def ok(layers: int) -> bool:
-        return fits(dataclasses.replace(member, num_layers=layers))
+    def is_too_large(layers: int) -> bool:
+        return not fits(dataclasses.replace(member, num_layers=layers))
 
-    low, high = 0, 1  # low fits, or is 0
-    while (most is None or high <= most) and ok(high):
-        low, high = high, 2 * high
-    if most is not None:
-        high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if ok(middle) else (low, middle)
-    return low
+    counts = range(1, 1 + (_MANY_LAYERS if most is None else most))
+    return bisect.bisect_left(counts, True, key=is_too_large)
