@@ -117,3 +117,21 @@ def test_an_old_python_is_passed_over(tmp_path):
         (tmp_path / name).chmod(0o755)
     done = subprocess.run([ROOT / "scripts/train"], env={"PATH": str(tmp_path)}, check=False)
     assert done.returncode == 42, "the newer one is asked to make the environment"
+
+
+@pytest.mark.parametrize(("check", "aot"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_the_gate_runs_every_part_and_names_those_that_failed(tmp_path, check, aot):
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "scripts").mkdir()
+    for name, status in (("check", check), ("test", aot)):
+        script = tmp_path / "scripts" / name
+        script.write_text(f"#!/bin/sh\necho {name} $*\nexit {status}\n")
+        script.chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / ".ci/run"], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert done.returncode == (1 if check or aot else 0)
+    assert done.stdout.startswith("check")
+    assert "test --aot\n" in done.stdout
+    failed = ["failed: scripts/check"] * check + ["failed: scripts/test --aot"] * aot
+    assert done.stderr.splitlines() == failed
