@@ -66,7 +66,7 @@ class Evidence:
 
     @property
     def floor(self) -> int:
-        """The elements below which a tensor raises no problem."""
+        """Return the elements below which a tensor raises no problem."""
         return max(self.layout.min_size, 2)
 
     @property
@@ -76,17 +76,17 @@ class Evidence:
 
     @cached_property
     def ours(self) -> tuple[Move, ...]:
-        """The moves along the axes of ZeRO and of the batch."""
+        """Return the moves along the axes of ZeRO and of the batch."""
         return tuple(move for move in self.moves if move.is_ours)
 
     @cached_property
     def large(self) -> tuple[Move, ...]:
-        """Those of them that are worth judging one by one."""
+        """Return those of them that are large enough to be judged one by one."""
         return tuple(move for move in self.ours if move.record.elements >= self.floor)
 
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:
-        """Every state argument and the result that takes its place in the next step."""
+        """List every state argument with the result that takes its place in the next step."""
         return pairs(self.program, self.held)
 
     @cached_property

@@ -41,7 +41,7 @@ class Match:
 
 
 class Matcher:
-    """Finds the leaves that a tensor may be; dims may be permuted, split or merged.
+    """Find the leaves that a tensor may be; dims may be permuted, split or merged.
 
     Of a stack [6, 1024, 4096] of layers, [6, 1024, 4096] is the "leaf", [4096, 1024] and [1, 1024,
     4096] are a "layer", and [1024, 2048] is a "half" of one.
@@ -136,7 +136,7 @@ class Matcher:
 
 
 def key_of(shape: Shape) -> Key:
-    """Sort the dims above 1."""
+    """Return the dims above 1, sorted."""
     return tuple(sorted(size for size in shape if size > 1))
 
 

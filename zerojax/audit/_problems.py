@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Problem(str):
-    """One thing that is wrong; its text says all of it.
+    """Hold one thing that is wrong; its text has all of it.
 
     Attributes:
         kind: one of the names in `zerojax.audit.CHECKS`.

@@ -137,7 +137,7 @@ class Program:
 
 
 class _Placements:
-    """Numbers placements, so that equivalent ones have one number, and remembers the mesh."""
+    """Number placements, so that equivalent ones have one number, and hold the mesh."""
 
     def __init__(self) -> None:
         self.mesh: dict[str, int] = {}

@@ -133,7 +133,7 @@ def padding_elements(moves: Iterable[Move]) -> float:
 
 
 class _AxisFinder:
-    """Finds the mesh axes of replica groups.
+    """Find the mesh axes of replica groups.
 
     Groups count devices in the program's order, which need not be the layout's; on several TPU
     slices they count within a slice, and transfers between slices have no groups.

@@ -17,7 +17,7 @@ MOST_PLACES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Stand in a computation: `caller` is the instruction that runs it, within `parent`."""
+    """Hold a computation that runs: `caller` is the instruction that runs it, within `parent`."""
 
     computation: Computation
     caller: Instruction | None = None
@@ -133,7 +133,7 @@ class _Value:
 
 
 class _Walk:
-    """Follows a value through a module, past each place once."""
+    """Follow a value through a module, past each place once."""
 
     def __init__(self, module: Module) -> None:
         self._module = module

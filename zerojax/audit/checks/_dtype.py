@@ -15,7 +15,7 @@ from zerojax.hlo import is_widened
 
 
 def check_dtype(evidence: Evidence) -> Iterator[Problem]:
-    """What is gathered must be as narrow as what the loss computes with."""
+    """Check that what is gathered is as narrow as what the loss computes with."""
     found = []
     for move in evidence.large:
         narrow = _narrow_bits(evidence, move) if move.role == "gather" else None

@@ -18,7 +18,7 @@ HOISTED_SHARE = 0.01
 
 
 def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
-    """A layer's weights must be gathered in the loop over layers, not all of them before it."""
+    """Check that weights are gathered within the loop over layers, not all of them before."""
     if not evidence.layout.partitions("parameter"):
         return
     found = [move for move in _gathers(evidence) if _is_whole_stack(evidence, move)]
@@ -44,7 +44,7 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_kept(evidence: Evidence) -> Iterator[Problem]:
-    """A gathered weight must be given up after the forward pass and gathered again."""
+    """Check that gathered weights are given up after the forward pass and gathered again."""
     if not evidence.layout.partitions("parameter") or not evidence.is_step:
         return
     kept: list[tuple[Move, int]] = []

@@ -13,7 +13,7 @@ TOLERANCE = 0.05
 
 
 def check_host_traffic(evidence: Evidence) -> Iterator[Problem]:
-    """The host's update must not take or give more than gradients and parameters."""
+    """Check that the host's update takes gradients and gives parameters, and no more."""
     traffic = traffic_of(evidence)
     if not traffic.theory or traffic.updated <= traffic.theory * (1 + TOLERANCE):
         return

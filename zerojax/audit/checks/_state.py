@@ -39,7 +39,7 @@ _DIFFERENCES = (
 
 
 def check_recognised(evidence: Evidence) -> Iterator[Problem]:
-    """The program must hold the parameters that the layout was made from."""
+    """Check that the program holds the parameters that the layout was made from."""
     if evidence.states("parameter"):
         return
     layout, leaves = evidence.layout, evidence.program.inputs
@@ -54,7 +54,7 @@ def check_recognised(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_placement(evidence: Evidence) -> Iterator[Problem]:
-    """Every state must take on a device what the layout gives it."""
+    """Check that every state takes on a device what the layout gives it."""
     whole = [one for one in _judged(evidence) if _excess(one) > 0]
     cut = [
         one
@@ -87,7 +87,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_donation(evidence: Evidence) -> Iterator[Problem]:
-    """A state that the step replaces must give its buffer to what replaces it."""
+    """Check that a state gives its buffer to what replaces it."""
     aliased = set(evidence.module.aliases.values())
     lost = [
         one
@@ -121,7 +121,7 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_recompile(evidence: Evidence) -> Iterator[Problem]:
-    """A state must come back as it went in, or the second step is compiled anew."""
+    """Check that states come back as they went in: else the second step compiles anew."""
     for name, field, remedy in _DIFFERENCES:
         found = [
             (one, leaf)

@@ -15,7 +15,7 @@ SHUFFLED = 0.02
 
 
 def check_unread(evidence: Evidence) -> Iterator[Problem]:
-    """What could not be read can't be called clean."""
+    """Check that all was read: what was not can't be called clean."""
     for line in evidence.unread:
         yield Problem(
             kind="unread",
@@ -36,7 +36,7 @@ def check_unread(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_scatter(evidence: Evidence) -> Iterator[Problem]:
-    """From stage 1 on, gradients of partitioned leaves must be reduce-scattered."""
+    """Check that gradients of partitioned leaves are reduce-scattered, from stage 1 on."""
     layout, partitioned = evidence.layout, evidence.partitioned_elements
     summed = set(layout.axis) & set(layout.batch_axes)
     if not evidence.is_step or not summed or not layout.partitions("optimizer"):
@@ -69,7 +69,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_activation(evidence: Evidence) -> Iterator[Problem]:
-    """ZeRO moves parameters and gradients; activations stay where they are."""
+    """Check that activations stay where they are: ZeRO moves parameters and gradients."""
     strange = [move for move in evidence.large if move.match is None]
     gathered = [move for move in strange if move.role == "gather"]
     reduced = [move for move in strange if move.role in ("reduce", "scatter", "sliced")]
@@ -93,7 +93,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
-    """ZeRO needs no all-to-all and no permutes along its axes."""
+    """Check that there is no all-to-all and no permute along the axes: ZeRO needs none."""
     found = [move for move in evidence.large if move.role == "shuffle" and not move.padding]
     if moved_elements(found) < SHUFFLED * _local_elements(evidence) or not found:
         return

@@ -44,7 +44,7 @@ def tolerance(evidence: Evidence) -> float:
 
 
 def check_volume(evidence: Evidence) -> Iterator[Problem]:
-    """A device must not move more than the stage's formula."""
+    """Check that a device moves no more than the stage's formula."""
     if not evidence.is_step:
         return
     yield from _check_padding(evidence)
@@ -98,7 +98,7 @@ def _is_too_much(evidence: Evidence) -> bool:
 
 
 def _check_padding(evidence: Evidence) -> Iterator[Problem]:
-    """What a compiler adds to fit its tiles is not the step's fault, but may cost too much."""
+    """Check what a compiler adds to fit its tiles: no fault of the step, but it may cost much."""
     padded = [move for move in evidence.large if move.padding]
     total = padding_elements(padded)
     if total <= PADDED * evidence.theory.elements + evidence.floor:
