@@ -148,7 +148,7 @@ class AuditReport:
 
 
 class AuditError(Exception):
-    """Raised where a compiled step has problems, all of which it lists; `report` is the whole audit."""
+    """Raise this where a compiled step has problems; `report` is the whole audit."""
 
     def __init__(self, report: AuditReport) -> None:
         self.report = report
