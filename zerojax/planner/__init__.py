@@ -24,7 +24,7 @@ from zerojax.planner.formulas import (
     step_volume,
     theory_of,
 )
-from zerojax.planner.hardware import HARDWARE, Hardware, Network, find_hardware, torus_shape
+from zerojax.planner.hardware import HARDWARE, Hardware, find_hardware, torus_shape
 
 __all__ = [
     "CONFIGURATIONS",
@@ -33,7 +33,6 @@ __all__ = [
     "Choices",
     "Configuration",
     "Hardware",
-    "Network",
     "Placement",
     "Plan",
     "PlannedBytes",

@@ -16,14 +16,14 @@ from zerojax.recipe import LAYER_INPUT, RematPolicy
 class Configuration:
     """Choose what is partitioned and where activation checkpoints lie.
 
+    All five have constant-size buffers (CB) and no fragmentation (MD) as well. Under XLA the first
+    is `Recipe(bucket_bytes=)`, and the second holds for every step: buffers are assigned before it
+    runs.
+
     Attributes:
         stage: the ZeRO stage.
         partitioned_checkpoints: Pa: checkpoints are partitioned over the model axis.
         offloaded_checkpoints: the `+cpu` of Pa+cpu: checkpoints lie in the host's memory.
-        constant_buffers: CB: temporary buffers do not grow with the model. Under XLA what
-            is combined into one collective is bounded: `Recipe(bucket_bytes=)`.
-        defragmented: MD: long-lived tensors lie together. XLA assigns every buffer of a step
-            before it runs, which is the same thing.
         reported_params: the largest model that the paper trained with it, in parameters; None where
             it does not say.
     """
@@ -31,8 +31,6 @@ class Configuration:
     stage: int
     partitioned_checkpoints: bool = False
     offloaded_checkpoints: bool = False
-    constant_buffers: bool = True
-    defragmented: bool = True
     reported_params: float | None = None
 
     def remat(self, model_axis: str) -> RematPolicy:
