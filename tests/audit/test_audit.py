@@ -6,7 +6,6 @@ Programs are written by hand with jit, so that zerojax has no part in them but t
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +22,12 @@ from tests.audit.audit_programs import (
     constrain,
     kinds,
     layer,
-    layout_of,
     mse,
     only,
     pair_loss,
     shapes_of,
 )
 from zerojax.audit import CHECKS, AuditError, Program, audit
-
-
-@pytest.fixture(scope="module")
-def make(mesh8):
-    return functools.partial(layout_of, mesh8)
 
 
 @pytest.fixture(scope="module")

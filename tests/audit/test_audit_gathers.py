@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import pytest
 
@@ -15,16 +13,10 @@ from tests.audit.audit_programs import (
     constrain,
     kinds,
     layer,
-    layout_of,
     mse,
     only,
 )
 from zerojax.audit import audit
-
-
-@pytest.fixture(scope="module")
-def make(mesh8):
-    return functools.partial(layout_of, mesh8)
 
 
 def scan_loss(mesh, *, inside, remat=True):

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh
 
 import zerojax
+from tests.audit.audit_programs import kinds
 from tests.hlo.programs import FILES, MLP, SCAN, text_of
 from zerojax.audit import Argument, Program, audit
 
@@ -101,10 +102,6 @@ def report_of(name, **changes):
     count = MICROBATCHES if "/scan." in name else 1
     program = dataclasses.replace(program_of(name), **changes)
     return audit(program, layout_of(name), zerojax.Recipe(accumulate=count))
-
-
-def kinds(report):
-    return {problem.kind for problem in report.problems}
 
 
 @pytest.mark.parametrize("name", MLP)

@@ -19,7 +19,7 @@ import pytest
 from rich.filesize import decimal
 
 import zerojax
-from tests.cli.running import COMMAND, NUM_BYTES, TEXT
+from tests.cli.running import COMMAND, NUM_BYTES, QUICK, TEXT
 from tests.texts import bits_per_byte, prose
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
@@ -31,7 +31,6 @@ from zerojax.data import make_batches
 from zerojax.models import gpt
 
 #: Small enough for a test, and the same in all of them so that one compilation serves.
-QUICK = ["--eval-windows", "20", "--sample-bytes", "0"]
 SMALL = ["--context", "16", "--save-every", "3", *TEXT, *QUICK]
 
 

@@ -10,12 +10,11 @@ import subprocess
 
 import pytest
 
-from tests.cli.running import COMMAND, TEXT
+from tests.cli.running import COMMAND, QUICK, TEXT
 from tests.texts import roundings
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
 
-QUICK = ["--eval-windows", "20", "--sample-bytes", "0"]
 SMALL = ["--context", "16", *TEXT, *QUICK]
 
 
