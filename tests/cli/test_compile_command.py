@@ -300,7 +300,7 @@ def test_every_choice_is_in_the_key_of_a_question():
         *({}, {"stage": 1}, {"batch_size": 16}, {"accumulate": 2}, {"scan": False}),
         *({"accumulate": 2, "reduce": "once"}, {"remat": "none"}, {"remat": "dots"}),
         *({"precision": "fp32"}, {"optimizer": "lion"}, {"context": 8}, {"model": "other"}),
-        *({"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"model_axis": 2}, {"config": "C4"}),
+        *({"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"model_axis": 2}),
         *({"config": "C4", "model_axis": 2}, {"config": "C5"}, {"loss_chunk": 32}),
         *({"offload": ("optimizer",)}, {"offload": ("activations",)}),
         {"model_axis": 2, "sequence_parallel": True},

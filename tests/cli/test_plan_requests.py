@@ -160,6 +160,14 @@ def test_the_largest_models_are_those_of_the_planner(capsys):
     assert len(re.findall(r"^ +1,024 ", out, re.M)) == 2
 
 
+def test_the_largest_models_take_examples_of_the_groups_of_devices(capsys):
+    asked = ["plan", "--largest", "--hardware", "v100", "--devices", "48", "--batch-size"]
+    assert main([*asked, "3", "--json", "-"]) == 0
+    assert strict(capsys.readouterr().out)["question"]["batch_size"] == 3
+    assert main([*asked, "4"]) == 2
+    assert "give a multiple of 3" in capsys.readouterr().err
+
+
 def test_the_largest_models_follow_optimizer_precision_and_limit(capsys):
     def stage_0(*asked):
         assert main(["plan", "--largest", "--json", "-", *asked]) == 0

@@ -112,7 +112,7 @@ def test_a_backend_without_memory_of_the_hosts_is_refused(monkeypatch, capfd, co
 
 
 def remat(**asked):
-    return options(**asked).recipe(jax.devices()[0], None).remat
+    return options(**asked).recipe().remat
 
 
 def test_configurations_set_the_stage_and_the_checkpoints():
@@ -120,21 +120,22 @@ def test_configurations_set_the_stage_and_the_checkpoints():
     assert options().chosen_stage == 2
     assert options(stage=0).chosen_stage == 0
     assert options(config="C1", stage=1).chosen_stage == 1
-    for name in ("C1", "C3"):  # the model recomputes by itself
-        assert remat(config=name) is None
-        assert options(config=name).model_axes == {}
+    for name in ("C1", "C3"):
+        assert remat(config=name, model_axis=2) == RematPolicy()
     for name in ("C2", "C4"):
-        assert remat(config=name) == RematPolicy(partition="model")
-    assert remat(config="C5") == RematPolicy(partition="model", offload=(LAYER_INPUT,))
-    assert options(config="C5").mesh_axes(8) == {"data": 8, "model": 1}
+        assert remat(config=name, model_axis=2) == RematPolicy(partition="model")
+        assert remat(config=name) == RematPolicy()  # over a single device nothing is cut
+    host = RematPolicy(partition="model", offload=(LAYER_INPUT,))
+    assert remat(config="C5", model_axis=2) == host
+    assert options(config="C5").mesh_axes(8) == {"data": 8}
     assert options(model_axis=2).mesh_axes(8) == {"data": 4, "model": 2}
 
 
 def test_recomputation_goes_with_a_configuration():
-    assert remat(config="C4", remat="dots") == RematPolicy(recompute="dots", partition="model")
-    assert remat(remat="full") is None
-    assert remat(remat="none") is None
-    assert not options(model="tiny", remat="none").chosen_model.remat
+    dots = RematPolicy(recompute="dots", partition="model")
+    assert remat(config="C4", model_axis=2, remat="dots") == dots
+    assert remat() is None  # the model recomputes by itself
+    assert remat(remat="none") == RematPolicy(recompute="none")
 
 
 def test_a_residual_stream_cut_along_tokens_takes_the_place_of_pa():
@@ -154,7 +155,7 @@ def test_a_vocabulary_that_the_axis_does_not_divide_is_filled_up(monkeypatch, pa
 
 def test_the_host_runs_optimizers_that_work_element_by_element():
     def offload(**asked):
-        return options(**asked).recipe(jax.devices()[0], None).offload
+        return options(**asked).recipe().offload
 
     both, kinds = ("activations", "optimizer"), ("optimizer", "master", "activation")
     assert offload(offload=both) == OffloadPolicy(kinds=kinds)
@@ -220,7 +221,7 @@ CUT = "stage 2, tokens cut over the model axis, on the host: activations, 64 log
             "--config C5 --model-axis 4 --sequence-parallel --loss-chunk 64",
             f"(data=2, model=4); C5: {CUT} of a token at a time",
         ),
-        ("--config C2 --devices 2 --offload optimizer", "(Pa), on the host: optimizer"),
+        ("--config C2 --devices 2 --offload optimizer", "C2: stage 1, on the host: optimizer"),
         ("--stage 3 --model-axis 2 --devices 4 --remat none", "recomputed: nothing"),
     ],
     ids=["C4", "C5", "C2", "stage 3"],

@@ -89,7 +89,8 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     config = dataclasses.replace(options.chosen_model, scan=options.scan)
     num_examples = options.examples(axes["data"])
     mesh = topology_mesh(options.topology, axes)
-    recipe = options.recipe(mesh.devices.flat[0], CLIP_NORM)
+    options.check_host(mesh.devices.flat[0])
+    recipe = options.recipe(CLIP_NORM)
     tx = options.chosen_optimizer.unscheduled(config.width)
     loss: Any = functools.partial(gpt.loss, config)
     return [

@@ -29,7 +29,7 @@ class CompileScreen(Screen):
         devices = layout.devices
         axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
         layers = f"{config.num_layers} layers " + ("scanned" if config.scan else "in a list")
-        layers += ", rematerialised" if config.remat else ", activations kept"
+        layers += ", activations kept" if options.remat == "none" else ", rematerialised"
         chosen = options.in_words()
         batch = f"{request.num_examples} examples of {config.context} tokens"
         if options.accumulate > 1:

@@ -86,7 +86,7 @@ def find_largest(request: PlanRequest) -> LargestModels:
         stage=0,
         num_devices=1,
         hardware=hardware,
-        recipe=Recipe(precision=request.precision),
+        recipe=Recipe(precision=options.precision),
     ).bytes
     kinds = (states.parameters, states.gradients, states.optimizer)
     of_param, of_gradient, of_optimizer = (round(count / MANY, 6) for count in kinds)

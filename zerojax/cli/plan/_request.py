@@ -18,7 +18,6 @@ from zerojax.cli.plan._numbers import read_bytes, read_count
 from zerojax.cli.plan._options import PlanOptions
 from zerojax.cli.shared._built_step import gpt_shapes
 from zerojax.cli.shared._files import check_outputs
-from zerojax.cli.shared._options import OFFLOADS
 from zerojax.models import gpt
 from zerojax.planner import (
     Choices,
@@ -31,7 +30,7 @@ from zerojax.planner import (
     find_hardware,
     search_plans,
 )
-from zerojax.recipe import PRECISIONS, OffloadPolicy, Precision, Recipe, RematPolicy, as_remat
+from zerojax.recipe import Recipe
 
 #: Optimizers whose state depends on the shapes of leaves, which a number of parameters has not.
 BY_SHAPE = ("adafactor", "muon")
@@ -56,11 +55,6 @@ class PlanRequest:
     tx: optax.GradientTransformation
 
     @property
-    def precision(self) -> Precision:
-        """The dtypes of the step."""
-        return PRECISIONS[self.options.precision]
-
-    @property
     def context(self) -> int:
         """Tokens of an example."""
         model = self.config or self.transformer
@@ -79,7 +73,7 @@ class PlanRequest:
             stage=stage,
             num_devices=self.options.devices,
             hardware=self.hardware,
-            recipe=self.recipe,
+            recipe=self.options.recipe(),
             workload=self._workload(self.options.num_examples),
             placement=self._placement,
         )
@@ -93,7 +87,7 @@ class PlanRequest:
             self.tx,
             num_devices=counts,
             hardware=networks,
-            recipe=self.recipe,
+            recipe=self.options.recipe(),
             workload=self._workload(self.examples_per_group),
             placement=self._placement,
         )
@@ -111,13 +105,13 @@ class PlanRequest:
             remats=None if options.remat is None else (options.remat,),  # pyright: ignore[reportArgumentType]
         )
         if options.offload or options.verify:
-            space = dataclasses.replace(space, offloads=(_offload(options.offload),))
+            space = dataclasses.replace(space, offloads=(options.recipe().offload,))
         choices = search_plans(
             self.params,
             self.tx,
             num_devices=options.devices,
             hardware=self.hardware,
-            recipe=Recipe(precision=self.precision),
+            recipe=Recipe(precision=options.precision),
             workload=self._workload(options.num_examples),
             space=space,
         )
@@ -128,27 +122,10 @@ class PlanRequest:
         asked = dataclasses.asdict(self.options)
         for name in ("given", "json", "plot"):
             del asked[name]
-        return asked | {
-            "hardware": self.hardware.name,
-            "memory": self.hardware.memory,
-            "context": self.context,
-            "num_examples": self.options.num_examples,
-        }
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the step is computed."""
-        options, reduce = self.options, self.options.reduce
-        remat = as_remat(options.remat)  # pyright: ignore[reportArgumentType]
-        if options.cuts_checkpoints and options.model_parts > 1:  # over one device nothing is cut
-            remat = dataclasses.replace(remat or RematPolicy(), partition="model")
-        return Recipe(
-            precision=self.precision,
-            accumulate=options.accumulate,
-            reduce=reduce,  # pyright: ignore[reportArgumentType]
-            remat=remat,
-            offload=_offload(options.on_host),
-        )
+        asked |= {"hardware": self.hardware.name, "memory": self.hardware.memory}
+        if not self.options.largest:
+            asked |= {"context": self.context, "num_examples": self.options.num_examples}
+        return asked
 
     @property
     def _placement(self) -> Placement:
@@ -167,12 +144,6 @@ class PlanRequest:
     def _told(self) -> Transformer | None:
         """The GPT where more is known of it than the number implies."""
         return self.transformer if self.options.context is not None else None
-
-
-def _offload(names: Sequence[str]) -> OffloadPolicy | None:
-    """Read what `--offload` names."""
-    kinds: Any = tuple(kind for name in names for kind in OFFLOADS[name])
-    return OffloadPolicy(kinds=kinds) if kinds else None
 
 
 def read_request(options: PlanOptions) -> PlanRequest:

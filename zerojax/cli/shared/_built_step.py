@@ -11,14 +11,12 @@ from jax.sharding import Mesh
 
 from zerojax._types import PyTree
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import MODEL, OFFLOADS, ZERO, StepOptions
+from zerojax.cli.shared._options import MODEL, MODEL_AXIS, ZERO, StepOptions
 from zerojax.layout import Layout, make_layout
 from zerojax.memory import has_host_memory
 from zerojax.models import gpt
-from zerojax.recipe import HOST_MEMORY, OffloadPolicy, Recipe, RematPolicy
+from zerojax.recipe import HOST_MEMORY
 
-#: The mesh axis of model parallelism.
-MODEL_AXIS = "model"
 #: Rows of an embedding that a model axis does not divide are filled up to a multiple of this.
 VOCAB_MULTIPLE = 128
 _RECOMPUTED = {"none": "nothing", "dots": "all but products", "full": "each layer"}
@@ -45,9 +43,13 @@ class BuiltStepOptions(StepOptions):
 
     @property
     def model_axes(self) -> dict[str, int]:
-        """The axis of model parallelism and its size; empty where nothing needs one."""
-        needed = self.model_parts > 1 or self.cuts_checkpoints
-        return {MODEL_AXIS: self.model_parts} if needed else {}
+        """The axis of model parallelism and its size; empty where there is none."""
+        return {MODEL_AXIS: self.model_parts} if self.model_parts > 1 else {}
+
+    @property
+    def cuts_checkpoints(self) -> bool:
+        """Whether activation checkpoints are cut (Pa); along the tokens they are already."""
+        return super().cuts_checkpoints and not self.sequence_parallel
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Share devices out between data and model."""
@@ -64,8 +66,6 @@ class BuiltStepOptions(StepOptions):
         """The model as these options have it."""
         config, parts = super().chosen_model, self.model_parts
         changes: dict[str, Any] = {"loss_chunk": self.loss_chunk}
-        if self.remat == "none":
-            changes["remat"] = False
         if self.model_axes:
             changes |= {"model_axis": MODEL_AXIS, "sequence_parallel": self.sequence_parallel}
         if config.vocab_size % parts:
@@ -80,53 +80,14 @@ class BuiltStepOptions(StepOptions):
             )
         return config
 
-    def recipe(self, device: Any, clip_norm: float | None) -> Recipe:
-        """Return how the step is computed.
-
-        Args:
-            device: one of the mesh.
-            clip_norm: largest global norm of the gradients.
-        """
+    def check_host(self, device: Any) -> None:
+        """Refuse to keep anything in the host's memory where a device of the mesh reaches none."""
         if self.on_host and not has_host_memory(device):
             by = f"--offload {self.offload[0]}" if self.offload else f"--config {self.config}"
             raise ValueError(
                 f"{by} keeps {' and '.join(self.on_host)} in the host's memory ({HOST_MEMORY}), "
                 f"and the backend {device.platform!r} ({device.device_kind}) has none: leave it out"
             )
-        reduce: Any = self.reduce
-        return Recipe(
-            precision=self.precision,
-            accumulate=self.accumulate,
-            reduce=reduce,
-            clip_norm=clip_norm,
-            remat=self._remat_policy(),
-            offload=self._offload_policy(),
-        )
-
-    def _remat_policy(self) -> RematPolicy | None:
-        """Return the policy of the train step; None where the model does the same by itself."""
-        if self.remat == "none":
-            return None
-        asked = self.configuration
-        policy = RematPolicy() if asked is None else asked.remat(MODEL_AXIS)
-        policy = dataclasses.replace(
-            policy,
-            # A residual stream that is cut along the tokens is what a layer's input is.
-            partition=None if self.sequence_parallel else policy.partition,
-            recompute=self.remat or policy.recompute,
-        )
-        return None if policy == RematPolicy() else policy
-
-    def _offload_policy(self) -> OffloadPolicy | None:
-        """Return the policy of the train step for what `--offload` names."""
-        kinds: Any = tuple(
-            kind for name in OFFLOADS if name in self.offload for kind in OFFLOADS[name]
-        )
-        if not kinds:
-            return None
-        # A host updates what an optimizer computes element by element.
-        update = "host" if self.chosen_optimizer.elementwise else "device"
-        return OffloadPolicy(kinds=kinds, update=update)
 
     def in_words(self) -> str:
         """Return a line on what is asked for beside the stage; empty where nothing is."""

@@ -9,9 +9,11 @@ from zerojax.cli.shared._command import PANELS, CommandOptions, option
 from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer, find_optimizer
 from zerojax.models import gpt
 from zerojax.planner import CONFIGURATIONS, Configuration, find_configuration
-from zerojax.recipe import PRECISIONS, Reduce, Remat
+from zerojax.recipe import PRECISIONS, OffloadPolicy, Recipe, Reduce, Remat, RematPolicy, as_remat
 
 MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT = PANELS
+#: The mesh axis of model parallelism.
+MODEL_AXIS = "model"
 #: What the host can keep, and the kinds that this means.
 OFFLOADS = {"optimizer": ("optimizer", "master"), "activations": ("activation",)}
 REMATS = get_args(Remat)
@@ -89,7 +91,9 @@ class StepOptions(CommandOptions):
                 f"--config {self.config} is stage {self.configuration.stage}, and --stage "
                 f"{self.stage} another: give one of them"
             )
-        if self.remat == "none" and (self.cuts_checkpoints or "activations" in self.on_host):
+        asked = self.configuration
+        by_config = asked is not None and asked.partitioned_checkpoints
+        if self.remat == "none" and (by_config or "activations" in self.on_host):
             option = f"--config {self.config}" if self.config else "--offload activations"
             raise ValueError(
                 f"--remat none keeps everything where it is, and {option} keeps each layer's input "
@@ -103,8 +107,9 @@ class StepOptions(CommandOptions):
 
     @property
     def cuts_checkpoints(self) -> bool:
-        """Whether the configuration cuts activation checkpoints over the model axis (Pa)."""
-        return self.configuration is not None and self.configuration.partitioned_checkpoints
+        """Whether activation checkpoints are cut over the model axis, if it has devices (Pa)."""
+        asked = self.configuration
+        return asked is not None and asked.partitioned_checkpoints and self.model_parts > 1
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -135,6 +140,39 @@ class StepOptions(CommandOptions):
         """The model of that name, with the context that was asked for."""
         config = gpt.preset(self.model or "")
         return dataclasses.replace(config, context=self.context or config.context)
+
+    def recipe(self, clip_norm: float | None = None) -> Recipe:
+        """Return how the step is computed, its gradients clipped to a largest norm if at all."""
+        reduce: Any = self.reduce
+        return Recipe(
+            precision=self.precision,
+            accumulate=self.accumulate,
+            reduce=reduce,
+            clip_norm=clip_norm,
+            remat=self._remat_policy(),
+            offload=self._offload_policy(),
+        )
+
+    def _remat_policy(self) -> RematPolicy | None:
+        recompute: Any = self.remat
+        if self.configuration is None:
+            return as_remat(recompute)
+        policy = self.configuration.remat(MODEL_AXIS)
+        return dataclasses.replace(
+            policy,
+            partition=MODEL_AXIS if self.cuts_checkpoints else None,
+            recompute=recompute or policy.recompute,
+        )
+
+    def _offload_policy(self) -> OffloadPolicy | None:
+        """Return the policy for what `--offload` names; a configuration's is one of remat."""
+        asked = [name for name in OFFLOADS if name in self.offload]
+        kinds: Any = tuple(kind for name in asked for kind in OFFLOADS[name])
+        if not kinds:
+            return None
+        # A host updates what an optimizer computes element by element.
+        update = "host" if self.chosen_optimizer.elementwise else "device"
+        return OffloadPolicy(kinds=kinds, update=update)
 
     def examples(self, num_groups: int, default: int = 1) -> int:
         """Return the examples per step, which groups and microbatches divide.
