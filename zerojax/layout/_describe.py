@@ -62,7 +62,7 @@ class Description:
     notes: tuple[str, ...]
 
     def table(self) -> Table:
-        """Lay the rows out as a rich table."""
+        """Return the rows as a rich table."""
         shown = [key for _, key in KINDS if self.bytes[key] or self.theory[key]]
         table = Table(title=self.title, title_justify="left", show_footer=True)
         table.add_column("leaf", "total\ntheory\nratio", overflow="fold")

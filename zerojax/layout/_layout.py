@@ -53,10 +53,7 @@ class Layout(TreeLayout):
 
         The arguments and errors are those of `optimizer`.
         """
-        state = self.optimizer(tx, dtype)
-        return state.structure.unflatten(
-            self.sharding(leaf.spec("optimizer")) for leaf in state.leaves
-        )
+        return jax.tree.map(self.sharding, self.optimizer(tx, dtype).specs)
 
     def bytes_per_device(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True
@@ -231,7 +228,7 @@ class _Placer:
 
 
 def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    """Give a leaf's shape and dtype, or raise a ValueError with its path."""
+    """Return a leaf's shape and dtype, or raise a ValueError with its path."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf
     if isinstance(leaf, (bool, int, float, complex)):
@@ -243,7 +240,7 @@ def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _broadcast(specs: PyTree, params: PyTree, structure: Any) -> list[P | None]:
-    """Give every leaf its spec; `specs` may be a prefix of the parameters' tree."""
+    """Return every leaf its spec; `specs` may be a prefix of the parameters' tree."""
     if specs is None:
         return [None] * structure.num_leaves
 

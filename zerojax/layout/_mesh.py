@@ -68,7 +68,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def devices_of(mesh: AnyMesh) -> np.ndarray:
-    """Give the devices of a mesh, or raise a ValueError where it has none."""
+    """Return the devices of a mesh, or raise a ValueError where it has none."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             f"the layout's mesh {dict(mesh.shape)} is an AbstractMesh, which has no devices and "

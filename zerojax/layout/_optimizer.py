@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._tree import floating_dtype, num_elements, path_name
-from zerojax._types import Kind, TreeDef
+from zerojax._types import Kind, PyTree, Shape, TreeDef
 from zerojax.layout._choice import check_dim, choose_dim
 from zerojax.layout._leaf import LeafLayout
 from zerojax.layout._owners import Origins, find_owners
@@ -34,6 +34,31 @@ class OptimizerLayout:
     structure: TreeDef
     leaves: tuple[LeafLayout, ...]
     unmatched_rules: tuple[Rule, ...] = ()
+
+    @property
+    def specs(self) -> PyTree:
+        """The PartitionSpecs of the stored state."""
+        return self.structure.unflatten(leaf.spec("optimizer") for leaf in self.leaves)
+
+    @property
+    def padded(self) -> tuple[tuple[int, Shape], ...]:
+        """Number and logical shape of the leaves that are stored with padding."""
+        leaves = enumerate(self.leaves)
+        return tuple((number, leaf.shape) for number, leaf in leaves if leaf.is_padded)
+
+    def flatten(self, state: PyTree) -> list[Any]:
+        """Return the leaves of a state.
+
+        Raises:
+            ValueError: the state does not have the structure that `tx.init` gave it.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        if structure != self.structure:
+            raise ValueError(
+                "the optimizer's state changed its structure, so its placement is not known; "
+                f"expected {self.structure}, got {structure}"
+            )
+        return leaves
 
 
 def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> OptimizerLayout:

@@ -28,7 +28,7 @@ class _Numbered:
 def find_owners(
     tx: optax.GradientTransformation, shapes: Any, state: list[Any], structure: Any
 ) -> list[int | None]:
-    """Say which parameter each leaf of the state was made from; None for none."""
+    """Return which parameter each leaf of the state was made from; None for none."""
     leaves, tree = jax.tree.flatten(shapes)
     numbered = tree.unflatten(_Numbered(x, i) for i, x in enumerate(leaves))
 
@@ -85,7 +85,7 @@ def _owners_by_placeholder(
 
 
 class Origins:
-    """Says from which dims of its parameter each dim of a state leaf comes.
+    """Finds from which dims of its parameter each dim of a state leaf comes.
 
     Where sizes repeat, shapes alone can't tell: `[16]` of `[16, 16]`. Then `tx.init` is traced with
     the repeated sizes made distinct, growing in order so that optimizers which sort dims by size
@@ -101,7 +101,7 @@ class Origins:
         self._structure = structure
 
     def ways(self, shape: Shape, owner: int, number: int) -> list[tuple[int | None, ...]]:
-        """Give every way to read a state leaf's shape; empty where it is not its parameter's."""
+        """Return every way to read a state leaf's shape; empty where it is not its parameter's."""
         of = self._layout.leaves[owner].shape
         ways = _relation(shape, of) or []
         if len(ways) < 2 or number >= len(self._distinct):
@@ -128,7 +128,7 @@ def _distinct_sizes(shape: Shape) -> Shape:
 
 
 def _relation(shape: Shape, of: Shape) -> list[tuple[int | None, ...]] | None:
-    """Say from which dims of a parameter the dims of a state leaf come.
+    """Return from which dims of a parameter the dims of a state leaf come.
 
     Returns:
         Every way to read the shape, one source dim (or None) per dim of the state leaf; None where

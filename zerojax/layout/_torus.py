@@ -96,7 +96,7 @@ class Phases:
         return tuple(piece for axis in axes for piece in self.cut.get(axis, (axis,)))
 
     def __str__(self) -> str:
-        """Say it in one line; empty where a collective does everything at once, as it should."""
+        """Describe them in one line; empty where a collective does everything at once."""
         if not self.dims:
             return self.reason
         along = ["along " + ", ".join(dims) for dims in self.dims]
@@ -106,7 +106,7 @@ class Phases:
         )
 
     def reduces(self, shape: Sequence[int], dim: int) -> bool:
-        """Tell whether a gradient of this shape is reduce-scattered in phases.
+        """Return whether a gradient of this shape is reduce-scattered in phases.
 
         Along the minor dim libtpu scatters whole tiles of `LANES`; else a phase is an all-reduce.
         """
@@ -115,7 +115,7 @@ class Phases:
         return len(self.axes) > 1 and not (minor and shape[dim] % (first * LANES))
 
     def between(self, entries: Sequence[Axes], dim: int) -> tuple[NamedSharding, ...]:
-        """Give the shardings that a leaf has between whole and shards, in a reduction's order.
+        """Return the shardings that a leaf has between whole and shards, in a reduction's order.
 
         Args:
             entries: the user's own axes per dim.
@@ -155,7 +155,7 @@ def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:
 
 
 def in_order(mesh: Mesh) -> Mesh:
-    """Give the same mesh with its devices row by row along the torus, where phases need that."""
+    """Return the same mesh with its devices row by row along the torus, where phases need that."""
     span = SPANS.get(mesh.devices.flat[0].device_kind)
     if span is None or _num_slices(mesh) > 1:
         return mesh
@@ -173,7 +173,7 @@ def in_order(mesh: Mesh) -> Mesh:
 
 
 def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:
-    """Say along which torus dims an axis runs, major first; None where it does so in no order."""
+    """Return along which torus dims an axis runs, major first; None where in no order."""
     coords = _coords(mesh)
     size = mesh.shape[axis]
     rows = np.moveaxis(coords, mesh.axis_names.index(axis), -2).reshape(-1, size, len(DIMS))
@@ -237,7 +237,7 @@ def _cut(mesh: Mesh, groups: list[list[Digit]]) -> Phases:
 
 
 def _fits(span: Span, sizes: dict[str, int]) -> bool:
-    """Tell whether one collective may span these torus dims."""
+    """Return whether one collective may span these torus dims."""
     held = tuple(sorted(size for size in sizes.values() if size > 1))
     return len(held) <= span.num_dims or held in span.sizes
 
@@ -252,7 +252,7 @@ def _spanned(mesh: Mesh, axes: Axes) -> dict[str, int]:
 
 
 def _coords(mesh: Mesh) -> np.ndarray:
-    """Give the place of every device on the torus, `[*mesh, len(DIMS)]`."""
+    """Return the place of every device on the torus, `[*mesh, len(DIMS)]`."""
     places = [_place(device) for device in mesh.devices.flat]
     return np.array(places).reshape(*mesh.devices.shape, len(DIMS))
 

@@ -11,7 +11,7 @@ from zerojax.recipe import HOST_MEMORY, OffloadPolicy
 
 
 def offloaded_kinds(policy: OffloadPolicy | None, devices: Iterable[Any]) -> frozenset[str]:
-    """Say which kinds really go to the host's memory on these devices.
+    """Return which kinds really go to the host's memory on these devices.
 
     Args:
         policy: None offloads nothing.
@@ -51,7 +51,7 @@ def check_host_memory(asked: str, devices: Iterable[Any]) -> None:
 
 
 def has_host_memory(device: Any) -> bool:
-    """Tell whether a device reads and writes the host's memory by itself."""
+    """Return whether a device reads and writes the host's memory by itself."""
     kinds = memory_kinds(device)
     if kinds:
         return HOST_MEMORY in kinds

@@ -14,7 +14,7 @@ from ._megatron import ModelParallel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Say what the model is; `dtype` is what it computes in, None for its parameters' dtype.
+    """Describe the model; `dtype` is what it computes in, None for its parameters' dtype.
 
     `init_scale` is the standard deviation of the first weights: 0.02 suits GPT-2's widths, narrow
     models learn sooner from more. `remat` recomputes each layer in the backward pass. Norms,

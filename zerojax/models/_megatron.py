@@ -58,7 +58,7 @@ class ModelParallel:
         return self._cut(x, None)
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """Give a pair's products all of [B, T, ...]; their gradient goes straight to tokens.
+        """Return a pair's products all of [B, T, ...]; their gradient goes straight to tokens.
 
         That is Megatron-LM's pair of a gather forwards and a reduce-scatter backwards, or without
         `sequence` of nothing forwards and a sum backwards.

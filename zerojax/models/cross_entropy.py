@@ -18,7 +18,7 @@ _LOW = -1e30  # for -inf: the difference of two of them is a number
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """Say how the rows of an embedding are cut."""
+    """Describe how the rows of an embedding are cut."""
 
     num_groups: int
     num_shards: int
@@ -45,16 +45,16 @@ class _Chunks:
         return -(-self.num_rows // self.chunk)
 
     def start(self, index: jax.Array) -> jax.Array:
-        """Give a chunk's first row in each shard; the last chunk repeats rows to be a whole one."""
+        """Return a chunk's first row in each shard; the last chunk repeats rows to be whole."""
         return jnp.minimum(index * self.size, self.num_rows - self.size)
 
     def ids(self, index: jax.Array) -> jax.Array:
-        """Give the tokens [S, C] that a chunk's rows stand for."""
+        """Return the tokens [S, C] that a chunk's rows stand for."""
         rows = self.start(index) + jnp.arange(self.size)
         return jnp.arange(self.num_shards)[:, None] * self.num_rows + rows
 
     def is_new(self, index: jax.Array) -> jax.Array:
-        """Tell [C] which rows no chunk before had."""
+        """Return [C] which rows no chunk before had."""
         return self.start(index) + jnp.arange(self.size) >= index * self.size
 
     def split(self, embed: jax.Array) -> jax.Array:
@@ -217,7 +217,7 @@ def _logits(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _matches(wanted: jax.Array, ids: jax.Array) -> jax.Array:
-    """Tell [G, B/G, T, S, C] which rows are targets."""
+    """Return [G, B/G, T, S, C] which rows are targets."""
     return wanted[..., None, None] == ids
 
 

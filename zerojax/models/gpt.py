@@ -62,7 +62,7 @@ def init(config: Config, key: jax.Array) -> Params:
 
 
 def specs(config: Config) -> Params:
-    """Give the PartitionSpecs of the parameters over `model_axis`, for `make_layout(specs=)`.
+    """Return the PartitionSpecs of the parameters over `model_axis`, for `make_layout(specs=)`.
 
     `qkv` and `up` are cut by columns, `proj` and `down` by rows, `embed` by rows of the vocabulary;
     norms, positions and the biases of rows are whole.

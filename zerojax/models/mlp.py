@@ -16,7 +16,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Say what the model is; `dtype` is what it computes in, None for its parameters' dtype.
+    """Describe the model; `dtype` is what it computes in, None for its parameters' dtype.
 
     `num_layers` counts weight matrices; the outputs of all but the last are `width` wide.
 

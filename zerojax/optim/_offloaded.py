@@ -32,7 +32,7 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 @dataclasses.dataclass(frozen=True)
 class Hosted:
-    """Say which leaves live in the host's memory.
+    """Which leaves live in the host's memory.
 
     Scalars, leaves that the layout keeps whole for their size, and padded leaves stay on the
     device.
@@ -95,7 +95,7 @@ class _Part:
     replaced: tuple[Any, ...]  # per result, the input whose place it takes
 
     def is_layered(self, shapes: Sequence[Any]) -> bool:
-        """Tell whether it can be done layer by layer: elementwise, on stacks of layers alone."""
+        """Return whether it can be done layer by layer: elementwise, on stacks of layers alone."""
         of_results = [x.aval.shape for x in self.slice.outputs]
         return (
             self.leaf.stacked > 0
@@ -187,7 +187,7 @@ class OffloadedUpdate:
         return sorted(found)
 
     def _far(self) -> list[bool]:
-        """Say of every input leaf whether it lives on the host."""
+        """Return for every input leaf whether it lives on the host."""
         return [False] * len(self.layout.leaves) + [*self.hosted.masters, *self.hosted.state, False]
 
     def _owners(self, traced: Traced) -> dict[Any, int | None]:

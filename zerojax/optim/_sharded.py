@@ -41,7 +41,7 @@ def sharded(
         check_like(params, layout, "params")
         if is_traced(params):
             return init_state(tx, layout, params)
-        out = jax.tree.map(layout.sharding, state_specs(state_layout(tx, layout, params)))
+        out = jax.tree.map(layout.sharding, state_layout(tx, layout, params).specs)
         return jax.jit(functools.partial(init_state, tx, layout), out_shardings=out)(params)
 
     @jax.jit
@@ -100,31 +100,12 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
 
 def init_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree) -> PyTree:
     """Build the stored state from logical parameters, shard by shard."""
-    state = state_layout(tx, layout, params)
+    placed = state_layout(tx, layout, params)
 
     def build(params: PyTree) -> PyTree:
-        return store_state(tx.init(shard_tree(params, layout)), state, layout)
+        return store_state(tx.init(shard_tree(params, layout)), placed, layout)
 
-    return auto_region(build, layout, lambda *_: state_specs(state))(params)
-
-
-def update_shards(
-    tx: optax.GradientTransformationExtraArgs,
-    layout: Layout,
-    state_layout: OptimizerLayout,
-    gradients: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra: dict[str, Any],
-) -> tuple[PyTree, PyTree]:
-    """Run the wrapped update on logical leaves that are cut into shards; updates stay shards."""
-    seen = state_layout.structure.unflatten(
-        view(x, leaf, layout)
-        for x, leaf in zip(jax.tree.leaves(state), state_layout.leaves, strict=True)
-    )
-    updates, new_state = tx.update(gradients, seen, params, **extra)
-    check_structure(updates, layout, "updates of the wrapped optimizer")
-    return shard_tree(updates, layout), store_state(new_state, state_layout, layout)
+    return auto_region(build, layout, lambda *_: placed.specs)(params)
 
 
 def in_layout_of_params(tree: PyTree, layout: Layout) -> PyTree:
@@ -134,17 +115,10 @@ def in_layout_of_params(tree: PyTree, layout: Layout) -> PyTree:
     )
 
 
-def store_state(state: PyTree, state_layout: OptimizerLayout, layout: Layout) -> PyTree:
+def store_state(state: PyTree, placed: OptimizerLayout, layout: Layout) -> PyTree:
     """Turn a logical state into stored shards."""
-    leaves, structure = jax.tree.flatten(state)
-    if structure != state_layout.structure:
-        raise ValueError(
-            "the optimizer's state changed its structure, so its placement is not known; "
-            f"expected {state_layout.structure}, got {structure}"
-        )
-    return structure.unflatten(
-        store(x, leaf, layout) for x, leaf in zip(leaves, state_layout.leaves, strict=True)
-    )
+    leaves = zip(placed.flatten(state), placed.leaves, strict=True)
+    return placed.structure.unflatten(store(x, leaf, layout) for x, leaf in leaves)
 
 
 def state_layout(
@@ -153,11 +127,6 @@ def state_layout(
     """Place the state that an optimizer makes from these parameters, dtypes included."""
     dtypes = {x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)}
     return layout.optimizer(tx, dtypes.pop() if len(dtypes) == 1 else None)
-
-
-def state_specs(state: OptimizerLayout) -> PyTree:
-    """Give the spec of every stored leaf of a state."""
-    return state.structure.unflatten(leaf.spec("optimizer") for leaf in state.leaves)
 
 
 def check_structure(tree: PyTree, layout: Layout, what: str) -> None:
@@ -185,7 +154,7 @@ def check_like(tree: PyTree, layout: Layout, what: str) -> None:
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Tell whether any leaf is being traced."""
+    """Return whether any leaf is being traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
@@ -212,12 +181,16 @@ def _update(
         for name, value in arrays.items():
             if jax.tree.structure(value) == layout.structure:
                 arrays = {**arrays, name: shard_tree(value, layout)}
-        updates, state = update_shards(
-            tx, layout, placed, shard_tree(updates, layout), state, shards, {**arrays, **functions}
+        seen = placed.structure.unflatten(
+            view(x, leaf, layout)
+            for x, leaf in zip(jax.tree.leaves(state), placed.leaves, strict=True)
         )
-        return in_layout_of_params(updates, layout), state
+        updates, new = tx.update(shard_tree(updates, layout), seen, shards, **arrays, **functions)
+        check_structure(updates, layout, "updates of the wrapped optimizer")
+        updates = shard_tree(updates, layout)
+        return in_layout_of_params(updates, layout), store_state(new, placed, layout)
 
     def specs(*_: Any) -> PyTree:
-        return jax.tree.map(lambda s: s.spec, layout.params), state_specs(placed)
+        return jax.tree.map(lambda s: s.spec, layout.params), placed.specs
 
     return auto_region(run, layout, specs)(updates, state, params, arrays)

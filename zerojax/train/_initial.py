@@ -68,22 +68,15 @@ class InitialState:
         """The sharding of every leaf of the state."""
         layout, precision = self.layout, self.recipe.precision
         everywhere = layout.sharding(P())
-        leaves = (layout.sharding(leaf.spec("optimizer")) for leaf in self.placed.leaves)
         shardings = TrainState(
             step=everywhere,
             params=layout.stored("parameter"),
             masters=None if precision.master is None else layout.stored("master"),
-            opt_state=self.placed.structure.unflatten(leaves),
+            opt_state=jax.tree.map(layout.sharding, self.placed.specs),
             loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
-            padded=self._padded,
+            padded=self.placed.padded,
         )
         return self._map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings)
-
-    @property
-    def _padded(self) -> tuple[Any, ...]:
-        """Number and logical shape of the optimizer's leaves that are stored with padding."""
-        leaves = enumerate(self.placed.leaves)
-        return tuple((number, leaf.shape) for number, leaf in leaves if leaf.is_padded)
 
     def _build(self, params: PyTree) -> TrainState:
         check_like(params, self.layout, "what init_fn returns")
@@ -120,7 +113,7 @@ class InitialState:
             masters=masters,
             opt_state=store_state(self.tx.init(updated), self.placed, layout),
             loss_scale=first_loss_scale(precision.loss_scale),
-            padded=self._padded,
+            padded=self.placed.padded,
         )
         return self._map_hosted(lambda x: jax.device_put(x, jax.memory.Space.Host), state)
 

@@ -44,7 +44,7 @@ class TrainState:
 
 
 def unpad(tree: PyTree, layout: Layout) -> PyTree:
-    """Give the logical leaves of a tree like the parameters: stored padding is cut off.
+    """Return the logical leaves of a tree like the parameters: stored padding is cut off.
 
     Args:
         tree: `state.params`, `state.masters`, or anything of that structure.

@@ -131,15 +131,10 @@ class Update:
         params = layout.structure.unflatten(held)
         old = self.placed.structure.unflatten(leaves)
         updates, state = self._tx.update(tree, old, params, value=loss, grad=tree)
-        if jax.tree.structure(state) != self.placed.structure:
-            raise ValueError(
-                "the optimizer's state changed its structure, so its placement is not known; "
-                f"expected {self.placed.structure}, got {jax.tree.structure(state)}"
-            )
         new = optax.apply_updates(params, layout.structure.unflatten(place(updates)))
         if scale is not None:
             new, state = kept_unless(jnp.isfinite(norm), (new, state), (params, old))
-        return norm, place(new), jax.tree.leaves(state)
+        return norm, place(new), self.placed.flatten(state)
 
     def _offloaded(
         self, state: TrainState, given: tuple[Any, ...], *, on_host: bool
