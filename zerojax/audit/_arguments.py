@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from zerojax._tree import path_ends
 from zerojax._types import Shape
 from zerojax.audit._program import Argument, Program
 from zerojax.hlo import element_bits
-from zerojax.layout import Layout, LeafLayout, choose_dim
+from zerojax.layout import Layout, LeafLayout, choose_dim, dim_sources
 
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
 STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient")
@@ -170,19 +169,13 @@ def item_bits(dtype: str) -> int:
 def _owner(leaf: Argument, paths: dict[str, int], layout: Layout) -> int | None:
     """Return the parameter that a leaf of an optimizer's state belongs to, by its path's end."""
     found = (paths[end] for end in (*path_ends(leaf.path), ".") if end in paths)
-    return next((i for i in found if _relates(leaf.shape, layout.leaves[i])), None)
+    return next((i for i in found if leaf.shape and _ways(leaf.shape, layout.leaves[i])), None)
 
 
-def _relates(shape: Shape, own: LeafLayout) -> bool:
-    """Return whether a shape is a parameter's, or has some of its dims added or removed."""
-    if not shape:
-        return False
-    for of in {own.shape, own.stored_shape}:
-        if shape == of or shape[len(shape) - len(of) :] == of:
-            return True
-        if len(shape) < len(of) and shape in itertools.combinations(of, len(shape)):
-            return True
-    return False
+def _ways(shape: Shape, own: LeafLayout) -> list[tuple[int | None, ...]]:
+    """List the dims of a parameter from which those of a leaf may come, stored or not."""
+    found = (way for of in (own.shape, own.stored_shape) for way in dim_sources(shape, of))
+    return list(dict.fromkeys(found))
 
 
 def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
@@ -220,19 +213,14 @@ def _related(shape: Shape, own: LeafLayout, layout: Layout) -> list[Shape]:
     Of a parameter [512, 64] that 8 devices cut by rows, a history [10, 512, 64] is [10, 64, 64], a
     factor [512] is [64], and a factor [64] is cut by its own shape, or too small for it.
     """
-    partitioned = layout.partitions("optimizer")
-    extra = len(shape) - len(own.shape)
-    if extra > 0:
-        return [(*shape[:extra], *_shard(own, shape[extra:], layout, partitioned))]
+    partitioned = layout.partitions("optimizer") and own.dim is not None
     found = []
-    for kept in itertools.combinations(range(len(own.shape)), len(shape)):
-        if any(shape[at] not in (own.shape[d], own.stored_shape[d]) for at, d in enumerate(kept)):
-            continue
-        parts = tuple(layout.num_parts(own.entries[d]) for d in kept)
+    for way in _ways(shape, own):
+        parts = tuple(1 if dim is None else layout.num_parts(own.entries[dim]) for dim in way)
         local = tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
-        if partitioned and own.dim in kept:
-            local = _cut(local, kept.index(own.dim), own.num_shards)
-        elif partitioned and own.dim is not None:
+        if partitioned and own.dim in way:
+            local = _cut(local, way.index(own.dim), own.num_shards)
+        elif partitioned:
             local = _cut(local, _chosen_dim(shape, parts, layout), layout.num_shards)
         found.append(local)
     return list(dict.fromkeys(found))

@@ -6,6 +6,7 @@ from zerojax.layout._layout import MIN_SIZE, Layout, make_layout
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_spec
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
+from zerojax.layout._owners import dim_sources
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
@@ -32,6 +33,7 @@ __all__ = [
     "as_transformation",
     "check_stage",
     "choose_dim",
+    "dim_sources",
     "in_order",
     "make_layout",
     "make_mesh",

@@ -103,11 +103,11 @@ class Origins:
     def ways(self, shape: Shape, owner: int, number: int) -> list[tuple[int | None, ...]]:
         """Return every way to read a state leaf's shape; empty where it is not its parameter's."""
         of = self._layout.leaves[owner].shape
-        ways = _relation(shape, of) or []
+        ways = dim_sources(shape, of)
         if len(ways) < 2 or number >= len(self._distinct):
             return ways
-        distinct = _relation(self._distinct[number].shape, _distinct_sizes(of))
-        return distinct if distinct and len(distinct) == 1 else ways
+        distinct = dim_sources(self._distinct[number].shape, _distinct_sizes(of))
+        return distinct if len(distinct) == 1 else ways
 
     @functools.cached_property
     def _distinct(self) -> list[Any]:
@@ -127,23 +127,21 @@ def _distinct_sizes(shape: Shape) -> Shape:
     return tuple(sizes)
 
 
-def _relation(shape: Shape, of: Shape) -> list[tuple[int | None, ...]] | None:
-    """Return from which dims of a parameter the dims of a state leaf come.
+def dim_sources(shape: Shape, of: Shape) -> list[tuple[int | None, ...]]:
+    """Return from which dims of a parameter the dims of a state leaf may come.
+
+    Of a parameter [512, 64, 64], a history [10, 512, 64, 64] comes by (None, 0, 1, 2), and a factor
+    [512, 64] by (0, 1) or (0, 2).
 
     Returns:
-        Every way to read the shape, one source dim (or None) per dim of the state leaf; None where
-        it can't come from the parameter.
+        Every way to read the shape, one source dim (or None) per dim of the state leaf; empty
+        where it can't come from the parameter.
     """
-    if shape == of:
-        return [tuple(range(len(of)))]
     extra = len(shape) - len(of)
-    if extra > 0 and shape[extra:] == of:
-        return [(None,) * extra + tuple(range(len(of)))]
-    if extra < 0:
-        kept: list[tuple[int | None, ...]] = [
-            dims
-            for dims in itertools.combinations(range(len(of)), len(shape))
-            if tuple(of[d] for d in dims) == shape
-        ]
-        return kept or None
-    return None
+    if extra >= 0:
+        return [(None,) * extra + tuple(range(len(of)))] if shape[extra:] == of else []
+    return [
+        dims
+        for dims in itertools.combinations(range(len(of)), len(shape))
+        if tuple(of[d] for d in dims) == shape
+    ]
