@@ -165,7 +165,7 @@ def test_the_largest_models_take_examples_of_the_groups_of_devices(capsys):
     assert main([*asked, "3", "--json", "-"]) == 0
     assert strict(capsys.readouterr().out)["question"]["batch_size"] == 3
     assert main([*asked, "4"]) == 2
-    assert "give a multiple of 3" in capsys.readouterr().err
+    assert "3 groups along the model axis; give a multiple of 3" in capsys.readouterr().err
 
 
 def test_the_largest_models_follow_optimizer_precision_and_limit(capsys):

@@ -247,7 +247,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], unit: float = 1.0, limit: float 
         top = bottom
         if bar.theory is not None:
             line, ends = bar.theory / unit, (place - half, place + half)
-            axes.hlines(line, *ends, color=THEORY, linestyles=DASHES, linewidth=1.3)
+            axes.hlines(line, *ends, color=THEORY, linestyles=DASHES, linewidth=1.3, zorder=4)
             top = line if top < line < top + 0.075 * limit else top
         axes.annotate(
             bar.label,

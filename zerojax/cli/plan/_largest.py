@@ -78,8 +78,8 @@ def find_largest(request: PlanRequest) -> LargestModels:
     options, hardware = request.options, request.hardware
     axis = options.model_parts
     gpt_axis = options.model_axis or min(MODEL_AXIS, hardware.domain)
-    examples = options.examples(max(1, options.devices // gpt_axis))
-    examples //= max(1, options.devices // gpt_axis)
+    groups = max(1, options.devices // gpt_axis)
+    examples = dataclasses.replace(options, model_axis=gpt_axis).examples(groups) // groups
     states = plan(
         MANY,
         request.tx,
