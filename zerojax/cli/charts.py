@@ -315,7 +315,7 @@ def _draw_times(
 
 
 def _scale_times(lines: Sequence[Axes], plans: Sequence[Plan]) -> None:
-    """Give all networks one scale of milliseconds, in numbers that one reads."""
+    """Set one scale of milliseconds for all networks, in numbers that one reads."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     found = [1e3 * one.step_time for one in plans]

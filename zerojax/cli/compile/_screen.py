@@ -84,7 +84,7 @@ class CompileScreen(Screen):
 
 
 def memory_table(result: CompileResult) -> Table:
-    """Lay out what one device holds, beside its memory; what is next to nothing is left out."""
+    """Make the table of what one device holds; what is next to nothing is left out."""
     table = Table()
     table.add_column("what")
     available, needed = result.available, result.needed
@@ -111,7 +111,7 @@ def memory_table(result: CompileResult) -> Table:
 
 
 def comparison_table(results: Sequence[CompileResult]) -> Table:
-    """Lay out the stages side by side."""
+    """Make the table of stages side by side."""
     largest = max(result.needed or result.available for result in results)
     unit = binary_unit(largest)
 

@@ -60,7 +60,7 @@ class DoctorOptions(CommandOptions):
 
 @command
 def doctor(options: DoctorOptions) -> None:
-    """Tell whether this machine can do what zerojax does.
+    """Check whether this machine can do what zerojax does.
 
     Looks at the packages, the devices and the folders; takes a step of a small model at stage 2
     over all devices, audits the compiled program, and saves and restores the state; looks for what
@@ -120,7 +120,7 @@ def examine(
 
 
 def findings_table(findings: Mapping[str, Finding]) -> Table:
-    """Lay the findings out, a row to each, with the remedy below what was found."""
+    """Make the table of findings, a row to each, with the remedy below what was found."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -134,7 +134,7 @@ def findings_table(findings: Mapping[str, Finding]) -> Table:
 
 
 def verdict(findings: Mapping[str, Finding]) -> Text:
-    """Say in one line whether zerojax works here."""
+    """Return a line on whether zerojax works here."""
     found = [one.status for one in findings.values()]
     warnings = found.count("warning")
     if "failed" in found:

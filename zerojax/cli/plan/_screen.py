@@ -83,7 +83,7 @@ class PlanScreen(Screen):
 
 
 def stages_table(plans: Sequence[Plan], width: int) -> Table:
-    """Lay stages out below each other; less than `ROOMY` columns leave out what can be spared."""
+    """Make the table of stages; less than `ROOMY` columns leave out what can be spared."""
     size, roomy = _unit(plans).size, width >= ROOMY
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if roomy else 0))
     numbers = ["stage", "params", "grads", "optimizer", "states", "peak"]
@@ -167,7 +167,7 @@ def _unit(plans: Sequence[Plan]) -> Unit:
 def _largest_table(
     found: LargestModels, columns: Iterable[str], counts: Callable[[LargestRow], list[int | None]]
 ) -> Table:
-    """Lay out numbers of parameters by the number of devices, rows without any left out."""
+    """Make a table of numbers of parameters by devices, rows without any left out."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("devices", *columns):
         table.add_column(name, justify="right")

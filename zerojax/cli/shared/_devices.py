@@ -11,7 +11,7 @@ NUM_VIRTUAL = 8
 
 
 def find_devices(num_devices: int | None) -> list[Any]:
-    """Give `num_devices` devices; by default all real ones, or eight virtual ones on a CPU.
+    """Return `num_devices` devices; by default all real ones, or eight virtual ones on a CPU.
 
     The CPU is divided before jax starts, which does nothing to an accelerator. A number in the
     environment (XLA_FLAGS, JAX_NUM_CPU_DEVICES) holds where the caller names none.
@@ -47,7 +47,7 @@ def _divide_cpu(num_devices: int) -> None:
 
 
 def memory_per_device(devices: list[Any]) -> int | None:
-    """Give the bytes that each device may hold, None where that is not known.
+    """Return the bytes that each device may hold, None where that is not known.
 
     Virtual devices share the machine's memory evenly.
     """

@@ -139,7 +139,7 @@ def _mesh(run: TrainRun) -> str:
 
 
 def bytes_table(run: TrainRun) -> Table:
-    """Lay out the bytes per device by kind, beside the theory and beside plain data parallelism."""
+    """Make the table of bytes per device, beside the theory and beside plain data parallelism."""
     description, plain, layout = run.description, run.stage_bytes[0], run.layout
     table = Table(
         title=f"bytes per device, ZeRO stage {layout.stage} over {layout.num_shards} shards",
