@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import zerojax
@@ -53,13 +54,15 @@ def test_a_recipe_can_not_be_changed_but_replaced():
         ({"accumulate": 0}, "accumulate must be a positive whole number, got 0"),
         ({"accumulate": 1.5}, "accumulate"),
         ({"accumulate": True}, "accumulate"),
-        ({"clip_norm": 0.0}, "clip_norm must be positive"),
-        ({"clip_norm": "1"}, "clip_norm must be positive"),
+        ({"clip_norm": 0.0}, "clip_norm must be a positive number"),
+        ({"clip_norm": "1"}, "clip_norm must be a positive number"),
         ({"reduce": "twice"}, "'once', 'each'"),
         ({"bucket_bytes": -1}, "bucket_bytes"),
         ({"precision": "bfloat16"}, "fp32, bf16, fp16"),
         ({"remat": "most"}, "none, dots, full"),
         ({"offload": "optimizer"}, "OffloadPolicy"),
+        ({"clip_norm": True}, "clip_norm must be a positive number"),
+        ({"precision": {}}, "fp32, bf16, fp16"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(given, match):
@@ -72,6 +75,31 @@ def test_a_precision_takes_floating_dtypes_only():
         zerojax.Precision(params=jnp.int8)
     with pytest.raises(ValueError, match=r"Precision\.master needs a dtype"):
         zerojax.Precision(master="no such")
+
+
+def test_numbers_of_numpy_are_plain_numbers():
+    recipe = Recipe(clip_norm=np.float32(1), accumulate=np.int64(2))
+    assert recipe == Recipe(clip_norm=1.0, accumulate=2)
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "match"),
+    [
+        (zerojax.RematPolicy, {"keep": None}, "keep must be a tuple of names"),
+        (zerojax.RematPolicy, {"partition": ("data",)}, "partition must name one mesh axis"),
+        (zerojax.OffloadPolicy, {"kinds": None}, "a tuple of kinds, got None"),
+        (
+            Recipe.from_dict,
+            {"given": {"precision": {"parms": "x"}}},
+            "precision of a recipe",
+        ),
+        (Recipe.from_dict, {"given": "bf16"}, "read from a dict, got 'bf16'"),
+    ],
+)
+def test_policies_of_the_wrong_type_are_refused(policy, given, match):
+    with pytest.raises(ValueError, match=match):
+        policy(**given)
 
 
 def test_unknown_names_in_json_are_refused():

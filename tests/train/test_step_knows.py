@@ -159,3 +159,90 @@ def test_layouts_and_recipes_are_equal_by_value(mesh8):
     first.layout.opt_state(optax.lion(1e-3))
     assert first.layout == again.layout, "what it was asked leaves no trace"
     assert first.layout != make(mesh8, 2).layout
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_explicit_mesh_that_is_set_changes_nothing(stage):
+    mesh = jax.make_mesh((8,), ("data",))
+    step = make(mesh, stage, zerojax.Recipe(accumulate=2))
+    state = step.init(init, jax.random.key(0))
+    x = jax.device_put(batch(), step.layout.batch)
+    want = step.evaluate(state, x)
+    with jax.set_mesh(mesh):
+        fresh = make(mesh, stage, zerojax.Recipe(accumulate=2))
+        assert float(fresh.evaluate(state, x)) == float(want)
+        fresh.audit(x).raise_if_problems()
+        _, metrics = fresh(fresh.init(init, jax.random.key(0)), x)
+    assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-6)
+
+
+def four(stage):
+    return zerojax.make_mesh({"data": 4}, devices=jax.devices()[:4]), stage
+
+
+def test_a_state_of_another_layout_is_refused_with_a_leaf(mesh8):
+    step = make(mesh8, 3)
+    for mesh, stage in ((mesh8, 2), four(3), four(0)):
+        other = make(mesh, stage).init(init, jax.random.key(0))
+        for use in (step, step.evaluate):
+            with pytest.raises(ValueError, match=r"state is not .*params/odd is .* is expected"):
+                use(other, batch())
+    even = {"up": jnp.zeros((64, 64))}
+    layouts = [zerojax.make_layout(even, mesh8, stage=stage) for stage in (1, 3)]
+    one, three = (
+        zerojax.make_train_step(lambda p, x: jnp.mean((x @ p["up"]) ** 2), TX, layout)
+        for layout in layouts
+    )
+    with pytest.raises(ValueError, match=r"params/up is placed as .* is expected"):
+        three(one.init(even), batch())
+
+
+def test_a_batch_that_lies_otherwise_is_refused_with_the_remedy(mesh8):
+    step = make(mesh8, 2)
+    state = step.init(init, jax.random.key(0))
+    everywhere = jax.device_put(batch(), step.layout.sharding(jax.sharding.PartitionSpec()))
+    with pytest.raises(ValueError, match=r"write jax\.device_put\(batch, layout\.batch\)"):
+        step(state, everywhere)
+    with pytest.raises(ValueError, match="has 0 examples"):
+        step(state, batch()[:0])
+    step(state, batch())
+    with pytest.raises(ValueError, match="donated to an earlier step; use the state that the step"):
+        step(state, batch())
+
+
+def test_a_callable_with_leaves_is_parameters(mesh8):
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 8, 64, 1, key=jax.random.key(0))
+    params = eqx.filter(model, eqx.is_array)
+    layout = zerojax.make_layout(params, mesh8, stage=3)
+    step = zerojax.make_train_step(lambda p, x: 0.0 * x.sum(), TX, layout)
+    assert int(step.init(params).step) == 0
+    with pytest.raises(ValueError, match=r"params .* structure .*unexpected \['activation'"):
+        step.init(model)
+
+
+@pytest.mark.parametrize(
+    ("loss", "has_aux", "match"),
+    [
+        (lambda p, x: x.sum(1), False, r"scalar, got shape \(32,\)"),
+        (lambda p, x: (x.sum(), 1), False, "got tuple; .*has_aux=True"),
+        (lambda p, x: None, False, "got NoneType"),
+        (lambda p, x: x.sum(), True, r"must return \(loss, aux\)"),
+    ],
+)
+def test_what_is_no_loss_is_refused_by_step_and_evaluation(loss, has_aux, match, mesh8):
+    step = make(mesh8, 2, loss=loss, has_aux=has_aux)
+    state = step.init(init, jax.random.key(0))
+    for use in (step, step.evaluate):
+        with pytest.raises(ValueError, match=match):
+            use(state, batch())
+
+
+def test_arguments_in_the_wrong_place_are_named(mesh8):
+    layout = zerojax.make_layout(jax.eval_shape(init, jax.random.key(0)), mesh8, stage=2)
+    with pytest.raises(TypeError, match="a Layout is expected, got Mesh"):
+        zerojax.make_train_step(loss_fn, TX, mesh8)
+    with pytest.raises(TypeError, match="loss_fn must be a function, got NoneType"):
+        zerojax.make_train_step(None, TX, layout)
+    with pytest.raises(TypeError, match="a Recipe is expected, got str"):
+        zerojax.make_train_step(loss_fn, TX, layout, "bf16")

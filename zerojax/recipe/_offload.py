@@ -37,10 +37,10 @@ class OffloadPolicy:
     missing: Literal["refuse", "device"] = "refuse"
 
     def __post_init__(self) -> None:
-        if isinstance(self.kinds, str):
+        if not isinstance(self.kinds, tuple | list):
             raise ValueError(
-                f"OffloadPolicy.kinds is a tuple of kinds, got the text {self.kinds!r}; write "
-                f"kinds=({self.kinds!r},)"
+                f"OffloadPolicy.kinds is a tuple of kinds, got {self.kinds!r}; write "
+                "kinds=('optimizer', 'master')"
             )
         object.__setattr__(self, "kinds", tuple(self.kinds))
         unknown = [kind for kind in self.kinds if kind not in get_args(OffloadKind)]

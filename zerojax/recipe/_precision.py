@@ -148,7 +148,7 @@ def as_precision(precision: Precision | str) -> Precision:
     """Return the precision of a name, or the `Precision` itself."""
     if isinstance(precision, Precision):
         return precision
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ValueError(
             f"precision must be one of {', '.join(PRECISIONS)}, or a Precision, got {precision!r}"
         )

@@ -66,17 +66,19 @@ class Recipe:
         offload: OffloadPolicy | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
-        check_count("accumulate", accumulate)
         check_reduce(reduce)
-        if clip_norm is not None and not (isinstance(clip_norm, numbers.Real) and clip_norm > 0):
-            raise ValueError(f"clip_norm must be positive, got {clip_norm!r}")
+        if clip_norm is not None:
+            is_number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
+            if not is_number or not clip_norm > 0:
+                raise ValueError(f"clip_norm must be a positive number, got {clip_norm!r}")
+            clip_norm = float(clip_norm)
         if not isinstance(offload, OffloadPolicy | None):
             raise ValueError(f"offload must be an OffloadPolicy or None, got {offload!r}")
         if bucket_bytes is not None:
-            check_count("bucket_bytes", bucket_bytes)
+            bucket_bytes = check_count("bucket_bytes", bucket_bytes)
         chosen = {
             "precision": as_precision(precision),
-            "accumulate": accumulate,
+            "accumulate": check_count("accumulate", accumulate),
             "reduce": reduce,
             "clip_norm": clip_norm,
             "remat": as_remat(remat),
@@ -119,14 +121,22 @@ class Recipe:
             ValueError: a name that a recipe does not have.
         """
         known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(given, dict):
+            raise ValueError(f"a recipe is read from a dict, got {given!r}")
         if unknown := sorted(set(given) - set(known)):
             raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
         given = dict(given)
-        if isinstance(given.get("precision"), dict):
-            given["precision"] = Precision.from_dict(given["precision"])
-        for name, policy in (("remat", RematPolicy), ("offload", OffloadPolicy)):
+        policies = {
+            "precision": Precision.from_dict,
+            "remat": lambda x: RematPolicy(**x),
+            "offload": lambda x: OffloadPolicy(**x),
+        }
+        for name, read in policies.items():
             if isinstance(given.get(name), dict):
-                given[name] = policy(**given[name])
+                try:
+                    given[name] = read(given[name])
+                except TypeError as error:
+                    raise ValueError(f"{name} of a recipe: {error}") from None
         return cls(**given)
 
 

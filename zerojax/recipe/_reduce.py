@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Collection
 from typing import Any, Literal, get_args
 
@@ -40,7 +41,8 @@ def find_reduction(reduce: Reduce | None, accumulate: int, kinds: Collection[Kin
     return reduce
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise a ValueError unless a value is a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_count(name: str, value: Any) -> int:
+    """Return a positive whole number as an int, or raise a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    return int(value)

@@ -45,9 +45,14 @@ class RematPolicy:
             )
         for field in ("keep", "offload"):
             names = getattr(self, field)
-            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            is_several = isinstance(names, tuple | list)
+            if not is_several or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"RematPolicy: {field} must be a tuple of names, got {names!r}")
             object.__setattr__(self, field, tuple(names))
+        if not isinstance(self.partition, str | None):
+            raise ValueError(
+                f"RematPolicy: partition must name one mesh axis or be None, got {self.partition!r}"
+            )
         twice = set(self.keep) & set(self.offload)
         if twice:
             raise ValueError(f"RematPolicy: both kept and offloaded: {', '.join(sorted(twice))}")

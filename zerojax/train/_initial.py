@@ -44,9 +44,9 @@ class InitialState:
     def make(self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any) -> TrainState:
         """Make the state from parameters, or from the function that returns them."""
         given = init_fn_or_params
-        structure = jax.tree.structure(given)
-        # An equinox module is callable, and is parameters.
-        if callable(given) and (structure != self.layout.structure or treedef_is_leaf(structure)):
+        # An equinox or nnx module is callable, and is parameters: it has leaves.
+        is_leaf = treedef_is_leaf(jax.tree.structure(given))
+        if callable(given) and (is_leaf or isinstance(given, jax.tree_util.Partial)):
             build = jax.jit(lambda *args: self._build(given(*args)), out_shardings=self.shardings)
             return build(*args)
         if args:
@@ -57,9 +57,12 @@ class InitialState:
 
     def abstract(self) -> TrainState:
         """Return the state as shapes with shardings; nothing is run."""
+        # A mesh that the user has set, with Explicit axes, is not the one of the constraints.
+        with jax.sharding.use_abstract_mesh(self.layout.auto_mesh.abstract_mesh):
+            shapes = jax.eval_shape(self._place, self.layout.shapes)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self._place, self.layout.shapes),
+            shapes,
             self.shardings,
         )
 

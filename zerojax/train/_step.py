@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import as_shapes, flatten_with_names
+from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
 from zerojax.audit import AuditReport, audit
 from zerojax.collectives import (
@@ -25,6 +25,13 @@ from zerojax.collectives import (
 from zerojax.layout import Layout, as_transformation
 from zerojax.memory import activation_policy, rematerialised
 from zerojax.recipe import Recipe, as_recipe
+from zerojax.train._checks import (
+    check_batch,
+    check_leaves,
+    check_placement,
+    check_structure,
+    read_loss,
+)
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
 from zerojax.train._loss_scale import next_loss_scale, scaled
@@ -90,22 +97,20 @@ class TrainStep:
 
         Raises:
             ValueError: the state is of another layout, recipe or optimizer, or the devices or the
-                microbatches don't divide the batch.
+                microbatches don't divide the batch, or it is placed otherwise.
         """
-        self._check_state(state)
-        return self._jitted("step", batch)(state, batch)
+        return self._call("step", state, batch)
 
     def evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
         """Compute the loss of logical parameters, a scalar on every device; nothing is changed.
 
         The arguments are those of a step; the batch is one, whatever the number of microbatches.
         """
-        self._check_state(state)
-        return self._jitted("evaluate", batch)(state, batch)
+        return self._call("evaluate", state, batch)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays or shapes, as `jax.jit(...).lower` does."""
-        self._check_state(state)
+        check_structure(state, self.shardings, self.abstract_state)
         return self._jitted("step", batch).lower(state, batch)
 
     def audit(self, batch: PyTree) -> AuditReport:
@@ -124,12 +129,23 @@ class TrainStep:
             jitted._cache_size() for (what, *_), jitted in self._compiled.items() if what == "step"
         )
 
+    def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
+        check_structure(state, self.shardings, self.abstract_state)
+        jitted = self._jitted(what, batch)
+        try:
+            return jitted(state, batch)
+        except ValueError:
+            # What jit says of leaves and placements names neither; the good path pays nothing.
+            check_leaves(state, self.abstract_state())
+            check_placement(batch, self.layout)
+            raise
+
     def _jitted(self, what: str, batch: PyTree) -> Any:
         """Return the jitted step or evaluation for a batch of this structure."""
-        names, leaves, structure = flatten_with_names(batch)
+        leaves, structure = jax.tree.flatten(batch)
         key = (what, structure, tuple(jnp.ndim(x) for x in leaves))
         steps = what == "step"
-        self._check_batch(names, leaves, self.recipe.accumulate if steps else 1)
+        check_batch(batch, self.layout, self.recipe.accumulate if steps else 1)
         if key not in self._compiled:
             whole = self.layout.sharding(P())
             placed = structure.unflatten(
@@ -144,67 +160,23 @@ class TrainStep:
             )
         return self._compiled[key]
 
-    def _check_state(self, state: TrainState) -> None:
-        """Refuse a state of another structure before jit does in terms of pytrees."""
-        if jax.tree.structure(state) == jax.tree.structure(self.shardings):
-            return
-        for name, what in (("masters", "masters"), ("loss_scale", "a loss scale")):
-            found, wanted = (getattr(s, name, None) is not None for s in (state, self.shardings))
-            if found != wanted:
-                raise ValueError(
-                    f"the state {'holds' if found else 'lacks'} {what} and the step's recipe "
-                    f"{'asks for' if wanted else 'has'} {what if wanted else 'none'}: make the "
-                    "state with this step's init, or the step with the state's precision"
-                )
-        found, wanted = (set(flatten_with_names(s)[0]) for s in (state, self.shardings))
-        raise ValueError(
-            "the state is not of this step's layout, recipe and optimizer: missing "
-            f"{sorted(wanted - found)[:5]}, unexpected {sorted(found - wanted)[:5]}; make it with "
-            "step.init, or restore it like step.abstract_state()"
-        )
-
-    def _check_leaves(self, state: TrainState) -> None:
-        """Refuse leaves of another shape or dtype; called while the step is traced."""
-        names, wanted, _ = flatten_with_names(self.abstract_state())
-        wrong = [
-            f"{name} is {x.dtype}{list(x.shape)} where {want.dtype}{list(want.shape)} is expected"
-            for name, x, want in zip(names, jax.tree.leaves(state), wanted, strict=True)
-            if (x.shape, x.dtype) != (want.shape, want.dtype)
-        ]
-        if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise ValueError(
-                f"the state is not of this step's layout and recipe: {'; '.join(wrong[:3])}{more}; "
-                "make it with this step's init, or the step with the state's precision"
-            )
-
-    def _check_batch(self, names: list[str], leaves: list[Any], count: int) -> None:
-        parts = self.layout.num_batch_parts
-        for name, x in zip(names, leaves, strict=True):
-            shape = jnp.shape(x)
-            if shape and shape[0] % (parts * count):
-                raise ValueError(
-                    f"batch leaf {name!r} has {shape[0]} examples; {parts} devices along "
-                    f"{self.layout.batch_axes} times {count} microbatches need a "
-                    f"multiple of {parts * count}"
-                )
-
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        self._check_leaves(state)
+        check_leaves(state, self.abstract_state())
 
         def specs(state: TrainState, batch: PyTree) -> Any:
-            metrics = jax.eval_shape(self._run, *as_shapes((state, batch)))[1]
+            with jax.sharding.use_abstract_mesh(self.layout.auto_mesh.abstract_mesh):
+                metrics = jax.eval_shape(self._run, *as_shapes((state, batch)))[1]
             held = jax.tree.map(lambda s: s.spec, self.shardings)
             return held, jax.tree.map(lambda _: P(), metrics)
 
         return auto_region(self._run, self.layout, specs)(state, batch)
 
     def _evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
-        self._check_leaves(state)
+        check_leaves(state, self.abstract_state())
 
         def run(params: PyTree, batch: PyTree) -> jax.Array:
             out = gather_where_used(self._evaluated_fn, self.layout)(params, batch)
-            return out[0] if self._has_aux else out
+            return read_loss(out, has_aux=self._has_aux)[0]
 
         return auto_region(run, self.layout, lambda *_: P())(state.params, batch)
 
@@ -270,10 +242,7 @@ class TrainStep:
 
         def with_aux(params: PyTree, given: tuple[PyTree, Any]) -> tuple[jax.Array, Any]:
             batch, scale = given
-            out = loss_fn(params, batch)
-            loss, aux = out if self._has_aux else (out, None)
-            if jnp.shape(loss):
-                raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(loss)}")
+            loss, aux = read_loss(loss_fn(params, batch), has_aux=self._has_aux)
             return scaled(loss, scale), (loss, aux)
 
         def run(params: PyTree, given: tuple[PyTree, Any]) -> tuple[Any, PyTree]:
@@ -308,4 +277,11 @@ def make_train_step(
 
     Source: arXiv 1910.02054, sections 5 and 7.
     """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"a Layout is expected, got {type(layout).__name__}: make_train_step(loss_fn, tx, "
+            "make_layout(params, mesh, stage=...), recipe)"
+        )
     return TrainStep(loss_fn, tx, layout, as_recipe(recipe), has_aux=has_aux)
