@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
 PyTree: TypeAlias = Any
@@ -27,5 +26,4 @@ Kind: TypeAlias = Literal["parameter", "gradient", "optimizer", "master"]
 Shape: TypeAlias = tuple[int, ...]
 Axes: TypeAlias = tuple[str, ...]
 LossFn: TypeAlias = Callable[..., Any]
-ShapeDtype: TypeAlias = jax.ShapeDtypeStruct
 AnyMesh: TypeAlias = Mesh | AbstractMesh  #: with devices, or with sizes alone

@@ -21,6 +21,7 @@ from zerojax.planner import offload_traffic_bytes
 WIDTH, NUM_LAYERS, NUM_STEPS = 64, 3, 3
 PRECISION = zerojax.Precision(params=jnp.float32, master=jnp.float32)
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
+HOSTED = zerojax.Recipe(precision=MIXED, offload=zerojax.OffloadPolicy())
 
 
 def init(key):
@@ -264,7 +265,7 @@ LARGE = gpt.Config(num_layers=24, width=2048, num_heads=16, vocab_size=8192, con
 )
 def test_the_device_holds_parameters_and_a_share_of_gradients(target):
     layout, compiled = compiled_step(target, 2, config=LARGE)
-    report = zerojax.audit(compiled, layout, zerojax.Recipe(precision=MIXED))
+    report = zerojax.audit(compiled, layout, HOSTED)
     report.raise_if_problems()
     psi = layout.num_params
     assert report.memory.peak < 1.1 * (2 * psi + 2 * psi / 8)
@@ -279,7 +280,8 @@ def test_the_device_holds_parameters_and_a_share_of_gradients(target):
 def test_masters_that_are_sent_down_and_up_are_caught():
     offload = zerojax.OffloadPolicy(kinds=("optimizer",))
     layout, compiled = compiled_step("h100:1x8", 2, offload=offload)
-    report = zerojax.audit(compiled, layout, zerojax.Recipe(precision=MIXED))
+    recipe = zerojax.Recipe(precision=MIXED, offload=offload)
+    report = zerojax.audit(compiled, layout, recipe)
     assert [problem.kind for problem in report.problems] == ["host traffic"]
     # Gradients and masters down, masters and parameters up: 12 bytes for 4, or more.
     assert report.host_traffic.updated > 2.9 * report.host_traffic.theory
@@ -295,7 +297,8 @@ def test_states_are_not_brought_to_devices_that_do_not_tell_their_memories():
 def test_states_that_come_up_move_both_ways():
     offload = zerojax.OffloadPolicy(update="device")
     layout, compiled = compiled_step("v5p:2x2x2", 2, offload=offload, config=LARGE)
-    report = zerojax.audit(compiled, layout, zerojax.Recipe(precision=MIXED))
+    recipe = zerojax.Recipe(precision=MIXED, offload=offload)
+    report = zerojax.audit(compiled, layout, recipe)
     report.raise_if_problems()
     # Two moments and masters in fp32 come and go.
     assert report.host_traffic.from_host == pytest.approx(12 * layout.num_params / 8, rel=0.05)

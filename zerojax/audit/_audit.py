@@ -11,7 +11,7 @@ from zerojax.audit._program import Program
 from zerojax.audit._report import AuditReport, build_report
 from zerojax.audit.checks import CHECKS, NOTES
 from zerojax.layout import Layout
-from zerojax.recipe import Recipe, as_recipe
+from zerojax.recipe import Recipe
 
 
 def audit(
@@ -23,8 +23,9 @@ def audit(
         compiled: what `step.lower(...).compile()` returns, for any step: `make_train_step`'s or one
             that jit compiled from the user's own code; or a `Program` that was kept.
         layout: the placement that the step should follow.
-        recipe: how the step is computed: its microbatches, when it reduces, its dtypes. A recipe
-            without dtypes (and none) leaves open in which dtype gradients are reduced.
+        recipe: how the step is computed: its microbatches, when it reduces, its dtypes and what
+            the host keeps. A recipe without dtypes (and none) leaves those of states and reductions
+            open; none leaves the host's memory open too.
 
     Returns:
         A report with volume, memory and problems, each beside the theory; it prints as a table.
@@ -37,7 +38,7 @@ def audit(
     Source: arXiv 1910.02054, sections 5 and 7.
     """
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
-    evidence = Evidence.gather(program, layout, as_recipe(recipe))
+    evidence = Evidence.gather(program, layout, recipe)
     problems = tuple(problem for check in CHECKS.values() for problem in check(evidence))
     notes = tuple(note for find in NOTES for note in find(evidence))
     return build_report(evidence, memory_of(evidence), traffic_of(evidence), problems, notes)

@@ -15,7 +15,7 @@ from zerojax.audit._traffic import Move, moves_of
 from zerojax.hlo import Module, host_parameters, parse_collectives, parse_module
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
-from zerojax.recipe import Recipe
+from zerojax.recipe import Recipe, as_recipe
 
 #: The share of what a step has to move from which what no one expected is worth a problem.
 SHARE = 0.01
@@ -31,6 +31,7 @@ class Evidence:
         module: the program's text as a structure.
         theory: what the step has to move.
         recipe: how the step is computed.
+        has_recipe: whether the recipe was given, and is no default.
         held: every argument leaf with its kind.
         moves: every collective with its axes and its leaf.
         unread: lines with a collective that could not be read.
@@ -41,13 +42,15 @@ class Evidence:
     module: Module
     theory: Theory
     recipe: Recipe
+    has_recipe: bool
     held: tuple[Held, ...]
     moves: tuple[Move, ...]
     unread: tuple[str, ...]
 
     @classmethod
-    def gather(cls, program: Program, layout: Layout, recipe: Recipe) -> Evidence:
-        """Read a program."""
+    def gather(cls, program: Program, layout: Layout, recipe: Recipe | None) -> Evidence:
+        """Read a program; without a recipe it is taken for one of the default's."""
+        has_recipe, recipe = recipe is not None, as_recipe(recipe)
         module = parse_module(program.text)
         program = program.with_host_memory(host_parameters(module))
         held = classify(program, layout)
@@ -59,6 +62,7 @@ class Evidence:
             module=module,
             theory=theory_of(layout, recipe),
             recipe=recipe,
+            has_recipe=has_recipe,
             held=held,
             moves=find_padding(moves_of(found.records, program, layout, matcher), matcher),
             unread=found.unread,

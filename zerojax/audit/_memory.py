@@ -66,11 +66,6 @@ class MemoryReport:
         """Add parameters, masters, optimizer states and persisting gradients."""
         return self.parameters + self.masters + self.optimizer + self.gradients
 
-    @property
-    def peak_over_theory(self) -> float:
-        """Divide the peak by the formula, gradients included."""
-        return self.peak / max(self.theory["total"], 1)
-
     def to_dict(self) -> dict[str, object]:
         """Return the counts as plain data."""
         return dataclasses.asdict(self)

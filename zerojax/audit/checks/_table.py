@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._problems import Problem
-from zerojax.audit.checks import _dtype, _gather, _host, _state, _traffic, _volume
+from zerojax.audit.checks import _dtype, _gather, _host, _recipe, _state, _traffic, _volume
 
 #: Every kind of problem and the function that looks for it.
 CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
@@ -19,6 +19,8 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "activation": _traffic.check_activation,
     "shuffle": _traffic.check_shuffle,
     "dtype": _dtype.check_dtype,
+    "precision": _recipe.check_precision,
+    "offload": _recipe.check_offload,
     "hoisted gather": _gather.check_hoisted,
     "kept gather": _gather.check_kept,
     "host traffic": _host.check_host_traffic,
