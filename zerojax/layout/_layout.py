@@ -48,12 +48,13 @@ class Layout(TreeLayout):
         """
         return optimizer_layout(tx, self, dtype)
 
-    def opt_state(self, tx: Any, *, dtype: Any = None) -> PyTree:
+    def opt_state(self, tx: Any) -> PyTree:
         """Return the shardings of the stored optimizer state, in the structure of `tx.init`.
 
-        The arguments and errors are those of `optimizer`.
+        Raises:
+            ValueError: a leaf of the state fits parameters with different placements.
         """
-        return jax.tree.map(self.sharding, self.optimizer(tx, dtype).specs)
+        return jax.tree.map(self.sharding, self.optimizer(tx).specs)
 
     def bytes_per_device(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True
