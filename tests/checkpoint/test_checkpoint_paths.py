@@ -36,8 +36,20 @@ def test_an_object_store_is_refused_and_no_folder_is_made_beside_the_program(
     tmp_path, monkeypatch, name, path
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^(gs|s3):/.* mount the bucket and pass the path of"):
+    with pytest.raises(
+        ValueError, match=r"^(gs|s3)://[a-z].* mount the bucket and pass the path of"
+    ):
         CALLS[name](path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_empty_path_and_bytes_are_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the path is empty"):
+        CALLS[name]("")
+    with pytest.raises(TypeError, match=r"the path b'run' is bytes; give a str or a Path"):
+        CALLS[name](b"run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -56,12 +68,15 @@ def test_an_export_to_an_object_store_is_refused(tmp_path, monkeypatch):
         ["checkpoint", "verify", "gs://my-bucket/run"],
         ["checkpoint", "export", "gs://my-bucket/run", "w.safetensors"],
         ["checkpoint", "import", "gs://my-bucket/w.safetensors", "here"],
+        ["train", "--out", "gs://my-bucket/run"],
     ],
 )
 def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     assert main(command) == 2
-    assert "mount the bucket" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "mount the bucket" in said
+    assert "gs://my-bucket/" in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -83,19 +83,27 @@ def nodes(tree: PyTree) -> Iterator[Node]:
     return below((), tree)
 
 
+def train_states(below: Sequence[Node]) -> list[Node]:
+    """Return the nodes that are train states."""
+    return [
+        (path, node)
+        for path, node in below
+        if hasattr(node, "opt_state") and hasattr(node, "padded")
+    ]
+
+
 def _as_train_states_say(below: Sequence[Node], layout: Layout) -> dict[str, Shape]:
     """Return the logical shapes of the leaves of every node that is a train state."""
     known = {}
-    for path, node in below:
-        if hasattr(node, "opt_state") and hasattr(node, "padded"):
-            # Parameters that are a bare array are no node below this one.
-            copies = [((*path, GetAttrKey(name)), getattr(node, name)) for name in COPIES]
-            known |= _like(copies, layout.structure, layout.leaves)
-            padded = dict(node.padded)
-            pairs, _ = jax.tree_util.tree_flatten_with_path(node.opt_state)
-            for number, (step, x) in enumerate(pairs):
-                name = path_name((*path, GetAttrKey("opt_state"), *step))
-                known[name] = padded.get(number, tuple(jnp.shape(x)))
+    for path, node in train_states(below):
+        # Parameters that are a bare array are no node below this one.
+        copies = [((*path, GetAttrKey(name)), getattr(node, name)) for name in COPIES]
+        known |= _like(copies, layout.structure, layout.leaves)
+        padded = dict(node.padded)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(node.opt_state)
+        for number, (step, x) in enumerate(pairs):
+            name = path_name((*path, GetAttrKey("opt_state"), *step))
+            known[name] = padded.get(number, tuple(jnp.shape(x)))
     return known
 
 

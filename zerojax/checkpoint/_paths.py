@@ -16,18 +16,23 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     A checkpoint is flushed to disk and renamed into place, which object stores do not do.
 
     Raises:
-        ValueError: the path is a URL such as "gs://bucket/run"; also as `pathlib` writes it,
-            "gs:/bucket/run".
+        TypeError: the path is neither a text nor a `Path`.
+        ValueError: the path is empty, or a URL such as "gs://bucket/run"; also as `pathlib` writes
+            it, "gs:/bucket/run".
     """
     text = os.fspath(path)
-    scheme = re.match(r"([A-Za-z][\w+.-]+):/", text)  # two letters at least: "C:/" is a drive
+    if not isinstance(text, str):
+        raise TypeError(f"the path {text!r} is {type(text).__name__}; give a str or a Path")
+    if not text:
+        raise ValueError('the path is empty; name a folder or file ("." is the current folder)')
+    scheme = re.match(r"([A-Za-z][\w+.-]+):/+", text)  # two letters at least: "C:/" is a drive
     if scheme is not None and scheme[1].lower() == "file":
         return Path(unquote(urlsplit(text).path))
     if scheme is not None:
         raise ValueError(
-            f"{text} is not on a local or mounted file system, which a checkpoint needs; mount the "
-            f"bucket and pass the path of the mount, or use a local folder and copy it to "
-            f"{scheme[1]}:// when the save is done"
+            f"{scheme[1]}://{text[scheme.end() :]} is not on a local or mounted file system, which "
+            "a checkpoint needs; mount the bucket and pass the path of the mount, or use a local "
+            f"folder and copy it to {scheme[1]}:// when the save is done"
         )
     return Path(text).expanduser()
 

@@ -23,6 +23,7 @@ from zerojax._types import PyTree
 from zerojax.checkpoint._digests import digest_files, join_digests, part_of_digests
 from zerojax.checkpoint._leaves import named_leaves, placed_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
+from zerojax.checkpoint._mismatch import check_layout
 from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
 from zerojax.checkpoint._paths import local_path, sync_folder
 from zerojax.layout import Layout
@@ -142,6 +143,7 @@ def start_save(
     root = local_path(directory).absolute()
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")
+    check_layout(state, layout)
     state = placed_leaves(state, layout.sharding(P()))
     step = None if step is None else check_step(step)
     manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
@@ -169,7 +171,7 @@ def check_step(step: Any) -> int:
         ValueError: it is negative.
     """
     if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step is {step!r}; give a whole number")
+        raise TypeError(f"step is a {type(step).__name__}; give a whole number")
     if operator.index(step) < 0:
         raise ValueError(f"step is {step!r}; give 0 or more")
     return operator.index(step)
@@ -211,7 +213,7 @@ def save(
         directory: the checkpoint's own folder, which all processes see; made where it is missing.
         state: any pytree of arrays, a `TrainState` for instance, in its stored form. Leaves that
             are one and the same array (tied weights) are stored once.
-        layout: the placement that the state lives under.
+        layout: the placement that the state lives under: `step.layout`.
         tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
             own loop may be padded or not, which an error then says.
         step: steps done; where it is left out, the leaf `step` of the state.
@@ -219,7 +221,8 @@ def save(
         metadata: what else to keep, fit for JSON.
 
     Raises:
-        ValueError: the directory holds a checkpoint already, or two leaves have the same path.
+        ValueError: the directory holds a checkpoint already, two leaves have the same path, or a
+            train state was made under another layout.
         TypeError: `data` or `metadata` is not fit for JSON, or a leaf is no array.
     """
     start_save(directory, state, layout, tx=tx, step=step, data=data, metadata=metadata).wait()

@@ -167,9 +167,9 @@ def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> lis
     """Report another optimizer, also of one whose leaves happen to look the same."""
     wanted = named_tuples(like)
     saved = {p: x for p, x in manifest.optimizer.items() if not partial or p in wanted}
-    if saved == wanted or not (wanted and saved):
-        return []
     ours, theirs = " > ".join(wanted.values()), " > ".join(saved.values())
+    if saved == wanted or ours == theirs or not (wanted and saved):
+        return []  # where only paths differ, the leaves tell which
     return [f"its optimizer is {theirs}, wanted {ours}"]
 
 
