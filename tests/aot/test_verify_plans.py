@@ -54,6 +54,37 @@ def test_it_asks_for_a_loss_and_for_hardware_that_can_be_compiled_for():
         verify_plans(plans.find(**TRACED, hardware="v100"))
 
 
+def test_what_is_no_choices_is_refused():
+    with pytest.raises(TypeError, match="a Choices is expected, got dict"):
+        verify_plans({})
+
+
+def test_scalars_of_a_batch_are_not_cut(monkeypatch, mesh8):
+    def loss(params, batch):
+        x, scale, key = batch
+        noise = jax.random.normal(key, x.shape[-1:], x.dtype)
+        return jnp.mean((x * scale + noise) @ params["w"])
+
+    shapes = (jnp.ones((16, 64)), jnp.float32(2.0), jax.random.key(0))
+    choices = zerojax.search_plans(
+        {"w": jnp.ones((64, 64))},
+        optax.sgd(1e-2),
+        num_devices=8,
+        hardware="h100",
+        workload=zerojax.Workload(loss_fn=loss, batch=shapes),
+        space=Space(stages=(2,), model_axes=(1,), offloads=(None,)),
+    )
+    devices = mesh8.devices.ravel()
+    monkeypatch.setattr(
+        aot_verify,
+        "topology_mesh",
+        lambda _, axes: jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices),
+    )
+    monkeypatch.setattr(aot_verify, "compile_step", lambda lowered: lowered.compile())
+    verified = verify_plans(choices, count=1).verified
+    assert verified[0].note.startswith("clean")
+
+
 @pytest.mark.parametrize("wanted", [3, 1])
 def test_winners_are_compiled_and_what_can_t_be_is_said(monkeypatch, mesh8, wanted):
     """The compiler is replaced by the CPU's lowering: what is compiled is what was chosen."""

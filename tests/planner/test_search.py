@@ -13,8 +13,8 @@ import pytest
 
 from tests.planner import plans
 from tests.planner.plans import HOSTED, ODD, TRACED, TX, first_word, nouns, odd_batch
-from zerojax import Recipe, plan
-from zerojax.planner import Space, Transformer
+from zerojax import Recipe, plan, search_plans
+from zerojax.planner import Space, Transformer, sweep
 
 GPT = Transformer(num_layers=12, width=768, num_heads=12)
 TOLD = {"params": GPT.num_params, "transformer": GPT, "tokens_per_device": 8 * GPT.context}
@@ -257,6 +257,15 @@ def test_a_batch_that_no_mesh_divides_is_refused():
         ({"space": Space(model_axes=(1,), num_shards=(3,))}, ["num_shards=3"]),
         ({"space": Space(num_shards=(0,))}, ["num_shards", "0"]),
         ({"batch": None}, ["loss_fn and batch together"]),
+        ({"accumulate": 5}, ["batch of 48 examples", "accumulate=5", "another accumulate"]),
+        (
+            {"offload": HOSTED, "space": Space(offloads=(None,))},
+            ["Recipe.offload is OffloadPolicy", "Space.offloads", "(None,)"],
+        ),
+        (
+            {"remat": "full", "space": Space(remats=("none",))},
+            ["Recipe.remat is RematPolicy", "Space.remats", "'none'"],
+        ),
     ],
     ids=first_word,
 )
@@ -267,6 +276,36 @@ def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
     assert len(message.splitlines()) == 1
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("given", [{"stages": ()}, {"stages": 2}, {"remats": "full"}])
+def test_a_space_that_lists_nothing_is_refused(given):
+    (name,) = given
+    with pytest.raises(ValueError, match=rf"Space\.{name} lists what is tried, at least one"):
+        Space(**given)
+
+
+@pytest.mark.parametrize("given", [{}, False, 3, len])
+def test_what_is_not_of_the_class_that_is_expected_is_refused_in_one_line(given):
+    one = {"params": 10**6, "tx": TX, "hardware": "h100", "num_devices": 8}
+    for use, options, names in (
+        (search_plans, one, ["workload", "space"]),
+        (functools.partial(plan, stage=1), one, ["workload", "placement"]),
+        (sweep, one, ["workload", "placement"]),
+    ):
+        for name in names:
+            expected = f"a {name.title()} is expected, got {type(given).__name__}: make one"
+            with pytest.raises(TypeError, match=expected):
+                use(**options, **{name: given})
+        with pytest.raises(TypeError, match="a Recipe is expected"):
+            use(**options, recipe=given)
+
+
+def test_a_sweep_takes_one_of_each():
+    many = sweep(10**6, TX, num_devices=[8], hardware=["h100"], stages=[2])
+    one = sweep(10**6, TX, num_devices=8, hardware="h100", stages=2)
+    assert [list(found) for found in one] == [list(found) for found in many] == [[2]]
+    assert one[0][2][0].to_dict() == many[0][2][0].to_dict()
 
 
 def test_what_the_recipe_chooses_holds_and_what_it_leaves_open_is_searched():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn
 from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS
@@ -13,7 +11,15 @@ from zerojax.aot._compile import DoesNotFit, compile_step
 from zerojax.aot._topology import parse_topology, topology_mesh
 from zerojax.audit import audit
 from zerojax.layout import make_layout
-from zerojax.planner import Choices, Hardware, Plan, SearchRequest, Verified, torus_shape
+from zerojax.planner import (
+    Choices,
+    Hardware,
+    Plan,
+    SearchRequest,
+    Verified,
+    as_given,
+    torus_shape,
+)
 from zerojax.train import make_train_step
 
 
@@ -33,9 +39,10 @@ def verify_plans(choices: Choices, *, count: int = 3, topology: str | None = Non
         The choices, with what the compiler and the audit said in `.verified`.
 
     Raises:
+        TypeError: what is verified is no `Choices`.
         ValueError: the search had no loss, or no compiler knows the hardware.
     """
-    asked = choices.asked
+    asked = as_given(Choices, choices, "zerojax.search_plans(...)").asked
     loss_fn = asked.workload.loss_fn
     if loss_fn is None:
         raise ValueError(
@@ -97,11 +104,8 @@ def _compile(plan: Plan, loss_fn: LossFn, asked: SearchRequest, topology: str) -
         min_size=asked.space.min_size,
     )
     step = make_train_step(loss_fn, asked.tx, layout, recipe, has_aux=workload.has_aux)
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.batch), workload.batch
-    )
     try:
-        program = compile_step(step.lower(step.abstract_state(), batch))
+        program = compile_step(step.lower(step.abstract_state(), as_shapes(workload.batch)))
     except DoesNotFit as refusal:
         return Verified(refusal.shortage.needed, str(refusal))
     report = audit(program, layout, recipe)

@@ -3,6 +3,7 @@
 from zerojax.planner._choices import Choices, Rejected, Verified
 from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._devices import Placement
+from zerojax.planner._given import as_given
 from zerojax.planner._plan import plan
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import search_plans
@@ -46,6 +47,7 @@ __all__ = [
     "Workload",
     "as_amount",
     "as_count",
+    "as_given",
     "find_configuration",
     "find_hardware",
     "max_params",

@@ -14,6 +14,7 @@ from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Description, Layout, LeafLayout, Rule, make_layout
 from zerojax.planner._counts import as_count
+from zerojax.planner._given import as_given
 from zerojax.planner.traced import HeldLeaf
 from zerojax.recipe import Recipe
 
@@ -42,6 +43,12 @@ class Placement:
     specs: PyTree = None
     rules: Sequence[Rule] = ()
     min_size: int = MIN_SIZE
+
+
+def as_placement(placement: Placement | None) -> Placement:
+    """Return the placement, or the default for None; refuse anything else."""
+    example = "zerojax.Placement(num_shards=8)"
+    return as_given(Placement, placement, example, Placement())
 
 
 @dataclasses.dataclass(frozen=True)

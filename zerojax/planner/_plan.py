@@ -5,7 +5,7 @@ from __future__ import annotations
 import optax
 
 from zerojax._types import PyTree
-from zerojax.planner._devices import Placement, place, share_out
+from zerojax.planner._devices import Placement, as_placement, place, share_out
 from zerojax.planner._estimate import estimate
 from zerojax.planner._policies import check_recipe
 from zerojax.planner._report import Plan
@@ -45,7 +45,7 @@ def plan(
         ValueError: an option that can't be meant: what, and what is expected.
     """
     one = find_hardware(hardware)
-    placement = placement or Placement()
+    placement = as_placement(placement)
     devices = share_out(num_devices, placement.num_shards, placement.model_axis)
     model, recipe = read_model(params, tx, recipe, workload)
     check_recipe(recipe, devices.model_axis)

@@ -26,10 +26,11 @@ from zerojax.planner._devices import (
     share_out,
 )
 from zerojax.planner._estimate import estimate
+from zerojax.planner._given import as_given
 from zerojax.planner._policies import check_recipe, remat_of, where_meant
 from zerojax.planner._report import Plan
 from zerojax.planner._space import SearchRequest, Space
-from zerojax.planner._workload import Model, Workload, find_demand, read_model
+from zerojax.planner._workload import Model, Workload, as_workload, find_demand, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import OffloadPolicy, Recipe, RematPolicy, as_remat
 
@@ -82,16 +83,19 @@ def search_plans(
     """
     one = find_hardware(hardware)
     limit = one.memory if memory_limit is None else memory_limit
+    workload = as_workload(workload)
+    space = as_given(Space, space, "zerojax.planner.Space(stages=(2, 3))", Space())
     model, recipe = read_model(params, tx, recipe, workload)
+    space.check_against(recipe)
     asked = SearchRequest(
         params,
         tx,
         as_count("num_devices", num_devices),
         one,
         recipe,
-        workload or Workload(),
+        workload,
         as_amount("memory_limit", limit, above_zero=True),
-        space or Space(),
+        space,
     )
     return _Hunt(asked, model).run()
 
@@ -269,9 +273,12 @@ class _Sources:
 
     def refusal(self) -> str:
         """Return why no mesh takes the batch."""
+        count = self._recipe.accumulate
+        parts = f"accumulate={count} microbatches of whole ones" if count > 1 else "whole ones"
+        other = "another accumulate, " if count > 1 else ""
         return (
             f"no mesh that was to be tried divides the batch of {self.total:g} {self.any.unit}s "
-            "into whole ones; give a batch that the devices divide, or other sizes of the axes"
+            f"into {parts}; give {other}a batch that the devices divide, or other sizes of the axes"
         )
 
     def _all_remats(self) -> Sequence[RematPolicy | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import optax
 
@@ -11,7 +11,7 @@ from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Rule
 from zerojax.planner._workload import Workload
 from zerojax.planner.hardware import Hardware
-from zerojax.recipe import OffloadPolicy, Recipe, Remat, RematPolicy
+from zerojax.recipe import OffloadPolicy, Recipe, Remat, RematPolicy, as_remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,9 @@ class Space:
         remats: what is computed again; None is all that the model knows.
         offloads: what the host keeps; None is nothing, optimizer and masters, and activations too.
         specs, rules, min_size: as for `Placement`.
+
+    Raises:
+        ValueError: a list that names nothing.
     """
 
     stages: Sequence[int] = (0, 1, 2, 3)
@@ -35,6 +38,32 @@ class Space:
     specs: PyTree = None
     rules: Sequence[Rule] = ()
     min_size: int = MIN_SIZE
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "num_shards", "model_axes", "remats", "offloads"):
+            given = getattr(self, name)
+            if given is None and name != "stages":
+                continue
+            if isinstance(given, str) or not isinstance(given, Collection) or not len(given):
+                raise ValueError(
+                    f"Space.{name} lists what is tried, at least one, got {given!r}; leave it out "
+                    "to try all"
+                )
+
+    def check_against(self, recipe: Recipe) -> None:
+        """Refuse a space that leaves out what the recipe chooses.
+
+        Raises:
+            ValueError: remats or offloads are listed, and the recipe's own is not among them.
+        """
+        remats = [as_remat(one) for one in self.remats or ()]
+        for name, tried in (("remat", remats), ("offload", self.offloads or ())):
+            chosen = getattr(recipe, name)
+            if chosen is not None and tried and chosen not in tried:
+                raise ValueError(
+                    f"Recipe.{name} is {chosen!r}, and Space.{name}s leaves it out: "
+                    f"{tuple(tried)}; leave one of the two out"
+                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from zerojax.planner._counts import as_count
 from zerojax.planner._demand import Demand, TracedLoss
 from zerojax.planner._described import DescribedGpt, Matrices, Unknown
 from zerojax.planner._devices import Devices
+from zerojax.planner._given import as_given
 from zerojax.planner._policies import remat_of
 from zerojax.planner.formulas import Transformer
 from zerojax.planner.traced import trace_loss
@@ -59,6 +60,12 @@ class Workload:
             )
 
 
+def as_workload(workload: Workload | None) -> Workload:
+    """Return the workload, or the default for None; refuse anything else."""
+    example = "zerojax.Workload(loss_fn=loss_fn, batch=batch)"
+    return as_given(Workload, workload, example, Workload())
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """What is planned.
@@ -87,14 +94,16 @@ def read_model(
     Raises:
         ValueError: the number is no count, or there are no parameters.
     """
-    load = workload or Workload()
+    load = as_workload(workload)
     if isinstance(params, numbers.Number):
         count = as_count("params", params)
         shape = jax.ShapeDtypeStruct((count,), jnp.float32)
         implied = load.transformer is None
         if implied:
             load = dataclasses.replace(load, transformer=Transformer.of(count))
-        return Model(shape, tx, load, implied), as_recipe(recipe or Recipe(precision="bf16"))
+        return Model(shape, tx, load, implied), as_recipe(
+            Recipe(precision="bf16") if recipe is None else recipe
+        )
     if not jax.tree.leaves(params):
         raise ValueError("params hold no leaves; give a pytree of arrays or shapes, or a number")
     return Model(params, tx, load), as_recipe(recipe)
