@@ -1,9 +1,8 @@
 """How a step is computed: frozen policies, each checked when it is made."""
 
 from zerojax.recipe._offload import HOST_MEMORY, OffloadKind, OffloadPolicy
-from zerojax.recipe._precision import PRECISIONS, DynamicLossScale, Precision, as_precision
-from zerojax.recipe._recipe import Recipe, as_recipe
-from zerojax.recipe._reduce import Reduce, check_count, find_reduction
+from zerojax.recipe._precision import PRECISIONS, DynamicLossScale, Precision
+from zerojax.recipe._recipe import Recipe, Reduce, as_recipe
 from zerojax.recipe._remat import LAYER_INPUT, Remat, RematPolicy, as_remat
 
 __all__ = [
@@ -18,9 +17,6 @@ __all__ = [
     "Reduce",
     "Remat",
     "RematPolicy",
-    "as_precision",
     "as_recipe",
     "as_remat",
-    "check_count",
-    "find_reduction",
 ]

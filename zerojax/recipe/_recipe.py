@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, get_args
 
 from zerojax._types import Kind
 from zerojax.recipe._offload import OffloadPolicy
 from zerojax.recipe._precision import Precision, as_precision
-from zerojax.recipe._reduce import Reduce, check_count, check_reduce, find_reduction
 from zerojax.recipe._remat import Remat, RematPolicy, as_remat
+
+#: When gradients are summed over devices: once a step, or once a microbatch.
+Reduce = Literal["once", "each"]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -66,7 +68,8 @@ class Recipe:
         offload: OffloadPolicy | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
-        check_reduce(reduce)
+        if reduce not in (None, *get_args(Reduce)):
+            raise ValueError(f"reduce must be 'once', 'each' or None, got {reduce!r}")
         if clip_norm is not None:
             is_number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
             if not is_number or not clip_norm > 0:
@@ -75,10 +78,10 @@ class Recipe:
         if not isinstance(offload, OffloadPolicy | None):
             raise ValueError(f"offload must be an OffloadPolicy or None, got {offload!r}")
         if bucket_bytes is not None:
-            bucket_bytes = check_count("bucket_bytes", bucket_bytes)
+            bucket_bytes = _count("bucket_bytes", bucket_bytes)
         chosen = {
             "precision": as_precision(precision),
-            "accumulate": check_count("accumulate", accumulate),
+            "accumulate": _count("accumulate", accumulate),
             "reduce": reduce,
             "clip_norm": clip_norm,
             "remat": as_remat(remat),
@@ -91,13 +94,23 @@ class Recipe:
     def reduction(self, kinds: Collection[Kind]) -> Reduce:
         """Return when gradients are summed over devices, where these kinds are partitioned.
 
+        The default is "once" for several microbatches where gradients stay whole (stages 0 and 1),
+        else "each".
+
         Args:
             kinds: `Layout.kinds`.
 
         Raises:
             ValueError: `reduce` is "once" where parameters are partitioned.
         """
-        return find_reduction(self.reduce, self.accumulate, kinds)
+        if self.reduce == "once" and "parameter" in kinds:
+            raise ValueError(
+                "reduce='once' needs a whole gradient on each device, and stage 3 never holds one; "
+                "use reduce='each', or stage 1 or 2"
+            )
+        if self.reduce is None:
+            return "once" if self.accumulate > 1 and "gradient" not in kinds else "each"
+        return self.reduce
 
     @property
     def accumulator(self) -> Any:
@@ -153,3 +166,10 @@ def as_recipe(recipe: Recipe | None) -> Recipe:
         f"a Recipe is expected, got {type(recipe).__name__}: how a step is computed is said once, "
         "as in zerojax.Recipe(precision='bf16', accumulate=4)"
     )
+
+
+def _count(name: str, value: Any) -> int:
+    """Return a positive whole number as an int, or raise a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    return int(value)
