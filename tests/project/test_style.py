@@ -13,12 +13,17 @@ import pytest
 import zerojax
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def is_python(path: Path) -> bool:
+    return path.suffix == ".py" or b"python" in path.read_bytes()[:40]
+
+
 PACKAGE = sorted((ROOT / "zerojax").rglob("*.py"))
 SOURCES = [
     *PACKAGE,
     *sorted((ROOT / "tests").rglob("*.py")),
-    *sorted(p for p in (ROOT / "scripts").iterdir() if b"python" in p.read_bytes()[:40]),
-    ROOT / "scripts/make_environment.py",
+    *sorted(p for p in (ROOT / "scripts").iterdir() if p.is_file() and is_python(p)),
 ]
 MAX_FILE_LINES, MAX_TEST_LINES = 350, 400
 MAX_FUNCTION_LINES = 70
