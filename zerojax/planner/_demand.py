@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,7 @@ class Conditions:
         return Work.of(flops, hbm_bytes, rate=one.flops, bandwidth=one.hbm_bandwidth)
 
 
-class Demand:
+class Demand(abc.ABC):
     """A source of demands; `count` is a number of its units in a device's microbatch.
 
     A search asks the same again and again, so each answer is kept by what it depends on: products
@@ -106,17 +107,17 @@ class Demand:
             self._known[key] = find(given, count)
         return self._known[key]
 
-    def _peak(self, given: Conditions, count: float) -> Peak:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _peak(self, given: Conditions, count: float) -> Peak: ...
 
-    def _checkpoints(self, given: Conditions, count: float) -> float:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _checkpoints(self, given: Conditions, count: float) -> float: ...
 
-    def _work(self, given: Conditions, count: float) -> Work:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _work(self, given: Conditions, count: float) -> Work: ...
 
-    def _model_elements(self, given: Conditions, count: float) -> float:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _model_elements(self, given: Conditions, count: float) -> float: ...
 
 
 class TracedLoss(Demand):
