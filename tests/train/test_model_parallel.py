@@ -77,7 +77,10 @@ def test_it_composes_with_what_a_step_and_a_model_can_do(options, step):
     config = dataclasses.replace(CONFIG, model_axis="model", **options)
     stage = 1 if "reduce" in step else 3
     if options.get("scan", True):
-        check(train(config, {"data": 4, "model": 2}, stage, **step))
+        # With eight devices XLA's CPU runtime can start the gathers over data and the sums over
+        # model in another order on each device, and wait for ever: seen when processes compete.
+        data = 2 if stage == 1 else 4
+        check(train(config, {"data": data, "model": 2}, stage, **step))
     else:
         losses, _, _ = train(config, {"data": 4, "model": 2}, stage, **step)
         np.testing.assert_allclose(losses, alone()[0], rtol=1e-5)
