@@ -26,7 +26,6 @@ _SOURCES = (
     "aot/_chips.py",
     "aot/_compile.py",
     "aot/_plugin.py",
-    "audit/_fragmentation.py",
     "audit/_program.py",
     "planner/hardware/_hardware.py",
 )

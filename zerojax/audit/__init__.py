@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from zerojax.audit._audit import audit
-from zerojax.audit._compare import Comparison
-from zerojax.audit._fragmentation import Fragmentation
 from zerojax.audit._memory import MemoryReport
 from zerojax.audit._problems import Problem
 from zerojax.audit._program import Argument, Program
@@ -18,8 +16,6 @@ __all__ = [
     "AuditError",
     "AuditReport",
     "AxisVolume",
-    "Comparison",
-    "Fragmentation",
     "MemoryReport",
     "Problem",
     "Program",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence
-from zerojax.audit._fragmentation import Fragmentation, fragmentation_of, results_apart
+from zerojax.audit._program import Program
 from zerojax.hlo import Result, largest_results
 
 #: How kinds of argument are called in a report.
@@ -36,8 +36,8 @@ class MemoryReport:
         peak: all of it at the worst moment, as the compiler says where it does.
         host: what lies in the host's memory.
         generated_code: the program itself; not in the peak.
-        fragmentation: what the plan of the temporaries loses; None where the compiler does not
-            tell.
+        fragmentation: the part of the arena of the temporaries that none of them uses at the worst
+            moment (arXiv 1910.02054, section 6.3); None where the compiler does not tell.
         theory: the same kinds by the stage's formula, whole / N for what the stage partitions,
             without what lives in the host's memory;
             "gradients" are those of one step, which live while it runs.
@@ -57,7 +57,7 @@ class MemoryReport:
     peak: int
     host: int
     generated_code: int
-    fragmentation: Fragmentation | None
+    fragmentation: float | None
     theory: dict[str, int]
     largest: tuple[Result, ...]
 
@@ -80,7 +80,7 @@ def memory_of(evidence: Evidence) -> MemoryReport:
     on_host = sum(one.argument.shard_bytes for one in evidence.held if one.is_far)
     used = [leaf for leaf in program.inputs if leaf.number is not None and not leaf.memory_kind]
     arguments = stats.get("argument_size_in_bytes", sum(leaf.shard_bytes for leaf in used))
-    outputs = results_apart(stats)
+    outputs = max(stats.get("output_size_in_bytes", 0) - stats.get("alias_size_in_bytes", 0), 0)
     known = arguments + outputs + stats.get("temp_size_in_bytes", 0)
     told = stats.get("peak_memory_in_bytes", 0)
     # A TPU fits a program by this figure, and its temporaries can add up to more: not all of them
@@ -96,10 +96,22 @@ def memory_of(evidence: Evidence) -> MemoryReport:
         peak=peak,
         host=max(on_host, stats.get(_HOST_ARGUMENTS, 0)) + stats.get("host_temp_size_in_bytes", 0),
         generated_code=stats.get("generated_code_size_in_bytes", 0),
-        fragmentation=fragmentation_of(program.platform, stats),
+        fragmentation=_fragmentation(program, arguments + outputs),
         theory=_theory(evidence),
         largest=tuple(largest_results(evidence.module, 8)),
     )
+
+
+def _fragmentation(program: Program, fixed: int) -> float | None:
+    """Compare what is in use of the temporaries' arena, the peak without what is fixed, with it.
+
+    Only a GPU's peak tells: a TPU's counts vector memory too, and a CPU's no temporaries.
+    """
+    arena = program.statistics.get("temp_size_in_bytes", 0)
+    live = program.statistics.get("peak_memory_in_bytes", 0) - fixed
+    if program.platform != "gpu" or live < 0:
+        return None
+    return max(1 - live / arena, 0.0) if arena else 0.0
 
 
 def _theory(evidence: Evidence) -> dict[str, int]:

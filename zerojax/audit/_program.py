@@ -14,8 +14,6 @@ from jax.sharding import NamedSharding
 
 from zerojax._tree import key_name, num_bytes, path_name
 from zerojax._types import Shape
-from zerojax.audit._fragmentation import LIVE
-from zerojax.hlo import most_alive
 
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
@@ -64,8 +62,7 @@ class Program:
         platform: "cpu", "gpu" or "tpu".
         mesh: axis name to size, of the mesh that the arguments lie on; empty where there is none.
         device_ids: ids of the devices in the program's order.
-        statistics: bytes, named as `memory_analysis` names them, and what its record of the
-            simulated heap says where it has one.
+        statistics: bytes, named as `memory_analysis` names them.
         inputs: one leaf per argument leaf, in flattening order.
         outputs: one leaf per result leaf.
     """
@@ -262,10 +259,7 @@ def _statistics(compiled: jax.stages.Compiled) -> dict[str, int]:
     if found is None:
         return {}
     names = [name for name in dir(found) if name.endswith("_in_bytes")]
-    statistics = {name: int(getattr(found, name)) for name in names}
-    # A CPU hands over a plan without a heap, and a compiler for absent devices none.
-    live = most_alive(getattr(found, "serialized_buffer_assignment_proto", b""))
-    return statistics if live is None else statistics | {LIVE: live}
+    return {name: int(getattr(found, name)) for name in names}
 
 
 def _leaf_of(held: Mapping[str, Any]) -> Argument:

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from zerojax.audit._compare import Comparison
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import MemoryReport
@@ -88,17 +87,6 @@ class AuditReport:
         """Raise an `AuditError` that lists every problem, if there are any."""
         if self.problems:
             raise AuditError(self)
-
-    def compare(self, other: AuditReport) -> Comparison:
-        """Set another report beside this one; the result prints as a table."""
-        ours, theirs = _figures(self), _figures(other)
-        rows = ((name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in ours | theirs)
-        return Comparison(
-            titles=(self.title, other.title),
-            rows=tuple(row for row in rows if row[1] or row[2]),
-            appeared=tuple(p for p in other.problems if p not in self.problems),
-            vanished=tuple(p for p in self.problems if p not in other.problems),
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
@@ -220,17 +208,3 @@ def _record(move: Move) -> dict[str, Any]:
         "axes": list(move.spans),
         "loops": list(record.trips),
     }
-
-
-def _figures(report: AuditReport) -> dict[str, float]:
-    """Return what a comparison shows, by name."""
-    names = ("parameters", "masters", "optimizer", "gradients", "temporaries", "peak", "host")
-    figures: dict[str, float] = {
-        "volume (elements per parameter)": report.volume,
-        "volume by theory": report.theory_volume,
-    }
-    figures |= {f"{name} (B/device)": float(getattr(report.memory, name)) for name in names}
-    for record in report.collectives:
-        key = f"{record.spelling} (B/device)"
-        figures[key] = figures.get(key, 0.0) + record.moved_bytes
-    return {**figures, "problems": float(len(report.problems))}

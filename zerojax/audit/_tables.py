@@ -125,7 +125,7 @@ def memory_table(memory: MemoryReport) -> Table:
     if memory.reused:
         row("saved by donation", memory.reused)
     lost = memory.fragmentation
-    told = "not told by this compiler" if lost is None else f"{lost.fraction:.2%}"
+    told = "not told by this compiler" if lost is None else f"{lost:.2%}"
     table.add_row("fragmentation of temporaries", told, "", "")
     if memory.host:
         row("host", memory.host)

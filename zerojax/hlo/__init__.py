@@ -4,7 +4,7 @@ from zerojax.hlo._collectives import Collective, Collectives, sum_moved
 from zerojax.hlo._groups import Groups, mesh_axes
 from zerojax.hlo._host import HostMove, find_host_moves, host_parameters
 from zerojax.hlo._loops import Loop
-from zerojax.hlo._memory import Result, largest_results, most_alive
+from zerojax.hlo._memory import Result, largest_results
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import parse_collectives
 from zerojax.hlo._values import Use, is_widened, uses_of
@@ -24,7 +24,6 @@ __all__ = [
     "is_widened",
     "largest_results",
     "mesh_axes",
-    "most_alive",
     "parse_collectives",
     "parse_module",
     "sum_moved",
