@@ -48,6 +48,23 @@ def flatten_with_names(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
     return [path_name(path) for path, _ in pairs], [leaf for _, leaf in pairs], structure
 
 
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves by path.
+
+    Raises:
+        ValueError: the paths of two leaves read alike: `{"a/b": x, "a": {"b": y}}`.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        other, _ = found.setdefault(path_name(path), (path, leaf))
+        if other is not path:
+            raise ValueError(
+                f"two leaves have the path {path_name(path)!r}: {jax.tree_util.keystr(other)} and "
+                f"{jax.tree_util.keystr(path)}; rename a key of one"
+            )
+    return {name: leaf for name, (_, leaf) in found.items()}
+
+
 def map_with_name(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Map ``function(path, leaf, *other_leaves)`` over a tree."""
     return jax.tree_util.tree_map_with_path(

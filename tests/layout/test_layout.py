@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 from typing import NamedTuple
 
 import equinox as eqx
@@ -122,6 +123,18 @@ def test_any_pytree_keeps_its_structure(make, mesh8):
 def test_a_leaf_that_is_no_array_is_named_with_the_remedy(mesh8):
     with pytest.raises(ValueError, match=r"'a/f' .*custom_jvp.*eqx\.filter"):
         zerojax.make_layout({"a": {"f": jax.nn.relu}}, mesh8, stage=1)
+
+
+ALIKE = {  # two trees whose leaves would have one path
+    "a slash in a key": shapes(**{"a/b": (8, 8)}) | {"a": shapes(b=(8, 8))},
+    "a number and its digits": OrderedDict([(0, jnp.ones((8, 8))), ("0", jnp.ones((8, 8)))]),
+}
+
+
+@pytest.mark.parametrize("params", ALIKE.values(), ids=ALIKE)
+def test_leaves_whose_paths_read_alike_are_refused_with_both_keys(params, mesh8):
+    with pytest.raises(ValueError, match=r"'(a/b|0)': \[.* and \[.*; rename a key"):
+        zerojax.make_layout(params, mesh8, stage=3)
 
 
 BLOCKS = {"norm": (24, 128), "up": (24, 128, 512)}
@@ -338,34 +351,3 @@ def test_padding_is_bounded_and_reported(mesh8):
     per_row = 3 * 4 * 3  # three numbers of four bytes: a gradient and two moments
     assert described.padding <= per_row
     assert "padding takes" in str(described)
-
-
-def test_an_optimizer_leaf_that_fits_two_placements_is_an_error_with_its_path():
-    mesh = zerojax.make_mesh({"data": 4, "model": 2})
-    params = {"a": {"w": jnp.ones((64, 64))}, "b": {"w": jnp.ones((64, 64))}}
-    specs = {"a": {"w": P("model")}, "b": {"w": P(None, "model")}}
-    buffer = optax.GradientTransformation(
-        lambda params: {"buffer": jnp.zeros((64, 64))}, lambda u, s, p=None: (u, s)
-    )
-    layout = zerojax.make_layout(params, mesh, stage=1, specs=specs)
-    with pytest.raises(ValueError, match=r"'buffer' \(64, 64\).*ambiguous.*kind='optimizer'"):
-        layout.opt_state(buffer)
-    for said, spec in (({"whole": True}, P()), ({"dim": 1}, P(None, "data"))):
-        rules = [
-            zerojax.Rule(path="^buffer$", kind="optimizer", **said),
-            zerojax.Rule(path="no such leaf", kind="optimizer", whole=True),
-        ]
-        ruled = zerojax.make_layout(params, mesh, stage=1, specs=specs, rules=rules)
-        assert ruled.opt_state(buffer)["buffer"].spec == spec
-        assert "'no such leaf' of kind 'optimizer' matched" in str(ruled.describe(buffer))
-
-
-def test_factors_of_square_weights_keep_the_dim_they_come_from():
-    """Both factors of [256, 256] are [256]; only one of them has the user's `model` dim."""
-    mesh = zerojax.make_mesh({"data": 4, "model": 2})
-    layout = zerojax.make_layout(
-        shapes(w=(256, 256)), mesh, stage=1, specs={"w": P(None, "model")}, min_size=16
-    )
-    factored = layout.opt_state(optax.adafactor(1e-3))[0]
-    assert factored.v_row["w"].spec == P("data"), "rows: the dim that ZeRO cut"
-    assert factored.v_col["w"].spec == P(("model", "data")), "columns: the user's, then ZeRO's"

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax._tree import path_ends
 from zerojax._types import Shape
 from zerojax.audit._program import Argument, Program
 from zerojax.hlo import element_bits
-from zerojax.layout import Layout, LeafLayout, choose_dim, dim_sources
+from zerojax.layout import Layout, LeafLayout
 
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
 STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient")
@@ -66,10 +65,9 @@ def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
     leaves = program.inputs
     kinds: list[HeldKind | None] = [None] * len(leaves)
     owners: list[int | None] = [None] * len(leaves)
-    paths = {own.path: index for index, own in enumerate(layout.leaves)}
     for number, leaf in enumerate(leaves):
         if leaf.role == "optimizer":
-            owners[number] = _owner(leaf, paths, layout)
+            owners[number] = _owner(leaf, layout)
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
     starts = [
@@ -166,16 +164,9 @@ def item_bits(dtype: str) -> int:
     return element_bits(dtype) or 32
 
 
-def _owner(leaf: Argument, paths: dict[str, int], layout: Layout) -> int | None:
-    """Return the parameter that a leaf of an optimizer's state belongs to, by its path's end."""
-    found = (paths[end] for end in (*path_ends(leaf.path), ".") if end in paths)
-    return next((i for i in found if leaf.shape and _ways(leaf.shape, layout.leaves[i])), None)
-
-
-def _ways(shape: Shape, own: LeafLayout) -> list[tuple[int | None, ...]]:
-    """List the dims of a parameter from which those of a leaf may come, stored or not."""
-    found = (way for of in (own.shape, own.stored_shape) for way in dim_sources(shape, of))
-    return list(dict.fromkeys(found))
+def _owner(leaf: Argument, layout: Layout) -> int | None:
+    """Return the parameter that a leaf of an optimizer's state belongs to."""
+    return layout.optimizer_leaves(leaf.path, leaf.shape)[0].parameter
 
 
 def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
@@ -191,56 +182,23 @@ def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -
     """List the shapes that a device's part may have by the layout."""
     if kind not in STATES:
         return ()
-    if owner is None:
-        return () if kind != "optimizer" else (_by_own_shape(leaf.shape, layout),)
-    own = layout.leaves[owner]
-    if leaf.shape in (own.shape, own.stored_shape):
+    if owner is None and kind != "optimizer":
+        return ()
+    own = None if owner is None else layout.leaves[owner]
+    if own is not None and leaf.shape in (own.shape, own.stored_shape):
         partitioned = layout.partitions("parameter" if kind == "parameter" else "optimizer")
         # A parameter that no dim divides stays whole in a loop of the user's own.
         whole_by_layout = kind == "parameter" and own.is_padded and leaf.shape == own.shape
         return (_shard(own, leaf.shape, layout, partitioned and not whole_by_layout),)
-    return tuple(_related(leaf.shape, own, layout))
+    placed = layout.optimizer_leaves(leaf.path, leaf.shape)
+    return tuple(dict.fromkeys(_shard(x, x.stored_shape, layout, True) for x in placed))
 
 
 def _shard(own: LeafLayout, shape: Shape, layout: Layout, partitioned: bool) -> Shape:
     local = layout.local_shape(own, shape)
-    return _cut(local, own.dim, own.num_shards) if partitioned else local
-
-
-def _related(shape: Shape, own: LeafLayout, layout: Layout) -> list[Shape]:
-    """List the shards of a leaf with dims added to, or removed from, its parameter's.
-
-    Of a parameter [512, 64] that 8 devices cut by rows, a history [10, 512, 64] is [10, 64, 64], a
-    factor [512] is [64], and a factor [64] is cut by its own shape, or too small for it.
-    """
-    partitioned = layout.partitions("optimizer") and own.dim is not None
-    found = []
-    for way in _ways(shape, own):
-        parts = tuple(1 if dim is None else layout.num_parts(own.entries[dim]) for dim in way)
-        local = tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
-        if partitioned and own.dim in way:
-            local = _cut(local, way.index(own.dim), own.num_shards)
-        elif partitioned:
-            local = _cut(local, _chosen_dim(shape, parts, layout), layout.num_shards)
-        found.append(local)
-    return list(dict.fromkeys(found))
-
-
-def _by_own_shape(shape: Shape, layout: Layout) -> Shape:
-    """Return the shard of a leaf that belongs to no parameter."""
-    if not layout.partitions("optimizer"):
-        return shape
-    return _cut(shape, _chosen_dim(shape, (1,) * len(shape), layout), layout.num_shards)
-
-
-def _chosen_dim(shape: Shape, parts: Shape, layout: Layout) -> int | None:
-    return choose_dim(shape, parts, layout.num_shards, 0, layout.min_size).dim
-
-
-def _cut(shape: Shape, dim: int | None, parts: int) -> Shape:
-    if dim is None:
-        return shape
-    return (*shape[:dim], math.ceil(shape[dim] / parts), *shape[dim + 1 :])
+    if not partitioned or own.dim is None:
+        return local
+    return (*local[: own.dim], math.ceil(local[own.dim] / own.num_shards), *local[own.dim + 1 :])
 
 
 def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax._tree import flatten_with_names, map_with_name, num_bytes, path_name
+from zerojax._tree import leaves_by_path, map_with_name, num_bytes, path_name
 from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._logical import MASTERS, PARAMS, logical_shapes, nodes
 from zerojax.layout import Layout
@@ -115,18 +115,14 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Return the leaves by path.
 
     Raises:
-        ValueError: two leaves have the same path, as keys with slashes in them can make; or a key
-            is empty, or begins or ends with a slash.
+        ValueError: the paths of two leaves read alike, as keys with slashes in them can make; or a
+            key is empty, or begins or ends with a slash.
     """
-    names, leaves, _ = flatten_with_names(tree)
-    empty = next((name for name in names if not all(name.split("/"))), None)
+    found = leaves_by_path(tree)
+    empty = next((name for name in found if not all(name.split("/"))), None)
     if empty is not None:
         raise ValueError(f"the path {empty!r} has a part without a name; rename that key")
-    by_name = dict(zip(names, leaves, strict=True))
-    if len(by_name) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two leaves have the path {twice[0]!r}; rename one to save the tree")
-    return by_name
+    return found
 
 
 def named_tuples(tree: PyTree) -> dict[str, str]:

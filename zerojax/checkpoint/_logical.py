@@ -13,8 +13,7 @@ Where 4 leaves a doubt, an error asks for `tx`: a wrong guess would drop values,
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
 
-from zerojax._tree import flatten_with_names, num_elements, path_ends, path_name
+from zerojax._tree import flatten_with_names, num_elements, path_name
 from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout import Layout, LeafLayout
 
@@ -53,10 +52,10 @@ def logical_shapes(
         of_tx = _like(below, placed.structure, placed.leaves)
     known |= of_tx | _as_train_states_say(below, layout)
     names, leaves, _ = flatten_with_names(tree)
-    by_path = {leaf.path: leaf for leaf in layout.leaves}
+    params = {leaf.path for leaf in layout.leaves}
     tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
     for name, x in zip(names, leaves, strict=True):
-        options = {known[name]} if name in known else _options(name, x, layout, by_path, tuples)
+        options = {known[name]} if name in known else _options(name, x, layout, params, tuples)
         # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
         if len(options) > 1 and (tx is None or (name.startswith(tuples) and not of_tx)):
             shapes = " or ".join(str(list(option)) for option in sorted(options))
@@ -126,17 +125,17 @@ def _options(
     path: str,
     x: Any,
     layout: Layout,
-    params: Mapping[str, LeafLayout],
+    params: set[str],
     tuples: tuple[str, ...],
 ) -> set[Shape]:
     """Return the logical shapes that a leaf may have, by the parameter that its path ends with."""
     shape, cut = tuple(jnp.shape(x)), _is_cut(x, layout)
-    owner = next((params[end] for end in path_ends(path) if end in params), None)
     is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     is_part = path.startswith((PARAMS, MASTERS, *tuples))
     if layout.num_shards == 1 or is_key or not (is_part or cut):
         return {shape}  # not padded; or the user's own, whatever it is called
-    options = set() if owner is None else _readings(shape, owner, layout)
+    placed = layout.optimizer_leaves(path, shape)
+    options = {leaf.shape for leaf in placed if leaf.parameter is not None}
     if path.startswith(tuples) and not options and cut is not False:
         return {shape} | _shorter(shape, layout)
     return options if is_part or path in params else options | {shape}
@@ -150,37 +149,6 @@ def _is_cut(x: Any, layout: Layout) -> bool | None:
     spec = getattr(sharding, "spec", ())
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return any(set(entry) & set(layout.axis) for entry in names)
-
-
-def _readings(shape: Shape, owner: LeafLayout, layout: Layout) -> set[Shape]:
-    """Return the logical shapes that a stored leaf of a parameter may have.
-
-    A parameter [1009, 641] is stored as [1016, 641] on 8 devices. Of its leaves, [1016, 641] is
-    [1009, 641], a history [3, 1016, 641] is [3, 1009, 641], and of the factors [1016] is [1009]
-    and [641] is itself. A parameter [1016, 1009] leaves a doubt: [1016] is a factor [1016], or a
-    factor [1009] that is padded.
-    """
-    extra = len(shape) - len(owner.shape)
-    if extra >= 0:
-        is_stored = shape[extra:] in (owner.shape, owner.stored_shape)
-        return {(*shape[:extra], *owner.shape)} if is_stored else set()
-    found = set()
-    for dims in itertools.combinations(range(len(owner.shape)), len(shape)):
-        logical = tuple(owner.shape[d] for d in dims)
-        stored = tuple(owner.stored_shape[d] for d in dims)
-        grown = owner.dim not in dims and _may_pad(logical, shape, layout)
-        if shape in (logical, stored) or grown:
-            found.add(logical)
-    return found
-
-
-def _may_pad(logical: Shape, stored: Shape, layout: Layout) -> bool:
-    """Return whether a leaf with dims of its own may be stored so: one dim is rounded up."""
-    grown = [(a, b) for a, b in zip(logical, stored, strict=True) if a != b]
-    if len(grown) != 1 or num_elements(logical) < layout.min_size:
-        return False
-    ((size, longer),) = grown
-    return longer % layout.num_shards == 0 and 0 < longer - size < layout.mesh.size
 
 
 def _shorter(shape: Shape, layout: Layout) -> set[Shape]:

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import num_elements, path_name
+from zerojax._tree import leaves_by_path, num_elements
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape
 from zerojax.layout import _mesh
 from zerojax.layout._choice import NO_DIM, check_dim, choose_dim
 from zerojax.layout._describe import Description, describe
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_entries
-from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
+from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout, optimizer_leaves
 from zerojax.layout._placement import TreeLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_from_shapes
@@ -47,6 +47,21 @@ class Layout(TreeLayout):
             ValueError: a leaf of the state fits parameters with different placements.
         """
         return optimizer_layout(tx, self, dtype)
+
+    def optimizer_leaves(self, path: str, shape: Shape) -> tuple[LeafLayout, ...]:
+        """Return how a leaf of an optimizer's state may be placed, told by its path and shape.
+
+        For states whose optimizer is not at hand; `optimizer(tx)` is certain.
+
+        Args:
+            path: of the leaf; anything may stand before the parameter's path.
+            shape: of the leaf, logical or stored.
+
+        Returns:
+            One for each reading. A leaf of no parameter has one, by its own shape; its `parameter`
+            is None.
+        """
+        return optimizer_leaves(path, shape, self)
 
     def opt_state(self, tx: Any) -> PyTree:
         """Return the shardings of the stored optimizer state, in the structure of `tx.init`.
@@ -127,15 +142,16 @@ def make_layout(
         min_size: leaves with fewer elements stay whole.
 
     Raises:
-        ValueError: an unknown stage or axis, or a spec that does not fit its leaf.
+        ValueError: an unknown stage or axis, or a spec that does not fit its leaf, or paths of two
+            leaves that read alike, as keys with slashes in them can make.
 
     Warns of rules that match no leaf.
     """
     stage = check_stage(stage)
     axes = _mesh.as_axes(axis, mesh, "axis")
     cut_batch = axes if batch_axes is None else _mesh.as_axes(batch_axes, mesh, "batch axis")
+    names = list(leaves_by_path(params))
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
-    names = [path_name(path) for path, _ in pairs]
     shapes = [_shape_of(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)]
     entries = [
         _user_entries(name, spec, shape.shape, mesh)

@@ -13,7 +13,7 @@ from zerojax._tree import floating_dtype, num_elements, path_name
 from zerojax._types import Kind, PyTree, Shape, TreeDef
 from zerojax.layout._choice import check_dim, choose_dim
 from zerojax.layout._leaf import LeafLayout
-from zerojax.layout._owners import Origins, find_owners
+from zerojax.layout._owners import Origins, find_owners, possible_ways
 from zerojax.layout._placement import TreeLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._transformation import as_transformation
@@ -95,6 +95,41 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
             leaves.append(_place_by_rule(name, leaf, owner, layout, rule))
     unmatched = tuple(rule for rule in rules if rule not in used)
     return OptimizerLayout(structure, tuple(leaves), unmatched)
+
+
+def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafLayout, ...]:
+    """Return how a leaf of an optimizer's state may be placed, where the optimizer is not at hand.
+
+    Its parameter is the one whose path ends the leaf's. Of `up` [1009, 641], which eight devices
+    store as [1016, 641]:
+
+        0/mu/up [1016, 641]    [1009, 641], where the parameter lives
+        0/mu/up [3, 1016, 641] a history [3, 1009, 641]
+        0/v_row/up [1016]      a factor [1009]
+        0/v_col/up [641]       a factor [641], whole or cut by its own shape
+
+    Args:
+        path: of the leaf; anything may stand before the parameter's path.
+        shape: of the leaf, logical or stored.
+        layout: of the parameters.
+
+    Returns:
+        One for each reading, their dtype the parameter's. A leaf of no parameter has one, by its
+        own shape; its `parameter` is None.
+    """
+    for owner in layout.owners(path):
+        source = layout.leaves[owner]
+        found = []
+        for way in possible_ways(len(shape), len(source.shape)):
+            logical = tuple(
+                size if d is None else source.shape[d] for size, d in zip(shape, way, strict=True)
+            )
+            leaf = jax.ShapeDtypeStruct(logical, source.dtype)
+            found.append(_inherit(path, leaf, owner, way, layout))
+        fitting = tuple(leaf for leaf in found if shape in (leaf.shape, leaf.stored_shape))
+        if shape and fitting:
+            return fitting
+    return (_by_own_shape(path, jax.ShapeDtypeStruct(shape, jnp.float32), layout),)
 
 
 def _place(

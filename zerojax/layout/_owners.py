@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -137,11 +138,15 @@ def dim_sources(shape: Shape, of: Shape) -> list[tuple[int | None, ...]]:
         Every way to read the shape, one source dim (or None) per dim of the state leaf; empty
         where it can't come from the parameter.
     """
-    extra = len(shape) - len(of)
-    if extra >= 0:
-        return [(None,) * extra + tuple(range(len(of)))] if shape[extra:] == of else []
     return [
-        dims
-        for dims in itertools.combinations(range(len(of)), len(shape))
-        if tuple(of[d] for d in dims) == shape
+        way
+        for way in possible_ways(len(shape), len(of))
+        if all(d is None or of[d] == size for size, d in zip(shape, way, strict=True))
     ]
+
+
+def possible_ways(ndim: int, of: int) -> Iterable[tuple[int | None, ...]]:
+    """Return all ways to make `ndim` dims from those of a parameter: dims in front, or fewer."""
+    if ndim >= of:
+        return [(None,) * (ndim - of) + tuple(range(of))]
+    return itertools.combinations(range(of), ndim)

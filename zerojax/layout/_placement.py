@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import num_elements
+from zerojax._tree import num_elements, path_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import LeafLayout
@@ -101,6 +101,14 @@ class TreeLayout:
     def partitions(self, kind: Kind) -> bool:
         """Return whether the stage partitions a kind of tensor."""
         return kind in self.kinds
+
+    def owners(self, path: str) -> Iterator[int]:
+        """Yield the parameters whose paths end a path, the longest first; `.` ends every path."""
+        return (self._numbers[end] for end in (*path_ends(path), ".") if end in self._numbers)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {leaf.path: number for number, leaf in enumerate(self.leaves)}
 
     @property
     def shapes(self) -> PyTree:
