@@ -210,3 +210,30 @@ def test_what_was_just_saved_is_never_removed(tmp_path):
     for keep in (0, True):
         with pytest.raises(ValueError, match="at least 1"):
             Checkpoints(tmp_path, keep=keep)
+
+
+def test_what_cannot_be_removed_fails_no_save_and_stops_no_retention(tmp_path, monkeypatch):
+    layout, _, _, _ = trained(2, num_steps=0)
+    tree = {"x": jax.device_put(jnp.arange(8.0), layout.sharding(P("data")))}
+    save(tmp_path / "elsewhere", tree, layout)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "1").symlink_to(tmp_path / "elsewhere")  # moved to a larger disk
+    checkpoints = Checkpoints(tmp_path / "run", keep=1)
+    checkpoints.save(2, tree, layout)
+    with pytest.warns(UserWarning, match="1 was a link; remove .*elsewhere yourself"):
+        checkpoints.wait()
+    assert list(checkpoints.steps()) == [2]
+    np.testing.assert_array_equal(restore(tmp_path / "elsewhere", layout, tree)["x"], tree["x"])
+
+    def refuse(path):
+        raise PermissionError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zerojax.checkpoint._paths.shutil.rmtree", refuse)
+        checkpoints.save(3, tree, layout)
+        with pytest.warns(UserWarning, match="2 can't be removed"):
+            checkpoints.wait()
+    assert list(checkpoints.steps()) == [3]
+    checkpoints.save(4, tree, layout)  # what was left is removed now
+    checkpoints.wait()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["4"]

@@ -73,7 +73,8 @@ def test_damage_is_found_named_and_passed_over(tmp_path, saved, way):
         verify(newest)
     with pytest.raises(error, match=re.escape(damaged)):
         restore(newest, layout, like)
-    found = Checkpoints(tmp_path).restore(layout, like)
+    found = Checkpoints(tmp_path).restore_latest(layout, like)
+    assert found is not None
     assert found.path == older
     assert found.manifest.data == {"next_index": 1}
     assert list(found.passed_over) == [newest]
@@ -87,7 +88,8 @@ def test_a_whole_checkpoint_is_found_whole(saved):
     """Nothing of what the table calls damage is there without it."""
     folder, layout, like = saved
     assert verify(folder / "2").step == 2
-    found = Checkpoints(folder).restore(layout, like)
+    found = Checkpoints(folder).restore_latest(layout, like)
+    assert found is not None
     assert (found.path, found.passed_over) == (folder / "2", {})
     for name, x in found.state.items():
         assert np.asarray(x).tobytes() == values(2, like)[name].tobytes()
@@ -107,6 +109,6 @@ def test_where_all_are_damaged_every_one_is_named(tmp_path, saved):
     for step in ("1", "2"):
         flipped(data, 0.5)(tmp_path / step, None)
     with pytest.raises(DamagedCheckpointError) as caught:
-        Checkpoints(tmp_path).restore(layout, like)
+        Checkpoints(tmp_path).restore_latest(layout, like)
     for step in ("1", "2"):
         assert str(tmp_path / step) in str(caught.value)

@@ -67,7 +67,7 @@ def verify(
         FileNotFoundError: there is no whole checkpoint in the directory.
         DamagedCheckpointError: with every file and leaf that is damaged.
     """
-    root = local_path(directory).absolute()
+    root = local_path(directory)
     manifest = read_manifest(root)
     wrong = wrong_contents(root, manifest.files)
     arrays = SavedArrays(root, manifest)

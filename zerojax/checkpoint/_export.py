@@ -62,7 +62,7 @@ def export_safetensors(
         FileExistsError: an output is there already.
         ValueError: there is no such part, or a dtype that the format has not.
     """
-    root, path = local_path(directory).absolute(), local_path(path)
+    root, path = local_path(directory), local_path(path)
     manifest = read_manifest(root)
     endings = _endings(manifest, part, root)
     wrong = wrong_contents(root, manifest.files)

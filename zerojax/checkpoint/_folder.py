@@ -6,7 +6,6 @@ import dataclasses
 import datetime as dt
 import functools
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +15,12 @@ import jax
 import optax
 
 from zerojax._types import PyTree
-from zerojax.checkpoint._agreement import gather_texts
 from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_sizes
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from zerojax.checkpoint._orbax import barrier, require_orbax
-from zerojax.checkpoint._paths import local_path
-from zerojax.checkpoint._restore import restore
-from zerojax.checkpoint._save import REMOVED, PendingSave, check_step, start_save
+from zerojax.checkpoint._paths import REMOVED, local_path, remove
+from zerojax.checkpoint._restore import gather_texts, read_agreed, read_state
+from zerojax.checkpoint._save import PendingSave, check_step, start_save
 from zerojax.layout import Layout
 
 #: Errors that tell of one checkpoint and not of what is wanted.
@@ -57,7 +55,8 @@ class Checkpoints:
             or mounted file system: URLs such as "gs://bucket" are refused, here and everywhere.
         keep: how many of the newest to keep, or one of orbax's preservation policies (see
             `orbax.checkpoint.checkpoint_managers`: `EveryNSteps` and others); None keeps all.
-            Others are removed when one is whole; the newest, and what was saved last, never.
+            Others are removed when one is whole; the newest, and what was saved last, never. What
+            can't be removed is left with a warning.
         tx: the optimizer, as `save` and `restore` take it.
     """
 
@@ -73,7 +72,13 @@ class Checkpoints:
         if not (keep is None or is_number or hasattr(keep, "should_preserve")):
             raise ValueError(f"keep is {keep!r}; give at least 1, a policy of orbax, or None")
         self.directory = local_path(directory)
-        _check_folder(self.directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"{self.directory} is no folder; give the one with a folder per step")
+        if _is_saved(self.directory):
+            raise ValueError(
+                f"{self.directory} is a checkpoint itself; give the folder above it, or use "
+                "zerojax.restore"
+            )
         self._keep = keep
         self._tx = tx
         self._pending: PendingSave | None = None
@@ -119,7 +124,9 @@ class Checkpoints:
         if pending is not None:
             pending.wait()
 
-    def restore(self, layout: Layout, like: PyTree, *, cast: bool = False) -> Restored | None:
+    def restore_latest(
+        self, layout: Layout, like: PyTree, *, cast: bool = False
+    ) -> Restored | None:
         """Restore the newest checkpoint that is whole, as `zerojax.restore` does; None without any.
 
         Raises:
@@ -132,8 +139,8 @@ class Checkpoints:
         for name in reversed(gather_texts(names)[0].split()):  # as the first process sees them
             path = self.directory / name
             try:
-                state = restore(path, layout, like, tx=self._tx, cast=cast)
-                manifest = read_manifest(path)
+                manifest = read_agreed(path)
+                state = read_state(path, manifest, layout, like, tx=self._tx, cast=cast)
             except DAMAGE as error:
                 passed_over[path] = str(error) if _is_saved(path) else _cut_short(path)
                 self._damaged |= {path} if _is_saved(path) else set()
@@ -169,11 +176,11 @@ class Checkpoints:
         """
         if self._keep is None or jax.process_index():
             return
-        for left_over in self.directory.glob(f"*{REMOVED}"):
-            if left_over.name.removesuffix(REMOVED).isdecimal():
-                shutil.rmtree(left_over)
         from orbax.checkpoint import checkpoint_managers as policies
 
+        for left_over in self.directory.glob(f"*{REMOVED}"):
+            if left_over.name.removesuffix(REMOVED).isdecimal():
+                remove(left_over)
         keep = policies.LatestN(self._keep) if isinstance(self._keep, int) else self._keep
         found = {step: path for step, path in self.steps().items() if path not in self._damaged}
         known: Any = [  # what orbax's policies look at
@@ -186,21 +193,9 @@ class Checkpoints:
         ]
         kept = keep.should_preserve(known, context=policies.PreservationContext())
         newest = max(found, default=None)
-        for info, is_kept in zip(known, kept, strict=True):
-            path = found[info.step]
-            if not is_kept and path != saved and info.step != newest:
-                path.rename(removed := path.with_name(f"{path.name}{REMOVED}"))
-                shutil.rmtree(removed)
-
-
-def _check_folder(directory: Path) -> None:
-    """Refuse what can't be the folder of a run's checkpoints, in which none would be found."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is no folder; give the one that has a folder for each step")
-    if _is_saved(directory):
-        raise ValueError(
-            f"{directory} is a checkpoint itself; give the folder above it, or use zerojax.restore"
-        )
+        for (step, path), is_kept in zip(found.items(), kept, strict=True):
+            if not is_kept and path != saved and step != newest:
+                remove(path)
 
 
 def find_checkpoints(
@@ -223,10 +218,8 @@ def find_checkpoints(
             if wrong:
                 raise DamagedCheckpointError(path, wrong.values())
             found[step] = path
-        except FileNotFoundError:
-            passed_over(path, _cut_short(path))
         except (ValueError, OSError) as error:
-            passed_over(path, str(error))
+            passed_over(path, str(error) if _is_saved(path) else _cut_short(path))
     return found
 
 

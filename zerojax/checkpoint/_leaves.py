@@ -79,8 +79,12 @@ def saved_leaves(
 def dtype_of(x: Any) -> Any:
     """Return the dtype that a leaf has in JAX: 64 bits only where they are enabled."""
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+    return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def is_key(dtype: Any) -> bool:
+    """Return whether a dtype is that of typed PRNG keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:

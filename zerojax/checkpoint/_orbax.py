@@ -120,7 +120,7 @@ def open_array(directory: Path, name: str, context: Any) -> Any:
     """Start to open an array that orbax has written; returns tensorstore's future."""
     import tensorstore
 
-    trees = {"driver": "ocdbt", "base": f"{directory.absolute().as_uri()}/", "path": f"{name}/"}
+    trees = {"driver": "ocdbt", "base": f"{directory.as_uri()}/", "path": f"{name}/"}
     spec = {"driver": "zarr3", "kvstore": trees}
     return tensorstore.open(spec, open=True, read=True, context=context)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+#: Ends the name of what is being removed.
+REMOVED = ".removed"
+
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path of the local or a mounted file system, with `~` expanded.
+    """Return an absolute path of the local or a mounted file system, with `~` expanded.
 
     A checkpoint is flushed to disk and renamed into place, which object stores do not do.
 
@@ -34,7 +39,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             "a checkpoint needs; mount the bucket and pass the path of the mount, or use a local "
             f"folder and copy it to {scheme[1]}:// when the save is done"
         )
-    return Path(text).expanduser()
+    return Path(text).expanduser().absolute()
 
 
 def write_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
@@ -53,3 +58,21 @@ def sync_folder(directory: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, renamed first, so that it is whole or not there; of a link, the link alone.
+
+    What can't be removed is left with a warning: it is in nobody's way, and fails no save.
+    """
+    removed = path.with_name(path.name.removesuffix(REMOVED) + REMOVED)
+    try:
+        path.rename(removed)
+        if removed.is_symlink():
+            left = removed.readlink()
+            removed.unlink()
+            warnings.warn(f"{path} was a link; remove {left} yourself", stacklevel=2)
+        else:
+            shutil.rmtree(removed)
+    except OSError as error:
+        warnings.warn(f"{path} can't be removed ({error}); remove it yourself", stacklevel=2)

@@ -1,27 +1,35 @@
-"""Restoring: each device reads what it will hold."""
+"""Restoring: each device reads what it will hold; processes agree on what they found."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
-from zerojax.checkpoint._agreement import agree_whole, read_agreed
-from zerojax.checkpoint._digests import FileDigest, wrong_contents, wrong_sizes
-from zerojax.checkpoint._leaves import dtype_of, named_leaves
-from zerojax.checkpoint._manifest import ARRAYS, Manifest
+from zerojax.checkpoint._digests import (
+    DamagedCheckpointError,
+    digest_text,
+    wrong_contents,
+    wrong_sizes,
+)
+from zerojax.checkpoint._leaves import dtype_of, is_key, named_leaves
+from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout
+
+#: Characters of its damages that a process tells the others.
+MOST_TOLD = 1 << 16
 
 
 def restore(
@@ -58,30 +66,80 @@ def restore(
             the optimizer is another; nothing has been read then.
     """
     require_orbax()
-    root = local_path(directory).absolute()
-    manifest = read_agreed(root)
+    root = local_path(directory)
+    return read_state(root, read_agreed(root), layout, like, tx=tx, partial=partial, cast=cast)
+
+
+def read_agreed(root: Path) -> Manifest:
+    """Read the manifest; raises on every process where one can't read it, or reads another."""
+    manifest, error = None, None
+    try:
+        manifest = read_manifest(root)
+    except (ValueError, OSError) as caught:
+        error = caught
+    _agree(root, [], error)
+    if len(set(gather_texts(digest_text(str(manifest))))) > 1:
+        raise DamagedCheckpointError(root, ["the processes read different manifests"])
+    assert manifest is not None
+    return manifest
+
+
+def read_state(
+    root: Path,
+    manifest: Manifest,
+    layout: Layout,
+    like: PyTree,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    partial: bool = False,
+    cast: bool = False,
+) -> PyTree:
+    """Restore from a manifest that was read; arguments and errors are those of `restore`."""
     sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)
-    agree_whole(root, wrong_sizes(root, manifest.files).values())
+    _agree(root, wrong_sizes(root, manifest.files).values())
+    largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
+    own = largest_first[jax.process_index() :: jax.process_count()]
     found, failure = {}, None
     with ThreadPoolExecutor(1) as thread:
-        wrong = thread.submit(wrong_contents, root, _share(manifest))
+        wrong = thread.submit(wrong_contents, root, {name: manifest.files[name] for name in own})
         try:
             found = _read(root, manifest, sources, layout, like)
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
             failure = error
-    agree_whole(root, wrong.result(), failure)
+    _agree(root, wrong.result(), failure)
     leaves = [
-        _as_keys(found[path], dtype_of(x)) if path in found else x
+        _as_wanted(found[path], dtype_of(x)) if path in found else x
         for path, x in named_leaves(like).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _share(manifest: Manifest) -> dict[str, FileDigest]:
-    """Return the files that this process holds against their digests: every few one."""
-    index, count = jax.process_index(), jax.process_count()
-    largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
-    return {name: manifest.files[name] for name in largest_first[index::count]}
+def gather_texts(text: str) -> list[str]:
+    """Return what every process says, in their order; called by all of them."""
+    if jax.process_count() == 1:
+        return [text]
+    from jax.experimental import multihost_utils
+
+    said = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.ravel(multihost_utils.process_allgather(np.int32(said.size)))
+    if not sizes.any():
+        return [""] * sizes.size
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: said.size] = said
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> None:
+    """Raise on every process what any has found `wrong`; `error` where no damage explains it."""
+    told = gather_texts("\n".join(wrong)[:MOST_TOLD])
+    failures = gather_texts("" if error is None else f"a process can't read it ({error})")
+    if any(told):
+        raise DamagedCheckpointError(root, "\n".join(filter(None, told)).splitlines()) from error
+    if error is not None:
+        raise error
+    if any(failures):
+        raise DamagedCheckpointError(root, filter(None, failures))
 
 
 def _read(
@@ -92,30 +150,28 @@ def _read(
     keys = {}
     for path, x in named_leaves(like).items():
         if path in sources:
-            leaf = manifest.leaves[sources[path]]
-            wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
-            if leaf.is_key:
-                wanted = jax.eval_shape(jax.random.key_data, wanted)
-            sharding = getattr(x, "sharding", None) or layout.sharding(P())
-            wanted = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
-            stored = leaf.same_as or sources[path]
-            keys[path] = stored, wanted, None if stored in tied else path
-    found: dict[Any, jax.Array] = {}
-    rounds: dict[int, dict[str, Any]] = {}  # orbax reads a leaf once a call
-    for key in dict.fromkeys(keys.values()):
-        stored, x, _ = key
-        if x.size:
-            number = sum(stored in taken for taken in rounds.values())
-            rounds.setdefault(number, {})[stored] = key
-        else:
+            stored = manifest.leaves[sources[path]].same_as or sources[path]
+            keys[path] = stored, _as_stored(x, layout), None if stored in tied else path
+    left, found = list(dict.fromkeys(keys.values())), {}
+    for key in left:
+        if not (x := key[1]).size:
             found[key] = jnp.zeros(x.shape, x.dtype, device=x.sharding)
-    for taken in rounds.values():
-        read = read_arrays(root / ARRAYS, {stored: x for stored, x, _ in taken.values()})
-        found |= {key: read[stored] for stored, key in taken.items()}
+    while left := [key for key in left if key not in found]:
+        once = {key[0]: key for key in left}  # orbax reads a leaf once a call
+        read = read_arrays(root / ARRAYS, {stored: key[1] for stored, key in once.items()})
+        found |= {key: read[stored] for stored, key in once.items()}
     return {path: found[key] for path, key in keys.items()}
 
 
-def _as_keys(x: jax.Array, dtype: Any) -> jax.Array:
-    """Make typed PRNG keys of the integers that hold them; return other arrays as they are."""
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(x, impl=dtype) if is_key else x
+def _as_stored(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+    """Return the shape, dtype and place that a leaf is read in; of keys, those of their data."""
+    wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
+    if is_key(wanted.dtype):
+        wanted = jax.eval_shape(jax.random.key_data, wanted)
+    sharding = getattr(x, "sharding", None) or layout.sharding(P())
+    return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
+
+
+def _as_wanted(x: jax.Array, dtype: Any) -> jax.Array:
+    """Make typed PRNG keys of their data; return other arrays as they are."""
+    return jax.random.wrap_key_data(x, impl=dtype) if is_key(dtype) else x

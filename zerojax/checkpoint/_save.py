@@ -7,11 +7,10 @@ import dataclasses
 import operator
 import os
 import re
-import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ from zerojax.checkpoint._leaves import named_leaves, placed_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
 from zerojax.checkpoint._mismatch import check_layout
 from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
-from zerojax.checkpoint._paths import local_path, sync_folder
+from zerojax.checkpoint._paths import REMOVED, local_path, remove, sync_folder
 from zerojax.layout import Layout
 
-#: Ends the name of what is removed: so renamed first, it is whole or not there at all.
-REMOVED = ".removed"
 #: What orbax has not finished has a name like this.
 UNFINISHED = f"{ARRAYS}.orbax-checkpoint-tmp*"
 _unwaited: weakref.WeakSet[PendingSave] = weakref.WeakSet()
@@ -96,7 +93,8 @@ class PendingSave:
         except BaseException as error:  # noqa: BLE001  # raised by wait()
             self._error = error
             if jax.process_index() == 0:  # a full disk has room again for what comes next
-                _remove(self.path.glob(UNFINISHED))
+                for unfinished in list(self.path.glob(UNFINISHED)):
+                    remove(unfinished)
 
     def _commit(self) -> None:
         """Take digests, each process of what it wrote, and write the manifest."""
@@ -140,7 +138,7 @@ def start_save(
     in the background before that.
     """
     require_orbax()
-    root = local_path(directory).absolute()
+    root = local_path(directory)
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")
     check_layout(state, layout)
@@ -182,16 +180,9 @@ def _clear(root: Path) -> None:
     arrays = root / ARRAYS
     if arrays.exists() and not (arrays / "_CHECKPOINT_METADATA").exists():
         raise ValueError(f"{arrays} is there and no checkpoint's; save to another directory")
-    removed = root / f"{ARRAYS}{REMOVED}"
-    shutil.rmtree(removed, ignore_errors=True)
-    if arrays.exists():
-        arrays.rename(removed)
-    _remove((removed, *root.glob(UNFINISHED)))
-
-
-def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    for left_over in (root / f"{ARRAYS}{REMOVED}", arrays, *root.glob(UNFINISHED)):
+        if left_over.exists():
+            remove(left_over)
 
 
 def save(

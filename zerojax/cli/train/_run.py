@@ -91,7 +91,7 @@ class TrainRun:
         scale = first_loss_scale(self.step.recipe.precision.loss_scale)
         like = dataclasses.replace(self.step.abstract_state(), loss_scale=scale)
         try:
-            restored = self.checkpoints.restore(self.layout, like)
+            restored = self.checkpoints.restore_latest(self.layout, like)
         except IncompatibleCheckpointError as error:
             kept = read_manifest(self.checkpoint).metadata["options"]
             names = ("model", "optimizer", "precision")
