@@ -199,7 +199,8 @@ def _version(package: str) -> str | None:
 
 def _hash_sources(names: tuple[str, ...]) -> str:
     found = hashlib.sha256()
-    for path in [_HOME / name for name in names] or sorted(_HOME.rglob("*.py")):
+    every = (*_HOME.rglob("*.py"), *_HOME.rglob("*.toml"))  # code, and figures of hardware
+    for path in [_HOME / name for name in names] or sorted(every):
         found.update(f"{path.relative_to(_HOME).as_posix()}\0".encode())
         found.update(path.read_bytes())
     return found.hexdigest()

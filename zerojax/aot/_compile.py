@@ -27,7 +27,7 @@ _SOURCES = (
     "aot/_compile.py",
     "aot/_plugin.py",
     "audit/_program.py",
-    "planner/hardware/_hardware.py",
+    "planner/hardware/hardware.toml",
 )
 #: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
 _DECIDING = ("_compiler_options_kvs", "_device_list")

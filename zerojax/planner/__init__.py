@@ -1,9 +1,8 @@
 """Bytes, volume and time of a training step, from shapes alone."""
 
+from zerojax.planner._arguments import as_amount, as_count, as_given
 from zerojax.planner._choices import Choices, Rejected, Verified
-from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._devices import Placement
-from zerojax.planner._given import as_given
 from zerojax.planner._plan import plan
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import search_plans

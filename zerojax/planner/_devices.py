@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Description, Layout, LeafLayout, Rule, make_layout
-from zerojax.planner._counts import as_count
-from zerojax.planner._given import as_given
+from zerojax.planner._arguments import as_count, as_given
 from zerojax.planner.traced import HeldLeaf
 from zerojax.recipe import Recipe
 

@@ -11,8 +11,8 @@ import optax
 
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
+from zerojax.planner._arguments import as_amount, as_count, as_given
 from zerojax.planner._choices import Choices, Rejected, gigabytes
-from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner._demand import Demand, TracedLoss
 from zerojax.planner._described import Unknown
 from zerojax.planner._devices import (
@@ -26,7 +26,6 @@ from zerojax.planner._devices import (
     share_out,
 )
 from zerojax.planner._estimate import estimate
-from zerojax.planner._given import as_given
 from zerojax.planner._policies import check_recipe, remat_of, where_meant
 from zerojax.planner._report import Plan
 from zerojax.planner._space import SearchRequest, Space

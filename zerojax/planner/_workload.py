@@ -11,11 +11,10 @@ import optax
 
 from zerojax._tree import num_bytes
 from zerojax._types import LossFn, PyTree
-from zerojax.planner._counts import as_count
+from zerojax.planner._arguments import as_count, as_given
 from zerojax.planner._demand import Demand, TracedLoss
 from zerojax.planner._described import DescribedGpt, Matrices, Unknown
 from zerojax.planner._devices import Devices
-from zerojax.planner._given import as_given
 from zerojax.planner._policies import remat_of
 from zerojax.planner.formulas import Transformer
 from zerojax.planner.traced import trace_loss

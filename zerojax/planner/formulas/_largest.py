@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from zerojax.planner._counts import as_amount, as_count
+from zerojax.planner._arguments import as_amount, as_count
 from zerojax.planner.formulas._configurations import Configuration, find_configuration
 from zerojax.planner.formulas._states import ADAM_BYTES, model_state_bytes
 from zerojax.planner.formulas._transformer import FAMILY, Transformer

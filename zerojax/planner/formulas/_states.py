@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from zerojax._types import Kind
 from zerojax.layout import STAGES, check_stage
-from zerojax.planner._counts import as_amount, as_count
+from zerojax.planner._arguments import as_amount, as_count
 
 #: Bytes per parameter of the optimizer in mixed precision with Adam: fp32 master and two moments.
 ADAM_BYTES = 12

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from zerojax.planner._counts import as_count
+from zerojax.planner._arguments import as_count
 from zerojax.recipe import Remat, as_remat
 
 _LOGIT_BYTES = 4 + 2  # fp32 for the loss, 16 bits out of the product

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from zerojax.planner._counts import as_amount, as_count
+from zerojax.planner._arguments import as_amount, as_count
 
 Platform = Literal["gpu", "tpu", "cpu"]
 

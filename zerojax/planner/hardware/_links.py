@@ -10,14 +10,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from zerojax._types import Axes
 from zerojax.layout import SPANS, Span
-from zerojax.planner._counts import as_amount, as_count
 from zerojax.planner.hardware._hardware import Hardware
 from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
-from zerojax.planner.hardware._table import find_hardware
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
@@ -66,46 +64,27 @@ class Network:
     domain takes the largest divisor of it that fits, so 12 devices are two nodes' 6 of 8.
 
     Args:
-        hardware: a name of `HARDWARE` or a `Hardware`.
+        hardware: the device.
         axes: sizes of the mesh axes, major first.
 
     Attributes:
-        hardware: the hardware.
-        axes: the sizes, by name.
         within: how many devices along each axis a domain has.
         across: how many domains each axis crosses.
         torus: chips along each dim of a slice; empty where a switch joins the devices.
-
-    Raises:
-        ValueError: unknown hardware, or a size that counts nothing.
     """
 
-    def __init__(self, hardware: str | Hardware, axes: Mapping[str, int]) -> None:
-        self.hardware = find_hardware(hardware)
-        self.axes = {
-            name: as_count(f"the size of mesh axis {name!r}", n) for name, n in axes.items()
-        }
-        self.within = _within(self.hardware.domain, self.axes)
-        self.across = {name: size // self.within[name] for name, size in self.axes.items()}
+    def __init__(self, hardware: Hardware, axes: Mapping[str, int]) -> None:
+        self.hardware, self.axes = hardware, axes
+        self.within = _within(hardware.domain, axes)
+        self.across = {name: size // self.within[name] for name, size in axes.items()}
         num_devices = math.prod(self.within.values())
-        self.torus = torus_shape(self.hardware, num_devices)
+        self.torus = torus_shape(hardware, num_devices)
         cores = num_devices // math.prod(self.torus) if self.torus else 1
         self._dims = (*self.torus, cores)
         self._stretches = lay_axes(self._dims, self.within) if self.torus else {}
-        self._rates: dict[tuple[Axes, Collective], Seconds] = {}
-
-    @property
-    def num_devices(self) -> int:
-        """Count the devices."""
-        return math.prod(self.axes.values())
-
-    @property
-    def num_domains(self) -> int:
-        """Count the nodes or slices."""
-        return math.prod(self.across.values())
 
     def seconds(
-        self, axes: str | Sequence[str], num_bytes: float, collective: Collective = "all-gather"
+        self, axes: Axes, num_bytes: float, collective: Collective = "all-gather"
     ) -> Seconds:
         """Return for how long a collective keeps links busy.
 
@@ -117,65 +96,13 @@ class Network:
         a reduce-scatter and a gather, and on a torus needs no phases.
 
         Args:
-            axes: one mesh axis or several, major first.
+            axes: mesh axes, major first.
             num_bytes: S: the whole tensor, gathered or before it is scattered.
             collective: "all-gather", "reduce-scatter" (which takes the same) or "all-reduce".
-
-        Raises:
-            ValueError: an unknown axis or collective, or a negative number of bytes.
         """
-        size = as_amount("num_bytes", num_bytes)
-        names = self._known(axes)
-        rate = self._rates.get((names, collective))
-        if rate is None:
-            rate = self._rates[names, collective] = self._rate(names, collective)
-        return rate * size
-
-    def phases(
-        self, axes: str | Sequence[str], collective: Collective = "all-gather"
-    ) -> tuple[Phase, ...]:
-        """Return the phases of a collective within a domain, in a reduction's order.
-
-        On a torus they are those of `layout.find_phases`: gathers and reduce-scatters span as many
-        dims at once as `layout.SPANS` allows, all-reduces all of them. Over several slices zerojax
-        leaves the order to the compiler, which is taken to do the same.
-        """
-        names = self._known(axes)
-        if collective not in get_args(Collective):
-            known = ", ".join(get_args(Collective))
-            raise ValueError(f"{collective!r} is no collective that is planned: {known} are")
-        if not self.torus:
-            n = math.prod(self.within[name] for name in names)
-            return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
-        stretches = [stretch for name in names for stretch in self._stretches[name]]
-        groups = [stretches] if collective == "all-reduce" else self._group(stretches)
-        return tuple(self._phase(group) for group in groups if group)
-
-    def describe(self) -> str:
-        """Describe what the mesh lies on: domains, the torus, and each axis's links."""
-        one, count = self.hardware, self.num_domains
-        kind = ("slice" if self.torus else "node") + ("s" if count > 1 else "")
-        size = f"{self.num_devices // count}"
-        if self.torus:
-            size = f"{'x'.join(map(str, self.torus))} chips ({size} devices)"
-        lines = [f"{one.name}: {count} {kind} of {size}"]
-        for name, length in self.axes.items():
-            links = [
-                f"{phase.num_devices} within"
-                + (f" along {', '.join(phase.dims)}" if phase.dims else "")
-                + f" at {phase.bandwidth / 1e9:g} GB/s"
-                for phase in self.phases(name)
-            ]
-            if self.across[name] > 1:
-                links.append(f"{self.across[name]} across at {one.slow_bandwidth / 1e9:g} GB/s")
-            lines.append(f"{name} ({length}): {', '.join(links) or 'no links'}")
-        return "\n".join(lines)
-
-    def _rate(self, names: Axes, collective: Collective) -> Seconds:
-        """Return the seconds per byte of the whole tensor."""
-        phases = self.phases(names, collective)
-        within = math.prod(self.within[name] for name in names)
-        across = math.prod(self.across[name] for name in names)
+        phases = self.phases(axes, collective)
+        within = math.prod(self.within[name] for name in axes)
+        across = math.prod(self.across[name] for name in axes)
         slow = self.hardware.slow_bandwidth
         if self.torus:
             fast, left = 0.0, 1.0
@@ -189,7 +116,41 @@ class Network:
                 moved / self.hardware.link_bandwidth if within > 1 else 0.0,
                 moved / within / slow if across > 1 else 0.0,
             )
-        return rate * 2 if collective == "all-reduce" else rate
+        return (rate * 2 if collective == "all-reduce" else rate) * num_bytes
+
+    def phases(self, axes: Axes, collective: Collective = "all-gather") -> tuple[Phase, ...]:
+        """Return the phases of a collective within a domain, in a reduction's order.
+
+        On a torus they are those of `layout.find_phases`: gathers and reduce-scatters span as many
+        dims at once as `layout.SPANS` allows, all-reduces all of them. Over several slices zerojax
+        leaves the order to the compiler, which is taken to do the same.
+        """
+        if not self.torus:
+            n = math.prod(self.within[name] for name in axes)
+            return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
+        stretches = [stretch for name in axes for stretch in self._stretches[name]]
+        groups = [stretches] if collective == "all-reduce" else self._group(stretches)
+        return tuple(self._phase(group) for group in groups if group)
+
+    def describe(self) -> str:
+        """Describe what the mesh lies on: domains, the torus, and each axis's links."""
+        one, count = self.hardware, math.prod(self.across.values())
+        kind = ("slice" if self.torus else "node") + ("s" if count > 1 else "")
+        size = f"{math.prod(self.within.values())}"
+        if self.torus:
+            size = f"{'x'.join(map(str, self.torus))} chips ({size} devices)"
+        lines = [f"{one.name}: {count} {kind} of {size}"]
+        for name, length in self.axes.items():
+            links = [
+                f"{phase.num_devices} within"
+                + (f" along {', '.join(phase.dims)}" if phase.dims else "")
+                + f" at {phase.bandwidth / 1e9:g} GB/s"
+                for phase in self.phases((name,))
+            ]
+            if self.across[name] > 1:
+                links.append(f"{self.across[name]} across at {one.slow_bandwidth / 1e9:g} GB/s")
+            lines.append(f"{name} ({length}): {', '.join(links) or 'no links'}")
+        return "\n".join(lines)
 
     def _group(self, stretches: Sequence[Stretch]) -> list[list[Stretch]]:
         """Part stretches into phases, the first as large as it may be: it moves the most."""
@@ -228,14 +189,6 @@ class Network:
         # between each other's members share the links: extent / members of them.
         share = members / extent / (1 if ring else 2)
         return self.hardware.link_bandwidth * share, "xyz"[dim] + (" (ring)" if ring else "")
-
-    def _known(self, axes: str | Sequence[str]) -> Axes:
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        for name in names:
-            if name not in self.axes:
-                known = ", ".join(self.axes) or "none"
-                raise ValueError(f"the mesh has no axis {name!r}; its axes are: {known}")
-        return tuple(dict.fromkeys(names))
 
 
 def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:

@@ -8,9 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerojax.planner._counts import as_count
 from zerojax.planner.hardware._hardware import Hardware
-from zerojax.planner.hardware._table import find_hardware
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Stretch:
     stride: int
 
 
-def torus_shape(hardware: str | Hardware, num_devices: int) -> tuple[int, ...]:
+def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
     """Return the slice of a torus that one would rent for so many devices.
 
     It is the one on the hardware's list; where none has so many chips, the one whose dims together
@@ -38,24 +36,23 @@ def torus_shape(hardware: str | Hardware, num_devices: int) -> tuple[int, ...]:
     devices takes one of each chip.
 
     Args:
-        hardware: a name of `HARDWARE` or a `Hardware`.
-        num_devices: devices of one slice.
+        hardware: what the slice is of.
+        num_devices: devices of one slice, at least one.
 
     Returns:
         Chips along each dim; empty for hardware without a torus.
 
     Raises:
-        ValueError: unknown hardware, a number that counts nothing, or more than a slice may have.
+        ValueError: more devices than a slice may have.
     """
-    one, count = find_hardware(hardware), as_count("num_devices", num_devices)
-    if not one.torus:
+    if not hardware.torus:
         return ()
-    if count > one.domain:
+    if num_devices > hardware.domain:
         raise ValueError(
-            f"a slice of {one.name} has at most {one.domain} devices, got {count}: ask for the "
-            "shape of one of several slices"
+            f"a slice of {hardware.name} has at most {hardware.domain} devices, got {num_devices}: "
+            "ask for the shape of one of several slices"
         )
-    return _shape(one, count // math.gcd(count, one.devices_per_chip))
+    return _shape(hardware, num_devices // math.gcd(num_devices, hardware.devices_per_chip))
 
 
 def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
