@@ -5,6 +5,7 @@ from zerojax._version import __version__
 from zerojax.aot import topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
+from zerojax.collectives import gather_where_used
 from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
 from zerojax.memory import checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
@@ -49,6 +50,7 @@ __all__ = [
     "apply_updates",
     "audit",
     "checkpoint_names",
+    "gather_where_used",
     "make_layout",
     "make_mesh",
     "make_train_step",

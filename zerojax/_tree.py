@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,69 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
                 f"{jax.tree_util.keystr(path)}; rename a key of one"
             )
     return {name: leaf for name, (_, leaf) in found.items()}
+
+
+def leaves_like(tree: PyTree, structure: TreeDef, *, within: bool = False) -> list[Any]:
+    """Return a tree's leaves in the order of a structure, matched by path where the nodes differ.
+
+    Frameworks hold the same leaves in different nodes. flax nnx hands Variables to an optimizer's
+    `init` and arrays to its `update` (`kernel/value`, then `kernel`); equinox hands a whole model
+    over, whose functions and whole numbers have no gradient. Those are left out.
+
+    Args:
+        tree: holds the leaves.
+        structure: holds the same, in its own nodes.
+        within: whether the tree may hold further floating leaves, which are left out too.
+
+    Raises:
+        ValueError: floating leaves are missing or too many; it says which.
+    """
+    leaves, found = jax.tree.flatten(tree)
+    return leaves if found == structure else [leaves[n] for n in _numbers(tree, structure, within)]
+
+
+def with_leaves_like(tree: PyTree, structure: TreeDef, leaves: Sequence[Any]) -> PyTree:
+    """Return a tree with other leaves, in the order of a structure, where those are found."""
+    old, found = jax.tree.flatten(tree)
+    if found == structure:
+        return found.unflatten(leaves)
+    for number, leaf in zip(_numbers(tree, structure, within=True), leaves, strict=True):
+        old[number] = leaf
+    return found.unflatten(old)
+
+
+def _numbers(tree: PyTree, structure: TreeDef, within: bool) -> list[int]:
+    """Return the number in a tree of each leaf of a structure."""
+    given = leaves_by_path(tree)
+    wanted = list(map(_unboxed, leaves_by_path(structure.unflatten(range(structure.num_leaves)))))
+    numbers = {_unboxed(name): number for number, name in enumerate(given)}
+    floating = {
+        _unboxed(name)
+        for name, leaf in given.items()
+        if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
+    }
+    missing, extra = sorted(set(wanted) - set(numbers)), sorted(floating - set(wanted))
+    if missing or (extra and not within):
+        raise ValueError(f"missing {missing[:5]}, unexpected {extra[:5]}")
+    return [numbers[name] for name in wanted]
+
+
+def _unboxed(name: str) -> str:
+    """Name a leaf without the box that a framework puts around it: an nnx Variable's `value`."""
+    return name.removesuffix("/value")
+
+
+def named_tuples(tree: PyTree) -> list[str]:
+    """Return the types of all NamedTuples in a tree, which the states of optax are made of."""
+    found: list[str] = []
+
+    def see(node: Any) -> bool:
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            found.append(type(node).__name__)
+        return False
+
+    jax.tree.flatten(tree, is_leaf=see)
+    return found
 
 
 def map_with_name(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ from zerojax.audit._memory import memory_of
 from zerojax.audit._program import Program
 from zerojax.audit._report import AuditReport, build_report
 from zerojax.audit.checks import CHECKS, NOTES
-from zerojax.layout import Layout
+from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe
 
 
@@ -37,6 +37,7 @@ def audit(
 
     Source: arXiv 1910.02054, sections 5 and 7.
     """
+    check_layout(layout, "audit(compiled, layout, recipe)")
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
     evidence = Evidence.gather(program, layout, recipe)
     problems = tuple(problem for check in CHECKS.values() for problem in check(evidence))

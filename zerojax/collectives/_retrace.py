@@ -27,6 +27,7 @@ import jax
 from jax.extend import core
 
 from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, run, run_scan, scan_parts
+from zerojax._tree import leaves_by_path, leaves_like, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, box, never_saves_gathered
 from zerojax.collectives._lookup import is_lookup, look_up
@@ -49,7 +50,7 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
     opening = Opening(layout, reduce_dtype)
 
     def wrapped(params: PyTree, *args: Any) -> Any:
-        stored = layout.structure.flatten_up_to(params)
+        stored = leaves_like(params, layout.structure, within=True)
         logical = [
             jax.ShapeDtypeStruct(leaf.shape, x.dtype)
             for leaf, x in zip(layout.leaves, stored, strict=True)
@@ -57,7 +58,9 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
         # On a mesh that is set, a model may place its activations over axes that are its own.
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
             traced, out = jax.make_jaxpr(
-                lambda leaves, *args: loss_fn(layout.structure.unflatten(leaves), *args),
+                lambda leaves, *args: _unchanged(
+                    loss_fn, with_leaves_like(params, layout.structure, leaves), *args
+                ),
                 return_shape=True,
             )(logical, *args)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed,
@@ -205,6 +208,23 @@ class _Retracer:
             for v in values
         ]
         return bind_wide(eqn, opened, wide, num_weights=sum(isinstance(v, Boxed) for v in values))
+
+
+def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:
+    """Run a loss; refuse it where it writes to its parameters' tree, as an nnx module allows.
+
+    What it writes there belongs to this trace and would be lost.
+    """
+    before = jax.tree.leaves(params)
+    out = loss_fn(params, *args)
+    after = leaves_by_path(params)
+    changed = [path for path, was in zip(after, before, strict=True) if after[path] is not was]
+    if changed:
+        raise ValueError(
+            f"gather_where_used: the loss writes {changed[0]!r} into the model that it was given, "
+            "where it would be lost; return what changes (aux), and pass it in as an argument"
+        )
+    return out
 
 
 def _unboxed(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:

@@ -2,7 +2,7 @@
 
 from zerojax.layout._choice import choose_dim
 from zerojax.layout._describe import Description
-from zerojax.layout._layout import MIN_SIZE, Layout, make_layout
+from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_spec
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
@@ -31,6 +31,7 @@ __all__ = [
     "Span",
     "as_spec",
     "as_transformation",
+    "check_layout",
     "check_stage",
     "choose_dim",
     "dim_sources",

@@ -116,6 +116,15 @@ class Layout(TreeLayout):
             )
 
 
+def check_layout(given: Any, call: str) -> None:
+    """Raise a TypeError that shows the call where something else is given as a layout."""
+    if not isinstance(given, Layout):
+        raise TypeError(
+            f"a Layout is expected, got {type(given).__name__}; write {call} with layout = "
+            "zerojax.make_layout(params, mesh, stage=...)"
+        )
+
+
 def make_layout(
     params: PyTree,
     mesh: AnyMesh,

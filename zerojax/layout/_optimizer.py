@@ -9,7 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._tree import floating_dtype, num_elements, path_name
+from zerojax._tree import (
+    floating_dtype,
+    leaves_like,
+    named_tuples,
+    num_elements,
+    path_name,
+)
 from zerojax._types import Kind, PyTree, Shape, TreeDef
 from zerojax.layout._choice import check_dim, choose_dim
 from zerojax.layout._leaf import LeafLayout
@@ -47,17 +53,28 @@ class OptimizerLayout:
         return tuple((number, leaf.shape) for number, leaf in leaves if leaf.is_padded)
 
     def flatten(self, state: PyTree) -> list[Any]:
-        """Return the leaves of a state.
+        """Return the leaves of a state, logical or stored, in the order of `leaves`.
 
         Raises:
-            ValueError: the state does not have the structure that `tx.init` gave it.
+            ValueError: it is the state of another optimizer, or of other parameters.
         """
-        leaves, structure = jax.tree.flatten(state)
-        if structure != self.structure:
+        remedy = "make it with the init of this optimizer, for parameters of this layout"
+        wanted = named_tuples(self.structure.unflatten(self.leaves))
+        if (found := named_tuples(state)) != wanted:
             raise ValueError(
-                "the optimizer's state changed its structure, so its placement is not known; "
-                f"expected {self.structure}, got {structure}"
+                f"the optimizer's state is made of {', '.join(found) or type(state).__name__} "
+                f"where {', '.join(wanted) or 'none of these'} is expected; {remedy}"
             )
+        try:
+            leaves = leaves_like(state, self.structure)
+        except ValueError as error:
+            raise ValueError(f"the optimizer's state is another one: {error}; {remedy}") from None
+        for x, leaf in zip(leaves, self.leaves, strict=True):
+            if jnp.shape(x) not in (leaf.shape, leaf.stored_shape):
+                raise ValueError(
+                    f"leaf {leaf.path!r} of the optimizer's state has shape {jnp.shape(x)} where "
+                    f"{leaf.stored_shape} is expected; {remedy}"
+                )
         return leaves
 
 

@@ -1,13 +1,13 @@
 """The optax wrapper."""
 
 from zerojax.optim._offloaded import Hosted, OffloadedUpdate, hosted_leaves
-from zerojax.optim._sharded import apply_updates, check_like, sharded, store_state
+from zerojax.optim._sharded import apply_updates, as_params, sharded, store_state
 
 __all__ = [
     "Hosted",
     "OffloadedUpdate",
     "apply_updates",
-    "check_like",
+    "as_params",
     "hosted_leaves",
     "sharded",
     "store_state",

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zerojax._tree import flatten_with_names
+from zerojax._tree import leaves_like, with_leaves_like
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store, view, write_back
-from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation
+from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation, check_layout
 
 
 def sharded(
@@ -35,10 +35,11 @@ def sharded(
 
     Source: arXiv 1910.02054, section 5.
     """
+    check_layout(layout, "sharded(tx, layout)")
     tx = as_transformation(tx)
 
     def init(params: PyTree) -> PyTree:
-        check_like(params, layout, "params")
+        params = as_params(params, layout, "params")
         if is_traced(params):
             return init_state(tx, layout, params)
         out = jax.tree.map(layout.sharding, state_layout(tx, layout, params).specs)
@@ -51,18 +52,18 @@ def sharded(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        check_like(updates, layout, "gradients")
-        if params is not None:
-            check_like(params, layout, "params")
-        if is_traced((updates, state, params)):
-            return _update(tx, layout, updates, state, params, extra)
-        arrays = {k: v for k, v in extra.items() if not _holds_functions(v)}
-        if len(arrays) == len(extra):
-            return update_whole(updates, state, params, extra)
-        functions = {k: v for k, v in extra.items() if k not in arrays}
-        return jax.jit(
-            lambda g, s, p, e: _update(tx, layout, g, s, p, {**e, **functions})
-        )(updates, state, params, arrays)  # fmt: skip
+        grads = as_params(updates, layout, "gradients")
+        params = None if params is None else as_params(params, layout, "params", within=True)
+        functions = {k: v for k, v in extra.items() if _holds_functions(v)}
+        arrays = {k: v for k, v in extra.items() if k not in functions}
+        if is_traced((grads, state, params)):
+            new, state = _update(tx, layout, grads, state, params, extra)
+        elif functions:
+            run = jax.jit(lambda g, s, p, e: _update(tx, layout, g, s, p, {**e, **functions}))
+            new, state = run(grads, state, params, arrays)
+        else:
+            new, state = update_whole(grads, state, params, arrays)
+        return _in_place_of(updates, new, layout), state
 
     setattr(init, WRAPPED, tx)
     return optax.GradientTransformationExtraArgs(init, update)
@@ -74,12 +75,11 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     Equal to `optax.apply_updates`, without a temporary as large as all parameters.
 
     Args:
-        params: logical parameters.
+        params: logical parameters, or an equinox model that holds them.
         updates: as `sharded(...).update` returns them.
         layout: the placement.
     """
-    check_like(params, layout, "params")
-    check_like(updates, layout, "updates")
+    check_layout(layout, "apply_updates(params, updates, layout)")
 
     def add(params: PyTree, updates: PyTree) -> PyTree:
         sums = optax.apply_updates(shard_tree(params, layout), shard_tree(updates, layout))
@@ -90,12 +90,13 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     def specs(*_: Any) -> PyTree:
         return jax.tree.map(lambda s: s.spec, layout.params)
 
-    region = auto_region(add, layout, specs)
-    return (
-        region(params, updates)
-        if is_traced((params, updates))
-        else jax.jit(region)(params, updates)
+    given = (
+        as_params(params, layout, "params", within=True),
+        as_params(updates, layout, "updates"),
     )
+    region = auto_region(add, layout, specs)
+    new = region(*given) if is_traced(given) else jax.jit(region)(*given)
+    return _in_place_of(params, new, layout)
 
 
 def init_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree) -> PyTree:
@@ -129,28 +130,37 @@ def state_layout(
     return layout.optimizer(tx, dtypes.pop() if len(dtypes) == 1 else None)
 
 
-def check_structure(tree: PyTree, layout: Layout, what: str) -> None:
-    """Raise a ValueError where a tree has not the structure of the layout's parameters."""
-    if jax.tree.structure(tree) == layout.structure:
-        return
-    names, _, _ = flatten_with_names(tree)
-    wanted = {leaf.path for leaf in layout.leaves}
-    missing, extra = sorted(wanted - set(names)), sorted(set(names) - wanted)
-    raise ValueError(
-        f"{what} do not have the structure that the layout was made from; "
-        f"missing {missing[:5]}, unexpected {extra[:5]}; make the layout from these parameters"
-    )
+def as_params(tree: PyTree, layout: Layout, what: str, *, within: bool = False) -> PyTree:
+    """Return a tree in the structure of the layout's parameters.
 
+    Args:
+        tree: holds a leaf for each of them, maybe in other nodes.
+        layout: the placement.
+        what: names the tree in errors.
+        within: whether it may hold other floating leaves too.
 
-def check_like(tree: PyTree, layout: Layout, what: str) -> None:
-    """Raise a ValueError that names the leaf where a tree differs from the layout's parameters."""
-    check_structure(tree, layout, what)
-    for x, leaf in zip(jax.tree.leaves(tree), layout.leaves, strict=True):
+    Raises:
+        ValueError: a leaf is missing, too many or of another shape; it is named.
+    """
+    try:
+        leaves = leaves_like(tree, layout.structure, within=within)
+    except ValueError as error:
+        raise ValueError(
+            f"{what} do not have the structure that the layout was made from: {error}; make the "
+            "layout from these parameters"
+        ) from None
+    for x, leaf in zip(leaves, layout.leaves, strict=True):
         if jnp.shape(x) != leaf.shape:
             raise ValueError(
                 f"{what}: leaf {leaf.path!r} has shape {jnp.shape(x)} where the layout has "
-                f"{leaf.shape}"
+                f"{leaf.shape}; make the layout from these parameters"
             )
+    return layout.structure.unflatten(leaves)
+
+
+def _in_place_of(tree: PyTree, new: PyTree, layout: Layout) -> PyTree:
+    """Return a tree as the caller holds it, with the leaves of one in the layout's structure."""
+    return with_leaves_like(tree, layout.structure, layout.structure.flatten_up_to(new))
 
 
 def is_traced(tree: PyTree) -> bool:
@@ -176,21 +186,21 @@ def _update(
     arrays = {k: v for k, v in extra.items() if not _holds_functions(v)}
     functions = {k: v for k, v in extra.items() if k not in arrays}
 
-    def run(updates: PyTree, state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
+    def run(updates: PyTree, leaves: list[Any], params: PyTree, arrays: dict[str, Any]) -> Any:
         shards = None if params is None else shard_tree(params, layout)
         for name, value in arrays.items():
             if jax.tree.structure(value) == layout.structure:
                 arrays = {**arrays, name: shard_tree(value, layout)}
         seen = placed.structure.unflatten(
-            view(x, leaf, layout)
-            for x, leaf in zip(jax.tree.leaves(state), placed.leaves, strict=True)
+            view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )
         updates, new = tx.update(shard_tree(updates, layout), seen, shards, **arrays, **functions)
-        check_structure(updates, layout, "updates of the wrapped optimizer")
-        updates = shard_tree(updates, layout)
+        updates = shard_tree(as_params(updates, layout, "updates of the wrapped optimizer"), layout)
         return in_layout_of_params(updates, layout), store_state(new, placed, layout)
 
     def specs(*_: Any) -> PyTree:
         return jax.tree.map(lambda s: s.spec, layout.params), placed.specs
 
-    return auto_region(run, layout, specs)(updates, state, params, arrays)
+    region = auto_region(run, layout, specs)
+    updates, new = region(updates, placed.flatten(state), params, arrays)
+    return updates, with_leaves_like(state, placed.structure, jax.tree.leaves(new))

@@ -16,7 +16,7 @@ from jax.tree_util import treedef_is_leaf
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store
 from zerojax.layout import Layout, OptimizerLayout
-from zerojax.optim import Hosted, check_like, store_state
+from zerojax.optim import Hosted, as_params, store_state
 from zerojax.recipe import HOST_MEMORY, Recipe
 from zerojax.train._clipping import cast_floating
 from zerojax.train._loss_scale import LossScale, first_loss_scale
@@ -51,8 +51,8 @@ class InitialState:
             return build(*args)
         if args:
             raise TypeError("step.init(params) takes nothing else: arguments are for an init_fn")
-        check_like(given, self.layout, "params")
-        placed = jax.device_put(given, self.layout.params)
+        params = as_params(given, self.layout, "params")
+        placed = jax.device_put(params, self.layout.params)
         return jax.jit(self._build, out_shardings=self.shardings)(placed)
 
     def abstract(self) -> TrainState:
@@ -82,7 +82,7 @@ class InitialState:
         return self._map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings)
 
     def _build(self, params: PyTree) -> TrainState:
-        check_like(params, self.layout, "what init_fn returns")
+        params = as_params(params, self.layout, "what init_fn returns")
         if self.recipe.precision.updated is None:
             self._check_dtypes(params)
         specs = jax.tree.map(lambda s: s.spec, self.shardings)

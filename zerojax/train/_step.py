@@ -22,7 +22,7 @@ from zerojax.collectives import (
     store,
     write_back,
 )
-from zerojax.layout import Layout, as_transformation
+from zerojax.layout import Layout, as_transformation, check_layout
 from zerojax.memory import activation_policy, rematerialised
 from zerojax.recipe import Recipe, as_recipe
 from zerojax.train._checks import (
@@ -279,9 +279,5 @@ def make_train_step(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"a Layout is expected, got {type(layout).__name__}: make_train_step(loss_fn, tx, "
-            "make_layout(params, mesh, stage=...), recipe)"
-        )
+    check_layout(layout, "make_train_step(loss_fn, tx, layout, recipe)")
     return TrainStep(loss_fn, tx, layout, as_recipe(recipe), has_aux=has_aux)

@@ -1,0 +1,127 @@
+"""One optimizer's life in a framework: trees of other nodes, with the same leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+
+X = np.sin(np.arange(16 * 32, dtype=np.float32)).reshape(16, 32)
+
+
+class Module(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 61, rngs=rngs)  # no dim of 61 divides by 8: stored padded
+        self.norm = nnx.BatchNorm(61, rngs=rngs)
+        self.down = nnx.Linear(61, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.norm(jnp.tanh(self.up(x))))
+
+
+def mean_square(model, x):
+    return jnp.mean((model(x) - x) ** 2)
+
+
+def held_bytes(tree):
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+NNX_PARAMS = {
+    "state": lambda model: nnx.state(model, nnx.Param),
+    "pure": lambda model: nnx.as_pure(nnx.state(model, nnx.Param)),
+    "dict": lambda model: nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+}
+
+
+def train_nnx(layout=None):
+    model, tx = Module(nnx.Rngs(0)), optax.adamw(1e-2)
+    if layout is not None:
+        tx = zerojax.sharded(tx, layout)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(mean_square)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, X)) for _ in range(3)]
+    return losses, nnx.state(optimizer, nnx.optimizer.OptState)["opt_state"]
+
+
+@pytest.mark.parametrize("params_of", NNX_PARAMS.values(), ids=NNX_PARAMS)
+def test_nnx_gives_variables_to_init_and_arrays_to_update(mesh8, params_of):
+    params = params_of(Module(nnx.Rngs(0)))
+    layout = zerojax.make_layout(params, mesh8, stage=2, min_size=64)
+    losses, state = train_nnx(layout)
+    np.testing.assert_allclose(losses, train_nnx()[0], rtol=1e-5)
+    assert held_bytes(state) == layout.bytes_per_device(optax.adamw(1e-2))["optimizer"]
+
+
+def test_a_loss_that_writes_into_its_model_is_refused_at_stage_3(mesh8):
+    """An nnx module's batch statistics, written within a traced copy, would be lost."""
+    model = Module(nnx.Rngs(0))
+    layout = zerojax.make_layout(nnx.state(model, nnx.Param), mesh8, stage=3)
+    loss = zerojax.gather_where_used(mean_square, layout)
+    with pytest.raises(ValueError, match="writes 'norm/mean/value' into the model"):
+        nnx.value_and_grad(loss)(model, X)
+
+
+class Net(eqx.Module):
+    up: jax.Array
+    down: jax.Array
+    count: jax.Array  # whole numbers have no gradient
+    activation: Any  # a function is a leaf of an equinox model
+
+    def __call__(self, x):
+        return self.activation(x @ self.up) @ self.down
+
+
+def make_net() -> Any:
+    keys = jax.random.split(jax.random.key(0))
+    up, down = jax.random.normal(keys[0], (32, 61)), jax.random.normal(keys[1], (61, 32))
+    return Net(up / 6, down / 8, jnp.arange(3), jnp.tanh)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_equinox_gives_its_whole_model_to_update(mesh8, stage):
+    model, tx = make_net(), optax.adamw(1e-2)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    _, grads = eqx.filter_value_and_grad(mean_square)(model, X)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    want = eqx.apply_updates(model, updates)
+
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=64)
+    tx = zerojax.sharded(tx, layout)
+    model = eqx.combine(jax.device_put(params, layout.params), model)
+    loss = zerojax.gather_where_used(mean_square, layout)
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        _, grads = eqx.filter_value_and_grad(loss)(model, x)
+        updates, state = tx.update(grads, state, model)
+        return eqx.apply_updates(model, updates), state
+
+    got, state = step(model, tx.init(eqx.filter(model, eqx.is_inexact_array)), X)
+    assert got.activation is jnp.tanh
+    for name in ("up", "down", "count"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-7)
+    assert held_bytes(state) == layout.bytes_per_device(tx)["optimizer"]
+    assert held_bytes((got.up, got.down)) == sum(
+        np.prod(s.shard_shape(x.shape)) * 4
+        for s, x in zip(jax.tree.leaves(layout.params), (got.up, got.down), strict=True)
+    )
+    outside: Any = tx.update(params, state, model)[0]  # outside of jit too, whole models and all
+    assert jax.tree.structure(outside) == jax.tree.structure(params)
+    summed: Any = zerojax.apply_updates(model, outside, layout)
+    assert summed.activation is jnp.tanh
+    np.testing.assert_allclose(summed.up, model.up + outside.up, rtol=1e-6)
