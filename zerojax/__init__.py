@@ -5,7 +5,7 @@ from zerojax._version import __version__
 from zerojax.aot import topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
-from zerojax.collectives import gather_where_used
+from zerojax.collectives import Whole, gather_where_used
 from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
 from zerojax.memory import checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
@@ -45,6 +45,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transformer",
+    "Whole",
     "Workload",
     "__version__",
     "apply_updates",

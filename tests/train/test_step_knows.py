@@ -53,7 +53,7 @@ def test_evaluate_is_the_loss_of_logical_parameters(stage, mesh8):
     assert step.num_compiled == 1, "an evaluation is no step"
 
 
-def test_evaluate_leaves_aux_and_microbatches_out(mesh8):
+def test_evaluate_returns_aux_and_leaves_microbatches_out(mesh8):
     def with_aux(params, x):
         return loss_fn(params, x), {"mean": x.mean()}
 
@@ -61,7 +61,9 @@ def test_evaluate_leaves_aux_and_microbatches_out(mesh8):
     state = step.init(init, jax.random.key(0))
     want = float(loss_fn(init(jax.random.key(0)), batch(examples=8)))
     # Eight examples are too few for four microbatches on eight devices.
-    assert float(step.evaluate(state, batch(examples=8))) == pytest.approx(want, rel=1e-6)
+    loss, aux = step.evaluate(state, batch(examples=8))
+    assert float(loss) == pytest.approx(want, rel=1e-6)
+    assert float(aux["mean"]) == pytest.approx(float(batch(examples=8).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("recipe", [None, zerojax.Recipe(precision="bf16")])

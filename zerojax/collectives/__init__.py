@@ -1,6 +1,15 @@
 """How bytes move."""
 
 from zerojax.collectives._buckets import compiler_options
+from zerojax.collectives._examples import (
+    Whole,
+    has_examples,
+    is_whole,
+    map_batch,
+    num_examples,
+    resized,
+    unmarked,
+)
 from zerojax.collectives._placement import (
     auto_region,
     constrain,
@@ -11,22 +20,30 @@ from zerojax.collectives._placement import (
     to_stored,
     view,
 )
-from zerojax.collectives._reduce import accumulate, reduce_once
+from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once
 from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._writeback import write_back
 
 __all__ = [
+    "StepLoss",
+    "Whole",
     "accumulate",
     "auto_region",
     "compiler_options",
     "constrain",
     "gather_where_used",
+    "has_examples",
+    "is_whole",
+    "map_batch",
+    "num_examples",
     "reduce_once",
+    "resized",
     "shard",
     "shard_tree",
     "store",
     "to_logical",
     "to_stored",
+    "unmarked",
     "view",
     "write_back",
 ]

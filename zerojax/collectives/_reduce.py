@@ -9,60 +9,106 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zerojax._tree import flatten_with_names
 from zerojax._types import PyTree
+from zerojax.collectives._examples import (
+    fold_keys,
+    in_order,
+    map_batch,
+    microbatch,
+    num_examples,
+    resized,
+)
 from zerojax.collectives._gather import PerDevice, scatter
 from zerojax.collectives._placement import constrain, to_stored
 from zerojax.layout import Layout, LeafLayout
 
-#: `function(params, microbatch) -> ((loss, aux), gradients)`
-ValueAndGrad = Callable[[PyTree, PyTree], tuple[Any, PyTree]]
-
-
-def microbatch(batch: PyTree, index: Any, count: int) -> PyTree:
-    """Take one of `count` microbatches without moving examples between devices.
-
-    Every device gives its own examples `index`, `index + count`, ...: a contiguous split would send
-    a microbatch to some of the devices only. PRNG keys are folded with the index, other scalars are
-    passed on.
-    """
-
-    def take(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0:
-            return jax.random.fold_in(x, index)
-        if x.ndim == 0:
-            return x
-        parts = x.reshape(x.shape[0] // count, count, *x.shape[1:])
-        return jax.lax.dynamic_index_in_dim(parts, index, 1, keepdims=False)
-
-    return jax.tree.map(take, batch)
+#: `function(params, microbatch, carried) -> (scalar, (loss, aux, carried))`: the scalar is what is
+#: differentiated, the loss with its scale; `carried` goes from microbatch to microbatch.
+StepLoss = Callable[[PyTree, PyTree, PyTree], tuple[Any, tuple[Any, PyTree, PyTree]]]
 
 
 def accumulate(
-    value_and_grad: ValueAndGrad, params: PyTree, batch: PyTree, count: int, dtype: Any
-) -> tuple[Any, PyTree]:
+    loss_fn: StepLoss, params: PyTree, batch: PyTree, carried: PyTree, count: int, dtype: Any
+) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.
 
+    Of aux, rows of examples come back in the order of the batch, and whole numbers are counts:
+    they are summed.
+
     Args:
-        value_and_grad: what is run on a microbatch.
+        loss_fn: what is run on a microbatch.
         params: its first argument.
         batch: `count` microbatches together.
+        carried: its third argument for the first microbatch.
         count: number of microbatches.
         dtype: dtype of the running sum of gradients; None is their own.
+
+    Returns:
+        `(loss, aux, carried), gradients`.
     """
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
     if count == 1:
-        return value_and_grad(params, batch)
+        (_, value), grads = gradient(params, batch, carried)
+        return value, grads
 
-    def one(index: Any) -> tuple[Any, PyTree]:
-        value, grads = value_and_grad(params, microbatch(batch, index, count))
-        return value, jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
+    def one(index: Any, carried: PyTree) -> tuple[Any, PyTree]:
+        (_, (loss, aux, carried)), grads = gradient(
+            params, microbatch(batch, index, count), carried
+        )
+        grads = jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
+        return (loss, jax.tree.leaves(aux), grads), (aux, carried)
 
-    def add(total: tuple[Any, PyTree], index: jax.Array) -> tuple[tuple[Any, PyTree], None]:
-        return jax.tree.map(jnp.add, total, one(index)), None
+    shapes, (aux, _) = jax.eval_shape(one, 0, carried)
+    first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
+    is_row = row_leaves(loss_fn, params, first, carried, aux)
+
+    def add(total: tuple[Any, PyTree], index: jax.Array) -> tuple[tuple[Any, PyTree], list[Any]]:
+        (loss, aux, grads), (_, carried) = one(index, total[1])
+        terms = (loss, _where(is_row, aux, False), grads)
+        return (jax.tree.map(jnp.add, total[0], terms), carried), _where(is_row, aux, True)
 
     # Started from zeros, the loop is the only place where the model is compiled.
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, 0))
-    (value, grads), _ = jax.lax.scan(add, zeros, jnp.arange(count))
-    return jax.tree.map(lambda x: _mean(x, count), value), jax.tree.map(lambda g: g / count, grads)
+    terms = (shapes[0], _where(is_row, shapes[1], False), shapes[2])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), terms)
+    (sums, carried), rows = jax.lax.scan(add, (zeros, carried), jnp.arange(count))
+    loss, others = jax.tree.map(lambda x: _mean(x, count), sums[:2])
+    found = {True: map(in_order, rows), False: iter(others)}
+    aux = jax.tree.unflatten(jax.tree.structure(aux), [next(found[row]) for row in is_row])
+    return (loss, aux, carried), jax.tree.map(lambda g: g / count, sums[2])
+
+
+def row_leaves(
+    loss_fn: StepLoss, params: PyTree, batch: PyTree, carried: PyTree, aux: PyTree
+) -> list[bool]:
+    """Return which leaves of aux have a row per example: the dim that grows with the batch.
+
+    Args:
+        loss_fn: the loss.
+        params, batch, carried: its arguments, or their shapes.
+        aux: what it returns of them.
+
+    Raises:
+        ValueError: examples are counted by another dim, or by one dim together with others.
+    """
+    leaves, size = jax.tree.leaves(aux), num_examples(batch)
+    if size is None or not any(x.ndim for x in leaves):
+        return [False] * len(leaves)
+    larger = resized(batch, 2 * size)
+    names, twice, _ = flatten_with_names(
+        jax.eval_shape(lambda batch: loss_fn(params, batch, carried)[1][1], larger)
+    )
+    for name, x, y in zip(names, leaves, twice, strict=True):
+        if x.shape != y.shape and (x.shape[0], *x.shape[1:]) != (size, *y.shape[1:]):
+            raise ValueError(
+                f"aux leaf {name!r} is {list(x.shape)} for {size} examples and {list(y.shape)} for "
+                f"{2 * size}: return it with one row per example, as [examples, ...]"
+            )
+    return [x.shape != y.shape for x, y in zip(leaves, twice, strict=True)]
+
+
+def _where(mask: list[bool], leaves: list[Any], wanted: bool) -> list[Any]:
+    return [x for x, is_row in zip(leaves, mask, strict=True) if is_row is wanted]
 
 
 def _mean(x: jax.Array, count: Any) -> jax.Array:
@@ -71,20 +117,21 @@ def _mean(x: jax.Array, count: Any) -> jax.Array:
 
 
 def reduce_once(
-    value_and_grad: ValueAndGrad,
+    loss_fn: StepLoss,
     layout: Layout,
     params: PyTree,
     batch: PyTree,
     count: int,
     dtype: Any,
-) -> tuple[Any, PyTree]:
+) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Accumulate each device's own gradients and sum them over devices once.
 
     The loss is run per device on its own examples, as data parallelism in other frameworks does;
-    for a loss that is a mean over examples that is the same mean.
+    for a loss that is a mean over examples that is the same mean. Nothing can be carried from
+    microbatch to microbatch.
 
     Args:
-        value_and_grad: of logical parameters.
+        loss_fn: of logical parameters.
         layout: the placement; gradients come back as its stored shards.
         params: logical parameters, whole along the batch axes.
         batch: the global batch.
@@ -108,19 +155,29 @@ def reduce_once(
     def spec(leaf: LeafLayout) -> P:
         return devices.spec(leaf.dim) if leaf.dim is not None and scatters(leaf) else P(axes)
 
-    def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-        (loss, aux), grads = accumulate(value_and_grad, params, batch, count, dtype)
-        grads = layout.map_leaves(total, grads)
-        loss, aux = jax.tree.map(lambda x: _mean(jax.lax.psum(x, axes), num_parts), (loss, aux))
-        return (loss, aux), grads
+    is_row: list[bool] = []
 
-    batch_specs = jax.tree.map(lambda x: P(axes) if x.ndim else P(), batch)
-    out_specs = (P(), layout.map_leaves(spec))
-    value, grads = devices.run(local, (P(), batch_specs), out_specs, params, batch)
+    def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+        batch = fold_keys(batch, jax.lax.axis_index(axes))
+        (loss, aux, _), grads = accumulate(loss_fn, params, batch, None, count, dtype)
+        is_row[:] = row_leaves(loss_fn, params, batch, None, aux)
+        leaves, structure = jax.tree.flatten(aux)
+        aux = [x if row else x[None] for x, row in zip(leaves, is_row, strict=True)]
+        mean = jax.lax.psum(loss, axes) / num_parts
+        return (mean, structure.unflatten(aux)), layout.map_leaves(total, grads)
+
+    in_specs = (P(), map_batch(lambda _: P(axes), batch, lambda _: P()))
+    out_specs = ((P(), P(axes)), layout.map_leaves(spec))
+    (loss, aux), grads = devices.run(local, in_specs, out_specs, params, batch)
+    leaves, structure = jax.tree.flatten(aux)
+    aux = structure.unflatten(
+        x if row else _mean(x.sum(0, dtype=x.dtype), num_parts)
+        for x, row in zip(leaves, is_row, strict=True)
+    )
 
     def join(leaf: LeafLayout, g: jax.Array) -> jax.Array:
         if scatters(leaf):
             return constrain(g, layout, leaf.shard_spec)
         return scatter(to_stored(g.sum(0), leaf), layout, leaf.entries, leaf.dim)
 
-    return value, layout.map_leaves(join, grads)
+    return (loss, aux, None), layout.map_leaves(join, grads)

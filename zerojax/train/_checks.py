@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from zerojax._tree import flatten_with_names
+from zerojax._tree import flatten_with_names, path_name
 from zerojax._types import PyTree
+from zerojax.collectives import has_examples, is_whole
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
@@ -91,14 +92,31 @@ def _lies_otherwise(x: Any, wanted: NamedSharding) -> bool:
 
 
 def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
-    """Refuse examples that devices and microbatches don't divide."""
+    """Refuse arrays that are no examples, and examples that devices and microbatches don't divide.
+
+    Of `{"mask": [1, 1, 9, 9], "x": [32, 9]}`, where a mask of all examples is not marked whole, the
+    leading dims differ; so they do with a raw PRNGKey, which is `uint32[2]`.
+    """
+    first: dict[int, str] = {}
+    for name, x in _example_leaves(batch):
+        first.setdefault(jnp.shape(x)[0], name)
+    if len(first) > 1:
+        for name, x in _example_leaves(batch):
+            if jnp.shape(x) in ((2,), (4,)) and x.dtype == jnp.uint32:
+                raise ValueError(
+                    f"batch leaf {name!r} is uint32{list(x.shape)}, as a raw PRNGKey is; write "
+                    "jax.random.wrap_key_data(key), or make it with jax.random.key"
+                )
+        raise ValueError(
+            "the leading dim of each array of a batch counts its examples, and these differ: "
+            + ", ".join(f"{name!r} has {size}" for size, name in first.items())
+            + "; mark what all examples share: zerojax.Whole(array)"
+        )
     parts = layout.num_batch_parts
-    names, leaves, _ = flatten_with_names(batch)
-    for name, x in zip(names, leaves, strict=True):
-        shape = jnp.shape(x)
-        if shape and (shape[0] % (parts * num_microbatches) or not shape[0]):
+    for size, name in first.items():
+        if size % (parts * num_microbatches) or not size:
             raise ValueError(
-                f"batch leaf {name!r} has {shape[0]} examples; {parts} devices along "
+                f"batch leaf {name!r} has {size} examples; {parts} devices along "
                 f"{layout.batch_axes} times {num_microbatches} microbatches need a "
                 f"multiple of {parts * num_microbatches}"
             )
@@ -106,31 +124,29 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
 
 def check_placement(batch: PyTree, layout: Layout) -> None:
     """Refuse a batch that lies otherwise than the layout asks for."""
-    names, leaves, _ = flatten_with_names(batch)
-    for name, x in zip(names, leaves, strict=True):
-        if jnp.ndim(x) and _lies_otherwise(x, layout.batch):
+    for name, x in _example_leaves(batch):
+        if _lies_otherwise(x, layout.batch):
             raise ValueError(
                 f"batch leaf {name!r} is placed as {x.sharding} where {layout.batch} is expected; "
                 "write jax.device_put(batch, layout.batch)"
             )
 
 
-def read_loss(out: Any, *, has_aux: bool) -> tuple[Any, Any]:
-    """Return the loss and the aux of what a loss function returned; without aux, None.
+def _example_leaves(batch: PyTree) -> list[tuple[str, Any]]:
+    pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
+    return [(path_name(path), x) for path, x in pairs if has_examples(x)]
 
-    Raises:
-        ValueError: it is no scalar, or no pair where `has_aux` promises one.
-    """
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+
+def check_key(key: Any, *, asked: bool) -> None:
+    """Refuse a key that the loss does not ask for, none where it does, and what is no key."""
+    if (key is not None) != asked:
         raise ValueError(
-            f"with has_aux=True loss_fn must return (loss, aux), got {type(out).__name__}"
+            "the loss asks for a key: write step.init(..., key=jax.random.key(seed))"
+            if asked
+            else "the loss does not ask for a key: name one of its parameters `key`"
         )
-    loss, aux = out if has_aux else (out, None)
-    if isinstance(loss, tuple | list | dict) or loss is None:
+    if asked and getattr(key, "dtype", None) != jax.random.key(0).dtype:
         raise ValueError(
-            f"loss_fn must return a scalar, got {type(loss).__name__}; if it returns (loss, aux), "
-            "write make_train_step(..., has_aux=True)"
+            f"step.init(key=) takes a key of jax.random.key, got {type(key).__name__} of dtype "
+            f"{getattr(key, 'dtype', None)}; a raw one becomes one by jax.random.wrap_key_data"
         )
-    if jnp.shape(loss):
-        raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(loss)}")
-    return loss, aux

@@ -13,14 +13,17 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import treedef_is_leaf
 
+from zerojax._tree import as_shapes
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store
-from zerojax.layout import Layout, OptimizerLayout
-from zerojax.optim import Hosted, as_params, store_state
+from zerojax.layout import Layout
+from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY, Recipe
+from zerojax.train._checks import check_key
 from zerojax.train._clipping import cast_floating
 from zerojax.train._loss_scale import LossScale, first_loss_scale
 from zerojax.train._state import TrainState
+from zerojax.train._update import Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,35 +34,53 @@ class InitialState:
         tx: the bare optimizer.
         layout: the placement.
         recipe: how the step is computed.
-        placed: the placement of the optimizer's state.
-        hosted: the leaves that live in the host's memory.
+        update: knows where the optimizer's state lives.
+        has_key: whether the state has a PRNG key.
+        model_state: arrays or shapes; None where there is none.
     """
 
     tx: optax.GradientTransformationExtraArgs
     layout: Layout
     recipe: Recipe
-    placed: OptimizerLayout
-    hosted: Hosted
+    update: Update
+    has_key: bool
+    model_state: PyTree
 
-    def make(self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any) -> TrainState:
+    def make(
+        self, given: Callable[..., PyTree] | PyTree, args: tuple[Any, ...], key: Any
+    ) -> TrainState:
         """Make the state from parameters, or from the function that returns them."""
-        given = init_fn_or_params
+        check_key(key, asked=self.has_key)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.model_state)):
+            raise ValueError(
+                "make_train_step(model_state=) was given shapes, and a state starts from arrays"
+            )
+        # The step donates its state, and `device_put` may share what the user holds.
+        own = jax.tree.map(jnp.copy, (key, self.model_state))
+        rest = jax.device_put(own, self.layout.sharding(P()))
+        state = self._make(given, args)
+        return dataclasses.replace(state, key=rest[0], model_state=rest[1])
+
+    def _make(self, given: Callable[..., PyTree] | PyTree, args: tuple[Any, ...]) -> TrainState:
+        shardings = dataclasses.replace(self.shardings, key=None, model_state=None)
         # An equinox or nnx module is callable, and is parameters: it has leaves.
         is_leaf = treedef_is_leaf(jax.tree.structure(given))
         if callable(given) and (is_leaf or isinstance(given, jax.tree_util.Partial)):
-            build = jax.jit(lambda *args: self._build(given(*args)), out_shardings=self.shardings)
+            build = jax.jit(lambda *args: self._build(given(*args)), out_shardings=shardings)
             return build(*args)
         if args:
             raise TypeError("step.init(params) takes nothing else: arguments are for an init_fn")
         params = as_params(given, self.layout, "params")
         placed = jax.device_put(params, self.layout.params)
-        return jax.jit(self._build, out_shardings=self.shardings)(placed)
+        return jax.jit(self._build, out_shardings=shardings)(placed)
 
     def abstract(self) -> TrainState:
         """Return the state as shapes with shardings; nothing is run."""
         # A mesh that the user has set, with Explicit axes, is not the one of the constraints.
         with jax.sharding.use_abstract_mesh(self.layout.auto_mesh.abstract_mesh):
             shapes = jax.eval_shape(self._place, self.layout.shapes)
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self.has_key else None
+        shapes = dataclasses.replace(shapes, key=key, model_state=as_shapes(self.model_state))
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shapes,
@@ -69,15 +90,17 @@ class InitialState:
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every leaf of the state."""
-        layout, precision = self.layout, self.recipe.precision
+        layout, precision, placed = self.layout, self.recipe.precision, self.update.placed
         everywhere = layout.sharding(P())
         shardings = TrainState(
             step=everywhere,
             params=layout.stored("parameter"),
             masters=None if precision.master is None else layout.stored("master"),
-            opt_state=jax.tree.map(layout.sharding, self.placed.specs),
+            opt_state=jax.tree.map(layout.sharding, placed.specs),
             loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
-            padded=self.placed.padded,
+            key=everywhere if self.has_key else None,
+            model_state=jax.tree.map(lambda _: everywhere, self.model_state),
+            padded=placed.padded,
         )
         return self._map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings)
 
@@ -85,7 +108,8 @@ class InitialState:
         params = as_params(params, self.layout, "what init_fn returns")
         if self.recipe.precision.updated is None:
             self._check_dtypes(params)
-        specs = jax.tree.map(lambda s: s.spec, self.shardings)
+        held = dataclasses.replace(self.shardings, key=None, model_state=None)
+        specs = jax.tree.map(lambda s: s.spec, held)
         return auto_region(self._place, self.layout, lambda *_: specs)(params)
 
     def _check_dtypes(self, params: PyTree) -> None:
@@ -114,9 +138,9 @@ class InitialState:
             step=jnp.zeros((), jnp.int32),
             params=placed,
             masters=masters,
-            opt_state=store_state(self.tx.init(updated), self.placed, layout),
+            opt_state=store_state(self.tx.init(updated), self.update.placed, layout),
             loss_scale=first_loss_scale(precision.loss_scale),
-            padded=self.placed.padded,
+            padded=self.update.placed.padded,
         )
         return self._map_hosted(lambda x: jax.device_put(x, jax.memory.Space.Host), state)
 
@@ -129,11 +153,13 @@ class InitialState:
                 function(x) if is_far else x for x, is_far in zip(leaves, far, strict=True)
             )
 
-        if not self.hosted:
+        if not self.update.hosted:
             return state
-        has_masters = any(self.hosted.masters)
+        has_masters = any(self.update.hosted.masters)
         return dataclasses.replace(
             state,
-            masters=over(state.masters, self.hosted.masters) if has_masters else state.masters,
-            opt_state=over(state.opt_state, self.hosted.state),
+            masters=over(state.masters, self.update.hosted.masters)
+            if has_masters
+            else state.masters,
+            opt_state=over(state.opt_state, self.update.hosted.state),
         )

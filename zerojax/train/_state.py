@@ -16,7 +16,7 @@ from zerojax.layout import Layout
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "params", "masters", "opt_state", "loss_scale"),
+    data_fields=("step", "params", "masters", "opt_state", "loss_scale", "key", "model_state"),
     meta_fields=("padded",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,8 @@ class TrainState:
         opt_state: stored optimizer state, in the structure of `tx.init`.
         loss_scale: `scale`, a float32 scalar, and `good_steps`, an int32 one, finite steps since it
             last changed; None where `Precision` asks for no loss scale.
+        key: the PRNG key that each step's own is derived from, where the loss asks for one.
+        model_state: what the loss returns anew and nothing trains, where it asks for that.
         padded: number in `jax.tree.leaves(opt_state)` and logical shape of every optimizer leaf
             that is stored with padding. Static: it is part of the tree's structure.
     """
@@ -40,6 +42,8 @@ class TrainState:
     masters: PyTree
     opt_state: PyTree
     loss_scale: Any = None
+    key: Any = None
+    model_state: PyTree = None
     padded: tuple[tuple[int, Shape], ...] = ()
 
 

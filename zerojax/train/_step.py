@@ -14,10 +14,13 @@ from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
 from zerojax.audit import AuditReport, audit
 from zerojax.collectives import (
+    StepLoss,
     accumulate,
     auto_region,
     compiler_options,
     gather_where_used,
+    map_batch,
+    num_examples,
     reduce_once,
     store,
     write_back,
@@ -30,11 +33,11 @@ from zerojax.train._checks import (
     check_leaves,
     check_placement,
     check_structure,
-    read_loss,
 )
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
-from zerojax.train._loss_scale import next_loss_scale, scaled
+from zerojax.train._loss import Loss, make_loss
+from zerojax.train._loss_scale import kept_unless, next_loss_scale, scaled
 from zerojax.train._state import TrainState
 from zerojax.train._update import Update
 
@@ -49,33 +52,38 @@ class TrainStep:
     """
 
     def __init__(
-        self, loss_fn: LossFn, tx: Any, layout: Layout, recipe: Recipe, *, has_aux: bool
+        self, loss: Loss, tx: Any, layout: Layout, recipe: Recipe, model_state: PyTree
     ) -> None:
         self.layout = layout
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
-        self._has_aux = has_aux
-        self._evaluated_fn = loss_fn
+        self._loss = loss
         policy = activation_policy(recipe, layout.mesh)
-        self._loss_fn = loss_fn if policy is None else rematerialised(loss_fn, policy)
+        self._loss_fn = loss if policy is None else rematerialised(loss, policy)
         tx = as_transformation(tx)
         self._update = Update(tx, layout, recipe)
-        self._initial = InitialState(tx, layout, recipe, self._update.placed, self._update.hosted)
+        self._initial = InitialState(
+            tx, layout, recipe, self._update, has_key="key" in loss.asks, model_state=model_state
+        )
         self.shardings = self._initial.shardings
         self._compiled: dict[Any, Any] = {}
 
-    def init(self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any) -> TrainState:
+    def init(
+        self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any, key: Any = None
+    ) -> TrainState:
         """Make the state, each leaf directly as shards.
 
         Args:
             init_fn_or_params: `init_fn(*args)` that returns the logical parameters, which is run
                 under jit; or the logical parameters themselves.
             *args: for `init_fn`, a PRNG key for instance.
+            key: the PRNG key that those of all steps are derived from, where the loss asks for one.
 
         Raises:
-            ValueError: the parameters are not those that the layout was made from.
+            ValueError: the parameters are not those that the layout was made from; the loss asks
+                for a key, and there is none.
         """
-        return self._initial.make(init_fn_or_params, *args)
+        return self._initial.make(init_fn_or_params, args, key)
 
     def abstract_state(self) -> TrainState:
         """Return the state as shapes with shardings; nothing is run."""
@@ -93,7 +101,9 @@ class TrainStep:
         Args:
             state: from `step.init` or from the step before; donated.
             batch: arrays whose leading dim is the global batch, placed as `layout.batch` or not
-                placed at all; scalars and PRNG keys go to every device.
+                placed at all. Scalars and what is marked `Whole` go to every device. A PRNG key
+                (a scalar) is folded for each microbatch, and for each device that computes its
+                gradients alone, so that no two examples draw the same noise.
 
         Raises:
             ValueError: the state is of another layout, recipe or optimizer, or the devices or the
@@ -101,10 +111,14 @@ class TrainStep:
         """
         return self._call("step", state, batch)
 
-    def evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
+    def evaluate(self, state: TrainState, batch: PyTree) -> Any:
         """Compute the loss of logical parameters, a scalar on every device; nothing is changed.
 
         The arguments are those of a step; the batch is one, whatever the number of microbatches.
+        A loss that asks for a key and has a default for it gets none.
+
+        Returns:
+            The loss; with `has_aux`, `(loss, aux)`.
         """
         return self._call("evaluate", state, batch)
 
@@ -148,13 +162,11 @@ class TrainStep:
         check_batch(batch, self.layout, self.recipe.accumulate if steps else 1)
         if key not in self._compiled:
             whole = self.layout.sharding(P())
-            placed = structure.unflatten(
-                self.layout.batch if jnp.ndim(x) else whole for x in leaves
-            )
+            placed = map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
             self._compiled[key] = jax.jit(
                 self._step if steps else self._evaluate,
                 in_shardings=(self.shardings, placed),
-                out_shardings=(self.shardings, None) if steps else whole,
+                out_shardings=(self.shardings, None) if steps else None,
                 donate_argnums=0 if steps else (),
                 compiler_options=compiler_options(self.layout, self.recipe.bucket_bytes),
             )
@@ -162,27 +174,42 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         check_leaves(state, self.abstract_state())
+        held = jax.tree.map(lambda s: s.spec, self.shardings)
+        return auto_region(
+            self._run, self.layout, lambda *args: (held, self._specs(self._run, *args)[1])
+        )(state, batch)
 
-        def specs(state: TrainState, batch: PyTree) -> Any:
-            with jax.sharding.use_abstract_mesh(self.layout.auto_mesh.abstract_mesh):
-                metrics = jax.eval_shape(self._run, *as_shapes((state, batch)))[1]
-            held = jax.tree.map(lambda s: s.spec, self.shardings)
-            return held, jax.tree.map(lambda _: P(), metrics)
-
-        return auto_region(self._run, self.layout, specs)(state, batch)
-
-    def _evaluate(self, state: TrainState, batch: PyTree) -> jax.Array:
+    def _evaluate(self, state: TrainState, batch: PyTree) -> Any:
         check_leaves(state, self.abstract_state())
 
-        def run(params: PyTree, batch: PyTree) -> jax.Array:
-            out = gather_where_used(self._evaluated_fn, self.layout)(params, batch)
-            return read_loss(out, has_aux=self._has_aux)[0]
+        def run(state: TrainState, batch: PyTree) -> Any:
+            loss_fn = gather_where_used(self._loss.without_noise(), self.layout)
+            out = loss_fn(state.params, self._given(state, batch), state.model_state)
+            return out[:2] if self._loss.has_aux else out[0]
 
-        return auto_region(run, self.layout, lambda *_: P())(state.params, batch)
+        return auto_region(run, self.layout, lambda *args: self._specs(run, *args))(state, batch)
+
+    def _specs(self, run: Callable[..., Any], state: TrainState, batch: PyTree) -> PyTree:
+        """Return where results lie: rows of examples over the batch axes, the rest everywhere."""
+        with jax.sharding.use_abstract_mesh(self.layout.auto_mesh.abstract_mesh):
+            out = jax.eval_shape(run, *as_shapes((state, batch)))
+        rows = num_examples(batch)
+        return jax.tree.map(
+            lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P(), out
+        )
+
+    def _given(self, state: TrainState, batch: PyTree) -> dict[str, Any]:
+        """Return what a loss may ask for; scalars of it go to every device and microbatch."""
+        return {
+            "batch": batch,
+            "key": None if state.key is None else jax.random.fold_in(state.key, state.step),
+            "step": state.step,
+            "scale": None if state.loss_scale is None else state.loss_scale.scale,
+        }
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Compute gradients as shards, update shards, write the parameters back."""
-        (loss, aux), grads = self._gradients(state, batch)
+        (loss, aux, model_state), grads = self._gradients(state, batch)
         updated = self._update(state, grads, loss)
         metrics = {
             "loss": loss,
@@ -193,6 +220,7 @@ class TrainStep:
         if loss_scale is not None and policy is not None:
             finite = jnp.isfinite(updated.norm)
             metrics |= {"loss_scale": loss_scale.scale, "skipped": ~finite}
+            model_state = kept_unless(finite, model_state, state.model_state)
             loss_scale = next_loss_scale(policy, loss_scale, finite)
         new_state = TrainState(
             step=state.step + 1,
@@ -200,6 +228,8 @@ class TrainStep:
             masters=updated.masters,
             opt_state=updated.opt_state,
             loss_scale=loss_scale,
+            key=state.key,
+            model_state=model_state,
             padded=state.padded,
         )
         rates = [
@@ -211,7 +241,7 @@ class TrainStep:
         ]
         if len(rates) == 1:
             metrics["learning_rate"] = rates[0]
-        if self._has_aux:
+        if self._loss.has_aux:
             metrics["aux"] = aux
         return new_state, metrics
 
@@ -223,33 +253,29 @@ class TrainStep:
             lambda leaf, was, x: store(x.astype(was.dtype), leaf, self.layout), old, updated
         )
 
-    def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
-        """Return loss, aux and the gradients as stored shards, of the scaled loss if it is."""
-        # A scalar of the batch goes to every device and microbatch, and so the scale does.
+    def _gradients(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
+        """Return `(loss, aux, model_state)` and the gradients of the scaled loss."""
         params, layout, recipe = state.params, self.layout, self.recipe
-        batch = (batch, None if state.loss_scale is None else state.loss_scale.scale)
+        given = self._given(state, batch)
         count, dtype = recipe.accumulate, recipe.accumulator
         if self._reduction == "once":
-            run = self._value_and_grad(self._loss_fn)
-            return reduce_once(run, layout, params, batch, count, dtype)
+            return reduce_once(_scaled(self._loss_fn), layout, params, given, count, dtype)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
         loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=recipe.precision.reduce)
-        return accumulate(self._value_and_grad(loss_fn), params, batch, count, dtype)
+        return accumulate(_scaled(loss_fn), params, given, state.model_state, count, dtype)
 
-    def _value_and_grad(self, loss_fn: LossFn) -> Any:
-        """Return `(loss, aux), gradients` of parameters and `(batch, scale)`; aux may be None."""
 
-        def with_aux(params: PyTree, given: tuple[PyTree, Any]) -> tuple[jax.Array, Any]:
-            batch, scale = given
-            loss, aux = read_loss(loss_fn(params, batch), has_aux=self._has_aux)
-            return scaled(loss, scale), (loss, aux)
+def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:
+    """Return the loss that is differentiated, and the one that is told, as `accumulate` wants."""
 
-        def run(params: PyTree, given: tuple[PyTree, Any]) -> tuple[Any, PyTree]:
-            (_, value), grads = jax.value_and_grad(with_aux, has_aux=True)(params, given)
-            return value, grads
+    def run(params: PyTree, given: dict[str, Any], carried: PyTree) -> Any:
+        loss, aux, carried = loss_fn(params, given, carried)
+        return scaled(loss, given["scale"]), (loss, aux, carried)
 
-        return run
+    return run
 
 
 def make_train_step(
@@ -259,25 +285,52 @@ def make_train_step(
     recipe: Recipe | None = None,
     *,
     has_aux: bool = False,
+    model_state: PyTree = None,
 ) -> TrainStep:
     """Make the train step of a loss under a ZeRO stage.
 
     Args:
         loss_fn: `loss_fn(params, batch)` of logical parameters returns a scalar, or with `has_aux`
-            a scalar and a pytree; it knows nothing of the mesh.
+            `(loss, aux)`; it knows nothing of the mesh. By further parameters it can ask for `key`,
+            a PRNG key for this step and these examples, derived from that of `step.init`; for
+            `step`, the number of steps done; and for `model_state`, which it returns anew:
+            `(loss, model_state)`, or `(loss, (aux, model_state))`.
         tx: the optimizer, bare or wrapped by `sharded`.
         layout: the placement; its stage decides what is partitioned.
         recipe: precision, microbatches, clipping, rematerialisation, offload; fp32 by default.
-        has_aux: whether `loss_fn` returns more than the loss. Over microbatches, floating leaves
-            are averaged and whole numbers summed.
+        has_aux: whether `loss_fn` returns a pytree beside the loss. Over microbatches and devices,
+            rows of examples keep the order of the batch, other floating leaves are averaged, and
+            whole numbers are counts: they are summed.
+        model_state: where the loss asks for it, the first value of state that is not trained, as
+            the statistics of BatchNorm are; or its shapes, for a step that is only compiled. The
+            train state holds it, whole on every device; microbatches pass it on.
 
     Raises:
         ValueError: a recipe that the layout can't follow: "once" at stage 3, where no device holds
-            a whole gradient, or an offload on a backend without host memory.
+            a whole gradient, or an offload on a backend without host memory; a `model_state` that
+            the loss does not ask for, asks for without one, or under "once", where each device
+            would make its own.
 
     Source: arXiv 1910.02054, sections 5 and 7.
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
     check_layout(layout, "make_train_step(loss_fn, tx, layout, recipe)")
-    return TrainStep(loss_fn, tx, layout, as_recipe(recipe), has_aux=has_aux)
+    loss, recipe = make_loss(loss_fn, has_aux=has_aux), as_recipe(recipe)
+    asks = "model_state" in loss.asks
+    if asks != (model_state is not None):
+        raise ValueError(
+            "loss_fn asks for model_state: give its first value, or its shapes, to "
+            "make_train_step(model_state=)"
+            if asks
+            else "loss_fn does not ask for model_state: name one of its parameters so"
+        )
+    if asks and recipe.reduction(layout.kinds) == "once":
+        raise ValueError(
+            "with reduce='once' each device would make a model_state of its own examples: write "
+            "Recipe(reduce='each')"
+        )
+    first = jax.tree.map(
+        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x), model_state
+    )
+    return TrainStep(loss, tx, layout, recipe, first)

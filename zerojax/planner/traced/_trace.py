@@ -10,8 +10,9 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from zerojax._tree import as_shapes, flatten_with_names, floating_dtype
+from zerojax._tree import as_shapes, floating_dtype, path_name
 from zerojax._types import LossFn, PyTree
+from zerojax.collectives import has_examples, is_whole, resized, unmarked
 from zerojax.memory import has_layers, rematerialised
 from zerojax.planner.traced._operations import Operations
 from zerojax.planner.traced._reader import read_operations
@@ -57,10 +58,6 @@ class Trace:
         return has_layers(jax.make_jaxpr(self.loss_fn)(self.params, self.batch))
 
     def _jaxpr(self, examples: int) -> Any:
-        def sized(x: Any) -> Any:
-            shape = (examples, *x.shape[1:]) if x.shape else ()
-            return jax.ShapeDtypeStruct(shape, x.dtype)
-
         loss_fn = self.loss_fn
         if self.remat is not None:
             # Where layer inputs lie is for the planner to count; a trace has neither mesh nor host.
@@ -73,7 +70,7 @@ class Trace:
             loss, *aux = jax.tree.leaves(value)
             return [loss, *jax.tree.leaves(grads), *aux]
 
-        closed = jax.make_jaxpr(flat)(self.params, jax.tree.map(sized, self.batch))
+        closed = jax.make_jaxpr(flat)(self.params, resized(self.batch, examples))
         # What nobody reads, in loops too, no compiler computes.
         wanted = [True] * len(closed.jaxpr.outvars)
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
@@ -103,17 +100,22 @@ def trace_loss(
         ValueError: leaves of the batch have different leading dims, or the model has no layers to
             rematerialise.
     """
-    names, leaves, _ = flatten_with_names(batch)
-    sizes = {name: x.shape[0] for name, x in zip(names, leaves, strict=True) if x.shape}
+    pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
+    sizes = {path_name(path): x.shape[0] for path, x in pairs if has_examples(x)}
     if len(set(sizes.values())) != 1:
         raise ValueError(
             "the leading dim of every leaf of the batch counts its examples, and these differ: "
             + (", ".join(f"{name} has {size}" for name, size in sizes.items()) or "there is none")
+            + "; mark what all examples share: zerojax.Whole(array)"
         )
     read = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, floating_dtype(x.dtype, dtype)), as_shapes(params)
     )
-    trace = Trace(loss_fn, read, as_shapes(batch), next(iter(sizes.values())), remat, has_aux)
+
+    def of_plain(params: PyTree, batch: PyTree) -> Any:
+        return loss_fn(params, unmarked(batch))
+
+    trace = Trace(of_plain, read, as_shapes(batch), next(iter(sizes.values())), remat, has_aux)
     if remat is not None and remat.recompute != "none" and not trace.has_layers:
         raise ValueError(
             f"remat={remat.recompute!r} needs to know what a layer is: scan over the layers, "

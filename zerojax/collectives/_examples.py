@@ -1,0 +1,107 @@
+"""Which arrays of a batch hold examples, and which part of them a device or microbatch gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax._types import PyTree
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Mark a part of a batch that is not cut: class weights, a mask of all examples, a codebook.
+
+    Every device and every microbatch gets all of it. The loss sees the plain value.
+
+    Attributes:
+        value: an array, or a tree of arrays.
+
+    >>> batch = {"x": x, "labels": labels, "weights": zerojax.Whole(class_weights)}
+    """
+
+    value: PyTree
+
+
+def is_whole(x: Any) -> bool:
+    """Whether a node of a batch is marked whole."""
+    return isinstance(x, Whole)
+
+
+def has_examples(x: Any) -> bool:
+    """Whether the leading dim of a leaf, or of a node marked whole, counts examples."""
+    return not is_whole(x) and jnp.ndim(x) > 0
+
+
+def map_batch(
+    function: Callable[[Any], Any], batch: PyTree, rest: Callable[[Any], Any] = lambda x: x
+) -> PyTree:
+    """Map a function over the arrays that hold examples, and another one over the rest.
+
+    Args:
+        function: of arrays whose leading dim counts examples.
+        batch: the tree; what is marked whole stays so.
+        rest: of scalars and of arrays that are marked whole; by default they are passed on.
+    """
+
+    def one(x: Any) -> Any:
+        if is_whole(x):
+            return Whole(jax.tree.map(rest, x.value))
+        return function(x) if has_examples(x) else rest(x)
+
+    return jax.tree.map(one, batch, is_leaf=is_whole)
+
+
+def unmarked(batch: PyTree) -> PyTree:
+    """Return a batch as the loss sees it."""
+    return jax.tree.map(lambda x: x.value if is_whole(x) else x, batch, is_leaf=is_whole)
+
+
+def num_examples(batch: PyTree) -> int | None:
+    """Count the examples; None where no array holds any."""
+    leaves = jax.tree.leaves(batch, is_leaf=is_whole)
+    return next((x.shape[0] for x in leaves if has_examples(x)), None)
+
+
+def resized(batch: PyTree, size: int) -> PyTree:
+    """Return the shapes of a batch with another number of examples."""
+
+    def shape(x: Any, *size: int) -> Any:
+        return jax.ShapeDtypeStruct((*size, *jnp.shape(x)[len(size) :]), x.dtype)
+
+    return map_batch(lambda x: shape(x, size), batch, shape)
+
+
+def fold_keys(batch: PyTree, index: Any) -> PyTree:
+    """Fold an index into the scalar PRNG keys of a batch, so that each part draws its own noise."""
+
+    def fold(x: Any) -> Any:
+        is_key = not is_whole(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0
+        return jax.random.fold_in(x, index) if is_key else x
+
+    return jax.tree.map(fold, batch, is_leaf=is_whole)
+
+
+def microbatch(batch: PyTree, index: Any, count: int) -> PyTree:
+    """Take one of `count` microbatches without moving examples between devices.
+
+    Every device gives its own examples `index`, `index + count`, ...: a contiguous split would send
+    a microbatch to some of the devices only. `in_order` is the way back.
+    """
+
+    def take(x: jax.Array) -> jax.Array:
+        parts = x.reshape(x.shape[0] // count, count, *x.shape[1:])
+        return jax.lax.dynamic_index_in_dim(parts, index, 1, keepdims=False)
+
+    return map_batch(take, fold_keys(batch, index))
+
+
+def in_order(rows: jax.Array) -> jax.Array:
+    """Turn the rows of all microbatches, [count, examples, ...], to the order of the batch."""
+    return jnp.moveaxis(rows, 0, 1).reshape(-1, *rows.shape[2:])
