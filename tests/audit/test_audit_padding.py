@@ -181,7 +181,7 @@ def test_what_moves_more_and_passes_is_named():
 
     assert notes(20) == ()
     (note,) = notes(21)
-    assert note.startswith("w: 0.8")
+    assert note.startswith("probably w: 0.8")
     assert "more than theory, as in all-reduce-scatter fusion" in note
 
 

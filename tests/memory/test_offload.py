@@ -47,6 +47,7 @@ def train(tx, stage, offload, *, precision=PRECISION, mesh=None):
     step = zerojax.make_train_step(loss, tx, layout, recipe)
     state = step.init(init, key)
     batch = jax.device_put(jax.random.normal(jax.random.key(1), (16, WIDTH)), layout.batch)
+    metrics = {}
     for _ in range(NUM_STEPS):
         state, metrics = step(state, batch)
     assert step.num_compiled == 1
@@ -240,8 +241,7 @@ def test_a_host_that_is_given_too_much_is_caught():
     report.raise_if_problems()
     assert report.memory.host > 0
     masters = [x for x in program.inputs if "masters" in x.path and x.memory_kind]
-    number = masters[0].number
-    entry = parse_module(program.text).entry.parameter(number)
+    entry = parse_module(program.text).entry.parameters[masters[0].number or 0]
     sent = f"  %sent = {entry.type} custom-call(%{entry.name}, %{entry.name}, %{entry.name}), "
     planted = sent + 'custom_call_target="HostExecute"\n'
     head, tail = program.text.split("\nENTRY ", 1)

@@ -127,13 +127,13 @@ class Evidence:
 
 def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
     """List the shapes, whole and cut, of optimizer leaves that are not shaped like a parameter."""
-    own = []
+    found: set[tuple[int, ...]] = set()
     for one in held:
-        like = () if one.parameter is None else layout.leaves[one.parameter]
+        like = None if one.parameter is None else layout.leaves[one.parameter]
         shapes = (like.shape, like.stored_shape) if like else ()
         if one.kind == "optimizer" and one.elements > 1 and one.argument.shape not in shapes:
-            own.append(one.argument)
-    return {shape for leaf in own for shape in (leaf.shape, leaf.shard_shape)}
+            found |= {one.argument.shape, one.argument.shard_shape}
+    return found
 
 
 def some(names: Sequence[str], count: int = 3) -> str:
@@ -145,7 +145,7 @@ def some(names: Sequence[str], count: int = 3) -> str:
 def name_move(move: Move) -> str:
     """Describe what a collective moves, and how often."""
     record = move.record
-    loops = ["?" if count is None else str(count) for count in move.trips]
+    loops = ["?" if count is None else str(count) for count in move.record.trips]
     where = f" in a loop of {' x '.join(loops)}" if loops else ""
     tensor = f"{record.dtype}{list(record.shape)}"
     return f"{record.spelling} {tensor} along {' x '.join(move.spans) or 'one device'}{where}"

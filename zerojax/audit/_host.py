@@ -34,7 +34,7 @@ class HostTraffic:
         """Add both ways."""
         return self.to_host + self.from_host
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, int]:
         """Return the counts as plain data."""
         names = ("to_host", "from_host", "total", "updated", "theory")
         return {name: getattr(self, name) for name in names}
@@ -43,11 +43,13 @@ class HostTraffic:
 def traffic_of(evidence: Evidence) -> HostTraffic:
     """Count what a program moves to and from the host; an unknown loop counts once."""
     moves = tuple(find_host_moves(evidence.module))
-    computed = (m for m in moves if m.is_computed)
+    down = [move.to_host * (move.trips or 1) for move in moves]
+    up = [move.from_host * (move.trips or 1) for move in moves]
+    both = zip(moves, down, up, strict=True)
     return HostTraffic(
-        to_host=sum(m.to_host * (m.trips or 1) for m in moves),
-        from_host=sum(m.from_host * (m.trips or 1) for m in moves),
-        updated=sum((m.to_host + m.from_host) * (m.trips or 1) for m in computed),
+        to_host=sum(down),
+        from_host=sum(up),
+        updated=sum(x + y for move, x, y in both if move.is_computed),
         theory=_theory(evidence),
         moves=moves,
     )

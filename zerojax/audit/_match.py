@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from zerojax._types import Shape
 from zerojax.layout import Layout, LeafLayout
@@ -108,22 +109,22 @@ class Matcher:
     def _forms(self) -> dict[str, dict[Key, Match]]:
         """Map every form and its dims to the leaves that have it."""
         leaves: dict[tuple[str, Key], list[int]] = {}
-        alike: dict[tuple, list[int]] = {}
+        same: dict[Any, list[int]] = {}  # thousands of leaves have a few dozen placements
         for index, leaf in enumerate(self._layout.leaves):
-            same = (leaf.shape, leaf.stored_shape, leaf.entries, leaf.dim, leaf.stacked)
-            alike.setdefault(same, []).append(index)
-        for indices in alike.values():
+            placed = (leaf.shape, leaf.stored_shape, leaf.entries, leaf.dim, leaf.stacked)
+            same.setdefault(placed, []).append(index)
+        for indices in same.values():
             for form, shape in set(_forms(self._layout.leaves[indices[0]], self._layout)):
                 leaves.setdefault((form, key_of(shape)), []).extend(indices)
         for key in self._others:
             leaves.setdefault(("optimizer", key), [])
-        alike_by_key: dict[Key, set[int]] = {}
+        alike: dict[Key, set[int]] = {}
         for (_, key), indices in leaves.items():
-            alike_by_key.setdefault(key, set()).update(indices)
+            alike.setdefault(key, set()).update(indices)
         forms: dict[str, dict[Key, Match]] = {form: {} for form in FORMS}
         for (form, key), indices in leaves.items():
             found = tuple(dict.fromkeys(indices))
-            forms[form][key] = Match(form, found, key, tuple(sorted(alike_by_key[key])))
+            forms[form][key] = Match(form, found, key, tuple(sorted(alike[key])))
         return forms
 
     @cached_property
@@ -175,10 +176,6 @@ def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
             continue
         for _, piece in pieces:
             size = piece[leaf.dim]
-            for parts in _divisors(leaf.num_shards):
-                if size % parts == 0:
+            for parts in range(2, leaf.num_shards + 1):
+                if leaf.num_shards % parts == size % parts == 0:
                     yield "stage", (*piece[: leaf.dim], size // parts, *piece[leaf.dim + 1 :])
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(2, number + 1) if number % d == 0]

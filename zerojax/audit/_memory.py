@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -65,10 +64,6 @@ class MemoryReport:
     def states(self) -> int:
         """Add parameters, masters, optimizer states and persisting gradients."""
         return self.parameters + self.masters + self.optimizer + self.gradients
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the counts as plain data."""
-        return dataclasses.asdict(self)
 
 
 def memory_of(evidence: Evidence) -> MemoryReport:

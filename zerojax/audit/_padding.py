@@ -31,7 +31,7 @@ def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
     """Count how much of a move is padding."""
     match = move.match
     if match is None and move.role == "scatter" and move.is_ours:
-        longer = matcher.match_longer(move.record.shape, move.trips)
+        longer = matcher.match_longer(move.record.shape, move.record.trips)
         if longer is not None and _is_padded(move, longer.key, permutes):
             match = longer
     if match is None:
@@ -49,7 +49,10 @@ def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
         return True
     rows = _displaced(move, of)
     wanted = key_of((*(Counter(of) - Counter([size])).elements(), rows))
-    return any(key_of(one.record.shape) == wanted and one.trips == move.trips for one in permutes)
+    return any(
+        key_of(one.record.shape) == wanted and one.record.trips == move.record.trips
+        for one in permutes
+    )
 
 
 def _follow(move: Move, padded: Sequence[Move]) -> Move:
@@ -62,7 +65,7 @@ def _follow(move: Move, padded: Sequence[Move]) -> Move:
         most = max(size // scatter.record.group_size, _displaced(scatter, scatter.match.key))
         if (
             rows <= most
-            and move.trips == scatter.trips
+            and move.record.trips == scatter.record.trips
             and move.axes == scatter.axes
             and len(key) == len(whole)
         ):

@@ -19,16 +19,18 @@ from zerojax.audit._problems import Problem
 from zerojax.audit._tables import (
     AxisVolume,
     collective_table,
-    hanging,
     host_table,
+    labelled,
     largest_table,
     memory_table,
-    problem_grid,
     volume_table,
 )
-from zerojax.audit._traffic import Move, judged_elements, moved_elements, padding_elements
-from zerojax.hlo import Collective
+from zerojax.audit._traffic import Move
+from zerojax.hlo import Collective, sum_moved
 from zerojax.layout import Layout
+
+#: The volumes of a report, in elements moved per parameter.
+VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume", "paper_volume")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +92,9 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
-        plain = ("title", "verdict", "volume", "judged_volume", "padding_volume")
-        plain += ("theory_volume", "paper_volume")
-        return {name: getattr(self, name) for name in plain} | {
+        return {name: getattr(self, name) for name in ("title", "verdict", *VOLUMES)} | {
             "volume_by_axis": {k: dataclasses.asdict(v) for k, v in self.volume_by_axis.items()},
-            "memory": self.memory.to_dict(),
+            "memory": dataclasses.asdict(self.memory),
             "host_traffic": self.host_traffic.to_dict(),
             "problems": [problem.to_dict() for problem in self.problems],
             "notes": list(self.notes),
@@ -111,22 +111,18 @@ class AuditReport:
         yield Text(self.verdict, style="bold red" if self.problems else "bold green")
         for problem in self.problems:
             yield Text(problem.kind, style="bold red")
-            yield problem_grid(problem)
-        yield volume_table(
-            self.volume_by_axis,
-            seen=self.volume,
-            judged=self.judged_volume,
-            padding=self.padding_volume,
-            theory=self.theory_volume,
-            paper=self.paper_volume,
-        )
+            parts = problem.to_dict()
+            names = ("where", "seen", "expected", "remedy")
+            yield labelled({f"{name}:": parts[name] for name in names}, "red")
+        totals = {name: getattr(self, name) for name in VOLUMES}
+        yield volume_table(self.volume_by_axis, totals)
         yield collective_table(self.moves)
         yield memory_table(self.memory)
         yield largest_table(self.memory)
         if self.host_traffic.total:
             yield host_table(self.host_traffic)
         for note in self.notes:
-            yield hanging("note:", note)
+            yield labelled({"note:": note})
 
     def __str__(self) -> str:
         """Render the report as plain text."""
@@ -140,9 +136,7 @@ class AuditError(Exception):
 
     def __init__(self, report: AuditReport) -> None:
         self.report = report
-        count = len(report.problems)
-        lines = "\n".join(str(problem) for problem in report.problems)
-        super().__init__(f"{count} problem{'s' if count != 1 else ''} in {report.title}\n{lines}")
+        super().__init__("\n".join([report.verdict, *map(str, report.problems)]))
 
 
 def build_report(
@@ -156,9 +150,9 @@ def build_report(
     psi = max(evidence.layout.num_params, 1)
     return AuditReport(
         title=_title(evidence.layout, evidence),
-        volume=moved_elements(evidence.ours) / psi,
-        judged_volume=judged_elements(evidence.ours) / psi,
-        padding_volume=padding_elements(evidence.ours) / psi,
+        volume=sum_moved(evidence.ours, "moved") / psi,
+        judged_volume=sum_moved(evidence.ours, "judged") / psi,
+        padding_volume=sum_moved(evidence.ours, "padding") / psi,
         theory_volume=evidence.theory.elements / psi,
         paper_volume=evidence.theory.paper / psi,
         volume_by_axis=_by_axis(evidence, psi),
@@ -191,7 +185,7 @@ def _by_axis(evidence: Evidence, psi: int) -> dict[str, AxisVolume]:
     ours = {*layout.axis, *layout.batch_axes}
     return {
         " x ".join(axes): AxisVolume(
-            seen=moved_elements(moves) / psi,
+            seen=sum_moved(moves, "moved") / psi,
             theory=theory.get(axes, 0.0) / psi if ours & set(axes) else None,
         )
         for axes, moves in groups.items()

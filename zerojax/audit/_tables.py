@@ -10,8 +10,8 @@ from rich.text import Text
 
 from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import NAMES, MemoryReport
-from zerojax.audit._problems import Problem
-from zerojax.audit._traffic import Move, moved_elements
+from zerojax.audit._traffic import Move
+from zerojax.hlo import sum_moved
 
 #: The part of the peak from which on something small has a row of its own.
 LEAST = 0.001
@@ -30,50 +30,31 @@ class AxisVolume:
     theory: float | None
 
 
-def problem_grid(problem: Problem) -> Table:
-    """Make a table of the parts of a problem."""
+def labelled(texts: Mapping[str, str], style: str = "") -> Table:
+    """Make a table of labels and texts, whose further lines are indented."""
     grid = Table.grid(padding=(0, 1), pad_edge=True)
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(style="red")
-    for name in ("where", "seen", "expected", "remedy"):
-        grid.add_row(f"{name}:", Text(getattr(problem, name)))
+    grid.add_column(style=style)
+    for label, text in texts.items():
+        grid.add_row(label, Text(text))
     return grid
 
 
-def hanging(label: str, text: str) -> Table:
-    """Indent the further lines of a text."""
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
-    grid.add_row(label, Text(text))
-    return grid
-
-
-def volume_table(
-    by_axis: Mapping[str, AxisVolume],
-    *,
-    seen: float,
-    judged: float,
-    padding: float,
-    theory: float,
-    paper: float,
-) -> Table:
-    """Make a table of what moves beside theory, by axis."""
+def volume_table(by_axis: Mapping[str, AxisVolume], totals: Mapping[str, float]) -> Table:
+    """Make a table of what moves beside theory, by axis; `totals` are the report's volumes."""
     table = _table("volume (elements per parameter)", 1, "axis", "seen", "theory", "seen / theory")
     for axis, volume in by_axis.items():
         if volume.theory is None:
             table.add_row(axis, f"{volume.seen:.4f}", "not judged", "")
         else:
-            ratio = f"{volume.seen / volume.theory:.3f}" if volume.theory else "-"
-            table.add_row(axis, f"{volume.seen:.4f}", f"{volume.theory:.4f}", ratio)
-    if padding:
-        ratio = f"{padding / theory:.3f}" if theory else ""
-        table.add_row("of which padding", f"{padding:.4f}", "", ratio)
-    if judged != seen:
-        ratio = f"{judged / theory:.3f}" if theory else ""
-        table.add_row("as judged", f"{judged:.4f}", f"{theory:.4f}", ratio)
-    if abs(paper - theory) > 5e-5:
-        table.add_row("the paper's number", "", f"{paper:.4f}", "")
+            table.add_row(axis, *_beside(volume.seen, volume.theory, ".4f"))
+    theory = totals["theory_volume"]
+    if padding := totals["padding_volume"]:
+        table.add_row("of which padding", f"{padding:.4f}", "", _ratio(padding, theory))
+    if totals["judged_volume"] != totals["volume"]:
+        table.add_row("as judged", *_beside(totals["judged_volume"], theory, ".4f"))
+    if abs(totals["paper_volume"] - theory) > 5e-5:
+        table.add_row("the paper's number", "", f"{totals['paper_volume']:.4f}", "")
     return table
 
 
@@ -83,63 +64,54 @@ def collective_table(moves: Iterable[Move]) -> Table:
     for move in moves:
         key = (move.record.spelling, " x ".join(move.spans), move.record.dtype)
         groups.setdefault(key, []).append(move)
-    table = _table(
-        "collectives", 3, "what", "along", "dtype", "sites", "per step", "largest", "B / device"
-    )
+    names = ("what", "along", "dtype", "sites", "per step", "largest", "B / device")
+    table = _table("collectives", 3, *names)
     table.caption = "largest: elements; B / device: bytes that a device sends in a step"
     table.caption_justify = "left"
-    ordered = sorted(groups.items(), key=lambda item: -moved_elements(item[1]))
-    for (spelling, axes, dtype), group in ordered:
+    for key, group in sorted(groups.items(), key=lambda item: -sum_moved(item[1], "moved")):
         runs = [move.record.trip_count for move in group]
-        runs = "?" if None in runs else f"{sum(run or 0 for run in runs):,}"
+        times = "?" if None in runs else f"{sum(run or 0 for run in runs):,}"
         size = sum(move.record.moved_bytes for move in group)
         largest = max(move.record.elements for move in group)
-        table.add_row(spelling, axes, dtype, str(len(group)), runs, f"{largest:,}", f"{size:,.0f}")
+        table.add_row(*key, str(len(group)), times, f"{largest:,}", f"{size:,.0f}")
     return table
 
 
 def memory_table(memory: MemoryReport) -> Table:
     """Make a table of the bytes of one device by kind, beside theory."""
     table = _table("memory (B per device)", 1, "what", "seen", "theory", "seen / theory")
-
-    def row(name: str, seen: int | None, theory: int | None = None) -> None:
-        ratio = f"{seen / theory:.3f}" if theory and seen else ""
-        texts = ["" if count is None else f"{count:,}" for count in (seen, theory)]
-        table.add_row(name, *texts, ratio)
-
     for name in ("parameters", "masters", "optimizer"):
         if getattr(memory, name) or memory.theory[name]:
-            row(name, getattr(memory, name), memory.theory[name])
+            table.add_row(name, *_beside(getattr(memory, name), memory.theory[name]))
     if memory.gradients:
-        row("gradients", memory.gradients)
-    row("gradients of a step", None, memory.theory["gradients"])
+        table.add_row("gradients", f"{memory.gradients:,}")
+    table.add_row("gradients of a step", "", f"{memory.theory['gradients']:,}")
     rest = {name: getattr(memory, name) for name in (NAMES["batch"], NAMES["other"], "outputs")}
-    for name, count in rest.items():
-        if count >= LEAST * memory.peak:
-            row(name, count)
     small = {name: count for name, count in rest.items() if 0 < count < LEAST * memory.peak}
     if small:
-        row(", ".join(small), sum(small.values()))
-    row("temporaries, with gradients", memory.temporaries)
-    row("peak", memory.peak, memory.theory["total"])
+        rest[", ".join(small)] = sum(small.values())
+    for name, count in rest.items():
+        if count and name not in small:
+            table.add_row(name, f"{count:,}")
+    table.add_row("temporaries, with gradients", f"{memory.temporaries:,}")
+    table.add_row("peak", *_beside(memory.peak, memory.theory["total"]))
     if memory.reused:
-        row("saved by donation", memory.reused)
+        table.add_row("saved by donation", f"{memory.reused:,}")
     lost = memory.fragmentation
     told = "not told by this compiler" if lost is None else f"{lost:.2%}"
-    table.add_row("fragmentation of temporaries", told, "", "")
+    table.add_row("fragmentation of temporaries", told)
     if memory.host:
-        row("host", memory.host)
+        table.add_row("host", f"{memory.host:,}")
     return table
 
 
 def host_table(traffic: HostTraffic) -> Table:
     """Make a table of what moves between a device and its host, beside theory."""
     table = _table("host (B per device and step)", 1, "what", "seen", "theory", "seen / theory")
-    table.add_row("to the host", f"{traffic.to_host:,}", "", "")
-    table.add_row("from the host", f"{traffic.from_host:,}", "", "")
+    table.add_row("to the host", f"{traffic.to_host:,}")
+    table.add_row("from the host", f"{traffic.from_host:,}")
     if traffic.theory:
-        ratio = f"{traffic.updated / traffic.theory:.3f}"
-        table.add_row("the host's update", f"{traffic.updated:,}", f"{traffic.theory:,}", ratio)
+        table.add_row("the host's update", *_beside(traffic.updated, traffic.theory))
     return table
 
 
@@ -151,6 +123,14 @@ def largest_table(memory: MemoryReport) -> Table:
     for one in memory.largest[:3]:
         table.add_row(Text(one.shape), Text(one.name), f"{one.bytes:,}")
     return table
+
+
+def _beside(seen: float, theory: float, style: str = ",") -> tuple[str, str, str]:
+    return f"{seen:{style}}", f"{theory:{style}}", _ratio(seen, theory)
+
+
+def _ratio(seen: float, theory: float) -> str:
+    return f"{seen / theory:.3f}" if theory and seen else ""
 
 
 def _table(title: str, num_texts: int, *names: str) -> Table:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,9 +14,10 @@ import numpy as np
 from zerojax._types import Axes
 from zerojax.audit._match import Match, Matcher
 from zerojax.audit._program import Program
-from zerojax.hlo import Collective, Groups, mesh_axes, sum_moved
+from zerojax.hlo import Collective, Groups, mesh_axes
 from zerojax.layout import Layout
 
+_GATHERS = ("windowed all-gather", "all-reduce of parts")
 Role = Literal["gather", "scatter", "sliced", "reduce", "shuffle"]
 
 
@@ -26,7 +28,6 @@ class Move:
     Attributes:
         record: the collective.
         spans: mesh axes that its groups cover, as `mesh_axes` names them: "data", "data[4/8]".
-        axes: the same without the parts.
         is_ours: whether it moves along the axes of ZeRO or of the batch.
         role: gather, scatter (any spelling of a reduce-scatter), sliced (an all-reduce of which
             each device keeps one part), reduce (an all-reduce), or shuffle (all else).
@@ -38,7 +39,6 @@ class Move:
 
     record: Collective
     spans: tuple[str, ...]
-    axes: Axes
     is_ours: bool
     role: Role
     match: Match | None
@@ -46,19 +46,14 @@ class Move:
     padding: float = 0.0
 
     @property
+    def axes(self) -> Axes:
+        """Return the axes of `spans` without the parts."""
+        return _axes(self.spans)
+
+    @property
     def branches(self) -> tuple[tuple[str, int], ...]:
         """Return the conditionals around it."""
         return self.record.branches
-
-    @property
-    def trips(self) -> tuple[int | None, ...]:
-        """Return the lengths of the loops around it, outermost first."""
-        return self.record.trips
-
-    @property
-    def is_partial(self) -> bool:
-        """Return whether its groups cover a part of an axis, as the steps of a staged gather do."""
-        return any("[" in span for span in self.spans)
 
     @property
     def moved(self) -> float:
@@ -76,15 +71,12 @@ def moves_of(
     records: Sequence[Collective], program: Program, layout: Layout, matcher: Matcher
 ) -> tuple[Move, ...]:
     """Place every collective on the mesh and find its leaf."""
-    axes = _AxisFinder(program, layout)
+    spans_of = _span_finder(program, layout)
     ours = {*layout.axis, *layout.batch_axes}
-    windows = _window_scales(records, layout, axes)
+    found = [(record, spans_of(record)) for record in records if record.moved_elements]
+    windows = _window_scales(found, layout)
     moves = []
-    for record in records:
-        if not record.moved_elements:
-            continue
-        spans = axes.spans(record)
-        along = tuple(span.partition("[")[0] for span in spans)
+    for record, spans in found:
         role = role_of(record)
         scale = windows.get((record.op_name, record.elements), 1.0)
         if role == "sliced" and program.platform == "cpu":
@@ -93,8 +85,7 @@ def moves_of(
             Move(
                 record=record,
                 spans=spans,
-                axes=along,
-                is_ours=bool(ours.intersection(along)),
+                is_ours=bool(ours.intersection(_axes(spans))),
                 role=role,
                 match=matcher.match(record.shape, record.trips),
                 judged=record.moved_elements * scale,
@@ -117,75 +108,59 @@ def role_of(record: Collective) -> Role:
     return "reduce" if record.op == "all-reduce" else "shuffle"
 
 
-def judged_elements(moves: Iterable[Move]) -> float:
-    """Add what is judged, with each conditional's worst branch."""
-    return sum_moved(moves, value=lambda move: move.judged)
+def _axes(spans: Iterable[str]) -> Axes:
+    return tuple(span.partition("[")[0] for span in spans)
 
 
-def moved_elements(moves: Iterable[Move]) -> float:
-    """Add what a device sends, with each conditional's worst branch."""
-    return sum_moved(moves, value=lambda move: move.moved)
-
-
-def padding_elements(moves: Iterable[Move]) -> float:
-    """Add what the compiler adds, with each conditional's worst branch."""
-    return sum_moved(moves, value=lambda move: move.padding)
-
-
-class _AxisFinder:
-    """Find the mesh axes of replica groups.
+def _span_finder(program: Program, layout: Layout) -> Callable[[Collective], tuple[str, ...]]:
+    """Return what names the mesh axes along which a collective moves.
 
     Groups count devices in the program's order, which need not be the layout's; on several TPU
     slices they count within a slice, and transfers between slices have no groups.
     """
+    sizes = dict(layout.mesh.shape)
+    own = [int(device.id) for device in layout.devices.flat]
+    theirs = program.device_ids
+    if theirs and len(theirs) != len(own):
+        raise ValueError(
+            f"the program runs on {len(theirs)} devices and the layout's mesh "
+            f"{sizes} has {len(own)}; audit it with the layout that it was compiled for"
+        )
+    position = {device: at for at, device in enumerate(own)}
+    same = set(theirs) == set(own)
+    order = {at: position[device] for at, device in enumerate(theirs)} if same else {}
 
-    def __init__(self, program: Program, layout: Layout) -> None:
-        devices = layout.devices
-        self._sizes = dict(layout.mesh.shape)
-        self._known: dict[tuple[Groups, bool], tuple[str, ...]] = {}
-        own = [int(device.id) for device in devices.flat]
-        theirs = list(program.device_ids)
-        if theirs and len(theirs) != len(own):
-            raise ValueError(
-                f"the program runs on {len(theirs)} devices and the layout's mesh "
-                f"{self._sizes} has {len(own)}; audit it with the layout that it was compiled for"
-            )
-        position = {device: at for at, device in enumerate(own)}
-        same = not theirs or theirs == own or set(theirs) != set(own)
-        self._order = None if same else [position[device] for device in theirs]
-        slices = [getattr(device, "slice_index", 0) or 0 for device in devices.flat]
-        self._slices = np.array(slices).reshape(devices.shape)
+    @functools.cache
+    def spans(groups: Groups, pairs: bool) -> tuple[str, ...]:
+        placed = (tuple(order.get(i, i) for i in group) for group in groups)
+        return mesh_axes(placed, sizes, pairs=pairs)
 
-    def spans(self, record: Collective) -> tuple[str, ...]:
-        """Name the axes along which a collective moves."""
+    def find(record: Collective) -> tuple[str, ...]:
         if not record.groups:
-            return self._between_slices(record.group_size)
-        is_permute = record.op == "collective-permute"
-        key = (record.groups, is_permute)
-        if key not in self._known:
-            groups = record.groups
-            if self._order is not None:
-                groups = tuple(tuple(self._order[i] for i in group) for group in groups)
-            self._known[key] = mesh_axes(groups, self._sizes, pairs=is_permute)
-        return self._known[key]
+            return _between_slices(layout, record.group_size)
+        return spans(record.groups, record.op == "collective-permute")
 
-    def _between_slices(self, num_slices: int) -> tuple[str, ...]:
-        """Name the axes that the slices lie along: the first ones, where devices don't tell."""
-        spans = []
-        known = len(np.unique(self._slices)) > 1
-        for dim, (axis, size) in enumerate(self._sizes.items()):
-            lines = np.moveaxis(self._slices, dim, 0).reshape(size, -1)
-            count = max(len(set(column)) for column in lines.T.tolist())
-            if not known:
-                count = math.gcd(size, num_slices)
-                num_slices //= count
-            if count > 1:
-                spans.append(axis if count == size else f"{axis}[{count}/{size}]")
-        return tuple(spans)
+    return find
+
+
+def _between_slices(layout: Layout, num_slices: int) -> tuple[str, ...]:
+    """Name the axes that TPU slices lie along: the first ones, where devices don't tell."""
+    numbers = [getattr(device, "slice_index", 0) or 0 for device in layout.devices.flat]
+    slices = np.array(numbers).reshape(layout.devices.shape)
+    spans = []
+    for dim, (axis, size) in enumerate(layout.mesh.shape.items()):
+        lines = np.moveaxis(slices, dim, 0).reshape(size, -1)
+        count = max(len(set(column)) for column in lines.T.tolist())
+        if slices.min() == slices.max():
+            count = math.gcd(size, num_slices)
+            num_slices //= count
+        if count > 1:
+            spans.append(axis if count == size else f"{axis}[{count}/{size}]")
+    return tuple(spans)
 
 
 def _window_scales(
-    records: Sequence[Collective], layout: Layout, axes: _AxisFinder
+    found: Sequence[tuple[Collective, tuple[str, ...]]], layout: Layout
 ) -> dict[tuple[str, int], float]:
     """Return the factors by which to shrink permutes that a matmul overlaps to the ring they are.
 
@@ -193,11 +168,10 @@ def _window_scales(
     """
     hops: dict[tuple[str, int], float] = {}
     sizes: dict[tuple[str, int], int] = {}
-    for record in records:
+    for record, spans in found:
         if record.spelling.startswith("windowed"):
             key = (record.op_name, record.elements)
-            along = [span.partition("[")[0] for span in axes.spans(record)]
-            sizes[key] = layout.num_parts(tuple(along))
+            sizes[key] = layout.num_parts(_axes(spans))
             hops[key] = hops.get(key, 0.0) + record.moved_elements / max(record.elements, 1)
     scales = {}
     for (key, count), extra in itertools.product(hops.items(), (1, 0)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,26 +89,22 @@ class Collectives:
         return sum_moved(self.records)
 
 
-def sum_moved(
-    records: Iterable[Any],
-    depth: int = 0,
-    value: Callable[[Any], float] = lambda record: record.moved_elements,
-) -> float:
-    """Add the moved elements, or another value, with each conditional's worst branch.
+def sum_moved(records: Iterable[Any], name: str = "moved_elements", depth: int = 0) -> float:
+    """Add the moved elements, or another attribute, with each conditional's worst branch.
 
     Args:
         records: collectives, or anything that has their `branches`.
+        name: of the attribute.
         depth: how many conditionals are around.
-        value: what to add.
     """
     total = 0.0
     inside: dict[str, dict[int, list[Any]]] = {}
     for record in records:
         if len(record.branches) == depth:
-            total += value(record)
+            total += getattr(record, name)
         else:
-            name, branch = record.branches[depth]
-            inside.setdefault(name, {}).setdefault(branch, []).append(record)
+            conditional, branch = record.branches[depth]
+            inside.setdefault(conditional, {}).setdefault(branch, []).append(record)
     for branches in inside.values():
-        total += max(sum_moved(branch, depth + 1, value) for branch in branches.values())
+        total += max(sum_moved(branch, name, depth + 1) for branch in branches.values())
     return total

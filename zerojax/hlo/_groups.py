@@ -89,7 +89,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups | No
         return None
     # Every axis is cut where one of its sub-axes begins or ends: "b:(2)4" is 4 after the first 2.
     cuts = {name: {1, size} for name, size in sizes.items()}
-    wanted = []
+    wanted: list[tuple[str, int, int]] = []
     for name, pre, size in re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", grouped):
         if name not in sizes:
             return None
@@ -97,21 +97,19 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups | No
         stop = start * int(size or sizes[name])
         cuts[name] |= {start, stop}
         wanted.append((name, start, stop))
-    dims: list[tuple[str, int, int]] = []
-    for name in sizes:
-        marks = sorted(cuts[name])
-        dims += [(name, low, high) for low, high in itertools.pairwise(marks)]
+    dims = [(name, *part) for name in sizes for part in itertools.pairwise(sorted(cuts[name]))]
     if any(high % low for _, low, high in dims):
         return None
-    inside = [i for axis in wanted for i, dim in enumerate(dims) if _within(dim, axis)]
+    inside = [
+        i
+        for name, start, stop in wanted
+        for i, (dim, low, high) in enumerate(dims)
+        if dim == name and start <= low and high <= stop
+    ]
     outside = [i for i in range(len(dims)) if i not in inside]
     array = ids.reshape([high // low for _, low, high in dims]).transpose(outside + inside)
     width = math.prod(dims[i][2] // dims[i][1] for i in inside)
     return _rows(array.reshape(-1, width))
-
-
-def _within(dim: tuple[str, int, int], axis: tuple[str, int, int]) -> bool:
-    return dim[0] == axis[0] and axis[1] <= dim[1] and dim[2] <= axis[2]
 
 
 def _iota(match: re.Match[str]) -> np.ndarray:

@@ -31,7 +31,6 @@ class HostMove:
 
     Attributes:
         name: the instruction.
-        op_name: the jax operation that it came from.
         to_host: bytes from the device's memory to the host's.
         from_host: bytes the other way.
         trips: how often it runs in a step, None where the text doesn't tell.
@@ -39,7 +38,6 @@ class HostMove:
     """
 
     name: str
-    op_name: str
     to_host: int
     from_host: int
     trips: int | None
@@ -54,27 +52,21 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
     %back = f32[8]{0:S(5)} copy(%x)                       to the host: 32 B
     """
     for site, line in walk(module, SCHEDULED):
-        if line.opcode in _STAYS:
-            continue
-        down, up, is_computed = _moved(line, site.frame)
+        down, up, computed = (0, 0, False) if line.opcode in _STAYS else _moved(line, site.frame)
         if down or up:
             yield HostMove(
                 name=line.name,
-                op_name=line.op_name,
                 to_host=down,
                 from_host=up,
                 trips=total_trips(site.loops),
-                is_computed=is_computed,
+                is_computed=computed,
             )
 
 
 def host_parameters(module: Module) -> set[int]:
     """Return the numbers of the program's parameters that lie in the host's memory."""
-    return {
-        int(line.literal)
-        for line in module.entry.instructions
-        if line.opcode == "parameter" and _FAR.search(line.type)
-    }
+    parameters = module.entry.parameters.items()
+    return {number for number, line in parameters if _FAR.search(line.type)}
 
 
 def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:

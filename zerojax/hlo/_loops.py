@@ -101,28 +101,19 @@ def _value(module: Module, frame: Frame, name: str) -> Linear | None:
         return Linear(None, int(text)) if re.fullmatch(r"-?\d+", text) else None
     if line.opcode in ("add", "subtract"):
         left, right = (_value(module, frame, operand) for operand in line.operands)
-        return _combine(left, right, 1 if line.opcode == "add" else -1)
-    if line.opcode == "get-tuple-element":
-        return _element(module, frame, line)
-    return None
-
-
-def _element(module: Module, frame: Frame, line: Instruction) -> Linear | None:
-    """Follow an element of a tuple: of the loop's state, or of one made within its body."""
-    index = int(line.attribute("index") or 0)
-    found = source_of(module, frame, line.operands[0])
-    if found is None:
+        return left and right and _combine(left, right, 1 if line.opcode == "add" else -1)
+    if line.opcode != "get-tuple-element":
         return None
-    frame, source = found
+    # An element of the loop's state, or of a tuple that was made within its body.
+    index = int(line.attribute("index") or 0)
+    frame, source = source_of(module, frame, line.operands[0]) or (frame, line)
     if source.opcode == "tuple":
         return _value(module, frame, source.operands[index])
     is_loop = frame.caller is not None and frame.caller.opcode == "while"
     return Linear(index, 0) if is_loop and source.opcode == "parameter" else None
 
 
-def _combine(left: Linear | None, right: Linear | None, sign: int) -> Linear | None:
-    if left is None or right is None:
-        return None
+def _combine(left: Linear, right: Linear, sign: int) -> Linear | None:
     if right.element is not None and (left.element is not None or sign < 0):
         return None
     element = left.element if left.element is not None else right.element
@@ -138,7 +129,7 @@ def _initial(module: Module, body: Frame, element: int) -> int | None:
     frame, state = found
     value = _value(module, frame, state.operands[element])
     if value is None or value.element is None:
-        return None if value is None else value.offset
+        return value and value.offset
     while frame.caller is not None and frame.caller.opcode != "while" and frame.parent is not None:
         frame = frame.parent
     return _constant(module, frame, value) if frame.caller is not None else None

@@ -135,12 +135,11 @@ class Computation:
         marked = [instruction for instruction in self.instructions if instruction.is_root]
         return marked[0] if marked else self.instructions[-1]
 
-    def parameter(self, number: int) -> Instruction | None:
-        """Return a parameter by its number."""
-        for instruction in self.instructions:
-            if instruction.opcode == "parameter" and instruction.literal.strip() == str(number):
-                return instruction
-        return None
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Map numbers to the parameters."""
+        found = (line for line in self.instructions if line.opcode == "parameter")
+        return {int(line.literal): line for line in found}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +171,8 @@ class Module:
     @cached_property
     def aliases(self) -> dict[tuple[int, ...], int]:
         """Map output indices to the parameter whose donated buffer they are written to."""
-        text = _braced(self.header, "input_output_alias=")
+        text = self.header.partition("input_output_alias={")[2]
+        text = text[: _closing(text, "{}")]
         return {
             tuple(int(i) for i in index.replace(" ", "").split(",") if i): int(number)
             for index, number in _ALIAS.findall(text)
@@ -253,29 +253,18 @@ def parse_shapes(text: str) -> tuple[Tensor, ...]:
 def _split_operands(rest: str) -> tuple[str, str]:
     end = rest.find(")")
     if "(" in rest[:end]:  # a type or a literal with parentheses of its own
-        end = _closing(rest)
+        end = _closing(rest, "()")
     return rest[:end], rest[end + 1 :]
 
 
-def _closing(rest: str) -> int:
+def _closing(text: str, pair: str) -> int:
+    """Return where the bracket closes that is open at the start: 5 for `a(b)c), d` and `()`."""
     depth = 1
-    for position, character in enumerate(rest):
-        depth += (character == "(") - (character == ")")
+    for position, character in enumerate(text):
+        depth += (character == pair[0]) - (character == pair[1])
         if depth == 0:
             return position
-    return len(rest)
-
-
-def _braced(text: str, key: str) -> str:
-    start = text.find(key)
-    if start < 0:
-        return ""
-    depth = 0
-    for position in range(start + len(key), len(text)):
-        depth += (text[position] == "{") - (text[position] == "}")
-        if depth == 0:
-            return text[start + len(key) : position + 1]
-    return text[start + len(key) :]
+    return len(text)
 
 
 def _number(text: str, key: str) -> int:

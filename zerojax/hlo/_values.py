@@ -104,8 +104,7 @@ def _slices(module: Module, frame: Frame, user: Instruction, name: str) -> bool:
         return _is_fused(frame) and is_sliced(module, frame.parent, frame.caller.name, position)
     inner = frame.enter(module, user) if user.opcode in ("fusion", "call") else None
     return inner is not None and all(
-        parameter is not None and is_sliced(module, inner, parameter.name)
-        for parameter in _parameters(inner, name)
+        is_sliced(module, inner, parameter.name) for parameter in _parameters(inner, name)
     )
 
 
@@ -162,8 +161,7 @@ class _Walk:
             yield Use(user, value.casts)
             return
         for parameter in _parameters(inner, value.name):
-            if parameter is not None:
-                yield from self.follow(replace(value, frame=inner, name=parameter.name))
+            yield from self.follow(replace(value, frame=inner, name=parameter.name))
 
     def _leave(self, value: _Value) -> Iterator[Use]:
         """Follow a fusion's result to those who use the fusion."""
@@ -192,11 +190,11 @@ def _handed_on(value: _Value, user: Instruction) -> Iterator[_Value]:
         yield replace(after, index=value.index if user.opcode in _WHOLE else None, casts=casts)
 
 
-def _parameters(inner: Frame, name: str) -> list[Instruction | None]:
+def _parameters(inner: Frame, name: str) -> list[Instruction]:
     """List the parameters as which a callee is given a value."""
     operands = inner.caller.operands if inner.caller is not None else ()
     numbers = [number for number, operand in enumerate(operands) if operand == name]
-    return [inner.computation.parameter(number) for number in numbers]
+    return [inner.computation.parameters[number] for number in numbers]
 
 
 def _is_fused(frame: Frame) -> bool:

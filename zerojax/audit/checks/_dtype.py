@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
 from zerojax.audit._problems import Problem
-from zerojax.audit._traffic import Move, judged_elements
+from zerojax.audit._traffic import Move
 from zerojax.audit.checks._gather import users
-from zerojax.hlo import is_widened
+from zerojax.hlo import is_widened, sum_moved
 
 
 def check_dtype(evidence: Evidence) -> Iterator[Problem]:
@@ -72,7 +72,7 @@ def note_dtypes(evidence: Evidence) -> Iterator[str]:
 
 def _is_relevant(evidence: Evidence, moves: list[Move]) -> bool:
     """Return whether moves are worth a problem: models keep norms and biases wide."""
-    return bool(moves) and judged_elements(moves) >= SHARE * evidence.theory.elements
+    return bool(moves) and sum_moved(moves, "judged") >= SHARE * evidence.theory.elements
 
 
 def _own_bits(evidence: Evidence, move: Move) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
@@ -22,17 +22,25 @@ _PLACE = {
 }
 
 
-#: What may differ from one step to the next: its name, the field of an argument, what to do.
-_DIFFERENCES = (
+#: What may differ from one step to the next: the field of an argument, its name, how it is shown,
+#: and what to do.
+_DIFFERENCES: tuple[tuple[str, str, Callable[[Argument], str], str], ...] = (
     (
-        "sharding",
         "placement",
+        "sharding",
+        lambda leaf: leaf.spec,
         "give jit the same tree as out_shardings that it has as in_shardings",
     ),
-    ("dtype", "dtype", "cast the new state to the old one's dtype before it is returned"),
     (
-        "weak type",
+        "dtype",
+        "dtype",
+        lambda leaf: leaf.dtype,
+        "cast the new state to the old one's dtype before it is returned",
+    ),
+    (
         "weak_type",
+        "weak type",
+        lambda leaf: ("weak " if leaf.weak_type else "") + leaf.dtype,
         "start from an array with a dtype (jnp.zeros((), jnp.float32)), not a Python number",
     ),
 )
@@ -55,12 +63,9 @@ def check_recognised(evidence: Evidence) -> Iterator[Problem]:
 
 def check_placement(evidence: Evidence) -> Iterator[Problem]:
     """Check that every state takes on a device what the layout gives it."""
-    whole = [one for one in _judged(evidence) if _excess(one) > 0]
-    cut = [
-        one
-        for one in _judged(evidence)
-        if _excess(one) < 0 and not evidence.layout.partitions(_stage_kind(one))
-    ]
+    judged = [(one, evidence.layout.partitions(_stage_kind(one))) for one in _judged(evidence)]
+    whole = [one for one, _ in judged if _excess(one) > 0]
+    cut = [one for one, partitioned in judged if _excess(one) < 0 and not partitioned]
     stage, shards = evidence.layout.stage, evidence.layout.num_shards
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
@@ -98,19 +103,8 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
         and one.argument.number not in aliased
     ]
     for kind, group in _by_kind(lost):
-        given = [one for one in group if one.argument.donated]
+        seen, remedy = _lost(group)
         size = sum(one.argument.shard_bytes for one in group)
-        if given:
-            seen = "donated, but the compiler found no result to write there"
-            remedy = (
-                "give the result the same shape, dtype and sharding as the argument "
-                "(out_shardings), and return the state first"
-            )
-        else:
-            seen = "not donated"
-            number = group[0].argument.path.split("/")[0]
-            name = f"donate_argnums={number}" if number.isdigit() else f"donate_argnames={number!r}"
-            remedy = f"jax.jit(step, {name}, ...), and use the returned state only"
         yield Problem(
             kind="donation",
             where=f"{kind}: {_where(group)}",
@@ -120,51 +114,49 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
         )
 
 
+def _lost(group: list[Held]) -> tuple[str, str]:
+    """Return why the buffers of states are not written to, and what to do."""
+    if any(one.argument.donated for one in group):
+        return "donated, but the compiler found no result to write there", (
+            "give the result the same shape, dtype and sharding as the argument "
+            "(out_shardings), and return the state first"
+        )
+    name = group[0].argument.path.split("/")[0]
+    donate = f"donate_argnums={name}" if name.isdigit() else f"donate_argnames={name!r}"
+    return "not donated", f"jax.jit(step, {donate}, ...), and use the returned state only"
+
+
 def check_recompile(evidence: Evidence) -> Iterator[Problem]:
     """Check that states come back as they went in: else the second step compiles anew."""
-    for name, field, remedy in _DIFFERENCES:
-        found = [
-            (one, leaf)
-            for one, leaf in evidence.pairs
-            if one.argument.placement >= 0 and getattr(one.argument, field) != getattr(leaf, field)
-        ]
+    placed = [pair for pair in evidence.pairs if pair[0].argument.placement >= 0]
+    for field, name, show, remedy in _DIFFERENCES:
+        found = [x for x in placed if getattr(x[0].argument, field) != getattr(x[1], field)]
         if not found:
             continue
         first, result = found[0]
-        kinds = list(dict.fromkeys(one.kind for one, _ in found))
+        kinds = dict.fromkeys(one.kind for one, _ in found)
         yield Problem(
             kind="recompile",
             where=f"{', '.join(kinds)}: {_where([one for one, _ in found])}",
-            expected=f"the {name} that the argument has: {_shown(name, first.argument)}",
-            seen=f"the step returns another {name}: {_shown(name, result)}; the second step would "
-            "be compiled anew, or refused",
+            expected=f"the {name} that the argument has: {show(first.argument)}",
+            seen=f"the step returns another {name}: {show(result)}; the second step would be "
+            "compiled anew, or refused",
             remedy=remedy,
         )
 
 
-def _shown(difference: str, leaf: Argument) -> str:
-    if difference == "sharding":
-        return leaf.spec
-    is_weak = difference == "weak type" and leaf.weak_type
-    return f"weak {leaf.dtype}" if is_weak else leaf.dtype
-
-
 def note_placement(evidence: Evidence) -> Iterator[str]:
     """Report which states live elsewhere than the layout says, at no cost."""
-    for kind, group in _by_kind([one for one in _judged(evidence) if not _excess(one)]):
-        moved = [one for one in group if one.argument.shard_shape not in one.shards]
-        if moved:
-            yield (
-                f"{kind}: {_where(moved)}: cut along another dim than the layout says "
-                f"({list(moved[0].argument.shard_shape)} for {list(moved[0].shards[0])}), of the "
-                "same size"
-            )
-    more = [
-        one
-        for one in _judged(evidence)
-        if _excess(one) < 0 and evidence.layout.partitions(_stage_kind(one))
-    ]
-    for kind, group in _by_kind(more):
+    judged = _judged(evidence)
+    moved = [x for x in judged if not _excess(x) and x.argument.shard_shape not in x.shards]
+    for kind, group in _by_kind(moved):
+        yield (
+            f"{kind}: {_where(group)}: cut along another dim than the layout says "
+            f"({list(group[0].argument.shard_shape)} for {list(group[0].shards[0])}), of the same "
+            "size"
+        )
+    partitioned = [one for one in judged if evidence.layout.partitions(_stage_kind(one))]
+    for kind, group in _by_kind([one for one in partitioned if _excess(one) < 0]):
         yield f"{kind}: {_where(group)}: partitioned, where the layout keeps the leaf whole"
 
 
@@ -218,10 +210,9 @@ def _by_kind(group: Iterable[Held]) -> list[tuple[str, list[Held]]]:
 
 
 def _where(group: list[Held]) -> str:
-    largest = sorted(group, key=lambda one: -one.elements)
-    if len(group) == 1:
-        return f"{group[0].argument.path} {_shape(group[0])}"
-    return f"{len(group)} leaves, the largest {largest[0].argument.path} {_shape(largest[0])}"
+    largest = max(group, key=lambda one: one.elements)
+    many = f"{len(group)} leaves, the largest " if len(group) > 1 else ""
+    return f"{many}{largest.argument.path} {_shape(largest)}"
 
 
 def _shape(one: Held) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move
 from zerojax.audit._problems import Problem
-from zerojax.audit._traffic import judged_elements, moved_elements
 from zerojax.audit.checks._volume import STAGED, TOLERANCE, tolerance
+from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
 SHUFFLED = 0.02
@@ -73,7 +73,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     strange = [move for move in evidence.large if move.match is None]
     gathered = [move for move in strange if move.role == "gather"]
     reduced = [move for move in strange if move.role in ("reduce", "scatter", "sliced")]
-    heavy = judged_elements(reduced) >= SHARE * _local_elements(evidence)
+    heavy = sum_moved(reduced, "judged") >= SHARE * _local_elements(evidence)
     groups = [("gathered", gathered)]
     groups += [("reduced", reduced)] if evidence.layout.partitions("parameter") and heavy else []
     for verb, group in groups:
@@ -85,7 +85,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
             where=describe_move(largest),
             expected="a tensor that is a parameter, a gradient, or a layer or part of one",
             seen=f"an activation is {verb}: {len(group)} tensor(s) that no leaf of the layout "
-            f"looks like, {moved_elements(group):,.0f} elements per device",
+            f"looks like, {sum_moved(group, 'moved'):,.0f} elements per device",
             remedy="constrain the activation to layout.batch where it is made, and the weight it "
             "meets to P() (gather_where_used and make_train_step do), so that the partitioner "
             "moves the weight",
@@ -95,7 +95,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
 def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
     """Check that there is no all-to-all and no permute along the axes: ZeRO needs none."""
     found = [move for move in evidence.large if move.role == "shuffle" and not move.padding]
-    if moved_elements(found) < SHUFFLED * _local_elements(evidence) or not found:
+    moved = sum_moved(found, "moved")
+    if not found or moved < SHUFFLED * _local_elements(evidence):
         return
     largest = max(found, key=lambda move: move.moved)
     ops = sorted({move.record.op for move in found})
@@ -103,7 +104,7 @@ def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
         kind="shuffle",
         where=describe_move(largest),
         expected="gathers and reductions only",
-        seen=f"{len(found)} {' and '.join(ops)}, {moved_elements(found):,.0f} elements per device",
+        seen=f"{len(found)} {' and '.join(ops)}, {moved:,.0f} elements per device",
         remedy="partition states and gradients along the same dim, with ZeRO's axes in the same "
         "order in every spec (the user's axes first), so that no shard has to change places",
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
 from zerojax.audit._problems import Problem
-from zerojax.audit._traffic import Move, judged_elements, padding_elements
+from zerojax.audit._traffic import Move
+from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
 
 #: Volume over theory that is still as good: for partitions gathered at once, and in stages, whose
@@ -36,7 +37,7 @@ def tolerance(evidence: Evidence) -> float:
         move.role in ("gather", "scatter", "sliced")
         and move.match is not None
         and set(move.axes) <= ours
-        and (move.is_partial or set(move.axes) != ours)
+        and (any("[" in span for span in move.spans) or set(move.axes) != ours)
         for move in evidence.large
     )
     kind = "in stages" if staged else "at once"
@@ -48,16 +49,15 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
     if not evidence.is_step:
         return
     yield from _check_padding(evidence)
-    judged = judged_elements(evidence.large)
     if not _is_too_much(evidence):
         return
-    psi = evidence.layout.num_params
+    judged, psi = sum_moved(evidence.large, "judged"), evidence.layout.num_params
     offenders = _offenders(evidence)[:3]
     offenders = [entry for entry in offenders if entry[1] >= offenders[0][1] / 10]
     share = f"{judged / evidence.theory.elements:.2f} times " if evidence.theory.elements else ""
     what = "; ".join(
-        f"{describe_move(move)} moves {excess / psi:.3f} too much, {whose}"
-        for move, excess, whose in offenders
+        f"{describe_move(move)} moves {excess / psi:.3f} too much, {whose(evidence, move)}"
+        for move, excess in offenders
     )
     yield Problem(
         kind="volume",
@@ -65,7 +65,7 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
         expected=f"{evidence.theory.elements / psi:.3f} elements per parameter (stage "
         f"{evidence.layout.stage}, {evidence.recipe.accumulate} microbatches)",
         seen=f"volume above theory: {judged / psi:.3f}, {share}the formula",
-        remedy=_volume_remedy(evidence, [move for move, _, _ in offenders]),
+        remedy=_volume_remedy(evidence, [move for move, _ in offenders]),
     )
 
 
@@ -75,8 +75,7 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     if sliced and evidence.program.platform == "tpu":
         if tolerance(evidence) in TOLERANCE["at once"]:
             return STAGED
-        indices = sliced[0].match.leaves if sliced[0].match is not None else ()
-        leaf = evidence.layout.leaves[indices[0]] if indices else None
+        leaf = evidence.layout.leaves[sliced[0].match.leaves[0]] if sliced[0].match else None
         if leaf is not None and leaf.dim is not None and leaf.dim > leaf.stacked:
             unit, size = 16 * leaf.num_shards, leaf.shape[leaf.stacked]
             return (
@@ -94,13 +93,13 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
 def _is_too_much(evidence: Evidence) -> bool:
     """Return whether the volume is above what passes."""
     allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
-    return judged_elements(evidence.large) > allowed
+    return sum_moved(evidence.large, "judged") > allowed
 
 
 def _check_padding(evidence: Evidence) -> Iterator[Problem]:
     """Check what a compiler adds to fit its tiles: no fault of the step, but it may cost much."""
     padded = [move for move in evidence.large if move.padding]
-    total = padding_elements(padded)
+    total = sum_moved(padded, "padding")
     if total <= PADDED * evidence.theory.elements + evidence.floor:
         return
     largest = max(padded, key=lambda move: move.padding)
@@ -120,8 +119,8 @@ def _check_padding(evidence: Evidence) -> Iterator[Problem]:
 def note_recipe(evidence: Evidence) -> Iterator[str]:
     """Name the microbatches that the program's loops show, where the recipe has others."""
     layout, recipe = evidence.layout, evidence.recipe
-    judged = judged_elements(evidence.large)
-    found = [move.trips for move in evidence.large if move.match is not None]
+    judged = sum_moved(evidence.large, "judged")
+    found = [move.record.trips for move in evidence.large if move.match is not None]
     if not evidence.is_step or not found:
         return
     if _is_too_much(evidence):
@@ -144,17 +143,12 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
 
 def note_excess(evidence: Evidence) -> Iterator[str]:
     """Report which leaves move more than theory, where all together pass."""
-    least = SHARE * evidence.theory.elements
+    least, psi = SHARE * evidence.theory.elements, evidence.layout.num_params
     excess = [entry for entry in _offenders(evidence) if entry[1] >= least]
-    if not evidence.is_step or not excess or _is_too_much(evidence):
-        return
-    psi = evidence.layout.num_params
-    for move, elements, _ in excess[:3]:
-        known = move.match is not None and move.match.leaves
-        leaf = evidence.leaf_names(move.match.leaves) if move.match and known else "no leaf"
+    for move, elements in excess[:3] if evidence.is_step and not _is_too_much(evidence) else ():
         yield (
-            f"{leaf}: {elements / psi:.3f} elements per parameter more than theory, as in "
-            f"{name_move(move)}"
+            f"{whose(evidence, move)}: {elements / psi:.3f} elements per parameter more than "
+            f"theory, as in {name_move(move)}"
         )
 
 
@@ -163,7 +157,7 @@ def note_padding(evidence: Evidence) -> Iterator[str]:
     padded = [move for move in evidence.large if move.padding]
     if not padded or not evidence.theory.elements:
         return
-    share = padding_elements(padded) / evidence.theory.elements
+    share = sum_moved(padded, "padding") / evidence.theory.elements
     scatters = [move for move in padded if move.role != "shuffle"]
     largest = max(scatters, key=lambda move: move.padding)
     assert largest.match is not None
@@ -177,43 +171,35 @@ def note_padding(evidence: Evidence) -> Iterator[str]:
     )
 
 
-def _offenders(evidence: Evidence) -> list[tuple[Move, float, str]]:
-    """List what moves too much, the worst first: a move, its excess in elements, whose it is."""
+def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
+    """List what moves too much, the worst first: a move, and its excess in elements."""
     groups = _lookalikes(evidence)
-    seen: dict[tuple[Any, str], list[Move]] = {}
+    seen: dict[tuple[Any, bool], list[Move]] = {}
     for move in evidence.large:
         group: Any = (move.record.shape, move.record.op)
         if move.match is not None and move.match.leaves and move.role != "shuffle":
             group = groups[move.match.leaves[0]]
-        verb = "gather" if move.role == "gather" else "reduction"
-        seen.setdefault((group, verb), []).append(move)
-    theory: dict[tuple[Any, str], float] = {}
+        seen.setdefault((group, move.role == "gather"), []).append(move)
+    theory: dict[tuple[Any, bool], float] = {}
     ring = (evidence.layout.num_shards - 1) / evidence.layout.num_shards
     for index, leaf in enumerate(evidence.layout.leaves):
         size = math.prod(evidence.layout.local_shape(leaf, leaf.stored_shape)) * ring
         gathers = evidence.theory.gathers if leaf.dim is not None else 0
         reductions = evidence.theory.reductions * (1 if leaf.dim is not None else 2)
-        for verb, count in (("gather", gathers), ("reduction", reductions)):
-            key = (groups[index], verb)
+        for is_gather, count in ((True, gathers), (False, reductions)):
+            key = (groups[index], is_gather)
             theory[key] = theory.get(key, 0.0) + count * size
-    found = [
-        (
-            max(moves, key=lambda move: move.judged),
-            judged_elements(moves) - theory.get(key, 0.0),
-            whose(evidence, max(moves, key=lambda move: move.judged)),
-        )
+    excess = [
+        (max(moves, key=lambda m: m.judged), sum_moved(moves, "judged") - theory.get(key, 0.0))
         for key, moves in seen.items()
     ]
-    return sorted((entry for entry in found if entry[1] > 0), key=lambda entry: -entry[1])
+    return sorted((entry for entry in excess if entry[1] > 0), key=lambda entry: -entry[1])
 
 
 def _lookalikes(evidence: Evidence) -> list[int]:
     """Return every leaf the number of a group: leaves that some tensor may be of share one."""
     groups = list(range(len(evidence.layout.leaves)))
-    matches = {move.match.alike for move in evidence.large if move.match is not None}
-    for leaves in matches:
+    for leaves in {move.match.alike for move in evidence.large if move.match is not None}:
         ids = {groups[index] for index in leaves}
-        if len(ids) > 1:
-            lowest = min(ids)
-            groups = [lowest if number in ids else number for number in groups]
+        groups = [min(ids) if number in ids else number for number in groups]
     return groups
