@@ -185,7 +185,7 @@ def test_tied_weights_are_written_once_and_stay_tied(saved, tmp_path):
             "has no part 'momentum'; it has step, params, masters, opt_state/0/count",
         ),
         ("export {run} out.safetensors --max-file 0", "--max-file"),
-        ("import nothing.safetensors w", "there is no safetensors file nothing.safetensors"),
+        ("import nothing.safetensors w", "nothing.safetensors"),
         ("import text.safetensors w", "text.safetensors"),
         ("inspect", "DIR"),
     ],

@@ -51,7 +51,7 @@ def steps_of(run):
         ("--stage two", "--stage"),
         ("--model no-such-model", "no model named 'no-such-model'"),
         ("--optimizer adamm", "did you mean adamw?"),
-        ("--precision fp8", "fp32, bf16"),
+        ("--precision fp8", "'bf16', 'fp16', 'fp32'"),
         ("--data missing.txt", "missing.txt"),
         ("--data empty.txt", "empty"),
         ("--data short.txt", "short"),

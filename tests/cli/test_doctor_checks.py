@@ -176,7 +176,7 @@ def test_compilers_are_there_or_a_warning(monkeypatch, bench, check, require, pa
 
 def test_the_compilation_cache(monkeypatch, bench, tmp_path):
     (tmp_path / "file").write_text("")
-    kept = jax.config.jax_compilation_cache_dir
+    kept = jax.config.values["jax_compilation_cache_dir"]
     try:
         for folder, status, said in [
             (None, "warning", "every run compiles anew"),

@@ -8,7 +8,7 @@ import jax
 
 from zerojax.aot import Compilation, ProgramCache, compile_lowered
 from zerojax.cli.compile._options import CompileOptions
-from zerojax.cli.compile._outputs import Outputs
+from zerojax.cli.compile._outputs import write
 from zerojax.cli.compile._request import CompileRequest, read_requests
 from zerojax.cli.compile._result import CompileResult
 from zerojax.cli.compile._screen import CompileScreen
@@ -23,8 +23,8 @@ def compile_(options: CompileOptions) -> None:
 
     Nothing is run and no accelerator is needed: the compilers of TPUs and GPUs work on any Linux
     machine (`pip install 'zerojax[aot]'`). The compiled program itself shows whether ZeRO took
-    effect: what it moves between devices and what it holds, beside the theory, and what is wrong.
-    Then comes what one device holds, beside its memory.
+    effect: what it moves between devices and what it holds, beside the theory and a device's
+    memory, and what is wrong.
 
     A program is kept, and the same question answered at once: in `~/.cache/zerojax/programs`, or
     where the variable `ZEROJAX_CACHE` says.
@@ -48,22 +48,14 @@ def compile_(options: CompileOptions) -> None:
     screen = CompileScreen()
     with refusing():
         requests = read_requests(options)
-        outputs = Outputs.of(options)
     screen.start(requests[0])
     results = _compile_all(requests, screen)
     screen.compiled(results)
-    if options.all_stages:
-        screen.compare(results)
-    else:
-        screen.one_stage(results[0])
-    screen.wrote(outputs.write(results))
-    wrong = [
-        f"stage {result.stage}: {', and '.join(result.complaints)}"
-        for result in results
-        if result.complaints
-    ]
-    if wrong:
-        raise Failure("; ".join(wrong), 1)
+    screen.results(results)
+    screen.wrote(*write(results))
+    complaints = {one.stage: ", and ".join(one.complaints) for one in results if one.complaints}
+    if complaints:
+        raise Failure("; ".join(f"stage {stage}: {x}" for stage, x in complaints.items()), 1)
 
 
 def _compile_all(requests: Sequence[CompileRequest], screen: CompileScreen) -> list[CompileResult]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from zerojax.cli.shared._built_step import BuiltStepOptions
 from zerojax.cli.shared._command import option
 from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO
+from zerojax.layout import STAGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,4 +44,17 @@ class CompileOptions(BuiltStepOptions):
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages to compile."""
-        return (0, 1, 2, 3) if self.all_stages else (self.chosen_stage,)
+        return tuple(STAGES) if self.all_stages else (self.chosen_stage,)
+
+    @property
+    def plot_file(self) -> Path | None:
+        """The file of the drawing; None for none."""
+        if self.plot is None and self.all_stages:
+            return Path(f"{self.model}.{self.topology.replace(':', '-')}.png".lower())
+        return self.plot
+
+    def hlo_file(self, stage: int) -> Path | None:
+        """The file of a stage's text; None for none."""
+        if self.hlo is None or not self.all_stages:
+            return self.hlo
+        return self.hlo.with_name(f"{self.hlo.stem}.stage{stage}{self.hlo.suffix}")

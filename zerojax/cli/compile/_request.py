@@ -13,9 +13,9 @@ import optax
 from zerojax.aot import Topology, device_memory, digest, parse_topology, topology_mesh
 from zerojax.cli.compile._options import CompileOptions
 from zerojax.cli.shared._built_step import gpt_layout
+from zerojax.cli.shared._files import check_outputs
 from zerojax.layout import Description, Layout
 from zerojax.models import gpt
-from zerojax.recipe import Recipe
 from zerojax.train import TrainStep, make_train_step
 
 #: The clipping of a step; it moves no byte.
@@ -27,14 +27,12 @@ class CompileRequest:
     """A step to compile, for one stage.
 
     Attributes:
-        memory: bytes of a device.
         num_examples: in one step, over all devices and microbatches.
     """
 
     options: CompileOptions
     config: gpt.Config
     topology: Topology
-    memory: int
     num_examples: int
     tx: optax.GradientTransformation
     step: TrainStep
@@ -45,19 +43,19 @@ class CompileRequest:
         return self.step.layout
 
     @property
-    def recipe(self) -> Recipe:
-        """How the step is computed."""
-        return self.step.recipe
-
-    @property
     def stage(self) -> int:
         """The ZeRO stage."""
         return self.layout.stage
 
+    @property
+    def memory(self) -> int:
+        """Bytes of a device."""
+        return device_memory(self.topology.chip)
+
     @functools.cached_property
     def description(self) -> Description:
         """The placement of every leaf, with the bytes by the stage's formula."""
-        return self.layout.describe(self.tx, self.recipe)
+        return self.layout.describe(self.tx, self.step.recipe)
 
     @functools.cached_property
     def key(self) -> str:
@@ -65,13 +63,13 @@ class CompileRequest:
         return digest(
             {
                 "config": dataclasses.asdict(self.config),
-                "topology": [self.topology.chip, *self.topology.dims, self.topology.num_slices],
+                "topology": dataclasses.asdict(self.topology),
                 "mesh": list(self.layout.mesh.shape.items()),
                 "axis": self.layout.axis,
                 "stage": self.stage,
                 "num_examples": self.num_examples,
                 "optimizer": self.options.optimizer,
-                "recipe": self.recipe.to_dict(),
+                "recipe": self.step.recipe.to_dict(),
             }
         )
 
@@ -89,19 +87,20 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     config = dataclasses.replace(options.chosen_model, scan=options.scan)
     num_examples = options.examples(axes["data"])
     mesh = topology_mesh(options.topology, axes)
-    options.check_host(mesh.devices.flat[0])
     recipe = options.recipe(CLIP_NORM)
     tx = options.chosen_optimizer.unscheduled(config.width)
     loss: Any = functools.partial(gpt.loss, config)
-    return [
+    requests = [
         CompileRequest(
             options=options,
             config=config,
             topology=topology,
-            memory=device_memory(topology.chip),
             num_examples=num_examples,
             tx=tx,
             step=make_train_step(loss, tx, gpt_layout(config, mesh, stage), recipe),
         )
         for stage in options.stages
     ]
+    texts = {f"--hlo (stage {stage})": options.hlo_file(stage) for stage in options.stages}
+    check_outputs({"--plot": options.plot_file, "--json": options.json, **texts})
+    return requests

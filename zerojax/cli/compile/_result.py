@@ -8,7 +8,7 @@ from typing import Any
 from zerojax.aot import Compilation, Shortage, describe_shortage
 from zerojax.audit import AuditReport, audit
 from zerojax.cli.compile._request import CompileRequest
-from zerojax.cli.shared._units import in_words
+from zerojax.cli.shared._units import binary
 
 #: What a device holds, in the order in which it is shown: the name, and the kinds of the audit.
 PARTS = {
@@ -40,7 +40,7 @@ class CompileResult:
         """Audit a compiled program."""
         report = None
         if compilation.program is not None:
-            report = audit(compilation.program, request.layout, request.recipe)
+            report = audit(compilation.program, request.layout, request.step.recipe)
         return cls(request=request, compilation=compilation, report=report)
 
     @property
@@ -85,10 +85,10 @@ class CompileResult:
         if self.report is None:
             return describe_shortage(self.refusal)
         peak, available = self.report.memory.peak, self.available
-        of_device = f"{in_words(peak)} of a device's {in_words(available)}"
+        of_device = f"{binary(peak)} of a device's {binary(available)}"
         if not self.fits:
-            return f"does not fit: it needs {of_device}, {in_words(peak - available)} too much"
-        left = f"{in_words(available - peak)} ({1 - peak / available:.0%}) left"
+            return f"does not fit: it needs {of_device}, {binary(peak - available)} too much"
+        left = f"{binary(available - peak)} ({1 - peak / available:.0%}) left"
         return f"fits: {of_device}, {left}"
 
     @property

@@ -7,17 +7,12 @@ from pathlib import Path
 
 from zerojax.cli.shared._command import option
 from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, SEARCH, ZERO, StepOptions
+from zerojax.layout import STAGES
 from zerojax.planner import HARDWARE as KNOWN
 
 #: The largest number of devices that is drawn is the first power of two from here on that is four
 #: times as many as were asked for.
 AT_LEAST = 1024
-#: Options that a search finds the best of, and those that the largest models leave no room for.
-SEARCHED = ("config", "reduce", "accumulate")
-NOT_OF_LARGEST = (
-    *("params", "model", "stage", "shards", "search", "plot", "remat", "offload"),
-    *SEARCHED,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,73 +53,43 @@ class PlanOptions(StepOptions):
     """Compile the winners of --search for the hardware, and put their peaks beside the planned
     ones. Takes minutes; searched without model parallelism and with nothing on the host, for which
     `zerojax compile` has options."""
-    largest: bool = option(False, panel=SEARCH)
-    """The largest model that each stage holds, by the number of devices, and the largest GPT under
-    the paper's configurations C1 to C5."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
-    """Draw what a device holds under each stage, the time of a step by the number of devices, and
-    the same on slower networks."""
+    """Draw what a device holds under each stage, and the time of a step by the number of
+    devices."""
     json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
     """Keep the figures as JSON; - prints them in the place of tables."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verify:
-            self._check_verify()
-        if self.search:
-            self._check_search()
-        elif self.config is not None and self.plot is not None:
-            raise ValueError(
-                f"--config {self.config} is of one stage, and --plot draws all of them: give one "
-                "of the two options"
-            )
-        if self.largest:
-            if wrong := [name for name in NOT_OF_LARGEST if name in self.given]:
-                raise ValueError(
-                    f"--largest looks for the model, by stage and configuration: leave --{wrong[0]}"
-                    " out"
-                )
-        elif (self.params is None) == (self.model is None):
+        if (self.params is None) == (self.model is None):
             raise ValueError(
                 "say what to plan: --model gpt2-xl, or --params 7.5e9 (one of the two)"
             )
-
-    def _check_verify(self) -> None:
-        if not self.search:
+        if self.verify and not self.search:
             raise ValueError("--verify compiles the winners of --search: give both")
-        if self.model is None:
+        if self.verify and self.model is None:
             raise ValueError("--verify compiles a model: give --model in the place of --params")
-        if self.offload or self.model_parts > 1:
+        if self.verify and (self.offload or self.model_parts > 1):
             raise ValueError(
                 "--verify compiles without model parallelism and with everything on the device: "
                 "leave --offload and --model-axis out, or ask `zerojax compile`, which has both"
             )
-
-    def _check_search(self) -> None:
-        if wrong := [name for name in SEARCHED if name in self.given]:
-            raise ValueError(f"--search takes what suits each choice best: leave --{wrong[0]} out")
-        if self.remat in ("none", "dots") and "activations" in self.offload:
+        if self.config and (self.search or self.plot):
+            other = "--search goes through several" if self.search else "--plot draws all stages"
+            raise ValueError(
+                f"--config {self.config} is one way to train, and {other}: leave --config out"
+            )
+        if self.search and self.remat == "dots" and "activations" in self.offload:
             raise ValueError(
                 "--search moves activations to the host where layers are recomputed from their "
-                f"inputs: leave --remat {self.remat} out, or --offload activations"
+                "inputs: leave --remat dots out, or --offload activations"
             )
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages to plan."""
-        if self.stage is None and self.config is None:
-            return (0, 1, 2, 3)
-        return (self.chosen_stage,)
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of devices with examples of their own; a search cuts no layer before it starts."""
-        return max(1, self.devices // (1 if self.search else self.model_parts))
-
-    @property
-    def num_examples(self) -> int:
-        """Examples of a step."""
-        return self.examples(self.num_groups)
+        is_open = self.stage is None and self.config is None
+        return tuple(STAGES) if is_open else (self.chosen_stage,)
 
     @property
     def device_counts(self) -> list[int]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from zerojax._types import PyTree
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import MODEL, MODEL_AXIS, ZERO, StepOptions
+from zerojax.cli.shared._options import MODEL, MODEL_AXIS, OFFLOADS, ZERO, StepOptions
 from zerojax.layout import Layout, make_layout
-from zerojax.memory import has_host_memory
 from zerojax.models import gpt
-from zerojax.recipe import HOST_MEMORY
 
 #: Rows of an embedding that a model axis does not divide are filled up to a multiple of this.
 VOCAB_MULTIPLE = 128
@@ -34,18 +31,6 @@ class BuiltStepOptions(StepOptions):
     """Cut what goes from layer to layer along the tokens, over the model axis (2 or more).
     Checkpoints are cut already then, and Pa adds nothing: it is left out."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sequence_parallel and self.model_parts < 2:
-            raise ValueError(
-                "--sequence-parallel cuts tokens over the model axis: give --model-axis 2 or more"
-            )
-
-    @property
-    def model_axes(self) -> dict[str, int]:
-        """The axis of model parallelism and its size; empty where there is none."""
-        return {MODEL_AXIS: self.model_parts} if self.model_parts > 1 else {}
-
     @property
     def cuts_checkpoints(self) -> bool:
         """Whether activation checkpoints are cut (Pa); along the tokens they are already."""
@@ -53,24 +38,26 @@ class BuiltStepOptions(StepOptions):
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Share devices out between data and model."""
-        if num_devices % self.model_parts:
+        parts = self.model_parts
+        if num_devices % parts:
             fits = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
             raise ValueError(
-                f"--model-axis {self.model_parts} does not divide {num_devices} devices; these "
-                f"do: {fits}"
+                f"--model-axis {parts} does not divide {num_devices} devices; these do: {fits}"
             )
-        return {"data": num_devices // self.model_parts, **self.model_axes}
+        return {"data": num_devices // parts, **({MODEL_AXIS: parts} if parts > 1 else {})}
 
     @property
     def chosen_model(self) -> gpt.Config:
         """The model as these options have it."""
         config, parts = super().chosen_model, self.model_parts
-        changes: dict[str, Any] = {"loss_chunk": self.loss_chunk}
-        if self.model_axes:
-            changes |= {"model_axis": MODEL_AXIS, "sequence_parallel": self.sequence_parallel}
-        if config.vocab_size % parts:
-            changes["vocab_multiple"] = parts if VOCAB_MULTIPLE % parts else VOCAB_MULTIPLE
-        config = dataclasses.replace(config, **changes)
+        multiple = parts if VOCAB_MULTIPLE % parts else VOCAB_MULTIPLE
+        config = dataclasses.replace(
+            config,
+            loss_chunk=self.loss_chunk,
+            model_axis=MODEL_AXIS if parts > 1 else None,
+            sequence_parallel=self.sequence_parallel,
+            vocab_multiple=multiple if config.vocab_size % parts else 1,
+        )
         gpt.check_parts(config, parts)
         if self.sequence_parallel and config.context % parts:
             near = -(-config.context // parts) * parts
@@ -80,26 +67,19 @@ class BuiltStepOptions(StepOptions):
             )
         return config
 
-    def check_host(self, device: Any) -> None:
-        """Refuse to keep anything in the host's memory where a device of the mesh reaches none."""
-        if self.on_host and not has_host_memory(device):
-            by = f"--offload {self.offload[0]}" if self.offload else f"--config {self.config}"
-            raise ValueError(
-                f"{by} keeps {' and '.join(self.on_host)} in the host's memory ({HOST_MEMORY}), "
-                f"and the backend {device.platform!r} ({device.device_kind}) has none: leave it out"
-            )
-
     def in_words(self) -> str:
         """Return a line on what is asked for beside the stage; empty where nothing is."""
-        found = []
+        remat, found = self.recipe().remat, []
         if self.configuration is not None:
             found.append(f"{self.config}: stage {self.configuration.stage}")
         if self.sequence_parallel:
             found.append("tokens cut over the model axis")
         elif self.cuts_checkpoints:
             found.append("activation checkpoints cut over the model axis (Pa)")
-        if self.on_host:
-            found.append(f"on the host: {' and '.join(self.on_host)}")
+        by_config = remat is not None and bool(remat.offload)
+        hosted = [x for x in OFFLOADS if x in self.offload or (x == "activations" and by_config)]
+        if hosted:
+            found.append(f"on the host: {' and '.join(hosted)}")
         if self.remat is not None:
             found.append(f"recomputed: {_RECOMPUTED[self.remat]}")
         if self.loss_chunk is not None:

@@ -28,6 +28,11 @@ class CommandOptions:
 
     given: frozenset[str] = frozenset()
 
+    def to_dict(self, *left_out: str) -> dict[str, Any]:
+        """Return the options as plain data, some of them left out."""
+        fields = (field.name for field in dataclasses.fields(self) if PARAMETER in field.metadata)
+        return {name: getattr(self, name) for name in fields if name not in left_out}
+
 
 Options = TypeVar("Options", bound=CommandOptions)
 

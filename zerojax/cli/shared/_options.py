@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any, Literal
 
 from zerojax.cli.shared._command import PANELS, CommandOptions, option
 from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer, find_optimizer
 from zerojax.models import gpt
 from zerojax.planner import CONFIGURATIONS, Configuration, find_configuration
-from zerojax.recipe import PRECISIONS, OffloadPolicy, Recipe, Reduce, Remat, RematPolicy, as_remat
+from zerojax.recipe import OffloadPolicy, Recipe, Reduce, Remat, RematPolicy, as_remat
 
 MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT = PANELS
 #: The mesh axis of model parallelism.
 MODEL_AXIS = "model"
 #: What the host can keep, and the kinds that this means.
 OFFLOADS = {"optimizer": ("optimizer", "master"), "activations": ("activation",)}
-REMATS = get_args(Remat)
+#: Precisions in words.
+Precision = Literal["bf16", "fp16", "fp32"]
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
 #: The stage where neither it nor a configuration is given.
 DEFAULT_STAGE = 2
 
@@ -33,9 +35,7 @@ class StepOptions(CommandOptions):
     )
     context: int | None = option(None, min=1, show_default="the model's own", panel=MODEL)
     """Tokens of an example."""
-    remat: str | None = option(
-        None, metavar="|".join(REMATS), show_default="as the model has it: full", panel=MODEL
-    )
+    remat: Remat | None = option(None, show_default="as the model has it: full", panel=MODEL)
     """What the backward pass recomputes: nothing, all but products with weights, or each layer from
     its input."""
     stage: int | None = option(
@@ -57,12 +57,11 @@ class StepOptions(CommandOptions):
     )
     """What the host keeps: the optimizer's states with the masters, or activation checkpoints; may
     be given twice."""
-    precision: str = option("bf16", metavar="bf16|fp16|fp32", panel=ZERO)
+    precision: Precision = option("bf16", panel=ZERO)
     """bf16 or fp16 parameters and gradients with partitioned fp32 masters (fp16 with a dynamic loss
     scale), or fp32."""
-    reduce: str | None = option(
+    reduce: Reduce | None = option(
         None,
-        metavar="once|each",
         show_default="once at stages 0 and 1 with several microbatches, else each",
         panel=ZERO,
     )
@@ -78,26 +77,14 @@ class StepOptions(CommandOptions):
     )
 
     def __post_init__(self) -> None:
-        find_optimizer(self.optimizer)
-        _check_name("--precision", self.precision, PRECISIONS)
-        _check_name("--config", self.config, CONFIGURATIONS)
-        _check_name("--remat", self.remat, REMATS)
-        _check_name("--reduce", self.reduce, get_args(Reduce))
-        for name in self.offload:
-            if name not in OFFLOADS:
-                raise ValueError(f"--offload {name}: the host can keep {' and '.join(OFFLOADS)}")
-        if self.configuration and self.stage not in (None, self.configuration.stage):
+        if unknown := [name for name in self.offload if name not in OFFLOADS]:
+            raise ValueError(f"--offload {unknown[0]}: the host can keep {' and '.join(OFFLOADS)}")
+        self.recipe()  # refuses what contradicts itself
+        found = self.configuration
+        if found is not None and self.stage not in (None, found.stage):
             raise ValueError(
-                f"--config {self.config} is stage {self.configuration.stage}, and --stage "
-                f"{self.stage} another: give one of them"
-            )
-        asked = self.configuration
-        by_config = asked is not None and asked.partitioned_checkpoints
-        if self.remat == "none" and (by_config or "activations" in self.on_host):
-            option = f"--config {self.config}" if self.config else "--offload activations"
-            raise ValueError(
-                f"--remat none keeps everything where it is, and {option} keeps each layer's input "
-                "alone and recomputes the rest: leave one of them out"
+                f"--config {self.config} is stage {found.stage}, and --stage {self.stage} another: "
+                "give one of them"
             )
 
     @property
@@ -110,13 +97,6 @@ class StepOptions(CommandOptions):
         """Whether activation checkpoints are cut over the model axis, if it has devices (Pa)."""
         asked = self.configuration
         return asked is not None and asked.partitioned_checkpoints and self.model_parts > 1
-
-    @property
-    def on_host(self) -> tuple[str, ...]:
-        """What the host keeps, by these options or by the configuration."""
-        by_config = self.configuration is not None and self.configuration.offloaded_checkpoints
-        asked = {*self.offload, *(("activations",) if by_config else ())}
-        return tuple(name for name in OFFLOADS if name in asked)
 
     @property
     def chosen_stage(self) -> int:
@@ -143,36 +123,28 @@ class StepOptions(CommandOptions):
 
     def recipe(self, clip_norm: float | None = None) -> Recipe:
         """Return how the step is computed, its gradients clipped to a largest norm if at all."""
-        reduce: Any = self.reduce
+        asked = [kinds for name, kinds in OFFLOADS.items() if name in self.offload]
+        kinds: Any = tuple(kind for kinds in asked for kind in kinds)
+        # A host updates what an optimizer computes element by element.
+        update = "host" if self.chosen_optimizer.elementwise else "device"
         return Recipe(
             precision=self.precision,
             accumulate=self.accumulate,
-            reduce=reduce,
+            reduce=self.reduce,
             clip_norm=clip_norm,
             remat=self._remat_policy(),
-            offload=self._offload_policy(),
+            offload=OffloadPolicy(kinds=kinds, update=update) if kinds else None,
         )
 
     def _remat_policy(self) -> RematPolicy | None:
-        recompute: Any = self.remat
         if self.configuration is None:
-            return as_remat(recompute)
+            return as_remat(self.remat)
         policy = self.configuration.remat(MODEL_AXIS)
         return dataclasses.replace(
             policy,
             partition=MODEL_AXIS if self.cuts_checkpoints else None,
-            recompute=recompute or policy.recompute,
+            recompute=self.remat or policy.recompute,
         )
-
-    def _offload_policy(self) -> OffloadPolicy | None:
-        """Return the policy for what `--offload` names; a configuration's is one of remat."""
-        asked = [name for name in OFFLOADS if name in self.offload]
-        kinds: Any = tuple(kind for name in asked for kind in OFFLOADS[name])
-        if not kinds:
-            return None
-        # A host updates what an optimizer computes element by element.
-        update = "host" if self.chosen_optimizer.elementwise else "device"
-        return OffloadPolicy(kinds=kinds, update=update)
 
     def examples(self, num_groups: int, default: int = 1) -> int:
         """Return the examples per step, which groups and microbatches divide.
@@ -193,7 +165,8 @@ class StepOptions(CommandOptions):
             f"a multiple of {multiple}, such as {fitting}"
         )
 
-
-def _check_name(option: str, name: str | None, known: Any) -> None:
-    if name is not None and name not in known:
-        raise ValueError(f"{option} {name}: give one of {', '.join(known)}")
+    def step_in_words(self, num_examples: int, context: int) -> str:
+        """Return what a step computes, in a line."""
+        batch = f"{num_examples:,} examples of {context:,} tokens"
+        parts = f" in {self.accumulate} microbatches" if self.accumulate > 1 else ""
+        return f"{batch}{parts}, {self.optimizer}, {PRECISIONS[self.precision]}"

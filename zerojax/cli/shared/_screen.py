@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.text import Text
-
-#: Precisions in words.
-PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
 
 
 class Screen:
@@ -50,7 +47,7 @@ class Screen:
         """Print one line of what a reader may skip."""
         self.show(Text(text, style="dim"))
 
-    def wrote(self, paths: Iterable[Path]) -> None:
-        """Print which files were written."""
-        if names := ", ".join(map(str, paths)):
+    def wrote(self, *paths: Path | None) -> None:
+        """Print which files were written; None is one that nobody asked for."""
+        if names := ", ".join(str(path) for path in paths if path is not None):
             self.say(f"wrote {names}")

@@ -7,37 +7,41 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A number of bytes, and its name."""
+    """A number of bytes.
+
+    Attributes:
+        name: what it is called.
+        size: bytes.
+        least: the largest figure of a column has at least so many of its unit.
+    """
 
     name: str
     size: float
+    least: float
+
+    def number(self, count: float | None) -> str:
+        """Write bytes as a number of this unit: 79.11 GiB as 79.11, 31.4 GB as 31.4."""
+        if count is None:
+            return "-"
+        return f"{count / self.size:,.2f}" if self in BINARY else amount(count / self.size)
+
+    def words(self, count: float) -> str:
+        """Write bytes with this unit: 79.11 GiB."""
+        return f"{self.number(count)} {self.name}"
 
 
-GIB, MIB = Unit("GiB", 2**30), Unit("MiB", 2**20)
-DECIMAL = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3), Unit("bytes", 1.0))
-#: A decimal unit is small enough where the largest figure has two digits before the point.
-LEAST = 10
+BINARY = (Unit("GiB", 2**30, 0.1), Unit("MiB", 2**20, 0))
+DECIMAL = (Unit("GB", 1e9, 10), Unit("MB", 1e6, 10), Unit("kB", 1e3, 10), Unit("bytes", 1, 0))
 
 
-def binary_unit(largest: float) -> Unit:
-    """Return the power of 1024 that suits a column whose largest number of bytes this is."""
-    return GIB if largest >= 0.1 * GIB.size else MIB
+def unit_for(largest: float, units: tuple[Unit, ...]) -> Unit:
+    """Return the unit that suits figures of which this is the largest."""
+    return next(unit for unit in units if largest >= unit.least * unit.size)
 
 
-def binary(count: float | None, unit: Unit) -> str:
-    """Write bytes as a number of a unit: 79.11."""
-    return "-" if count is None else f"{count / unit.size:,.2f}"
-
-
-def in_words(count: float) -> str:
+def binary(count: float) -> str:
     """Write bytes with the power of 1024 that suits them: 79.11 GiB."""
-    unit = binary_unit(count)
-    return f"{binary(count, unit)} {unit.name}"
-
-
-def decimal_unit(largest: float) -> Unit:
-    """Return the power of 1000 that suits figures of which this is the largest."""
-    return next((unit for unit in DECIMAL if largest >= LEAST * unit.size), DECIMAL[-1])
+    return unit_for(count, BINARY).words(count)
 
 
 def amount(value: float) -> str:

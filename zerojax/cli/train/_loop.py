@@ -207,18 +207,17 @@ class _Training:
     def write(self) -> None:
         """Write the plot, and say what else was written."""
         run, options, plot = self.run, self.options, self.options.out / "training.png"
-        stages = {f"stage {stage}": one for stage, one in run.stage_bytes.items()}
         figure = charts.training_figure(
             f"{options.model}: {run.layout.num_params:,} parameters, {options.optimizer}, "
             f"{options.precision}, ZeRO stage {options.stage} on {len(run.devices)} devices",
             training=self.metrics.column("train_bits_per_byte"),
             held_out=self.metrics.column("validation_bits_per_byte"),
-            stages=stages,
-            mine=f"stage {options.stage}",
+            stages=run.stage_bytes,
+            mine=run.layout.stage,
             measured=self.held,
         )
         charts.write(figure, plot)
-        self.screen.wrote([options.out / "metrics.jsonl", plot])
+        self.screen.wrote(options.out / "metrics.jsonl", plot)
 
     def how_to_go_on(self) -> str:
         """Return where the run stopped and how to go on."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.cli.shared._built_step import BuiltStepOptions
-from zerojax.cli.shared._command import PARAMETER, option
-from zerojax.cli.shared._options import DATA, MODEL, OUTPUT, TRAINING, ZERO
+from zerojax.cli.shared._command import option
+from zerojax.cli.shared._options import DATA, MODEL, OUTPUT, TRAINING, ZERO, Precision
 
 #: The folder of the checkpoints within that of the run.
 CHECKPOINTS = "checkpoints"
@@ -21,7 +21,7 @@ class TrainOptions(BuiltStepOptions):
     """What `zerojax train` was asked for; None leaves a choice to the run."""
 
     model: str = option("tiny", metavar="NAME", panel=MODEL)
-    precision: str = option("fp32", metavar="bf16|fp16|fp32", panel=ZERO)
+    precision: Precision = option("fp32", panel=ZERO)
     batch_size: int | None = option(None, min=1, show_default="about 32", panel=TRAINING)
     devices: int | None = option(
         None, min=1, show_default="all real ones, or 8 virtual ones", panel=ZERO
@@ -92,7 +92,7 @@ class TrainOptions(BuiltStepOptions):
 
     def kept(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, fit for JSON."""
-        return {name: getattr(self, name) for name in _kept_names()}
+        return self.to_dict(*OF_ONE_RUN)
 
     def taking_up(self, kept: dict[str, Any]) -> TrainOptions:
         """Take the options of an earlier run, apart from those that were given now.
@@ -105,11 +105,6 @@ class TrainOptions(BuiltStepOptions):
             left.add("stage")
         elif "stage" in self.given and kept.get("stage") != self.stage:
             left.add("config")
-        taken = {name: kept[name] for name in _kept_names() if name in kept and name not in left}
+        taken = {name: x for name, x in kept.items() if name in self.kept() and name not in left}
         taken = {name: tuple(x) if isinstance(x, list) else x for name, x in taken.items()}
         return dataclasses.replace(self, **taken)
-
-
-def _kept_names() -> list[str]:
-    fields = dataclasses.fields(TrainOptions)
-    return [x.name for x in fields if PARAMETER in x.metadata and x.name not in OF_ONE_RUN]

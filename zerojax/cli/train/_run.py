@@ -144,7 +144,6 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
     schedule = optimizer.schedule(options.lr, options.warmup_steps, options.steps, config.width)
     tx = optimizer.make(schedule, options.weight_decay)
     corpus = load_corpus(options.data, context=config.context)
-    options.check_host(devices[0])
     recipe = options.recipe(options.clip_norm or None)
     batch_size = options.examples(axes["data"], BATCH_SIZE)
     options = dataclasses.replace(options, stage=options.chosen_stage, batch_size=batch_size)
@@ -153,8 +152,8 @@ def prepare(options: TrainOptions, checkpoint: Path | None) -> TrainRun:
     layout = layouts[options.chosen_stage]
     description = layout.describe(tx, recipe)
     _check_memory(description, devices, options)
-    check_outputs({"--out": options.out / "metrics.jsonl"})
     step = make_train_step(functools.partial(gpt.loss, config), tx, layout, recipe)
+    check_outputs({"--out": options.out / "metrics.jsonl"})
     return TrainRun(
         options=options,
         config=config,

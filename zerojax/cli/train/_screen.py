@@ -48,12 +48,11 @@ class TrainScreen(Screen):
         options, corpus = run.options, run.corpus
         rows = {
             "mesh": _mesh(run),
-            "model": f"{options.model}, {run.layout.num_params:,} parameters, {options.precision}",
+            "model": f"{options.model}, {run.layout.num_params:,} parameters",
             "data": f"{corpus.source}: {corpus.num_files:,} files, {decimal(corpus.num_bytes)}, "
             f"{decimal(corpus.held_out.size)} of them held out",
-            "step": f"{run.batch_size} examples of {run.config.context} tokens"
-            + (f" in {options.accumulate} microbatches" if options.accumulate > 1 else "")
-            + f", {options.optimizer}, learning rate up to {run.rates.max():.3g}",
+            "step": options.step_in_words(run.batch_size, run.config.context)
+            + f", learning rate up to {run.rates.max():.3g}",
         }
         if run.checkpoint is not None:
             rows["start"] = f"from {run.checkpoint}"
