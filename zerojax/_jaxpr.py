@@ -26,6 +26,16 @@ OPAQUE = frozenset(
     select_and_scatter_add random_bits threefry2x32 custom_call ffi_call pure_callback pallas_call
     """.split()
 )
+#: Operations that compute each element from the same element of their operands.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
+    convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow
+    real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()
+)
 #: What `jax.checkpoint` is called in a trace.
 REMATERIALISED = "remat2"
 #: Calls that say nothing of derivatives, memory or devices: what they hold can run in their place.

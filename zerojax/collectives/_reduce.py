@@ -21,6 +21,7 @@ from zerojax.collectives._examples import (
 )
 from zerojax.collectives._gather import PerDevice, scatter
 from zerojax.collectives._placement import constrain, to_stored
+from zerojax.collectives._separable import check_mean_over_examples
 from zerojax.layout import Layout, LeafLayout
 
 #: `function(params, microbatch, carried) -> (scalar, (loss, aux, carried))`: the scalar is what is
@@ -127,8 +128,8 @@ def reduce_once(
     """Accumulate each device's own gradients and sum them over devices once.
 
     The loss is run per device on its own examples, as data parallelism in other frameworks does;
-    for a loss that is a mean over examples that is the same mean. Nothing can be carried from
-    microbatch to microbatch.
+    for a loss that is a mean over examples that is the same mean, and others are refused. Nothing
+    can be carried from microbatch to microbatch.
 
     Args:
         loss_fn: of logical parameters.
@@ -138,6 +139,9 @@ def reduce_once(
         count: microbatches per step.
         dtype: dtype of the unreduced accumulator, in which devices are summed too; None is the
             gradients' own.
+
+    Raises:
+        ValueError: the loss is no mean over examples, or may be none.
 
     Source: arXiv 1910.02054, section 7.2.1.
     """
@@ -158,6 +162,8 @@ def reduce_once(
     is_row: list[bool] = []
 
     def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+        first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
+        check_mean_over_examples(lambda params, batch: loss_fn(params, batch, None), params, first)
         batch = fold_keys(batch, jax.lax.axis_index(axes))
         (loss, aux, _), grads = accumulate(loss_fn, params, batch, None, count, dtype)
         is_row[:] = row_leaves(loss_fn, params, batch, None, aux)

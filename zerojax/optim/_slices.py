@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from zerojax._jaxpr import (
+    ELEMENTWISE,
     EquationRunner,
     bind,
     called,
@@ -25,17 +26,6 @@ from zerojax._jaxpr import (
 )
 from zerojax._tree import num_elements
 from zerojax._types import PyTree
-
-#: Operations that compute each element from the same element of their operands.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
-    convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow
-    real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()
-)
 
 
 @dataclasses.dataclass(frozen=True)

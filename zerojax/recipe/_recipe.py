@@ -31,8 +31,8 @@ class Recipe:
             accumulator, which is stage 2's memory; the loss sees the whole microbatch. "once" sums
             over devices once per step, from an accumulator that is whole on each device; the loss
             sees one device's examples at a time, as data parallelism in other frameworks has it,
-            so it must be a mean over examples and can't constrain shardings over the batch axes.
-            None is the default of `reduction`.
+            so it must be a mean over examples, which is checked, and can't constrain shardings over
+            the batch axes. None is the default of `reduction`.
         clip_norm: largest global norm of the gradients.
         remat: what the backward pass of each layer computes again, keeps, partitions or offloads:
             "none", "dots", "full" or a `RematPolicy`; None is what the model does by itself.

@@ -1,0 +1,297 @@
+"""Under reduce="once" a loss is a mean over examples, or it is refused with the operation."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax.models import chunked_cross_entropy
+
+EXAMPLES, TOKENS, WIDTH, CLASSES = 16, 6, 8, 5
+KEY = jax.random.key(0)
+PARAMS = {
+    "embed": jax.random.normal(KEY, (CLASSES, WIDTH)),
+    "layers": jax.random.normal(jax.random.fold_in(KEY, 1), (3, WIDTH, WIDTH)) * 0.3,
+    "out": jax.random.normal(jax.random.fold_in(KEY, 2), (WIDTH, CLASSES)),
+    "filter": jax.random.normal(jax.random.fold_in(KEY, 3), (3, WIDTH, WIDTH)),
+}
+BATCH = {
+    "x": jax.random.normal(jax.random.fold_in(KEY, 4), (EXAMPLES, TOKENS, WIDTH)),
+    "tokens": jax.random.randint(jax.random.fold_in(KEY, 5), (EXAMPLES, TOKENS), 0, CLASSES),
+    "y": jax.random.randint(jax.random.fold_in(KEY, 6), (EXAMPLES,), 0, CLASSES),
+    "mask": (jnp.arange(EXAMPLES * TOKENS) % 7 > jnp.arange(EXAMPLES * TOKENS) % 4)
+    .reshape(EXAMPLES, TOKENS)
+    .astype(jnp.float32),
+    "weights": zerojax.Whole(jnp.arange(1.0, 1 + CLASSES)),
+    "key": jax.random.key(9),
+}
+entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def logits(p, b):
+    return b["x"].mean(1) @ p["out"]
+
+
+def layers(p, b):
+    x, _ = jax.lax.scan(
+        jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None)), b["x"], p["layers"]
+    )
+    return x
+
+
+def attention(p, b):
+    scores = jnp.einsum("btd,bsd->bts", b["x"], b["x"])
+    scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS))) > 0, scores, -1e9)
+    heads = jax.nn.softmax(scores).reshape(-1, TOKENS) @ b["x"].reshape(-1, WIDTH)[:TOKENS] * 0
+    return jnp.mean((jax.nn.softmax(scores) @ b["x"]) ** 2) + 0 * heads.sum()
+
+
+def heads(p, b):
+    x = (
+        b["x"].reshape(EXAMPLES, TOKENS, 2, -1)
+        if False
+        else b["x"].reshape(*b["x"].shape[:2], 2, -1)
+    )
+    q = x.transpose(0, 2, 1, 3).reshape(-1, TOKENS, WIDTH // 2)
+    mixed = jax.nn.softmax(q @ q.swapaxes(1, 2)) @ q
+    mixed = mixed.reshape(-1, 2, TOKENS, WIDTH // 2).transpose(0, 2, 1, 3)
+    return jnp.mean((mixed.reshape(b["x"].shape) @ p["layers"][0]) ** 2)
+
+
+def recurrent(p, b):
+    """Go through time-major tokens, a row per example carried, and add the errors up."""
+
+    def step(carry, inputs):
+        hidden, total = carry
+        x, mask = inputs
+        hidden = jnp.tanh(hidden @ p["layers"][0] + x)
+        return (hidden, total + jnp.mean(mask[:, None] * hidden**2)), hidden
+
+    start = (jnp.zeros_like(b["x"][:, 0]), 0.0)
+    (_, total), states = jax.lax.scan(step, start, (b["x"].swapaxes(0, 1), b["mask"].T))
+    flat = states.reshape(-1, WIDTH) @ p["layers"][1]  # [tokens * examples, width]
+    return total + jnp.mean(flat.reshape(states.shape) * states)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+def convolved(p, b):
+    out = jax.lax.conv_general_dilated(
+        b["x"], p["filter"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return jnp.mean(jax.nn.relu(out).max(1))
+
+
+MEANS = {
+    "labels": lambda p, b: entropy(logits(p, b), b["y"]).mean(),
+    "tokens": lambda p, b: entropy(p["embed"][b["tokens"]] @ p["out"], b["tokens"]).mean(),
+    "flat tokens": lambda p, b: entropy(
+        (b["x"] @ p["out"]).reshape(-1, CLASSES), b["tokens"].reshape(-1)
+    ).mean(),
+    "one hot": lambda p, b: optax.softmax_cross_entropy(
+        logits(p, b), jax.nn.one_hot(b["y"], CLASSES)
+    ).mean(),
+    "picked by position": lambda p, b: (
+        -jax.nn.log_softmax(logits(p, b))[jnp.arange(len(b["y"])), b["y"]].mean()
+    ),
+    "along an axis": lambda p, b: (
+        -jnp.take_along_axis(jax.nn.log_softmax(logits(p, b)), b["y"][:, None], 1).mean()
+    ),
+    "mean of means": lambda p, b: jnp.mean(jnp.mean((b["x"] @ p["out"]) ** 2, axis=(1, 2))),
+    "sum over the count": lambda p, b: jnp.sum((b["x"] @ p["out"]) ** 2) / (2 * b["x"].shape[0]),
+    "scaled before the sum": lambda p, b: jnp.sum((b["x"] @ p["out"]) ** 2 / len(b["x"])),
+    "dot with itself": lambda p, b: jnp.vdot(logits(p, b), logits(p, b)) / len(b["y"]),
+    "a constant mask": lambda p, b: (
+        jnp.sum(b["mask"] * (b["x"] @ p["out"]).sum(-1)) / 1.0 / b["mask"].size
+    ),
+    "masked per example": lambda p, b: jnp.mean(
+        (b["mask"] * (b["x"] ** 2 @ p["out"]).sum(-1)).sum(1) / b["mask"].sum(1)
+    ),
+    "vmapped": lambda p, b: jax.vmap(lambda x, y: entropy(x.mean(0) @ p["out"], y))(
+        b["x"], b["y"]
+    ).mean(),
+    "layers": lambda p, b: jnp.mean(layers(p, b) ** 2),
+    "heads": heads,
+    "recurrent": recurrent,
+    "convolved": convolved,
+    "custom derivative": lambda p, b: jnp.mean(doubled(b["x"] @ p["out"]) ** 2),
+    "dropout": lambda p, b: jnp.mean(
+        (jax.random.bernoulli(b["key"], 1.0, b["x"].shape) * b["x"]) @ p["out"]
+    ),
+    "keys of examples": lambda p, b: jnp.mean(
+        jax.vmap(lambda k, x: jax.random.bernoulli(k, 1.0, x.shape) * x)(
+            jax.random.split(b["key"], len(b["x"])), b["x"]
+        )
+        @ p["out"]
+    ),
+    "class weights": lambda p, b: jnp.mean(b["weights"][b["y"]] * entropy(logits(p, b), b["y"])),
+    "penalty": lambda p, b: (
+        jnp.mean((b["x"] @ p["out"]) ** 2) + 0.1 * jnp.sum(p["out"] ** 2) ** 0.5
+    ),
+    "two losses": lambda p, b: (
+        0.3 * jnp.mean(b["x"] @ p["out"]) - entropy(logits(p, b), b["y"]).mean() * p["out"].mean()
+    ),
+    "layer norm": lambda p, b: jnp.mean((jax.nn.standardize(b["x"]) @ p["out"]) ** 2),
+    "sorted classes": lambda p, b: jnp.mean(
+        jnp.sort(logits(p, b), -1)[:, -2:] + jax.lax.top_k(logits(p, b), 2)[0]
+    ),
+    "shifted tokens": lambda p, b: jnp.mean(
+        (b["x"][:, 1:] - jnp.pad(b["x"], ((0, 0), (1, 0), (0, 0)))[:, 1:-1]) @ p["out"]
+    ),
+    "written in place": lambda p, b: jnp.mean(b["x"].at[:, 0].set(0.0) @ p["out"]),
+    "branch": lambda p, b: jax.lax.cond(
+        p["out"].sum() > 0, lambda x: x.mean(), lambda x: 2 * x.mean(), b["x"] @ p["out"]
+    ),
+    "chunked": lambda p, b: chunked_cross_entropy(b["x"], p["embed"], b["tokens"], chunk=2).mean(),
+    "loop": lambda p, b: jnp.mean(
+        jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["layers"][i]), b["x"])
+    ),
+    "no examples": lambda p, b: jnp.sum(p["out"] ** 2),
+}
+OTHERS = {
+    "a sum": (lambda p, b: jnp.sum((b["x"] @ p["out"]) ** 2), "grows with the number of examples"),
+    "a sum and a mean": (
+        lambda p, b: jnp.sum(b["x"] @ p["out"]) + p["out"].mean(),
+        "to what does not: add",
+    ),
+    "masked mean": (
+        lambda p, b: jnp.sum(b["mask"] * (b["x"] @ p["out"]).sum(-1)) / jnp.sum(b["mask"]),
+        "made of all examples: div",
+    ),
+    "mean where": (
+        lambda p, b: jnp.mean(b["x"] @ p["out"], where=b["mask"][..., None] > 0),
+        "made of all examples: div",
+    ),
+    "batch norm": (
+        lambda p, b: jnp.mean((b["x"] - b["x"].mean(0)) @ p["out"]),
+        "with what was made of all: ",
+    ),
+    "variance": (lambda p, b: jnp.var(b["x"] @ p["out"]), "with what was made of all: "),
+    "root of a mean": (
+        lambda p, b: jnp.sqrt(jnp.mean((b["x"] @ p["out"]) ** 2)),
+        "not linear .*: sqrt",
+    ),
+    "log of a mean": (
+        lambda p, b: jnp.log(jnp.mean(jnp.exp(b["x"] @ p["out"]))),
+        "not linear .*: log",
+    ),
+    "square of a mean": (
+        lambda p, b: jnp.mean(b["x"] @ p["out"]) ** 2,
+        "not linear .*: (square|integer_pow)",
+    ),
+    "product of means": (
+        lambda p, b: jnp.mean(b["x"] @ p["out"]) * jnp.mean(b["x"]),
+        "not linear .*: mul",
+    ),
+    "largest": (lambda p, b: jnp.max(b["x"] @ p["out"]), "joins examples.*: reduce_max"),
+    "sorted examples": (
+        lambda p, b: jnp.mean(jnp.sort(logits(p, b), 0)[:4]),
+        "joins examples.*: sort",
+    ),
+    "contrastive": (
+        lambda p, b: entropy(logits(p, b) @ logits(p, b).T, jnp.arange(len(b["y"]))).mean(),
+        "joins examples with each other: dot_general",
+    ),
+    "distances": (
+        lambda p, b: jnp.mean((logits(p, b)[:, None] - logits(p, b)[None]) ** 2),
+        "joins examples with each other",
+    ),
+    "neighbours": (
+        lambda p, b: jnp.mean(jnp.roll(logits(p, b), 1, 0) * logits(p, b)),
+        "joins examples",
+    ),
+    "other order": (
+        lambda p, b: jnp.mean(
+            (b["x"][..., 0].T.reshape(-1) * b["mask"].reshape(-1)) * p["out"].sum()
+        ),
+        "in another order",
+    ),
+    "half of them": (
+        lambda p, b: jnp.mean((b["x"] @ p["out"])[: len(b["x"]) // 2]),
+        "joins examples.*slice",
+    ),
+    "the first": (
+        lambda p, b: jnp.mean(b["x"][0] @ p["out"]),
+        "joins examples|computes with the number",
+    ),
+    "position": (
+        lambda p, b: jnp.mean(logits(p, b) * jnp.arange(len(b["y"]))[:, None]),
+        "place of examples",
+    ),
+    "position in a table": (
+        lambda p, b: jnp.mean(logits(p, b) + p["embed"][jnp.arange(len(b["y"]))].sum()),
+        "joins examples|place of",
+    ),
+    "running mean": (
+        lambda p, b: jnp.mean(jnp.cumsum(logits(p, b), 0)),
+        "joins examples.*: cumsum",
+    ),
+    "the count": (
+        lambda p, b: jnp.mean(logits(p, b)) / jnp.log(len(b["y"])),
+        "grows with|computes with the number",
+    ),
+    "one by one": (
+        lambda p, b: jnp.mean(jax.lax.map(lambda x: x @ p["out"], b["x"])),
+        "one after the other: scan",
+    ),
+    "a constant key": (
+        lambda p, b: jnp.mean(
+            (jax.random.normal(jax.random.key(0), b["x"].shape) * b["x"]) @ p["out"]
+        ),
+        "its noise is of a key that is the same",
+    ),
+    "a fixed batch": (
+        lambda p, b: jnp.mean(b["x"].reshape(2, TOKENS, WIDTH) @ p["out"]),
+        "can't be traced for 4 examples",
+    ),
+    "segments": (
+        lambda p, b: jnp.mean(jax.ops.segment_sum(logits(p, b), b["y"], CLASSES) ** 2),
+        "joins examples|made of all",
+    ),
+    "parts of the batch": (
+        lambda p, b: jnp.mean(jnp.max((b["x"] @ p["out"]).reshape(2, -1, CLASSES), 1)),
+        "cuts the batch into parts|another program",
+    ),
+}
+
+
+def make(mesh, loss, reduce):
+    layout = zerojax.make_layout(PARAMS, mesh, stage=1, min_size=8)
+    recipe = zerojax.Recipe(reduce=reduce)
+    return zerojax.make_train_step(loss, optax.sgd(0.1), layout, recipe)
+
+
+@pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
+def test_a_mean_over_examples_is_that_of_the_whole_batch(loss, mesh8):
+    step = make(mesh8, loss, "once")
+    state, metrics = step(step.init(PARAMS), BATCH)
+    plain = {**BATCH, "weights": BATCH["weights"].value}
+    want, grads = jax.jit(jax.value_and_grad(loss))(PARAMS, plain)
+    assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-4, abs=1e-6)
+    for name, g in grads.items():
+        np.testing.assert_allclose(
+            state.params[name], PARAMS[name] - 0.1 * g, atol=1e-5, err_msg=name
+        )
+
+
+@pytest.mark.parametrize(("loss", "match"), OTHERS.values(), ids=OTHERS)
+def test_what_is_no_mean_over_examples_is_refused_with_the_operation(loss, match, mesh8):
+    step = make(mesh8, loss, "once")
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=match) as caught:
+        step(state, BATCH)
+    assert "Recipe(reduce='each')" in str(caught.value)
+    if re.search(": [a-z]", match):
+        assert "test_separable.py:" in str(caught.value), "it names the user's line"

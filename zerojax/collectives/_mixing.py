@@ -1,0 +1,228 @@
+"""What one operation does with values of single examples, and with those made of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax._jaxpr import ELEMENTWISE
+
+_SAME = "convert_element_type copy name optimization_barrier reduce_precision sharding_constraint"
+_MOVES = "broadcast_in_dim expand_dims reshape squeeze"
+#: The parameter of operations that names the dims which they mix.
+_MIXED_DIMS = {
+    name: parameter
+    for parameter, names in {
+        "axes": "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod",
+        "axis": "cumlogsumexp cummax cummin cumprod cumsum split top_k",
+        "dimension": "concatenate sort",
+        "dimensions": "rev",
+    }.items()
+    for name in names.split()
+}
+#: Operations that keep examples apart, whatever their parameters are.
+_APART = frozenset(f"{_SAME} {_MOVES} bitcast_convert_type dot_general reduce_sum".split())
+#: Operations that keep an example's place if their result is as long as what they are given.
+_CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice transpose".split())
+_PRODUCTS = frozenset("conv_general_dilated div dot_general mul".split())
+_RANDOM = frozenset(
+    "random_bits random_fold_in random_seed random_split random_unwrap random_wrap".split()
+)
+#: What a pooled value may go through.
+LINEAR = _PRODUCTS.union(
+    f"{_SAME} {_MOVES} add add_any concatenate cumsum imag neg pad real reduce_sum rev select_n "
+    "slice split stop_gradient sub transpose".split()
+)
+#: What positions in the batch, 0, 1, 2, ..., may go through: it picks an element of each example.
+_PICKS = frozenset(f"{_SAME} {_MOVES} add concatenate gather lt select_n".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What is known of a value.
+
+    Attributes:
+        outer: parts more major than examples in their dim, 1 for [examples * tokens]; None where
+            any would do.
+        degree: the power of the number of examples that it grows with.
+        pooled: whether it was made of all examples.
+        fresh: whether it comes from a key of the batch, of which each device has its own.
+        column: of an array of indices, the column that counts 0, 1, 2, ... examples; or None.
+        zero: whether it is nothing but zeros.
+    """
+
+    outer: int | None = None
+    degree: float = 0.0
+    pooled: bool = False
+    fresh: bool = False
+    column: int | None = None
+    zero: bool = False
+
+
+class Refused(Exception):
+    """Why a value is not separable, and the operation once it is known."""
+
+
+def result_of(
+    eqn: Any, values: list[Value], dims: list[int | None], out: int | None, num_examples: int
+) -> Value:
+    """Return what is known of a result whose dim `out` counts examples; None has none."""
+    name, params = eqn.primitive.name, eqn.params
+    outer = _meet_outer(v.outer for v, dim in zip(values, dims, strict=True) if dim is not None)
+    given = next((dim for dim in dims if dim is not None), None)
+    if given is None and out is not None and eqn.outvars[0].aval.shape[out] == num_examples:
+        outer = 1
+    if name == "iota":
+        return Value(outer, column=0 if params["dimension"] == out else None)
+    if name in _RANDOM:
+        if given is None and not values[0].fresh:
+            raise Refused(
+                "its noise is of a key that is the same on each device (take a key from the "
+                "batch, or ask for one: loss_fn(params, batch, key))"
+            )
+        return Value(outer)
+    column = _column(eqn, values)
+    degree = 0.0 if column is not None else _degree(name, values)
+    summed = name == "reduce_sum" and given in params["axes"]
+    if name == "dot_general" and given is not None:
+        contracting = params["dimension_numbers"][0]
+        summed = any(dim in c for dim, c in zip(dims, contracting, strict=True))
+    if summed:
+        return Value(degree=degree + 1, pooled=True)
+    if name in ("reshape", "expand_dims", "squeeze") and outer is not None:
+        outer = _reshaped(eqn, outer, given, out, num_examples)
+    elif not _keeps(eqn, values, dims, out):
+        raise Refused("it joins examples, or whether it does can't be told")
+    pooled = any(value.pooled for value in values)
+    if pooled and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact) and given is None:
+        raise Refused("it rounds what was made of all examples")
+    zero = name in LINEAR and all(value.zero for value in values)
+    return Value(outer, degree, pooled, column=column, zero=zero)
+
+
+def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None:
+    """Refuse what no operation may do with pooled values, counts and positions."""
+    pooled = [value for value in values if value.pooled]
+    if pooled and of_examples:
+        raise Refused("it joins single examples with what was made of all")
+    if pooled and (name not in LINEAR or (len(pooled) > 1 and name in _PRODUCTS)):
+        raise Refused("it is not linear in what was made of all examples")
+    if (name == "div" and values[1].pooled) or (name == "select_n" and values[0].pooled):
+        raise Refused("it is not linear in what was made of all examples")
+    if name not in LINEAR and any(value.degree for value in values):
+        raise Refused("it computes with the number of examples")
+    if name not in _PICKS and any(value.column is not None for value in values):
+        raise Refused("it computes with the place of examples in the batch")
+
+
+def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_examples: int) -> int:
+    """Return the parts that are more major than examples: [2, 8, 3] as [16, 3] has 2."""
+    assert given is not None
+    assert out is not None
+    before = math.prod(eqn.invars[0].aval.shape[:given]) * outer
+    shape = eqn.outvars[0].aval.shape
+    after = math.prod(shape[:out])
+    if before % after or shape[out] % (before // after * num_examples):
+        raise Refused("it cuts the batch into parts of several examples")
+    return before // after
+
+
+def meet(values: Sequence[Value]) -> Value:
+    """Return what is known of a value that is one of several."""
+    outer = _meet_outer(value.outer for value in values)
+    degree = _degree("add", values)
+    pooled = any(value.pooled for value in values)
+    fresh = all(value.fresh for value in values)
+    columns = {value.column for value in values}
+    if len(columns) > 1:
+        raise Refused("it computes with the place of examples in the batch")
+    return Value(outer, degree, pooled, fresh, columns.pop(), all(value.zero for value in values))
+
+
+def _meet_outer(given: Iterable[int | None]) -> int | None:
+    found = {outer for outer in given if outer is not None}
+    if len(found) > 1:
+        raise Refused("it joins examples with others, in another order")
+    return found.pop() if found else None
+
+
+def _degree(name: str, values: Sequence[Value]) -> float:
+    """Return the power of the number of examples that a result grows with."""
+    if name in _PRODUCTS:
+        return values[0].degree + (-1 if name == "div" else 1) * values[1].degree
+    degrees = {value.degree for value in values if not value.zero}
+    if len(degrees) > 1:
+        raise Refused("it adds what grows with the number of examples to what does not")
+    return degrees.pop() if degrees else 0.0
+
+
+def _column(eqn: Any, values: list[Value]) -> int | None:
+    """Return the column of a result that counts examples, if that is what an operand has.
+
+    JAX makes of `logits[jnp.arange(4), labels]`:
+
+        i = iota; b = lt i 0; c = add i 4; d = select_n b i c          counted from the end or not
+        e = concatenate[dimension=1] d[:, None] labels[:, None]        column 0 of e
+        f = gather logits e                                            picks of each example
+    """
+    name = eqn.primitive.name
+    columns = [value.column for value in values]
+    number = next((n for n, column in enumerate(columns) if column is not None), None)
+    if number is None or name == "gather" or (name == "lt" and values[1].zero):
+        return None
+    if name == "concatenate":
+        return sum((x.aval.shape[-1] for x in eqn.invars[:number]), start=columns[number] or 0)
+    if name == "lt" or (name == "add" and values[1 - number].degree != 1):
+        raise Refused("it computes with the place of examples in the batch")
+    return columns[number]
+
+
+def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | None) -> bool:
+    """Whether examples stay apart in an operation, each in its place."""
+    name, params, first = eqn.primitive.name, eqn.params, dims[0]
+    if not any(dim is not None for dim in dims):
+        return out is None or name == "broadcast_in_dim"
+    if name in ELEMENTWISE or name in _APART:
+        return True
+    if out is None:
+        return False
+    if name in _MIXED_DIMS:
+        mixed = params.get(_MIXED_DIMS[name])
+        return not any(d in (mixed if isinstance(mixed, tuple) else (mixed,)) for d in dims)
+    size = eqn.outvars[0].aval.shape[out]
+    if name in _CUTS:
+        if name == "pad" and params["padding_config"][first] != (0, 0, 0):
+            return False
+        pairs = list(zip(eqn.invars, dims, strict=True))
+        whole = name != "dynamic_update_slice" or dims[1] is not None
+        return whole and all(d is None or x.aval.shape[d] == size for x, d in pairs)
+    if name == "gather":
+        return _picks(eqn, values[1], first, dims[1])
+    if name.startswith("scatter"):
+        numbers = params["dimension_numbers"]
+        if first is not None and dims[1] is None:
+            return dims[2] is not None and first not in numbers.scatter_dims_to_operand_dims
+        return first in numbers.operand_batching_dims
+    if name == "conv_general_dilated":
+        batch = params["dimension_numbers"].lhs_spec[0]
+        return dims[1] is None and first == batch and params["batch_group_count"] == 1
+    if name.startswith("reduce_window"):
+        same = first == out and eqn.invars[0].aval.shape[first] == size
+        return same and params["window_dimensions"][first] == 1
+    return False
+
+
+def _picks(eqn: Any, indices: Value, of: int | None, by: int | None) -> bool:
+    """Whether a gather takes of each example, or of what all share by indices of each."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    if of is None:
+        return indices.column is None
+    if by is None:
+        return sizes[of] == eqn.invars[0].aval.shape[of]
+    if indices.column is not None:
+        return numbers.start_index_map[indices.column] == of
+    return of in numbers.operand_batching_dims

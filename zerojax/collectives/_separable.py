@@ -1,0 +1,185 @@
+"""Whether a loss is a mean over examples, so that devices may compute it from their own.
+
+The loss is traced for two batch sizes. A dim that differs between the traces counts examples; a
+constant that differs depends on how many there are. With 4 and 8 examples:
+
+    l:f32[4]  |  l:f32[8]      a value of each example
+    s = reduce_sum l           *pooled*: of all examples; grows as their number does, degree 1
+    m = div s 4.0 | div s 8.0  degree 0: what the devices' average of is the same for all examples
+    e = exp m                  refused: the mean of exp is not exp of the mean
+
+A pooled value goes through linear operations alone, and none that mixes examples is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
+
+from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts
+from zerojax._types import PyTree
+from zerojax.collectives._examples import is_key, map_batch, num_examples, resized
+from zerojax.collectives._mixing import LINEAR, Refused, Value, check_operands, meet, result_of
+
+
+def check_mean_over_examples(
+    loss_fn: Callable[[PyTree, PyTree], Any], params: PyTree, batch: PyTree
+) -> None:
+    """Refuse a loss that is not the mean of what it is for parts of the batch.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` returns the loss and whatever else.
+        params, batch: arrays or shapes.
+
+    Raises:
+        ValueError: with the operation, where it stands and the remedy.
+    """
+    few = max(num_examples(batch) or 0, 2)
+    programs = []
+    for size in (few, 2 * few):
+        try:
+            traced = jax.make_jaxpr(loss_fn)(params, resized(batch, size))
+        except Exception as error:
+            if size == num_examples(batch):
+                raise
+            raise _error(f"it can't be traced for {size} examples: {error}") from error
+        wanted = [number == 0 for number in range(len(traced.jaxpr.outvars))]
+        jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
+        programs.append(core.ClosedJaxpr(jaxpr, traced.consts))
+    values = [
+        *(Value() for _ in jax.tree.leaves(params)),
+        *jax.tree.leaves(map_batch(lambda _: Value(1), batch, lambda x: Value(fresh=is_key(x)))),
+    ]
+    try:
+        (loss,) = _Reader(few).run(programs[0], programs[1], values)
+    except Refused as refused:
+        raise _error(*refused.args) from None
+    if loss.degree:
+        raise _error(f"it grows with the number of examples (to the power {loss.degree:g})")
+
+
+def _error(why: str, name: str = "", where: str = "") -> ValueError:
+    operation = (name and f": {name}") + (where and f" at {where}")
+    return ValueError(
+        f"with reduce='once' each device computes the loss of its own examples, and {why}"
+        f"{operation}; write "
+        "Recipe(reduce='each'), or a loss that is a mean over examples"
+    )
+
+
+def _varying(one: Any, two: Any) -> int | None:
+    """Return the dim that counts examples: the one that differs between the traces."""
+    pairs = enumerate(zip(one.aval.shape, two.aval.shape, strict=True))
+    found = [dim for dim, (a, b) in pairs if a != b]
+    if len(found) > 1:
+        raise Refused("it joins examples with each other")
+    return found[0] if found else None
+
+
+def _constant(one: Any, two: Any) -> Value:
+    """Read a constant: one that differs between the traces depends on the number of examples."""
+    is_number = np.issubdtype(getattr(one, "dtype", float), np.number)
+    if isinstance(one, Tracer) or not is_number:
+        return Value()
+    a, b = np.asarray(one), np.asarray(two)
+    if (a.shape, a.tobytes()) == (b.shape, b.tobytes()):
+        return Value(zero=not a.any())
+    if a.size == b.size == 1 and a != 0 and b / a > 0:
+        return Value(degree=round(math.log2(float(b / a)), 6))
+    raise _error("a constant in it has entries that depend on the number of examples")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Goes through the two traces side by side.
+
+    Attributes:
+        num_examples: of the first.
+    """
+
+    num_examples: int
+
+    def run(self, one: Any, two: Any, values: Sequence[Value]) -> list[Value]:
+        """Return what is known of a program's results, from what is known of its inputs."""
+        (one, mine), (two, others) = opened(one), opened(two)
+        known = dict(zip(one.invars, values, strict=True))
+        known.update(zip(one.constvars, map(_constant, mine, others), strict=True))
+
+        def read(atoms: Sequence[Any], same: Sequence[Any]) -> list[Value]:
+            return [
+                known[a] if is_variable(a) else _constant(a.val, b.val)
+                for a, b in zip(atoms, same, strict=True)
+            ]
+
+        if len(one.eqns) != len(two.eqns):
+            raise _error("it is another program for another number of examples")
+        for eqn, other in zip(one.eqns, two.eqns, strict=True):
+            try:
+                results = self._step(eqn, other, read(eqn.invars, other.invars))
+            except Refused as refused:
+                # What JAX's own functions hold has no line of the user's; what calls them has.
+                why, *name = refused.args
+                where = source_info_util.summarize(eqn.source_info)
+                operation = name[0] if name else eqn.primitive.name
+                found = _error(why, operation, where) if where else Refused(why, operation)
+                raise found from None
+            known.update(zip(eqn.outvars, results, strict=True))
+        return read(one.outvars, two.outvars)
+
+    def _step(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
+        """Return what is known of the results of one equation."""
+        name = eqn.primitive.name
+        if name != other.primitive.name or name == "shard_map":
+            raise Refused("whether it joins examples can't be told")
+        if bodies(eqn):
+            return self._loop(eqn, other, values)
+        if called(eqn) is not None:
+            return self.run(called(eqn), called(other), values)
+        dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+        outs = [_varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
+        fresh = any(value.fresh for value in values)
+        of_examples = any(dim is not None for dim in (*dims, *outs))
+        if not of_examples and not any(value.pooled or value.degree for value in values):
+            zero = bool(values) and name in LINEAR and all(value.zero for value in values)
+            return [Value(fresh=fresh, zero=zero)] * len(outs)
+        check_operands(name, values, of_examples=of_examples)
+        found = [result_of(eqn, values, dims, out, self.num_examples) for out in outs]
+        return [dataclasses.replace(value, fresh=fresh) for value in found]
+
+    def _loop(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
+        """Read a scan, while or cond: what goes around is what it starts as and ends as."""
+        mine, others = bodies(eqn), bodies(other)
+        if eqn.primitive.name == "cond":
+            if values[0].pooled or values[0].degree:
+                raise Refused("it is not linear in what was made of all examples")
+            found = [self.run(a, b, values[1:]) for a, b in zip(mine, others, strict=True)]
+            return [meet(column) for column in zip(*found, strict=True)]
+        if eqn.primitive.name == "scan":
+            if eqn.params["length"] != other.params["length"]:
+                raise Refused("it goes through examples one after the other")
+            known, (first, carried) = [], scan_parts(eqn.params)
+        else:
+            skipped, first = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            known, values = values[:skipped], values[skipped:]
+            carried = len(values) - first
+        while True:
+            out = self.run(mine[0], others[0], values)
+            carry = values[first : first + carried]
+            new = [meet(pair) for pair in zip(carry, out[:carried], strict=True)]
+            if new == carry:
+                break
+            values = [*values[:first], *new, *values[first + carried :]]
+        if eqn.primitive.name == "while":
+            tests = (eqn.params["cond_jaxpr"], other.params["cond_jaxpr"])
+            (test,) = self.run(*tests, [*known, *values[first:]])
+            if test.pooled or test.degree:
+                raise Refused("it is not linear in what was made of all examples")
+        return out
