@@ -18,7 +18,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.layout import STAGES, choose_dim
+from zerojax.layout import STAGES
+from zerojax.layout._choice import choose_cut
 
 
 def shapes(**leaves):
@@ -31,8 +32,17 @@ def only(layout):
 
 
 DIM_CHOICES = {  # shape, user's parts per dim, shards, layer dims -> dim, stored shape
-    "the most major dim that divides": ((64, 128), (1, 1), 8, 0, 0, (64, 128)),
-    "the first that divides, not the largest": ((50, 24, 4096), (1, 1, 1), 8, 0, 1, (50, 24, 4096)),
+    "the minor dim last, however long": ((64, 128), (1, 1), 8, 0, 0, (64, 128)),
+    "the minor dim where no other divides": ((50, 52, 4096), (1,) * 3, 8, 0, 2, (50, 52, 4096)),
+    "within a layer of a stack that nobody named": (
+        (24, 64, 16, 8),
+        (1,) * 4,
+        8,
+        0,
+        1,
+        (24, 64, 16, 8),
+    ),
+    "rows, not the heads that they go to": ((512, 16, 64), (1,) * 3, 8, 0, 0, (512, 16, 64)),
     "never a layer dim": ((24, 128, 512), (1, 1, 1), 8, 1, 1, (24, 128, 512)),
     "never one of two layer dims": ((8, 8, 64, 4), (1,) * 4, 8, 2, 2, (8, 8, 64, 4)),
     "what the user's axes leave": ((64, 256), (1, 2), 4, 0, 0, (64, 256)),
@@ -57,11 +67,10 @@ DIM_CHOICES = {  # shape, user's parts per dim, shards, layer dims -> dim, store
 @pytest.mark.parametrize("case", DIM_CHOICES.values(), ids=DIM_CHOICES)
 def test_dim_choice(case):
     shape, parts, num_shards, stacked, dim, stored = case
-    choice = choose_dim(shape, parts, num_shards, stacked, min_size=1024)
-    size = 0 if dim is None else stored[dim]
-    assert (choice.dim, choice.stored_size) == (dim, size), choice.reason
-    assert ("whole" in choice.reason) == (dim is None)
-    if dim is not None:
+    cut, reason = choose_cut(shape, parts, ("data",), num_shards, stacked=stacked, min_size=1024)
+    assert ("whole" in reason) == (dim is None) == (cut is None)
+    if cut is not None:
+        assert (cut.dim, cut.stored_size) == (dim, stored[dim]), reason
         assert stored[dim] % (parts[dim] * num_shards) == 0
         assert stored[dim] - shape[dim] < parts[dim] * num_shards, "more padding than one row each"
 
@@ -137,63 +146,6 @@ def test_leaves_whose_paths_read_alike_are_refused_with_both_keys(params, mesh8)
         zerojax.make_layout(params, mesh8, stage=3)
 
 
-BLOCKS = {"norm": (24, 128), "up": (24, 128, 512)}
-
-
-def test_stacked_leaves_are_known_from_shapes_rules_or_the_loss(mesh8):
-    stack = {"blocks": shapes(**BLOCKS), "head": shapes(kernel=(128, 24), bias=(24,))}
-    layout = zerojax.make_layout(stack, mesh8, stage=2)
-    assert [leaf.stacked for leaf in layout.leaves] == [1, 1, 0, 0]
-    assert "after 1 layer dim" in str(layout.describe(optax.adam(1e-3)))
-
-    alone = {"w": jax.ShapeDtypeStruct((24, 128, 128), jnp.float32)}
-    assert only(zerojax.make_layout(alone, mesh8, stage=2)).dim == 0, "not known from its shape"
-    ruled = zerojax.make_layout(alone, mesh8, stage=2, rules=[zerojax.Rule(path="w", stacked=1)])
-    assert only(ruled).dim == 1
-
-    def loss_fn(params, x):
-        cast = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-        return jax.jit(lambda p: jax.lax.scan(layer, x, p["w"])[0].sum())(cast)
-
-    batch = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
-    rules = zerojax.stacked_rules(loss_fn, alone, batch)
-    assert rules == (zerojax.Rule(path="^w$", stacked=1), zerojax.Rule(path="", stacked=0))
-    traced = zerojax.make_layout(alone, mesh8, stage=2, rules=rules)
-    assert (only(traced).stacked, only(traced).dim) == (1, 1)
-
-
-def test_stacked_rules_of_a_loss_with_loops_in_loops_and_aux():
-    stack = {"a.b": shapes(w=(2, 3, 8, 8)), "head": shapes(w=(8, 8)), "bias": shapes(b=(2, 8))}
-
-    def loss_fn(params, x):
-        @jax.jit
-        def cast(params):
-            return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
-
-        def group(x, ws):
-            w, b = ws
-            return jax.lax.scan(lambda x, w: (x @ w, None), x + b, w)[0], None
-
-        cut = cast(params)
-        x, _ = jax.lax.scan(group, x @ cut["head"]["w"], (cut["a.b"]["w"], cut["bias"]["b"]))
-        return x.sum(), {"aux": x.mean()}
-
-    batch = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
-    assert zerojax.stacked_rules(loss_fn, stack, batch) == (
-        zerojax.Rule(path=r"^a\.b/w$", stacked=2),
-        zerojax.Rule(path="^bias/b$", stacked=1),
-        zerojax.Rule(path="", stacked=0),
-    )
-
-
-def test_an_unstacked_layer_does_not_look_stacked(mesh8):
-    params = {"dense": shapes(kernel=(64, 64), bias=(64,)), "conv": shapes(kernel=(3, 3, 64, 64))}
-    attention = shapes(query=(64, 4, 16), out=(4, 16, 64), bias=(64,))
-    layout = zerojax.make_layout({**params, "attention": attention}, mesh8, stage=2)
-    assert {leaf.stacked for leaf in layout.leaves} == {0}
-
-
 def test_specs_stay_and_zero_takes_another_axis():
     mesh = zerojax.make_mesh({"data": 4, "model": 2})
     params = shapes(up=(64, 256), down=(256, 64), odd=(2 * 1009, 3), mine=(64, 64))
@@ -248,6 +200,20 @@ def test_raise_if_whole_names_every_leaf_that_stays_whole(mesh8):
     assert "small" not in str(raised.value)
     assert "mine" not in str(raised.value), "the user asked for it"
     zerojax.make_layout(shapes(fine=(64, 64)), mesh8, stage=1).raise_if_whole()
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"kind": "optimiser"}, "'parameter' or 'optimizer'"),
+        ({"whole": True, "dim": 0}, "can't be whole and cut"),
+        ({"stacked": -1}, "stacked counts dims"),
+        ({"path": "blocks["}, "no regular expression"),
+    ],
+)
+def test_a_rule_that_can_not_be_meant_is_refused(said, why):
+    with pytest.raises(ValueError, match=why):
+        zerojax.Rule(**{"path": "w", **said})
 
 
 @pytest.mark.parametrize("stage", [4, -1, "2", True, None])

@@ -101,7 +101,7 @@ class Matcher:
         """Collect how high the stacks are."""
         heights: set[int | None] = set()
         for leaf in self._layout.leaves:
-            for count in range(1, leaf.stacked + 1):
+            for count in range(1, leaf.num_sliced + 1):
                 heights |= {leaf.shape[count - 1], math.prod(leaf.shape[:count])}
         return heights
 
@@ -166,7 +166,9 @@ def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
     wholes = {layout.local_shape(leaf, shape) for shape in (leaf.shape, leaf.stored_shape)}
     for whole in wholes:
         pieces = {("leaf", whole)}
-        pieces |= {("layer", (1,) * count + whole[count:]) for count in range(1, leaf.stacked + 1)}
+        pieces |= {
+            ("layer", (1,) * count + whole[count:]) for count in range(1, leaf.num_sliced + 1)
+        }
         for dim, size in enumerate(whole):
             if dim != leaf.dim and size >= 2:
                 for half in (size // 2, size - size // 2):

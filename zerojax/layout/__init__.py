@@ -1,12 +1,10 @@
 """Where every leaf lives: decided once, from shapes and a mesh, as plain data."""
 
-from zerojax.layout._choice import choose_dim
 from zerojax.layout._describe import Description
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_spec
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
-from zerojax.layout._owners import dim_sources
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
@@ -33,8 +31,6 @@ __all__ = [
     "as_transformation",
     "check_layout",
     "check_stage",
-    "choose_dim",
-    "dim_sources",
     "in_order",
     "make_layout",
     "make_mesh",

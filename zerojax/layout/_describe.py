@@ -15,8 +15,8 @@ from zerojax._tree import floating_dtype, num_bytes, num_elements
 from zerojax._types import Kind
 from zerojax.layout._leaf import LeafLayout
 from zerojax.layout._optimizer import OptimizerLayout
-from zerojax.layout._placement import TreeLayout
 from zerojax.layout._rule import Rule
+from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Precision
 
 #: Columns of the table: the kind of tensor and the key under which its bytes are reported.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,16 +12,16 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path, num_elements
-from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape
+from zerojax._types import AnyMesh, PyTree, Shape
 from zerojax.layout import _mesh
-from zerojax.layout._choice import NO_DIM, check_dim, choose_dim
+from zerojax.layout._choice import NO_DIM
 from zerojax.layout._describe import Description, describe
-from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_entries
+from zerojax.layout._leaf import Entries, LeafLayout, as_entries
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout, optimizer_leaves
-from zerojax.layout._placement import TreeLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_from_shapes
-from zerojax.layout._stages import STAGES, check_stage
+from zerojax.layout._stages import check_stage
+from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Recipe, as_recipe
 
 #: Leaves with fewer elements stay whole: a shard of them would be smaller than its message.
@@ -156,101 +156,60 @@ def make_layout(
 
     Warns of rules that match no leaf.
     """
-    stage = check_stage(stage)
     axes = _mesh.as_axes(axis, mesh, "axis")
-    cut_batch = axes if batch_axes is None else _mesh.as_axes(batch_axes, mesh, "batch axis")
     names = list(leaves_by_path(params))
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     shapes = [_shape_of(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)]
-    entries = [
-        _user_entries(name, spec, shape.shape, mesh)
-        for name, spec, shape in zip(
-            names, _broadcast(specs, params, structure), shapes, strict=True
-        )
-    ]
+    entries = map(
+        functools.partial(_user_entries, mesh), names, _broadcast(specs, params, structure), shapes
+    )
     stacked = stacked_from_shapes([path for path, _ in pairs], [s.shape for s in shapes])
-    placer = _Placer(mesh, axes, STAGES[stage], rules, min_size)
-    leaves = tuple(map(placer.place, names, shapes, entries, stacked))
-    layout = Layout(
+    empty = Layout(
         mesh=mesh,
-        stage=stage,
+        stage=check_stage(stage),
         axis=axes,
-        batch_axes=cut_batch,
-        leaves=leaves,
+        batch_axes=axes if batch_axes is None else _mesh.as_axes(batch_axes, mesh, "batch axis"),
+        leaves=(),
         structure=structure,
         rules=tuple(rules),
-        unmatched_rules=placer.unmatched,
         min_size=min_size,
     )
+    leaves = tuple(map(functools.partial(_place, empty), names, shapes, entries, stacked))
+    layout = dataclasses.replace(empty, leaves=leaves)
     if layout.unmatched_rules:
         unmatched = [rule.path for rule in layout.unmatched_rules]
         warnings.warn(f"rules that matched no leaf: {unmatched}", stacklevel=2)
     return layout
 
 
-class _Placer:
-    """Places parameters one by one; thousands of leaves have a few dozen shapes."""
-
-    def __init__(
-        self,
-        mesh: AnyMesh,
-        axes: Axes,
-        kinds: frozenset[Kind],
-        rules: Sequence[Rule],
-        min_size: int,
-    ) -> None:
-        self._mesh, self._axes, self._kinds, self._min_size = mesh, axes, kinds, min_size
-        self._num_shards = _mesh.num_devices(mesh, axes)
-        self._rules = [(r, re.compile(r.path)) for r in rules if r.kind == "parameter"]
-        self._used: set[Rule] = set()
-        self._known: dict[Any, tuple[Cut | None, int, str]] = {}
-
-    @property
-    def unmatched(self) -> tuple[Rule, ...]:
-        """The rules for parameters that matched none so far."""
-        return tuple(rule for rule, _ in self._rules if rule not in self._used)
-
-    def place(self, path: str, leaf: Any, entries: Entries, stacked: int) -> LeafLayout:
-        """Place a parameter."""
-        matching = [rule for rule, pattern in self._rules if pattern.search(path)]
-        self._used.update(matching)
-        stacked = next((r.stacked for r in matching if r.stacked is not None), stacked)
-        rule = next((r for r in matching if r.whole or r.dim is not None), None)
-        key = (leaf.shape, entries, stacked, rule)
-        if key not in self._known:
-            self._known[key] = self._decide(path, leaf.shape, entries, stacked, rule)
-        cut, own_parts, reason = self._known[key]
-        return LeafLayout(
-            path=path,
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            entries=entries,
-            own_parts=own_parts,
-            cut=cut,
-            kinds=self._kinds if cut is not None else frozenset(),
-            stacked=stacked,
-            reason=reason,
-        )
-
-    def _decide(
-        self, path: str, shape: Shape, entries: Entries, stacked: int, rule: Rule | None
-    ) -> tuple[Cut | None, int, str]:
-        """Return the cut, the parts of the user's own axes, and the reason."""
-        parts = tuple(_mesh.num_devices(self._mesh, names) for names in entries)
-        own = [name for names in entries for name in names]
-        own_parts = _mesh.num_devices(self._mesh, own)
-        taken = sorted(set(own) & set(self._axes))
-        if not self._kinds:
-            return None, own_parts, "whole: stage 0 partitions nothing"
-        if rule is not None and rule.whole:
-            return None, own_parts, "whole: as a rule says"
-        if taken:
-            why = f"as the user's spec says, which uses {', '.join(taken)} already"
-            return None, own_parts, why
-        wanted = None if rule is None else check_dim(rule, rule.dim, path, shape)
-        choice = choose_dim(shape, parts, self._num_shards, stacked, self._min_size, wanted)
-        dim_parts = 1 if choice.dim is None else parts[choice.dim]
-        return choice.cut(self._axes, self._num_shards, dim_parts), own_parts, choice.reason
+def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int) -> LeafLayout:
+    """Place a parameter."""
+    matching = [rule for rule in layout.rules if rule.kind == "parameter" and rule.matches(path)]
+    stacked = next((r.stacked for r in matching if r.stacked is not None), stacked)
+    rule = next((r for r in matching if r.whole or r.dim is not None), None)
+    own = [name for names in entries for name in names]
+    taken = sorted(set(own) & set(layout.axis))
+    cut = None
+    if not layout.kinds:
+        reason = f"whole: stage {layout.stage} partitions nothing"
+    elif rule is not None and rule.whole:
+        reason = "whole: as a rule says"
+    elif taken:
+        reason = f"as the user's spec says, which uses {', '.join(taken)} already"
+    else:
+        wanted = None if rule is None else rule.dim_of(path, leaf.shape)
+        cut, reason = layout.cut(leaf.shape, entries, stacked=stacked, wanted=wanted)
+    return LeafLayout(
+        path=path,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        entries=entries,
+        own_parts=layout.num_parts(own),
+        cut=cut,
+        kinds=layout.kinds if cut is not None else frozenset(),
+        stacked=stacked,
+        reason=reason,
+    )
 
 
 def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -289,8 +248,9 @@ def _broadcast(specs: PyTree, params: PyTree, structure: Any) -> list[P | None]:
     return flat
 
 
-def _user_entries(name: str, spec: P | None, shape: Shape, mesh: AnyMesh) -> Entries:
+def _user_entries(mesh: AnyMesh, name: str, spec: P | None, leaf: jax.ShapeDtypeStruct) -> Entries:
     """Check the user's spec of one leaf."""
+    shape = leaf.shape
     if spec is None:
         return ((),) * len(shape)
     try:

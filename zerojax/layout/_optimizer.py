@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -16,15 +15,12 @@ from zerojax._tree import (
     num_elements,
     path_name,
 )
-from zerojax._types import Kind, PyTree, Shape, TreeDef
-from zerojax.layout._choice import check_dim, choose_dim
-from zerojax.layout._leaf import LeafLayout
+from zerojax._types import PyTree, Shape, TreeDef
+from zerojax.layout._leaf import Cut, Entries, LeafLayout
 from zerojax.layout._owners import Origins, find_owners, possible_ways
-from zerojax.layout._placement import TreeLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._transformation import as_transformation
-
-_OPTIMIZER: frozenset[Kind] = frozenset({"optimizer"})
+from zerojax.layout._tree_layout import TreeLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +100,13 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
     leaves = []
     for number, ((path, leaf), owner) in enumerate(zip(pairs, owners, strict=True)):
         name = path_name(path)
-        rule = next((rule for rule in rules if re.search(rule.path, name)), None)
+        rule = next((rule for rule in rules if rule.matches(name)), None)
         if rule is None:
             leaves.append(_place(name, leaf, owner, number, layout, origins))
         else:
             used.add(rule)
-            leaves.append(_place_by_rule(name, leaf, owner, layout, rule))
+            placed = _by_own_shape(name, leaf, layout, rule, "as a rule says")
+            leaves.append(dataclasses.replace(placed, parameter=owner))
     unmatched = tuple(rule for rule in rules if rule not in used)
     return OptimizerLayout(structure, tuple(leaves), unmatched)
 
@@ -154,58 +151,35 @@ def _place(
 ) -> LeafLayout:
     """Place one leaf of the state."""
     if num_elements(leaf.shape) <= 1:
-        return _whole(path, leaf, owner, "whole: a scalar" if not leaf.shape else "whole")
-    if owner is None and not layout.partitions("optimizer"):
-        return _whole(path, leaf, owner, "whole")
-    ways = [] if owner is None else origins.ways(leaf.shape, owner, number)
-    if owner is not None and ways:
-        options = [_inherit(path, leaf, owner, way, layout) for way in ways]
+        return _leaf(layout, path, leaf, "whole: a scalar" if not leaf.shape else "whole", owner)
+    if owner is not None:
+        source = layout.leaves[owner]
+        options = [
+            _inherit(path, leaf, owner, way, layout)
+            for way in origins.ways(leaf.shape, owner, number)
+        ]
         if len({(x.entries, x.cut) for x in options}) > 1:
             found = " or ".join(sorted(str(x.shard_spec) for x in options))
-            raise ValueError(
-                f"leaf {path!r} {leaf.shape} of the optimizer state is ambiguous: it comes from "
-                f"parameter {layout.leaves[owner].path!r} {layout.leaves[owner].shape} and could "
-                f"live at {found}; {_remedy(path)}"
+            raise _ambiguous(
+                path,
+                leaf,
+                f"it comes from parameter {source.path!r} {source.shape} and could live at {found}",
             )
-        return options[0]
-    if owner is not None:
-        why = f"made from {layout.leaves[owner].path!r} with dims of its own"
+        if options:
+            return options[0]
+        why = f"made from {source.path!r} with dims of its own"
         return _by_own_shape(path, leaf, layout, why=why)
     same = {(other.entries, other.cut) for other in layout.leaves if other.shape == leaf.shape}
-    if len(same) > 1:
-        raise ValueError(
-            f"leaf {path!r} {leaf.shape} of the optimizer state is ambiguous: parameters of this "
-            f"shape live in {len(same)} different ways and its path names none of them; "
-            f"{_remedy(path)}"
-        )
+    if len(same) > 1 and layout.partitions("optimizer"):
+        why = f"parameters of this shape live in {len(same)} different ways and its path names none"
+        raise _ambiguous(path, leaf, why)
     return _by_own_shape(path, leaf, layout)
 
 
-def _remedy(path: str) -> str:
-    return (
-        f"say which with a rule: Rule(path={path!r}, kind='optimizer', dim=...), or whole=True in "
-        "the place of dim"
-    )
-
-
-def _place_by_rule(
-    path: str, leaf: Any, owner: int | None, layout: TreeLayout, rule: Rule
-) -> LeafLayout:
-    """Place a leaf of the state as the user says."""
-    if rule.whole or not layout.partitions("optimizer"):
-        return _whole(path, leaf, owner, "whole: as a rule says")
-    wanted = check_dim(rule, rule.dim, path, leaf.shape)
-    return _by_own_shape(path, leaf, layout, wanted, rule.stacked or 0, "as a rule says")
-
-
-def _whole(path: str, leaf: Any, owner: int | None, reason: str) -> LeafLayout:
-    return LeafLayout(
-        path=path,
-        shape=leaf.shape,
-        dtype=leaf.dtype,
-        entries=((),) * len(leaf.shape),
-        reason=reason,
-        parameter=owner,
+def _ambiguous(path: str, leaf: Any, why: str) -> ValueError:
+    return ValueError(
+        f"leaf {path!r} {leaf.shape} of the optimizer state is ambiguous: {why}; say which with a "
+        f"rule: Rule(path={path!r}, kind='optimizer', dim=...), or whole=True in the place of dim"
     )
 
 
@@ -220,51 +194,53 @@ def _inherit(
     """
     source = layout.leaves[owner]
     entries = tuple(() if dim is None else source.entries[dim] for dim in way)
-    is_same = way == tuple(range(len(source.shape)))
     kept = ", ".join(f"dim {d}" for d in way if d is not None)
+    is_same = way == tuple(range(len(source.shape)))
     relation = "lives with its parameter" if is_same else f"keeps {kept} of its parameter"
     cut, reason = source.cut, f"{relation}: {source.reason}"
     if cut is not None and cut.dim in way:
         cut = dataclasses.replace(cut, dim=way.index(cut.dim))
-    elif cut is not None and len(way) != len(source.shape):
-        parts = tuple(map(layout.num_parts, entries))
-        choice = choose_dim(leaf.shape, parts, layout.num_shards, 0, layout.min_size)
-        dim_parts = 1 if choice.dim is None else parts[choice.dim]
-        cut = choice.cut(layout.axis, layout.num_shards, dim_parts)
-        reason = f"{relation}; {choice.reason}"
-    return LeafLayout(
-        path=path,
-        shape=leaf.shape,
-        dtype=leaf.dtype,
-        entries=entries,
-        own_parts=layout.num_parts(tuple(name for names in entries for name in names)),
-        cut=cut,
-        kinds=_OPTIMIZER if cut is not None else frozenset(),
-        reason=reason,
-        parameter=owner,
-    )
+    elif cut is not None:
+        cut, why = layout.cut(leaf.shape, entries)
+        reason = f"{relation}; {why}"
+    return _leaf(layout, path, leaf, reason, owner, entries, cut)
 
 
 def _by_own_shape(
     path: str,
     leaf: Any,
     layout: TreeLayout,
-    wanted: int | None = None,
-    stacked: int = 0,
+    rule: Rule | None = None,
     why: str = "belongs to no parameter",
 ) -> LeafLayout:
-    """Place a leaf that has no dims in common with a parameter."""
-    if not layout.partitions("optimizer") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _whole(path, leaf, None, f"whole: {why}")
-    ones = (1,) * len(leaf.shape)
-    choice = choose_dim(leaf.shape, ones, layout.num_shards, stacked, layout.min_size, wanted)
-    cut = choice.cut(layout.axis, layout.num_shards)
+    """Place a leaf that has no dims in common with a parameter, or as a rule says."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if is_key or not layout.partitions("optimizer") or (rule is not None and rule.whole):
+        return _leaf(layout, path, leaf, f"whole: {why}")
+    wanted, stacked = (None, 0) if rule is None else (rule.dim_of(path, leaf.shape), rule.stacked)
+    entries = ((),) * len(leaf.shape)
+    cut, reason = layout.cut(leaf.shape, entries, stacked=stacked or 0, wanted=wanted)
+    return _leaf(layout, path, leaf, f"{why}; {reason}", cut=cut)
+
+
+def _leaf(
+    layout: TreeLayout,
+    path: str,
+    leaf: Any,
+    reason: str,
+    owner: int | None = None,
+    entries: Entries | None = None,
+    cut: Cut | None = None,
+) -> LeafLayout:
+    entries = ((),) * len(leaf.shape) if entries is None else entries
     return LeafLayout(
         path=path,
         shape=leaf.shape,
         dtype=leaf.dtype,
-        entries=((),) * len(leaf.shape),
+        entries=entries,
+        own_parts=layout.num_parts([name for names in entries for name in names]),
         cut=cut,
-        kinds=_OPTIMIZER if cut is not None else frozenset(),
-        reason=f"{why}; {choice.reason}",
+        kinds=frozenset() if cut is None else frozenset({"optimizer"}),
+        reason=reason,
+        parameter=owner,
     )

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from zerojax._types import Shape
-from zerojax.layout._placement import TreeLayout
+from zerojax.layout._tree_layout import TreeLayout
 
 
 @functools.partial(

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from zerojax._jaxpr import called, opened, scan_parts
-from zerojax._tree import as_shapes, flatten_with_names
+from zerojax._jaxpr import bodies, called, opened, scan_parts
+from zerojax._tree import as_shapes, leaves_by_path, num_elements
 from zerojax._types import LossFn, PyTree, Shape
 from zerojax.layout._rule import Rule
 
@@ -53,7 +53,7 @@ def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule,
     """Return a rule for each leaf that the loss scans over, to pass to `make_layout(rules=)`.
 
     From shapes alone, `make_layout` can take a stack of layers for one large weight. The traced
-    loss shows which leading dims a scan slices.
+    loss shows which leading dims a scan slices, or an index.
 
     Args:
         loss_fn: `loss_fn(params, batch)`; it is traced, not run. What it returns doesn't matter.
@@ -61,13 +61,13 @@ def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule,
         batch: arrays or shapes.
 
     Returns:
-        A rule like `Rule(path="^blocks/kernel$", stacked=1)` for each leaf that a scan slices, and
+        A rule like `Rule(path="^blocks/kernel$", stacked=1)` for each leaf that is sliced, and
         one that says of all others that they have no layer dims.
     """
-    names, leaves, _ = flatten_with_names(params)
+    names = list(leaves_by_path(params))
     traced, _ = opened(jax.make_jaxpr(loss_fn)(as_shapes(params), as_shapes(batch)))
-    depths = [0] * len(leaves)
-    origins = {var: (number, 0) for number, var in enumerate(traced.invars[: len(leaves)])}
+    depths = [0] * len(names)
+    origins = {var: (number, 0) for number, var in enumerate(traced.invars[: len(names)])}
     _follow(traced, origins, depths)
     scanned = (
         Rule(path=f"^{re.escape(name)}$", stacked=depth)
@@ -78,30 +78,61 @@ def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule,
 
 
 def _follow(jaxpr: core.Jaxpr, origins: dict[Any, _Origin], depths: list[int]) -> None:
-    """Follow leaves through calls and casts to the scans that slice them.
+    """Follow leaves through calls and casts to the loops that slice them.
 
     With `w` leaf 0, `{ lambda w:f32[4,8,8] x. y = scan[jaxpr={lambda h wi. ...}] x w in (y,) }`
-    slices it once: `wi:f32[8,8]` is leaf 0 at depth 1, and `depths` becomes `[1]`.
+    slices it once: `wi:f32[8,8]` is leaf 0 at depth 1, and `depths` becomes `[1]`. So does
+    `wi:f32[1,8,8] = dynamic_slice[slice_sizes=(1, 8, 8)] w i 0 0`.
 
     Args:
         jaxpr: what is looked through.
-        origins: the variables that are leaves: a leaf's number, and how many scans have sliced it.
-        depths: the largest number of scans that slice each leaf; updated.
+        origins: the variables that are leaves: a leaf's number, and how often it was sliced.
+        depths: the largest number of times that each leaf is sliced; updated.
     """
     for eqn in jaxpr.eqns:
         sources = [None if isinstance(a, core.Literal) else origins.get(a) for a in eqn.invars]
         if not any(sources):
             continue
-        if eqn.primitive.name == "convert_element_type":
+        name = eqn.primitive.name
+        if name in ("convert_element_type", "squeeze"):
             _note(origins, eqn.outvars, sources)
-        elif eqn.primitive.name == "scan":
+        elif name == "scan":
             first = sum(scan_parts(eqn.params))
-            sliced = [source and (source[0], source[1] + 1) for source in sources[first:]]
-            for number, depth in filter(None, sliced):
-                depths[number] = max(depths[number], depth)
-            _enter(eqn.params["jaxpr"], [*sources[:first], *sliced], depths)
+            inside = [*sources[:first], *(_sliced(x, depths) for x in sources[first:])]
+            _enter(eqn.params["jaxpr"], inside, depths)
+        elif name == "while":
+            _enter(eqn.params["body_jaxpr"], sources[eqn.params["cond_nconsts"] :], depths)
+        elif name == "cond":
+            for branch in bodies(eqn):
+                _enter(branch, sources[1:], depths)
         elif (inner := called(eqn)) is not None:
             _note(origins, eqn.outvars, _enter(inner, sources, depths))
+        elif _takes_layer(eqn):
+            _note(origins, eqn.outvars, [_sliced(sources[0], depths)])
+
+
+def _sliced(source: _Origin | None, depths: list[int]) -> _Origin | None:
+    """Return what a slice of a leaf is, and count it."""
+    if source is None:
+        return None
+    number, depth = source[0], source[1] + 1
+    depths[number] = max(depths[number], depth)
+    return number, depth
+
+
+def _takes_layer(eqn: Any) -> bool:
+    """Return whether an equation is `w[i]` of a stack of matrices, i a number, traced or not."""
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    match eqn.primitive.name:
+        case "slice":
+            ends = zip(params["start_indices"], params["limit_indices"], strict=True)
+            taken = tuple(limit - start for start, limit in ends)
+        case "dynamic_slice" | "gather":
+            taken = tuple(params["slice_sizes"])
+        case _:
+            return False
+    one = len(shape) > 2 and taken == (1, *shape[1:])
+    return one and eqn.outvars[0].aval.size == num_elements(taken)  # not a batch of rows
 
 
 def _enter(

@@ -1,10 +1,10 @@
-"""The placement of a tree of parameters: its data, and the questions that need nothing else."""
+"""`TreeLayout`: where parameters live as data, and the questions that need nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax._tree import num_elements, path_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
-from zerojax.layout._leaf import LeafLayout
+from zerojax.layout._choice import choose_cut
+from zerojax.layout._leaf import Cut, Entries, LeafLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._stages import STAGES
 from zerojax.layout._torus import Phases, find_phases
@@ -34,7 +35,6 @@ class TreeLayout:
         leaves: one `LeafLayout` per parameter, in flattening order.
         structure: the tree structure of the parameters.
         rules: the user's rules.
-        unmatched_rules: rules that matched no parameter.
         min_size: leaves with fewer elements stay whole.
     """
 
@@ -45,7 +45,6 @@ class TreeLayout:
     leaves: tuple[LeafLayout, ...]
     structure: TreeDef
     rules: tuple[Rule, ...]
-    unmatched_rules: tuple[Rule, ...]
     min_size: int
 
     @property
@@ -58,14 +57,37 @@ class TreeLayout:
         """The parts that the batch axes cut a batch into."""
         return self.num_parts(self.batch_axes)
 
-    def num_parts(self, axes: Axes) -> int:
+    def num_parts(self, axes: Sequence[str]) -> int:
         """Count the parts that some axes of the mesh cut a dim into."""
         return _mesh.num_devices(self.mesh, axes)
+
+    def cut(
+        self, shape: Shape, entries: Entries, *, stacked: int = 0, wanted: int | None = None
+    ) -> tuple[Cut | None, str]:
+        """Choose how a leaf is cut; None where it stays whole; and say why. See `choose_cut`."""
+        return choose_cut(
+            shape,
+            tuple(map(self.num_parts, entries)),
+            self.axis,
+            self.num_shards,
+            min_size=self.min_size,
+            stacked=stacked,
+            wanted=wanted,
+        )
 
     def local_shape(self, leaf: LeafLayout, shape: Shape) -> Shape:
         """Return the part of a leaf that the user's own axes leave to a device."""
         parts = map(self.num_parts, leaf.entries)
         return tuple(math.ceil(size / part) for size, part in zip(shape, parts, strict=True))
+
+    @cached_property
+    def unmatched_rules(self) -> tuple[Rule, ...]:
+        """The rules for parameters that match none."""
+        return tuple(
+            rule
+            for rule in self.rules
+            if rule.kind == "parameter" and not any(rule.matches(x.path) for x in self.leaves)
+        )
 
     @property
     def num_params(self) -> int:
