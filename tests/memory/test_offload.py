@@ -16,7 +16,6 @@ from zerojax.audit import Program
 from zerojax.hlo import find_host_moves, parse_module
 from zerojax.memory import _host
 from zerojax.models import gpt
-from zerojax.planner import offload_traffic_bytes
 
 WIDTH, NUM_LAYERS, NUM_STEPS = 64, 3, 3
 PRECISION = zerojax.Precision(params=jnp.float32, master=jnp.float32)
@@ -271,7 +270,7 @@ def test_the_device_holds_parameters_and_a_share_of_gradients(target):
     assert report.memory.peak < 1.1 * (2 * psi + 2 * psi / 8)
     # fp32 masters and two moments; what is too small stays on the device.
     assert report.memory.optimizer + report.memory.masters < 0.001 * 12 * psi / 8
-    theory = offload_traffic_bytes(psi, num_shards=8)
+    theory = 4 * psi / 8  # ZeRO-Offload: 2 Psi of gradients down, 2 Psi of parameters up
     assert report.host_traffic.total == pytest.approx(theory, rel=0.01)
     assert report.host_traffic.theory == pytest.approx(theory, rel=0.01)
 

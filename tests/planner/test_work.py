@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.planner.live_programs import leaves_of, shape
+from zerojax.planner import find_hardware
 from zerojax.planner.traced import Simulation, Work, trace_loss, work_of
+
+ONE = dataclasses.replace(find_hardware("h100"), flops=1.0, flops_fp32=1.0, hbm_bandwidth=1.0)
 
 
 def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
@@ -18,25 +23,20 @@ def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
 
     simulation = Simulation(trace_loss(loss, params, batch).operations, "cpu")
 
-    def work(**options):
-        rates = {"flops": 1.0, "flops_wide": 1.0, "bandwidth": 1.0} | options
-        return work_of(simulation, leaves_of(params), 4, **rates)
+    def work(**rates):
+        return work_of(simulation, leaves_of(params), 4, dataclasses.replace(ONE, **rates))
 
     one = work()
     product = 2 * 4 * 64 * 64  # forward, and for both gradients
     assert one.flops == 7 * 3 * product
-    assert work(flops=1e9, flops_wide=2.0).flops_seconds == one.flops / 2, "fp32 products"
-    assert work(flops_wide=1e30).seconds == pytest.approx(one.hbm_seconds)
-    assert work(bandwidth=1e30).seconds == pytest.approx(one.flops_seconds)
+    assert work(flops=1e9, flops_fp32=2.0).flops_seconds == one.flops / 2, "fp32 products"
+    assert work(flops_fp32=1e30).seconds == pytest.approx(one.hbm_seconds)
+    assert work(hbm_bandwidth=1e30).seconds == pytest.approx(one.flops_seconds)
     assert max(one.flops_seconds, one.hbm_seconds) <= one.seconds
-    assert Work.of(6.0, 4.0, rate=2.0, bandwidth=1.0) == Work(6.0, 4.0, 3.0, 4.0, 4.0)
+    assert Work.of(6.0, 4.0, rate=2.0, bandwidth=1.0) == Work(6.0, 3.0, 4.0, 4.0)
     assert Work.of(6.0, 4.0, rate=2.0, bandwidth=2.0).seconds == 3.0
-    assert (
-        work_of(
-            simulation, leaves_of(params), 4, flops=1.0, flops_wide=1.0, bandwidth=1.0, model_axis=2
-        ).flops
-        == one.flops / 2
-    )
+    half = work_of(simulation, leaves_of(params), 4, ONE, model_axis=2)
+    assert half.flops == one.flops / 2
 
 
 def test_a_lookup_reads_rows_and_not_the_table():
@@ -46,10 +46,8 @@ def test_a_lookup_reads_rows_and_not_the_table():
         return jnp.sin(table[ids]).sum()
 
     program = trace_loss(loss, table, shape(4, dtype=jnp.int32)).operations
-    found = work_of(
-        Simulation(program, "gpu"), leaves_of(table), 4, flops=1.0, flops_wide=1.0, bandwidth=1.0
-    )
+    found = work_of(Simulation(program, "gpu"), leaves_of(table), 4, ONE)
     # The gradient is a table of zeros, read and written where rows are added; the weights are not
     # read whole.
     tables = 3 * 4 * table.size
-    assert tables <= found.hbm_bytes < 1.02 * tables
+    assert tables <= found.hbm_seconds < 1.02 * tables

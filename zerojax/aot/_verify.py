@@ -43,7 +43,7 @@ def verify_plans(choices: Choices, *, count: int = 3, topology: str | None = Non
         ValueError: the search had no loss, or no compiler knows the hardware.
     """
     asked = as_given(Choices, choices, "zerojax.search_plans(...)").asked
-    loss_fn = asked.workload.loss_fn
+    loss_fn = asked.model.workload.loss_fn
     if loss_fn is None:
         raise ValueError(
             "verify_plans compiles the step: search with workload=Workload(loss_fn=..., batch=...)"
@@ -93,9 +93,9 @@ def _compile(plan: Plan, loss_fn: LossFn, asked: SearchRequest, topology: str) -
     copies = plan.num_devices // plan.num_shards
     replicas = {"replica": copies} if copies > 1 else {}
     mesh = topology_mesh(topology, replicas | {"data": plan.num_shards})
-    shapes, recipe, workload = as_shapes(asked.params), plan.recipe, asked.workload
+    model, recipe = asked.model, plan.recipe
     layout = make_layout(
-        shapes,
+        as_shapes(model.params),
         mesh,
         stage=plan.stage,
         axis="data",
@@ -103,9 +103,9 @@ def _compile(plan: Plan, loss_fn: LossFn, asked: SearchRequest, topology: str) -
         rules=asked.space.rules,
         min_size=asked.space.min_size,
     )
-    step = make_train_step(loss_fn, asked.tx, layout, recipe, has_aux=workload.has_aux)
+    step = make_train_step(loss_fn, model.tx, layout, recipe, has_aux=model.workload.has_aux)
     try:
-        program = compile_step(step.lower(step.abstract_state(), as_shapes(workload.batch)))
+        program = compile_step(step.lower(step.abstract_state(), as_shapes(model.workload.batch)))
     except DoesNotFit as refusal:
         return Verified(refusal.shortage.needed, str(refusal))
     report = audit(program, layout, recipe)

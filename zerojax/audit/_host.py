@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import Evidence
 from zerojax.hlo import HostMove, find_host_moves
-from zerojax.planner import offload_traffic_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,5 +68,5 @@ def _theory(evidence: Evidence) -> int:
         # Without masters the parameters themselves are updated, and go down as well.
         each = gradient + own if has_masters else gradient + 2 * own
         size = leaf.bytes_per_device("optimizer", dtype="uint8")
-        bits += offload_traffic_bytes(size) / 4 * each if size else 0
+        bits += size * each
     return round(bits / 8)

@@ -3,16 +3,16 @@
 from zerojax.planner._arguments import as_amount, as_count, as_given
 from zerojax.planner._choices import Choices, Rejected, Verified
 from zerojax.planner._devices import Placement
-from zerojax.planner._plan import plan
+from zerojax.planner._plan import plan, sweep
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import search_plans
 from zerojax.planner._space import SearchRequest, Space
-from zerojax.planner._sweep import sweep
 from zerojax.planner._time import StepTime
 from zerojax.planner._workload import Workload
 from zerojax.planner.formulas import (
     CONFIGURATIONS,
     PAPER_USABLE,
+    BytesPerParam,
     Configuration,
     Theory,
     Transformer,
@@ -20,8 +20,6 @@ from zerojax.planner.formulas import (
     max_params,
     max_transformer,
     model_state_bytes,
-    offload_traffic_bytes,
-    step_volume,
     theory_of,
 )
 from zerojax.planner.hardware import HARDWARE, Hardware, find_hardware, torus_shape
@@ -30,6 +28,7 @@ __all__ = [
     "CONFIGURATIONS",
     "HARDWARE",
     "PAPER_USABLE",
+    "BytesPerParam",
     "Choices",
     "Configuration",
     "Hardware",
@@ -52,10 +51,8 @@ __all__ = [
     "max_params",
     "max_transformer",
     "model_state_bytes",
-    "offload_traffic_bytes",
     "plan",
     "search_plans",
-    "step_volume",
     "sweep",
     "theory_of",
     "torus_shape",

@@ -1,13 +1,17 @@
-"""What one microbatch asks of a device: memory, products and traffic. A traced loss tells most."""
+"""What one microbatch asks of a device: memory, products and traffic.
+
+A traced loss tells most. A transformer's numbers go by Megatron-LM's formulas. Of shapes alone
+nothing is counted but parameters and gradients, which is said.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
 
-from zerojax.layout import Layout
+from zerojax.planner._setting import Setting
+from zerojax.planner.formulas import ActivationBytes, Transformer
 from zerojax.planner.hardware import Hardware
 from zerojax.planner.traced import (
     HeldLeaf,
@@ -22,48 +26,8 @@ from zerojax.planner.traced import (
 from zerojax.recipe import Remat
 
 
-@dataclasses.dataclass(frozen=True)
-class Conditions:
-    """Under which a microbatch runs on a device.
-
-    Attributes:
-        layout: the placement.
-        leaves: what each parameter takes.
-        hardware: the device.
-        accumulate: microbatches per step.
-        frees: whether a parameter's buffer is free after its last use.
-        sharing: what the model axis and the host keep of activations.
-    """
-
-    layout: Layout
-    leaves: tuple[HeldLeaf, ...]
-    hardware: Hardware
-    accumulate: int
-    frees: bool
-    sharing: Sharing
-
-    @property
-    def held(self) -> float:
-        """The bytes of parameters and reduced gradients."""
-        return sum(leaf.held + leaf.gradient for leaf in self.leaves)
-
-    @property
-    def gathered(self) -> float:
-        """The bytes of parameters, made whole."""
-        return sum(leaf.gathered for leaf in self.leaves)
-
-    def work(self, flops: float, hbm_bytes: float) -> Work:
-        """Return the work of so many operations and so much traffic with the device's memory."""
-        one = self.hardware
-        return Work.of(flops, hbm_bytes, rate=one.flops, bandwidth=one.hbm_bandwidth)
-
-
 class Demand(abc.ABC):
     """A source of demands; `count` is a number of its units in a device's microbatch.
-
-    A search asks the same again and again, so each answer is kept by what it depends on: products
-    and traffic depend on a stage only by the padding of what it gathers, the peak not at all on
-    what the optimizer does.
 
     Attributes:
         unit: what `count` counts: "example", "sequence" or "token".
@@ -74,99 +38,181 @@ class Demand(abc.ABC):
     def __init__(self, unit: str, source: str, remat: Remat | None) -> None:
         self.unit, self.source = unit, source
         self.remat: Remat | None = remat
-        self._known: dict[tuple[object, ...], Any] = {}
 
-    def peak(self, given: Conditions, count: float) -> Peak:
+    @abc.abstractmethod
+    def peak(self, given: Setting, count: float) -> Peak:
         """Find the most that lies in memory: parameters, gradients, activations, buffers."""
-        key = (given.leaves, given.frees, given.accumulate, given.hardware.platform)
-        return self._recall(self._peak, key, given, count)
 
-    def checkpoints(self, given: Conditions, count: float) -> float:
+    @abc.abstractmethod
+    def checkpoints(self, given: Setting, count: float) -> float:
         """Count the bytes of a device's activation checkpoints that go to the host."""
-        return self._recall(self._checkpoints, (given.hardware.platform,), given, count)
 
-    def work(self, given: Conditions, count: float) -> Work:
+    @abc.abstractmethod
+    def work(self, given: Setting, count: float) -> Work:
         """Count products and traffic with the device's memory."""
-        one = given.hardware
-        key = (given.gathered, one.platform, one.flops, one.flops_fp32, one.hbm_bandwidth)
-        return self._recall(self._work, key, given, count)
-
-    def model_elements(self, given: Conditions, count: float) -> float:
-        """Count the elements that model parallelism moves per device, in (t - 1) / t."""
-        return self._recall(self._model_elements, (), given, count)
-
-    def _recall(
-        self,
-        find: Callable[[Conditions, float], Any],
-        key: tuple[object, ...],
-        given: Conditions,
-        count: float,
-    ) -> Any:
-        key = (find.__name__, *key, given.sharing, count)
-        if key not in self._known:
-            self._known[key] = find(given, count)
-        return self._known[key]
 
     @abc.abstractmethod
-    def _peak(self, given: Conditions, count: float) -> Peak: ...
+    def model_elements(self, given: Setting, count: float) -> float:
+        """Count the elements that model parallelism moves per device, in (t - 1) / t.
 
-    @abc.abstractmethod
-    def _checkpoints(self, given: Conditions, count: float) -> float: ...
-
-    @abc.abstractmethod
-    def _work(self, given: Conditions, count: float) -> Work: ...
-
-    @abc.abstractmethod
-    def _model_elements(self, given: Conditions, count: float) -> float: ...
+        Source: ZeRO, section 8: 12 b*s*h a layer, which are six all-reduces, each of twice b*s*h:
+        two in the forward pass, two where it is recomputed, two in the backward pass.
+        """
 
 
 class TracedLoss(Demand):
-    """A loss and its gradient, traced."""
+    """A loss and its gradient, traced. A search asks the same again and again: answers are kept."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._simulations: dict[str, Simulation] = {}
-        if trace.remat is None:
-            super().__init__("example", "the traced loss", None)
-            return
-        remat, names = trace.remat.recompute, ", ".join(trace.remat.keep)
-        kept = f", keeping {names}" if names else ""
-        super().__init__("example", f"the traced loss, remat={remat!r}{kept}", remat)
+        source, remat = "the traced loss", None
+        if trace.remat is not None:
+            remat = trace.remat.recompute
+            source += f", remat={remat!r}"
+            if trace.remat.keep:
+                source += f", keeping {', '.join(trace.remat.keep)}"
+        super().__init__("example", source, remat)
+        self._simulation = functools.cache(self._simulate)
+        self._peak = functools.cache(self._find_peak)
+        self._work = functools.cache(self._find_work)
 
-    def _simulation(self, given: Conditions) -> Simulation:
-        platform = given.hardware.platform
-        if platform not in self._simulations:
-            self._simulations[platform] = Simulation(self.trace.operations, platform)
-        return self._simulations[platform]
+    def peak(self, given: Setting, count: float) -> Peak:
+        """Run the clock over the program."""
+        platform, accumulate = given.hardware.platform, given.recipe.accumulate
+        return self._peak(platform, given.leaves, count, given.frees, accumulate, given.sharing)
 
-    def _peak(self, given: Conditions, count: float) -> Peak:
-        return peak_of(
-            self._simulation(given),
-            given.leaves,
-            count,
-            frees=given.frees,
-            accumulate=given.accumulate,
-            sharing=given.sharing,
+    def checkpoints(self, given: Setting, count: float) -> float:
+        """Count what loops stack and layers hand on to each other."""
+        simulation = self._simulation(given.hardware.platform)
+        return simulation.checkpoint_bytes(given.leaves, count, given.sharing)
+
+    def work(self, given: Setting, count: float) -> Work:
+        """Add up the operations, which stages that gather the same have in common."""
+        leaves = tuple(
+            dataclasses.replace(leaf, held=0.0, gradient=0.0, is_gathered=False)
+            for leaf in given.leaves
         )
+        return self._work(given.hardware, leaves, count, given.sharing.model_axis)
 
-    def _checkpoints(self, given: Conditions, count: float) -> float:
-        return self._simulation(given).checkpoint_bytes(given.leaves, count, given.sharing)
-
-    def _work(self, given: Conditions, count: float) -> Work:
-        one = given.hardware
-        return work_of(
-            self._simulation(given),
-            given.leaves,
-            count,
-            flops=one.flops,
-            flops_wide=one.flops_fp32,
-            bandwidth=one.hbm_bandwidth,
-            model_axis=given.sharing.model_axis,
-        )
-
-    def _model_elements(self, given: Conditions, count: float) -> float:
-        """Take what layers hand on for the b*s*h of the paper's 12 b*s*h a layer (section 8).
-
-        It is known of layers that are scanned, and 0 for others.
-        """
+    def model_elements(self, given: Setting, count: float) -> float:
+        """Take what layers hand on for b*s*h: known of layers that are scanned, 0 for others."""
         return 12 * self.trace.operations.carried_elements(count)
+
+    def _simulate(self, platform: str) -> Simulation:
+        return Simulation(self.trace.operations, platform)
+
+    def _find_peak(
+        self,
+        platform: str,
+        leaves: tuple[HeldLeaf, ...],
+        count: float,
+        frees: bool,
+        accumulate: int,
+        sharing: Sharing,
+    ) -> Peak:
+        simulation = self._simulation(platform)
+        return peak_of(
+            simulation, leaves, count, frees=frees, accumulate=accumulate, sharing=sharing
+        )
+
+    def _find_work(
+        self, hardware: Hardware, leaves: tuple[HeldLeaf, ...], count: float, model_axis: int
+    ) -> Work:
+        simulation = self._simulation(hardware.platform)
+        return work_of(simulation, leaves, count, hardware, model_axis=model_axis)
+
+
+class DescribedGpt(Demand):
+    """A GPT by its numbers, with Megatron-LM's formulas (arXiv 2205.05198).
+
+    Args:
+        gpt: the numbers.
+        remat: what is computed again.
+        num_tokens: tokens of a sequence.
+        is_implied: whether all that was given is the number of parameters.
+    """
+
+    def __init__(self, gpt: Transformer, remat: Remat, num_tokens: int, is_implied: bool) -> None:
+        which = f"a GPT of {gpt.num_layers} x {gpt.width}"
+        which += " that the number of parameters implies" if is_implied else ""
+        source = f"Megatron-LM's formulas for {which}, remat={remat!r}"
+        super().__init__("sequence", source, remat)
+        self.gpt, self.num_tokens = gpt, num_tokens
+        self.again: Remat = remat
+
+    def peak(self, given: Setting, count: float) -> Peak:
+        """Add checkpoints, and one layer or the logits, to parameters and gradients."""
+        one = self._activations(given)
+        kept = count * (one.kept + 2 * one.host / self.gpt.num_layers)  # two layers stay here
+        ends = self.gpt.vocab_size * self.gpt.width
+        beside = {
+            "a layer's gradient": count * one.working + _buffers(given, self.gpt.layer_params),
+            "the logits": count * one.logits + _buffers(given, ends),
+        }
+        at = max(beside, key=lambda name: beside[name])
+        alive = (("activation checkpoints", kept), (at, beside[at]))
+        return Peak(given.held + kept + beside[at], at, alive)
+
+    def checkpoints(self, given: Setting, count: float) -> float:
+        """Count by the formula."""
+        return count * self._activations(given).host
+
+    def work(self, given: Setting, count: float) -> Work:
+        """Count products by the formula; weights are read three times, activations twice."""
+        each = self.gpt.flops_per_token(num_tokens=self.num_tokens, remat=self.again)
+        flops = count * self.num_tokens * each / given.sharing.model_axis
+        one = self._activations(given)
+        two_layers = 2 * one.host / self.gpt.num_layers
+        again = 1 if self.again == "full" else 0
+        moved = 2 * (one.kept + two_layers + one.host + one.logits)
+        moved += 2 * (1 + again) * self.gpt.num_layers * one.working
+        return given.work(flops, (3 + again) * given.gathered + count * moved)
+
+    def model_elements(self, given: Setting, count: float) -> float:
+        """Count by the formula."""
+        return 12 * count * self.num_tokens * self.gpt.width * self.gpt.num_layers
+
+    def _activations(self, given: Setting) -> ActivationBytes:
+        """Count those of one sequence."""
+        return self.gpt.activation_bytes(
+            1,
+            num_tokens=self.num_tokens,
+            remat=self.again,
+            model_axis=given.sharing.model_axis,
+            partitioned=given.sharing.partitions,
+            offloaded=given.sharing.offloads,
+        )
+
+
+def _buffers(given: Setting, elements: int) -> float:
+    """Count gathered weights, this part's and the next one's, and one whole gradient."""
+    part = given.gathered * min(1.0, elements / max(given.layout.num_params, 1))
+    gathered = 2 * part if any(leaf.is_gathered for leaf in given.leaves) else 0.0
+    return gathered + (part if given.layout.partitions("optimizer") else 0.0)
+
+
+class Unknown(Demand):
+    """Neither loss nor numbers: parameters and gradients are all that is counted."""
+
+    def __init__(self) -> None:
+        source = (
+            "nothing: activations and products are not counted; give loss_fn and batch, or a "
+            "transformer"
+        )
+        super().__init__("token", source, None)
+
+    def peak(self, given: Setting, count: float) -> Peak:
+        """Count parameters and gradients."""
+        return Peak(given.held, "model states alone", ())
+
+    def checkpoints(self, given: Setting, count: float) -> float:
+        """Count nothing."""
+        return 0.0
+
+    def work(self, given: Setting, count: float) -> Work:
+        """Read every weight three times, as one token would."""
+        return given.work(0.0, 3 * given.gathered)
+
+    def model_elements(self, given: Setting, count: float) -> float:
+        """Count nothing."""
+        return 0.0

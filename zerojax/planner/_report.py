@@ -15,7 +15,7 @@ from rich.text import Text
 from zerojax._types import Axes
 from zerojax.planner._devices import MODEL
 from zerojax.planner._policies import offloaded
-from zerojax.planner._time import COMPUTE, FAST, HOST, MEMORY, SLOW, StepTime
+from zerojax.planner._time import NAMES, StepTime
 from zerojax.planner.hardware import Hardware
 from zerojax.recipe import OffloadKind, Recipe, Remat
 
@@ -185,7 +185,7 @@ class Plan:
             if not any(MODEL in axes for axes in self.volume_by_axes):
                 found.append(
                     "what model parallelism moves is not known, and not counted: that takes layers "
-                    "that are scanned, a transformer, or tokens_per_device"
+                    "that are scanned, or a transformer"
                 )
         if "optimizer" in self.offload:
             found.append(
@@ -229,49 +229,42 @@ class Plan:
         return out.getvalue()
 
     def _bytes_table(self) -> Table:
-        table = Table()
-        for name in ("one device holds", "GB (1e9)", "GiB", "of its memory"):
-            table.add_column(name, justify="left" if name == "one device holds" else "right")
+        table = _table("one device holds", "GB (1e9)", "GiB", "of its memory")
         memory = self.hardware.memory
-        rows = {
-            "parameters": self.bytes.parameters,
-            "optimizer states and masters": self.bytes.optimizer,
-            "gradients": self.bytes.gradients,
-            "activations and buffers": self.bytes.activations,
-        }
-        for name, size in rows.items():
-            table.add_row(name, *_sizes(size, memory))
+
+        def add(name: str, size: int, of: int = memory, style: str = "") -> None:
+            row = f"{size / 1e9:,.3f}", f"{size / GIB:,.3f}", f"{size / of:.1%}"
+            table.add_row(name, *row, style=style)
+
+        add("parameters", self.bytes.parameters)
+        add("optimizer states and masters", self.bytes.optimizer)
+        add("gradients", self.bytes.gradients)
+        add("activations and buffers", self.bytes.activations)
         table.add_section()
-        style = "bold green" if self.fits else "bold red"
-        table.add_row("peak", *_sizes(self.bytes.total, memory), style=style)
-        table.add_row("the device", *_sizes(memory, memory))
+        add("peak", self.bytes.total, style="bold green" if self.fits else "bold red")
+        add("the device", memory)
         if self.bytes.host:
-            table.add_row("on the host", *_sizes(self.bytes.host, self.hardware.host_memory))
+            add("on the host", self.bytes.host, self.hardware.host_memory)
         return table
 
     def _time_table(self) -> Table:
-        table = Table()
-        table.add_column("a step")
-        table.add_column("ms", justify="right")
-        table.add_column("", justify="left")
-        time = self.time
-        tera = self.flops / 1e12
-        rows = {
-            COMPUTE: (
-                time.compute,
-                f"{tera:,.3g} TFLOP at {self.hardware.flops / 1e12:,.0f} TFLOP/s",
-            ),
-            MEMORY: (time.memory, f"at {self.hardware.hbm_bandwidth / 1e9:,.0f} GB/s"),
-            FAST: (time.fast, f"at {self.hardware.link_bandwidth / 1e9:,.0f} GB/s"),
-            SLOW: (time.slow, f"at {self.hardware.slow_bandwidth / 1e9:,.1f} GB/s a device"),
-            HOST: (time.host, f"at {self.hardware.host_bandwidth / 1e9:,.0f} GB/s"),
+        table = _table("a step", "ms")
+        table.add_column()
+        one = self.hardware
+        rates = {
+            "compute": f"{self.flops / 1e12:,.3g} TFLOP at {one.flops / 1e12:,.0f} TFLOP/s",
+            "memory": f"at {one.hbm_bandwidth / 1e9:,.0f} GB/s",
+            "fast": f"at {one.link_bandwidth / 1e9:,.0f} GB/s",
+            "slow": f"at {one.slow_bandwidth / 1e9:,.1f} GB/s a device",
+            "host": f"at {one.host_bandwidth / 1e9:,.0f} GB/s",
         }
-        for name, (seconds, rate) in rows.items():
-            if seconds:
-                style = "bold" if name == self.bound_by else ""
-                table.add_row(name, f"{1e3 * seconds:,.3f}", rate, style=style)
+        for part, rate in rates.items():
+            if seconds := getattr(self.time, part):
+                style = "bold" if NAMES[part] == self.bound_by else ""
+                table.add_row(NAMES[part], f"{1e3 * seconds:,.3f}", rate, style=style)
         table.add_section()
-        table.add_row("step", f"{1e3 * time.step:,.3f}", f"bound by {self.bound_by}", style="bold")
+        step = f"{1e3 * self.step_time:,.3f}"
+        table.add_row("step", step, f"bound by {self.bound_by}", style="bold")
         return table
 
     def _notes(self) -> list[str]:
@@ -295,5 +288,9 @@ class Plan:
         return f"{held}; compute-bound from {self.compute_bound_at:,.3g} on"
 
 
-def _sizes(size: int, of: int) -> tuple[str, str, str]:
-    return f"{size / 1e9:,.3f}", f"{size / GIB:,.3f}", f"{size / of:.1%}"
+def _table(name: str, *numbers: str) -> Table:
+    table = Table()
+    table.add_column(name)
+    for number in numbers:
+        table.add_column(number, justify="right")
+    return table

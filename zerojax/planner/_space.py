@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-import optax
-
 from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Rule
-from zerojax.planner._workload import Workload
+from zerojax.planner._workload import Model
 from zerojax.planner.hardware import Hardware
 from zerojax.recipe import OffloadPolicy, Recipe, Remat, RematPolicy, as_remat
 
@@ -68,18 +66,11 @@ class Space:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchRequest:
-    """What a search was asked; the fields are arguments of `search_plans`.
+    """What a search was asked, as `search_plans` takes it; `memory_limit` is bytes per device."""
 
-    Attributes:
-        recipe: with a recipe's default in the place of None.
-        memory_limit: bytes per device.
-    """
-
-    params: PyTree | float
-    tx: optax.GradientTransformation
+    model: Model
     num_devices: int
     hardware: Hardware
     recipe: Recipe
-    workload: Workload
     memory_limit: float
     space: Space

@@ -20,8 +20,14 @@ from zerojax.planner.formulas import Theory
 from zerojax.planner.hardware import Collective, Network, Seconds
 from zerojax.planner.traced import Work
 
-COMPUTE, MEMORY = "compute", "memory bandwidth"
-FAST, SLOW, HOST = "fast links", "slow links", "host link"
+#: What a step waits for, in words, by the fields of `StepTime`.
+NAMES = {
+    "compute": "compute",
+    "memory": "memory bandwidth",
+    "fast": "fast links",
+    "slow": "slow links",
+    "host": "host link",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,23 +71,18 @@ def step_time(
             all there, and the next step needs the parameters that come back.
         overlap: the share of the shorter that is hidden behind the longer.
     """
-    compute = work.flops_seconds
-    memory = work.hbm_seconds + update
     busy = work.seconds + update
-    parts = {COMPUTE: compute, MEMORY: memory, FAST: links.fast, SLOW: links.slow, HOST: host}
+    times = {
+        "compute": work.flops_seconds,
+        "memory": work.hbm_seconds + update,
+        "fast": links.fast,
+        "slow": links.slow,
+        "host": host,
+    }
     moving = _beside(links.fast, links.slow, overlap)
     step = _beside(_beside(busy, moving, overlap), host - waiting, overlap) + waiting
-    return StepTime(
-        compute=compute,
-        memory=memory,
-        busy=busy,
-        fast=links.fast,
-        slow=links.slow,
-        host=host,
-        waiting=waiting,
-        step=step,
-        bound_by=max(parts, key=lambda name: parts[name]),
-    )
+    bound_by = NAMES[max(times, key=lambda part: times[part])]
+    return StepTime(**times, busy=busy, waiting=waiting, step=step, bound_by=bound_by)
 
 
 def _beside(one: float, other: float, overlap: float) -> float:
@@ -89,38 +90,30 @@ def _beside(one: float, other: float, overlap: float) -> float:
 
 
 def link_seconds(
-    theory: Theory,
-    network: Network,
-    *,
-    gathered: float,
-    reduced: float,
-    model: tuple[str, float] | None = None,
+    theory: Theory, network: Network, widths: tuple[float, float], model: Mapping[Axes, float]
 ) -> Seconds:
     """Add up the time of a step's collectives.
 
     Args:
         theory: elements by axes, as a device moves them.
         network: the links.
-        gathered: bytes of a parameter's element.
-        reduced: bytes of a gradient's element.
-        model: the axis of model parallelism and the bytes that a device moves along it.
+        widths: bytes of a parameter's element that is gathered, and of a gradient's.
+        model: the bytes that a device moves along the axis of model parallelism.
     """
-
-    def total(parts: Mapping[Axes, float], width: float, op: Collective) -> Seconds:
-        seconds = Seconds()
-        for axes, elements in parts.items():
+    gathered, reduced = widths
+    parts: tuple[tuple[Mapping[Axes, float], float, Collective], ...] = (
+        (theory.gathered, gathered, "all-gather"),
+        (theory.scattered, reduced, "reduce-scatter"),
+        (theory.summed, reduced, "all-reduce"),
+        (model, 1.0, "all-reduce"),
+    )
+    seconds = Seconds()
+    for moved, width, op in parts:
+        times = 2 if op == "all-reduce" else 1  # an all-reduce moves everything twice
+        for axes, elements in moved.items():
             size = math.prod(network.axes[name] for name in axes)
-            times = 2 if op == "all-reduce" else 1  # an all-reduce moves everything twice
             whole = elements * width * size / (size - 1) / times  # undo (n - 1) / n
             seconds += network.seconds(axes, whole, op)
-        return seconds
-
-    seconds = total(theory.gathered, gathered, "all-gather")
-    seconds += total(theory.scattered, reduced, "reduce-scatter")
-    seconds += total(theory.summed, reduced, "all-reduce")
-    if model is not None:
-        axis, moved = model
-        seconds += total({(axis,): moved}, 1.0, "all-reduce")
     return seconds
 
 
@@ -130,9 +123,8 @@ def compute_bound_count(few: StepTime, many: StepTime, counts: tuple[float, floa
     Every part of a step is a line in the count.
 
     Args:
-        few: the time of a step of microbatches of `counts[0]`.
-        many: of `counts[1]`.
-        counts: two counts.
+        few, many: the times of a step for two counts of units in a microbatch.
+        counts: the two.
     """
     width = counts[1] - counts[0]
 

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._tree import num_bytes
 from zerojax._types import LossFn, PyTree
 from zerojax.planner._arguments import as_count, as_given
-from zerojax.planner._demand import Demand, TracedLoss
-from zerojax.planner._described import DescribedGpt, Matrices, Unknown
+from zerojax.planner._demand import Demand, DescribedGpt, TracedLoss, Unknown
 from zerojax.planner._devices import Devices
 from zerojax.planner._policies import remat_of
 from zerojax.planner.formulas import Transformer
@@ -26,15 +24,16 @@ class Workload:
     """Describe what a device computes, by the best source there is; a plan names the one it used.
 
     `loss_fn` and `batch` are traced. A `transformer`, and the GPT that a bare number of parameters
-    implies, go by Megatron-LM's formulas; shapes and `tokens_per_device` by what matrices keep;
-    shapes alone by nothing: activations and products are not counted then.
+    implies, go by Megatron-LM's formulas. Without any of them activations and products are not
+    counted.
 
     Attributes:
         loss_fn: `loss_fn(params, batch)`.
         batch: arrays or shapes of the global batch: all devices and microbatches together.
         has_aux: whether `loss_fn` returns more than the loss, as for `make_train_step`.
         transformer: the model by its numbers, in the place of `loss_fn`.
-        tokens_per_device: tokens of a device's microbatch, where there is no `loss_fn`.
+        tokens_per_device: tokens of a device's microbatch, where there is a transformer; None is
+            one sequence of its context.
 
     Raises:
         ValueError: a loss without a batch, or two sources at once.
@@ -59,12 +58,6 @@ class Workload:
             )
 
 
-def as_workload(workload: Workload | None) -> Workload:
-    """Return the workload, or the default for None; refuse anything else."""
-    example = "zerojax.Workload(loss_fn=loss_fn, batch=batch)"
-    return as_given(Workload, workload, example, Workload())
-
-
 @dataclasses.dataclass(frozen=True)
 class Model:
     """What is planned.
@@ -73,13 +66,13 @@ class Model:
         params: shapes; a bare vector where their number is all that is known.
         tx: the optimizer.
         workload: what a device computes.
-        implied: whether the transformer is one that the number of parameters implies.
+        is_implied: whether the transformer is one that the number of parameters implies.
     """
 
     params: PyTree
     tx: optax.GradientTransformation
     workload: Workload
-    implied: bool = False
+    is_implied: bool = False
 
 
 def read_model(
@@ -91,20 +84,26 @@ def read_model(
     """Read parameters, or their number, which implies a GPT and, by default, mixed precision.
 
     Raises:
-        ValueError: the number is no count, or there are no parameters.
+        ValueError: the number is no count, there are no parameters, or tokens are counted of
+            shapes alone.
+        TypeError: the workload or the recipe is something else.
     """
-    load = as_workload(workload)
+    example = "zerojax.Workload(loss_fn=loss_fn, batch=batch)"
+    load = as_given(Workload, workload, example, Workload())
     if isinstance(params, numbers.Number):
         count = as_count("params", params)
-        shape = jax.ShapeDtypeStruct((count,), jnp.float32)
-        implied = load.transformer is None
-        if implied:
+        is_implied = load.transformer is None
+        if is_implied:
             load = dataclasses.replace(load, transformer=Transformer.of(count))
-        return Model(shape, tx, load, implied), as_recipe(
-            Recipe(precision="bf16") if recipe is None else recipe
-        )
+        model = Model(jax.ShapeDtypeStruct((count,), jnp.float32), tx, load, is_implied)
+        return model, as_recipe(Recipe(precision="bf16") if recipe is None else recipe)
     if not jax.tree.leaves(params):
         raise ValueError("params hold no leaves; give a pytree of arrays or shapes, or a number")
+    if load.tokens_per_device is not None and load.transformer is None:
+        raise ValueError(
+            "tokens_per_device counts tokens of a transformer, and shapes don't say which it is: "
+            "give Workload(transformer=...) too, or loss_fn and batch"
+        )
     return Model(params, tx, load), as_recipe(recipe)
 
 
@@ -138,21 +137,10 @@ def find_demand(model: Model, devices: Devices, recipe: Recipe) -> tuple[Demand,
             f"RematPolicy(keep={remat.keep}) names values of a loss: give Workload(loss_fn=, "
             "batch=) to plan it"
         )
-    recomputed = None if remat is None else remat.recompute
-    tokens = load.tokens_per_device
-    if load.transformer is not None:
-        gpt = load.transformer
-        tokens = as_count("tokens_per_device", gpt.context if tokens is None else tokens)
-        length = min(tokens, gpt.context)
-        return DescribedGpt(gpt, recomputed or "full", length, model.implied), tokens / length
-    if tokens is None:
+    gpt, tokens = load.transformer, load.tokens_per_device
+    if gpt is None:
         return Unknown(), 1.0
-    tokens = as_count("tokens_per_device", tokens)
-    if recomputed == "dots":
-        raise ValueError(
-            "remat='dots' needs to know which products follow each other: give loss_fn and "
-            "batch, or a transformer; shapes and tokens tell 'none' from 'full'"
-        )
-    leaf = jax.tree.leaves(model.params)[0]
-    item = num_bytes((), recipe.precision.params or leaf.dtype)
-    return Matrices(recomputes=recomputed != "none", item_bytes=item), tokens
+    tokens = as_count("tokens_per_device", gpt.context if tokens is None else tokens)
+    length = min(tokens, gpt.context)
+    recomputed = "full" if remat is None else remat.recompute
+    return DescribedGpt(gpt, recomputed, length, model.is_implied), tokens / length

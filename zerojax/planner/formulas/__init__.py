@@ -6,19 +6,15 @@ from zerojax.planner.formulas._configurations import (
     find_configuration,
 )
 from zerojax.planner.formulas._largest import PAPER_USABLE, max_params, max_transformer
-from zerojax.planner.formulas._states import (
-    model_state_bytes,
-    offload_traffic_bytes,
-    ring_share,
-    step_volume,
-)
+from zerojax.planner.formulas._states import BytesPerParam, model_state_bytes
 from zerojax.planner.formulas._transformer import ActivationBytes, Transformer
-from zerojax.planner.formulas._volume import Theory, theory_of
+from zerojax.planner.formulas._volume import Theory, ring_share, theory_of
 
 __all__ = [
     "CONFIGURATIONS",
     "PAPER_USABLE",
     "ActivationBytes",
+    "BytesPerParam",
     "Configuration",
     "Theory",
     "Transformer",
@@ -26,8 +22,6 @@ __all__ = [
     "max_params",
     "max_transformer",
     "model_state_bytes",
-    "offload_traffic_bytes",
     "ring_share",
-    "step_volume",
     "theory_of",
 ]

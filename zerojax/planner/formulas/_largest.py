@@ -5,12 +5,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable
 
 from zerojax.planner._arguments import as_amount, as_count
 from zerojax.planner.formulas._configurations import Configuration, find_configuration
-from zerojax.planner.formulas._states import ADAM_BYTES, model_state_bytes
-from zerojax.planner.formulas._transformer import FAMILY, Transformer
+from zerojax.planner.formulas._states import MIXED_ADAM, BytesPerParam, model_state_bytes
+from zerojax.planner.formulas._transformer import Transformer
 from zerojax.planner.hardware import Hardware, find_hardware
 
 #: What the paper's own runs reached of the memory that its formulas fill: at stage 1, measured over
@@ -20,26 +19,13 @@ PAPER_USABLE = 0.82
 _MANY_LAYERS = 2**40
 
 
-def memory_bytes(memory: float | str | Hardware) -> float:
-    """Return the bytes of one device: those given, or those of hardware or its name.
-
-    Raises:
-        ValueError: bytes that are not above 0, or hardware that is unknown.
-    """
-    if isinstance(memory, str | Hardware):
-        return float(find_hardware(memory).memory)
-    return as_amount("memory", memory, above_zero=True)
-
-
 def max_params(
     memory: float | str | Hardware,
     *,
     stage: int,
     num_shards: int,
     model_axis: int = 1,
-    optimizer_bytes_per_param: float = ADAM_BYTES,
-    param_bytes: float = 2,
-    grad_bytes: float = 2,
+    bytes_per_param: BytesPerParam = MIXED_ADAM,
 ) -> int:
     """Return the most parameters whose model states fit, activations left out.
 
@@ -49,25 +35,15 @@ def max_params(
 
     Args:
         memory: bytes of one device, or hardware, or its name.
-        stage: 0 to 3.
-        num_shards: N; devices are N times the model axis.
+        stage, num_shards, bytes_per_param: as for `model_state_bytes`.
         model_axis: devices over which model parallelism cuts every parameter.
-        optimizer_bytes_per_param: K.
-        param_bytes: bytes of a parameter that the loss reads.
-        grad_bytes: bytes of a gradient.
 
     Raises:
-        ValueError: a count is not whole and positive, or not one parameter fits.
+        ValueError: as `model_state_bytes` does, or not one parameter fits.
     """
-    limit = memory_bytes(memory)
-    each = model_state_bytes(
-        1,
-        stage=stage,
-        num_shards=num_shards,
-        optimizer_bytes_per_param=optimizer_bytes_per_param,
-        param_bytes=param_bytes,
-        grad_bytes=grad_bytes,
-    ) / as_count("model_axis", model_axis)
+    limit, _ = _room(memory)
+    one = model_state_bytes(1, stage=stage, num_shards=num_shards, bytes_per_param=bytes_per_param)
+    each = one / as_count("model_axis", model_axis)
     if limit < each:
         raise ValueError(f"{limit:g} bytes hold no parameter; one takes {each:g}")
     return int(limit / each)
@@ -77,43 +53,39 @@ def max_transformer(
     memory: float | str | Hardware,
     configuration: str | Configuration,
     *,
+    like: Transformer,
     num_shards: int,
     batch: int,
     model_axis: int = 1,
-    num_tokens: int | None = None,
-    like: Transformer | None = None,
-    bytes_per_param: tuple[float, float, float] = (2, 2, ADAM_BYTES),
+    bytes_per_param: BytesPerParam = MIXED_ADAM,
 ) -> Transformer:
-    """Return the largest GPT that fits with the activations of a fixed batch.
+    """Return the GPT of the most layers that fits with the activations of a fixed batch.
 
     Each layer is computed again from its input, as in the paper. Source: arXiv 1910.02054, figure 6
-    (V100 32 GB, a model axis of 16).
+    (V100 32 GB, a width of 8192, a model axis of 16).
 
     Args:
         memory: bytes of one device, or hardware, or its name; for hardware, offloaded checkpoints
             have to fit in its host's memory.
         configuration: C1 to C5, or one of your own.
+        like: the GPT; its number of layers is what changes.
         num_shards: N; devices are N times the model axis.
         batch: sequences in the microbatch of a device, or of its group along the model axis.
         model_axis: devices over which model parallelism cuts every parameter.
-        num_tokens: tokens in a sequence; None is the context.
-        like: a GPT whose number of layers is the only thing to change, as the paper varies it at
-            a width of 8192; None looks among all that `Transformer.of` gives.
-        bytes_per_param: bytes of a parameter, of its gradient, and K.
+        bytes_per_param: as for `model_state_bytes`.
 
     Raises:
         ValueError: a count is not whole and positive, hardware or configuration is unknown, or
-            the smallest of these GPTs does not fit; the message says what it takes.
+            not one layer fits; the message says what it takes.
     """
-    limit, host_limit = memory_bytes(memory), _host_bytes(memory)
+    limit, host_limit = _room(memory)
     choice = find_configuration(configuration)
     model_axis = as_count("model_axis", model_axis)
-    of_param, of_gradient, of_optimizer = bytes_per_param
 
-    def taken(model: Transformer) -> tuple[float, float]:  # on the device, on the host
+    def taken(num_layers: int) -> tuple[float, float]:  # on the device, on the host
+        model = dataclasses.replace(like, num_layers=num_layers)
         activations = model.activation_bytes(
             batch,
-            num_tokens=num_tokens,
             model_axis=model_axis,
             partitioned=choice.partitioned_checkpoints,
             offloaded=choice.offloaded_checkpoints,
@@ -122,67 +94,30 @@ def max_transformer(
             model.num_params,
             stage=choice.stage,
             num_shards=num_shards,
-            optimizer_bytes_per_param=of_optimizer,
-            param_bytes=of_param,
-            grad_bytes=of_gradient,
+            bytes_per_param=bytes_per_param,
         )
         return states / model_axis + activations.total, activations.host
 
-    def fits(model: Transformer) -> bool:
-        device, host = taken(model)
-        return device <= limit and host <= host_limit
+    def is_too_large(num_layers: int) -> bool:
+        device, host = taken(num_layers)
+        return device > limit or host > host_limit
 
-    ranges = _family_ranges() if like is None else [(like, 1, None)]
-    for member, least, most in ranges:
-        layers = _most_layers(member, most, fits)
-        if layers >= least:
-            return dataclasses.replace(member, num_layers=layers)
-    smallest = dataclasses.replace(ranges[-1][0], num_layers=1)
-    raise ValueError(_shortage(smallest, *taken(smallest), limit, host_limit))
-
-
-def _shortage(
-    smallest: Transformer, device: float, host: float, limit: float, host_limit: float
-) -> str:
-    where, room, taken = "of the device's", limit, device
+    layers = bisect.bisect_left(range(1, _MANY_LAYERS), True, key=is_too_large)
+    if layers:
+        return dataclasses.replace(like, num_layers=layers)
+    device, host = taken(1)
+    where, room, needed = ("device", limit, device)
     if device <= limit:
-        where, room, taken = "of the host's", host_limit, host
-    return (
-        f"no GPT fits in {room:g} {where} bytes: the smallest, of {smallest.num_params:,} "
-        f"parameters, takes {math.ceil(taken):,}; give more memory or shards, or a smaller batch"
+        where, room, needed = ("host", host_limit, host)
+    raise ValueError(
+        f"no GPT of width {like.width} fits in {room:g} of the {where}'s bytes: one layer takes "
+        f"{math.ceil(needed):,}; give more memory or shards, or a smaller batch"
     )
 
 
-def _host_bytes(memory: float | str | Hardware) -> float:
+def _room(memory: float | str | Hardware) -> tuple[float, float]:
+    """Return the bytes of a device and of its host, for which bytes alone set no limit."""
     if isinstance(memory, str | Hardware):
-        return float(find_hardware(memory).host_memory)
-    return math.inf
-
-
-def _family_ranges() -> list[tuple[Transformer, int, int | None]]:
-    """List each width's GPT with the fewest and most layers that FAMILY has it at; widest first."""
-    ranges: list[tuple[Transformer, int, int | None]] = []
-    below = 0.0
-    for i, member in enumerate(FAMILY):
-        wider = FAMILY[i + 1] if i + 1 < len(FAMILY) else None
-        if wider is not None and wider.width == member.width:
-            continue
-        most = None
-        end = math.inf
-        if wider is not None:  # halfway between the two, by ratio, as Transformer.of decides
-            end = math.sqrt(member.num_params * wider.num_params)
-            most = math.floor((end - member.end_params) / member.layer_params)
-        least = max(1, math.ceil((below - member.end_params) / member.layer_params))
-        ranges.append((member, least, most))
-        below = end
-    return ranges[::-1]
-
-
-def _most_layers(member: Transformer, most: int | None, fits: Callable[[Transformer], bool]) -> int:
-    """Find the most layers that fit, at most `most`; 0 where one does not fit."""
-
-    def is_too_large(layers: int) -> bool:
-        return not fits(dataclasses.replace(member, num_layers=layers))
-
-    counts = range(1, 1 + (_MANY_LAYERS if most is None else most))
-    return bisect.bisect_left(counts, True, key=is_too_large)
+        one = find_hardware(memory)
+        return float(one.memory), float(one.host_memory)
+    return as_amount("memory", memory, above_zero=True), math.inf

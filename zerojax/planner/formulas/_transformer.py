@@ -203,9 +203,10 @@ def _bytes_gpt(num_layers: int, width: int, num_heads: int) -> Transformer:
     )
 
 
-#: Sizes that were trained, from which `Transformer.of` reads how wide a GPT of a given size is:
-#: small ones of bytes, GPT-2, ZeRO's figure 2 and table 4 (whose 4096 for 40B and 60B is a slip for
-#: 6144: 12 L h^2), and ZeRO-Infinity's table 1 with heads that divide the width.
+#: Sizes that were trained, from which `Transformer.of` reads how wide a GPT of a given size is; of
+#: each width the fewest and the most layers. Small ones of bytes, GPT-2, ZeRO's figure 2 and its
+#: table 4 (whose 4096 for 40B and 60B is a slip for 6144: 12 L h^2), and ZeRO-Infinity's table 1
+#: with heads that divide the width.
 FAMILY: tuple[Transformer, ...] = (
     _bytes_gpt(1, 32, 2),
     _bytes_gpt(2, 64, 2),
@@ -221,9 +222,6 @@ FAMILY: tuple[Transformer, ...] = (
     Transformer(num_layers=88, width=6144, num_heads=32),
     Transformer(num_layers=132, width=6144, num_heads=32),
     Transformer(num_layers=100, width=8192, num_heads=64),
-    Transformer(num_layers=125, width=8192, num_heads=64),
-    Transformer(num_layers=150, width=8192, num_heads=64),
-    Transformer(num_layers=175, width=8192, num_heads=64),
     Transformer(num_layers=212, width=8192, num_heads=64),
     Transformer(num_layers=124, width=18432, num_heads=144),
     Transformer(num_layers=128, width=25600, num_heads=160),

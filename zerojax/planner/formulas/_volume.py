@@ -17,8 +17,12 @@ from dataclasses import dataclass
 
 from zerojax._types import Axes
 from zerojax.layout import Layout, LeafLayout
-from zerojax.planner.formulas._states import moved_per_param, ring_share
 from zerojax.recipe import Recipe
+
+
+def ring_share(num_parts: int) -> float:
+    """Return (n-1)/n: what a device moves of a tensor that a ring gathers or reduce-scatters."""
+    return (num_parts - 1) / num_parts
 
 
 @dataclass(frozen=True)
@@ -104,5 +108,8 @@ def theory_of(
             add(summed, cut, 2 * reductions * stored)
         if rest:
             add(summed, rest, 2 * reductions * stored / layout.num_parts(cut))
-    paper = moved_per_param(kinds) * local * ring(layout.axis if kinds else layout.batch_axes)
+    # Gradients are reduced once; parameters are gathered once, or, where they are partitioned, for
+    # the forward and for the backward pass. With nothing partitioned both are an all-reduce.
+    moved = 3 if "parameter" in kinds else 2
+    paper = moved * local * ring(layout.axis if kinds else layout.batch_axes)
     return Theory(gathered, scattered, summed, paper, gathers, reductions)

@@ -49,7 +49,7 @@ class Trace:
             raise ValueError(
                 f"the loss can't be planned, which takes the same operations for {sizes[0]} "
                 f"examples as for {sizes[1]}, on arrays twice as large: {error}; give "
-                "Workload(tokens_per_device=...) instead of loss_fn, or write the loss so"
+                "Workload(transformer=, tokens_per_device=) instead, or write the loss so"
             ) from None
 
     @cached_property

@@ -1,0 +1,279 @@
+"""The setting of a step: model states on a mesh that has sizes and no devices, and its recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from zerojax._tree import as_shapes, floating_dtype, num_bytes
+from zerojax._types import PyTree
+from zerojax.layout import LANES, Description, Layout, LeafLayout, make_layout
+from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
+from zerojax.planner._policies import hosts_states, offloaded, remat_of
+from zerojax.planner.formulas import Theory, theory_of
+from zerojax.planner.hardware import Hardware, Network
+from zerojax.planner.traced import HeldLeaf, Sharing, Work
+from zerojax.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setting:
+    """What the figures of a plan depend on, besides activations and products.
+
+    Attributes:
+        devices: how devices are shared out.
+        network: the links of the mesh, and the hardware.
+        layout: the placement of parameters.
+        states: what model states take on one device.
+        leaves: what each parameter takes while a gradient is computed.
+        recipe: how the step is computed; `dataclasses.replace` changes all but its precision.
+    """
+
+    devices: Devices
+    network: Network
+    layout: Layout
+    states: Description
+    leaves: tuple[HeldLeaf, ...]
+    recipe: Recipe
+
+    @property
+    def hardware(self) -> Hardware:
+        """The device."""
+        return self.network.hardware
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """What the model axis and the host keep of activations."""
+        remat = remat_of(self.recipe)
+        return Sharing(
+            model_axis=self.devices.model_axis,
+            partitions=remat is not None and remat.partition is not None,
+            offloads="activation" in offloaded(self.recipe),
+        )
+
+    @property
+    def frees(self) -> bool:
+        """Whether a parameter's buffer is free after its last use: it comes back from a master."""
+        return self.recipe.precision.master is not None and self.recipe.accumulate == 1
+
+    @property
+    def held(self) -> float:
+        """The bytes of parameters and reduced gradients."""
+        return sum(leaf.held + leaf.gradient for leaf in self.leaves)
+
+    @property
+    def gathered(self) -> float:
+        """The bytes of parameters, made whole."""
+        return sum(leaf.gathered for leaf in self.leaves)
+
+    def work(self, flops: float, hbm_bytes: float) -> Work:
+        """Return the work of so many operations and so much traffic with the device's memory."""
+        one = self.hardware
+        return Work.of(flops, hbm_bytes, rate=one.flops, bandwidth=one.hbm_bandwidth)
+
+    @cached_property
+    def theory(self) -> Theory:
+        """What the stage has to move."""
+        return theory_of(
+            self.layout, self.recipe, scatters=lambda leaf: _scatters(leaf, self.network)
+        )
+
+    @property
+    def item_bytes(self) -> tuple[float, float]:
+        """The bytes of a parameter's element that is gathered, and of a gradient's."""
+        dtypes = (jnp.dtype(leaf.dtype) for leaf in self.layout.leaves)
+        width = max(dtypes, key=lambda dtype: dtype.itemsize)
+        precision = self.recipe.precision
+        low = jnp.dtype(floating_dtype(width, precision.params))
+        once = self.theory.reductions == 1 and self.recipe.accumulate > 1
+        summed = precision.reduce or (precision.master if once else None)
+        high = jnp.dtype(floating_dtype(low, summed))
+        return low.itemsize, high.itemsize
+
+    @cached_property
+    def hosted(self) -> int:
+        """The bytes of optimizer states and masters that live on the host."""
+        return self._optimizer if hosts_states(self.recipe) else 0
+
+    @property
+    def optimizer(self) -> int:
+        """The bytes of those that live on the device."""
+        return self._optimizer - self.hosted
+
+    @property
+    def _optimizer(self) -> int:
+        return self.states.bytes["masters"] + self.states.bytes["optimizer"]
+
+    @property
+    def visits(self) -> bool:
+        """Whether states come from the host to the device for their update, leaf by leaf."""
+        offload = self.recipe.offload
+        return self.hosted > 0 and offload is not None and offload.update == "device"
+
+    @property
+    def update_bytes(self) -> float:
+        """The optimizer's traffic with the device's memory: states are read and written."""
+        gradients = sum(leaf.gradient for leaf in self.leaves)
+        states = self.optimizer + (self.hosted if self.visits else 0)
+        return 2 * states + gradients + self.states.bytes["parameters"]
+
+    @property
+    def update_traffic(self) -> float:
+        """The bytes between device and host for the update.
+
+        Two bytes of every gradient go there and two of every parameter come back, the least of all
+        ways to cut Adam between the two (ZeRO-Offload, arXiv 2101.06840, section 3); or states come
+        here and go back.
+        """
+        if not self.hosted:
+            return 0.0
+        if self.visits:
+            return 2.0 * self.hosted
+        moved = 4 * self.layout.num_params / self.devices.model_axis
+        return moved / (self.devices.num_shards if self.layout.partitions("optimizer") else 1)
+
+    @property
+    def update_peak(self) -> float:
+        """The bytes beside optimizer states while they are updated.
+
+        The update reads every gradient, those of parameters that the loss leaves out too.
+        """
+        held = max(sum(leaf.held for leaf in self.leaves), sum(x.gradient for x in self.leaves))
+        if not self.visits:
+            return held
+        kinds = ("optimizer", "masters")
+        return held + max(sum(row.bytes.get(x, 0) for x in kinds) for row in self.states.rows)
+
+    @property
+    def sums(self) -> int:
+        """The bytes of the running sum of gradients over microbatches.
+
+        Where devices are summed once a step, it is whole on each.
+        """
+        if self.recipe.accumulate == 1:
+            return 0
+        once = self.theory.reductions == 1
+
+        def held(leaf: LeafLayout) -> int:
+            wanted = self.recipe.accumulator or self.recipe.precision.params
+            dtype = floating_dtype(leaf.dtype, wanted)
+            if once:
+                return leaf.whole_bytes(dtype)
+            return leaf.bytes_per_device("optimizer", dtype=dtype)
+
+        return sum(map(held, self.layout.leaves))
+
+
+def place(
+    params: PyTree,
+    tx: Any,
+    hardware: Hardware,
+    devices: Devices,
+    placement: Placement,
+    recipe: Recipe,
+    stage: int,
+) -> Setting:
+    """Place model states.
+
+    Args:
+        params: arrays or shapes; a bare vector stands for a model of which the number of
+            parameters is all that is known.
+        tx: the optimizer.
+        hardware: the device.
+        devices: how devices are shared out.
+        placement: how parameters lie on them.
+        recipe: how the step is computed.
+        stage: 0 to 3.
+
+    Raises:
+        ValueError: the model axis does not divide a bare number of parameters.
+    """
+    axes = devices.axes
+    specs = placement.specs
+    if specs is None and devices.model_axis > 1:
+        specs = _specs(as_shapes(params), devices.model_axis)
+    layout = make_layout(
+        params,
+        AbstractMesh(tuple(axes.values()), tuple(axes)),
+        stage=stage,
+        axis=DATA,
+        batch_axes=tuple(name for name in (REPLICA, DATA) if name in axes),
+        specs=specs,
+        rules=placement.rules,
+        min_size=placement.min_size,
+    )
+    states, leaves = layout.describe(tx, recipe), _held_leaves(layout, recipe)
+    return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe)
+
+
+def _specs(params: PyTree, parts: int) -> PyTree:
+    if (number := bare_number(params)) is None:
+        return jax.tree.map(lambda x: _cut(x.shape, parts), params)
+    if number % parts:
+        raise ValueError(
+            f"model_axis={parts} does not divide {number:,} parameters; give a number that it "
+            "divides, or the parameters as shapes"
+        )
+    return P(MODEL)
+
+
+def bare_number(params: PyTree) -> int | None:
+    """Return the number that a bare vector stands for; None where there are shapes."""
+    shape = getattr(params, "shape", ())
+    return shape[0] if len(shape) == 1 else None
+
+
+def _cut(shape: tuple[int, ...], parts: int) -> P:
+    """Cut the largest of a matrix's last two dims that divides; a vector stays whole."""
+    dims = [d for d in range(max(0, len(shape) - 2), len(shape)) if shape[d] % parts == 0]
+    if len(shape) < 2 or not dims:
+        return P()
+    wanted = max(dims, key=lambda d: shape[d])
+    return P(*(MODEL if d == wanted else None for d in range(len(shape))))
+
+
+def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
+    """Return what each parameter takes on a device while a gradient is computed.
+
+    Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the
+    optimizer reads no more of them.
+    """
+    precision = recipe.precision
+    gathers = layout.partitions("parameter")
+
+    def leaf(number: int, placed: Any) -> HeldLeaf:
+        dtype = floating_dtype(placed.dtype, precision.params)
+        reduced = dtype if precision.reduce is None else floating_dtype(dtype, precision.reduce)
+        shape = placed.stored_shape if gathers else placed.shape
+        return HeldLeaf(
+            number=number,
+            held=placed.bytes_per_device("parameter", dtype=dtype),
+            gathered=num_bytes(layout.local_shape(placed, shape), dtype),
+            gradient=placed.bytes_per_device("optimizer", dtype=reduced),
+            is_gathered=gathers and placed.dim is not None,
+            parts=placed.own_parts,
+        )
+
+    return tuple(leaf(number, placed) for number, placed in enumerate(layout.leaves))
+
+
+def _scatters(leaf: LeafLayout, network: Network) -> bool:
+    """Return whether a gradient is reduce-scattered on this hardware.
+
+    XLA all-reduces on a CPU. On a torus that needs phases, libtpu scatters columns in whole tiles
+    only (see `layout.Phases.reduces`), and else it all-reduces.
+    """
+    if network.hardware.platform == "cpu":
+        return False
+    if leaf.dim is None or not network.torus:
+        return True
+    phases = network.phases((DATA,), "reduce-scatter")
+    if len(phases) < 2 or leaf.dim != len(leaf.shape) - 1 or len(leaf.shape) < 2:
+        return True
+    return leaf.stored_shape[leaf.dim] % (phases[0].num_devices * LANES) == 0
