@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from zerojax.checkpoint import (
     restore,
     save,
 )
+from zerojax.train import TrainState
 
 MIXED = Precision(params=jnp.bfloat16, master=jnp.float32)
 
@@ -186,6 +189,34 @@ def test_large_files_are_read_in_several_places_at_once(tmp_path, monkeypatch):
         assert _digests.wrong_contents(tmp_path, written) != []
     path.write_bytes(np.roll(data[:2000], 1000).tobytes() + data[2000:].tobytes())
     assert _digests.wrong_contents(tmp_path, written) != []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained(TrainState):
+    """A train state with further fields."""
+
+    noise: Any = None
+    statistics: Any = None
+
+
+jax.tree_util.register_dataclass(
+    Trained, [x.name for x in dataclasses.fields(Trained) if x.name != "padded"], ["padded"]
+)
+
+
+def test_fields_that_nobody_knows_come_back_and_are_not_taken_for_padded(tmp_path):
+    """`statistics/prime` is called like a parameter, and has the shape of its padded form."""
+    layout, state, _, _ = trained(2)
+    held = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    rows = jax.device_put(jnp.ones((1016, 7)), layout.sharding(P("data")))
+    statistics = {"prime": rows, "count": jnp.ones(3)}
+    more = Trained(**held, noise=jax.random.key(3), statistics=statistics)
+    save(tmp_path, more, layout)
+    other, _, _, _ = trained(3, num_devices=4, num_steps=0)
+    back = restore(tmp_path, other, {"statistics": statistics, "noise": more.noise}, partial=True)
+    assert_same_bits(back["statistics"], statistics)
+    assert (jax.random.key_data(back["noise"]) == jax.random.key_data(more.noise)).all()
+    assert_same_bits(restore(tmp_path, layout, more).opt_state, state.opt_state)
 
 
 def test_what_was_just_saved_is_never_removed(tmp_path):

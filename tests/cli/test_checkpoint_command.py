@@ -67,7 +67,7 @@ def test_inspect_needs_neither_devices_nor_the_model(saved):
     for said in (
         "step      6,",
         "stage 3 over data; mesh data=8",
-        "bfloat16 params, float32 masters",
+        "bfloat16",
         "ScaleByAdamState > EmptyState > EmptyState",
         '{"next_index": 6}',
         "opt_state/0/mu ",

@@ -20,39 +20,30 @@ from zerojax.checkpoint._paths import local_path
 BLOCK_BYTES = 64 << 20
 
 
-class SavedArrays:
-    """The arrays of a checkpoint, logical and in NumPy; nothing is kept of what was read.
+def read_blocks(root: Path, manifest: Manifest, path: str) -> Iterator[np.ndarray]:
+    """Read a logical leaf as consecutive blocks of rows, [rows, *shape[1:]]; nothing is kept.
 
-    Args:
-        root: the checkpoint's folder.
-        manifest: its manifest.
+    A block has one row at least, however large.
     """
+    leaf = manifest.leaves[path]
+    if not math.prod(leaf.shape):
+        yield np.zeros(leaf.shape, np.uint32 if leaf.is_key else jnp.dtype(leaf.dtype))
+        return
+    with extra("checkpoint", "reading a checkpoint"):
+        import tensorstore
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
-        with extra("checkpoint", "reading a checkpoint"):
-            import tensorstore
-
-        self._folder = root / ARRAYS
-        self._manifest = manifest
-        # Without a limit of its own each array that was open would keep what was read of it.
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-
-    def blocks(self, path: str) -> Iterator[np.ndarray]:
-        """Read a leaf as consecutive blocks of rows, [rows, *shape[1:]]; a row may be larger."""
-        leaf = self._manifest.leaves[path]
-        if not math.prod(leaf.shape):
-            yield np.zeros(leaf.shape, np.uint32 if leaf.is_key else jnp.dtype(leaf.dtype))
-            return
-        store = open_array(self._folder, leaf.same_as or path, self._context).result()
-        store = store[tuple(slice(0, size) for size in leaf.shape)]  # padding stays away
-        if not store.shape:
-            yield np.asarray(store.read().result())
-            return
-        row = math.prod(store.shape[1:]) * store.dtype.numpy_dtype.itemsize
-        rows = max(1, BLOCK_BYTES // row)
-        for start in range(0, store.shape[0], rows):
-            stop = min(start + rows, store.shape[0])
-            yield np.asarray(store[start:stop].read().result())
+    # Without a limit of its own each array that was open would keep what was read of it.
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+    store = open_array(root / ARRAYS, leaf.same_as or path, context).result()
+    store = store[tuple(slice(0, size) for size in leaf.shape)]  # padding stays away
+    if not store.shape:
+        yield np.asarray(store.read().result())
+        return
+    row = math.prod(store.shape[1:]) * store.dtype.numpy_dtype.itemsize
+    rows = max(1, BLOCK_BYTES // row)
+    for start in range(0, store.shape[0], rows):
+        stop = min(start + rows, store.shape[0])
+        yield np.asarray(store[start:stop].read().result())
 
 
 def verify(
@@ -70,10 +61,9 @@ def verify(
     root = local_path(directory)
     manifest = read_manifest(root)
     wrong = wrong_contents(root, manifest.files)
-    arrays = SavedArrays(root, manifest)
     for path, leaf in manifest.leaves.items():
         try:
-            num_bytes = sum(block.nbytes for block in arrays.blocks(path))
+            num_bytes = sum(block.nbytes for block in read_blocks(root, manifest, path))
             if num_bytes != leaf.num_bytes:
                 wrong.append(f"leaf {path!r} has {num_bytes} bytes of {leaf.num_bytes}")
         except (ValueError, OSError) as error:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import num_bytes
 from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._arrays import SavedArrays
+from zerojax.checkpoint._arrays import read_blocks
 from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_manifest
@@ -68,11 +68,10 @@ def export_safetensors(
     wrong = wrong_contents(root, manifest.files)
     if wrong:
         raise DamagedCheckpointError(root, wrong)
-    arrays = SavedArrays(root, manifest)
 
     def tensor(name: str, held: str) -> Tensor:
         def blocks() -> Iterator[np.ndarray]:
-            yield from arrays.blocks(held)
+            yield from read_blocks(root, manifest, held)
             if on_leaf is not None:
                 on_leaf(held)
 
@@ -107,7 +106,7 @@ def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]
     if not found and part is not None and part in manifest.leaves:
         found = {part: part}
     if not found:
-        known = ", ".join(one.path for one in parts(manifest))
+        known = ", ".join(parts(manifest))
         raise ValueError(f"{root} has no part {part!r}; it has {known}")
     keys = [path for path in found if manifest.leaves[path].is_key]
     if keys:

@@ -98,8 +98,8 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
     def place(path: str, x: Any) -> jax.Array:
         if isinstance(x, jax.Array):
             return x
-        array = np.asarray(x) if isinstance(x, np.ndarray | np.generic | bool | int | float) else x
-        if not isinstance(array, np.ndarray) or array.dtype == object:
+        array = np.asarray(x)
+        if array.dtype.kind in "OUSMm":  # objects, texts, times
             raise TypeError(
                 f"leaf {path!r} is a {type(x).__name__} and no array; save what holds arrays alone "
                 "(of an equinox module: eqx.filter(module, eqx.is_array))"

@@ -14,7 +14,7 @@ Where 4 leaves a doubt, an error asks for `tx`: a wrong guess would drop values,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from zerojax._tree import flatten_with_names, num_elements, path_name
-from zerojax._types import PyTree, Shape, TreeDef
-from zerojax.layout import Layout, LeafLayout
+from zerojax._types import PyTree, Shape
+from zerojax.layout import Layout, OptimizerLayout
 
 #: The parts of a train state that hold parameters: the paths begin so.
 COPIES = ("params", "masters")
@@ -43,17 +43,16 @@ def logical_shapes(
         tx: the optimizer whose state is in the tree.
 
     Raises:
-        ValueError: a leaf may be padded or not, and `tx` is needed to tell.
+        ValueError: a leaf may be padded or not, and `tx` is needed to tell; or a train state was
+            made under another layout.
     """
     below = list(nodes(tree))
-    known, of_tx = _like(below, layout.structure, layout.leaves), {}
-    if tx is not None:
-        placed = layout.optimizer(tx)
-        of_tx = _like(below, placed.structure, placed.leaves)
-    known |= of_tx | _as_train_states_say(below, layout)
-    names, leaves, _ = flatten_with_names(tree)
+    of_tx = {} if tx is None else _like(below, layout.optimizer(tx))
+    known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
     params = {leaf.path for leaf in layout.leaves}
     tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
+    names, leaves, _ = flatten_with_names(tree)
+    found = {}
     for name, x in zip(names, leaves, strict=True):
         options = {known[name]} if name in known else _options(name, x, layout, params, tuples)
         # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
@@ -64,8 +63,8 @@ def logical_shapes(
                 f"logical shape may be {shapes}; pass tx=, the optimizer that made the state "
                 "(zerojax.save, zerojax.restore and Checkpoints take it)"
             )
-        known[name] = options.pop() if len(options) == 1 else tuple(jnp.shape(x))
-    return {name: known[name] for name in names}
+        found[name] = options.pop() if len(options) == 1 else tuple(jnp.shape(x))
+    return found
 
 
 def nodes(tree: PyTree) -> Iterator[Node]:
@@ -82,43 +81,63 @@ def nodes(tree: PyTree) -> Iterator[Node]:
     return below((), tree)
 
 
-def train_states(below: Sequence[Node]) -> list[Node]:
-    """Return the nodes that are train states."""
-    return [
-        (path, node)
-        for path, node in below
-        if hasattr(node, "opt_state") and hasattr(node, "padded")
-    ]
-
-
-def _as_train_states_say(below: Sequence[Node], layout: Layout) -> dict[str, Shape]:
-    """Return the logical shapes of the leaves of every node that is a train state."""
-    known = {}
-    for path, node in train_states(below):
-        # Parameters that are a bare array are no node below this one.
-        copies = [((*path, GetAttrKey(name)), getattr(node, name)) for name in COPIES]
-        known |= _like(copies, layout.structure, layout.leaves)
-        padded = dict(node.padded)
-        pairs, _ = jax.tree_util.tree_flatten_with_path(node.opt_state)
-        for number, (step, x) in enumerate(pairs):
-            name = path_name((*path, GetAttrKey("opt_state"), *step))
-            known[name] = padded.get(number, tuple(jnp.shape(x)))
+def _as_train_states_say(
+    below: Sequence[Node], layout: Layout, known: dict[str, Shape]
+) -> dict[str, Shape]:
+    """Add to what is known the leaves of every train state, of which none is in doubt."""
+    for path, node in below:
+        if not (hasattr(node, "opt_state") and hasattr(node, "padded")):
+            continue
+        known = _stored(path, node) | known
+        for name in COPIES:
+            copy = (*path, GetAttrKey(name)), getattr(node, name)
+            fitting = _like([copy], layout)  # parameters that are a bare array are no node below
+            if copy[1] is not None and not fitting:
+                _raise_misfit(*copy, layout)
+            known |= fitting
+        shapes = _stored((*path, GetAttrKey("opt_state")), node.opt_state)
+        names = list(shapes)
+        known |= shapes | {names[number]: shape for number, shape in node.padded}
     return known
 
 
-def _like(
-    below: Sequence[Node], structure: TreeDef, placed: Sequence[LeafLayout]
-) -> dict[str, Shape]:
-    """Return the logical shapes below every node that has a structure and its leaves' shapes."""
+def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoReturn:
+    """Name the first leaf of a train state's parameters or masters that the layout does not know.
+
+    With another layout, padding would be taken for values.
+    """
+    root, found, fault = path_name(path), _stored(path, copy), "the tree is another"
+    known = {f"{root}/{leaf.path}".removesuffix("/."): leaf for leaf in layout.leaves}
+    for name in (*found, *known):
+        if name not in known or name not in found:
+            where = "the state and not in the layout" if name in found else "the layout alone"
+            fault = f"leaf {name!r} is in {where}"
+            break
+        shapes = known[name].shape, known[name].stored_shape
+        if found[name] not in shapes:
+            fault = (
+                f"leaf {name!r} has shape {found[name]}; the layout knows {shapes[0]} and stored "
+                f"{shapes[1]}"
+            )
+            break
+    raise ValueError(f"{fault}; pass the layout that the state was made under: step.layout")
+
+
+def _like(below: Sequence[Node], placed: Layout | OptimizerLayout) -> dict[str, Shape]:
+    """Return the logical shapes below every node that has the structure and shapes of a layout."""
     known = {}
     for path, node in below:
-        if jax.tree.structure(node) == structure:
-            pairs, _ = jax.tree_util.tree_flatten_with_path(node)
-            found = [(path_name((*path, *step)), tuple(jnp.shape(x))) for step, x in pairs]
-            both = list(zip(found, placed, strict=True))
-            if all(shape in (leaf.stored_shape, leaf.shape) for (_, shape), leaf in both):
-                known |= {name: leaf.shape for (name, _), leaf in both}
+        if jax.tree.structure(node) == placed.structure:
+            own = dict(zip(_stored(path, node).items(), placed.leaves, strict=True))
+            if all(shape in (x.stored_shape, x.shape) for (_, shape), x in own.items()):
+                known |= {name: x.shape for (name, _), x in own.items()}
     return known
+
+
+def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
+    """Return the shapes of the leaves below a node, by path."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(node)
+    return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
 
 
 def _options(

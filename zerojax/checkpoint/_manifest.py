@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import optax
 
-from zerojax._tree import num_elements, path_ends
+from zerojax._tree import path_ends
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import DamagedCheckpointError, FileDigest, digest_text
 from zerojax.checkpoint._leaves import SavedLeaf, named_leaves, named_tuples, saved_leaves
-from zerojax.checkpoint._logical import COPIES, PARAMS
+from zerojax.checkpoint._logical import PARAMS
 from zerojax.checkpoint._paths import local_path, sync_folder, write_synced
 from zerojax.layout import Layout
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
 MANIFEST = "checkpoint.json"
 ARRAYS = "arrays"
-FORMAT = 3
+FORMAT = 4
 #: What a checkpoint is written with, and read by.
 WRITERS = ("zerojax", "jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tensorstore")
 #: Stands in the text for the digest while that is taken.
@@ -42,7 +42,6 @@ class Manifest:
         stage: the ZeRO stage that it was saved under.
         axis: the mesh axes that ZeRO partitioned over.
         mesh: axis name to number of devices.
-        precision: dtypes of "params" and "masters", where the state has parts of these names.
         optimizer: path to type of every NamedTuple of the state, as optax makes its chains of.
         leaves: path to what is known of the leaf without reading it.
         step: steps done, where the state or the caller tells.
@@ -57,7 +56,6 @@ class Manifest:
     stage: int
     axis: tuple[str, ...]
     mesh: Mapping[str, int]
-    precision: Mapping[str, str]
     optimizer: Mapping[str, str]
     leaves: Mapping[str, SavedLeaf]
     step: int | None
@@ -89,18 +87,12 @@ def make_manifest(
         TypeError: `data` or `metadata` is not fit for JSON.
         ValueError: a leaf may be padded or not, and `tx` is needed to tell.
     """
-    leaves = saved_leaves(state, layout, tx)
     manifest = Manifest(
         stage=layout.stage,
         axis=layout.axis,
         mesh=dict(layout.mesh.shape),
-        precision={
-            part: "+".join(dtypes)
-            for part in COPIES
-            if (dtypes := sorted({x.dtype for p, x in leaves.items() if p.startswith(f"{part}/")}))
-        },
         optimizer=named_tuples(state),
-        leaves=leaves,
+        leaves=saved_leaves(state, layout, tx),
         step=_step_of(state) if step is None else step,
         data=data,
         metadata=dict(metadata or {}),
@@ -114,8 +106,7 @@ def make_manifest(
 def _step_of(state: PyTree) -> int | None:
     """Read the number of steps off a leaf of that name, as a train state has one."""
     found = named_leaves(state).get("step")
-    dtype = getattr(found, "dtype", None)
-    if found is None or dtype is None or found.shape or not np.issubdtype(dtype, np.integer):
+    if found is None or found.shape or not np.issubdtype(found.dtype, np.integer):
         return None
     return int(found)
 
@@ -138,13 +129,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 # {"digest": "0f3c...", "stage": 2, "axis": ["data"], "mesh": {"data": 8},
-#  "precision": {"params": "bfloat16", "masters": "float32"},
 #  "optimizer": {"opt_state/0": "ScaleByAdamState", "opt_state/1": "EmptyState"},
 #  "leaves": {"opt_state/0/mu/w": {"shape": [1009, 7], "stored_shape": [1016, 7],
 #    "dtype": "float32", "num_bytes": 28252, "spec": "PartitionSpec('data',)", "same_as": null}},
 #  "step": 2, "data": {"next_batch": 3}, "metadata": {}, "versions": {"python": "3.11.7"},
 #  "written": "2026-11-21T23:45:11+00:00",
-#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 3}
+#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 4}
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read what a checkpoint holds; needs neither its arrays nor an accelerator.
 
@@ -171,54 +161,23 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")
     if not is_whole:
         raise DamagedCheckpointError(root, [f"{MANIFEST} is not what was written"])
-    shapes = ("shape", "stored_shape")
-    leaves = {
-        name: SavedLeaf(**{**leaf, **{key: tuple(leaf[key]) for key in shapes}})
-        for name, leaf in found["leaves"].items()
-    }
-    files = {name: FileDigest(**file) for name, file in found["files"].items()}
-    return Manifest(**{**found, "axis": tuple(found["axis"]), "leaves": leaves, "files": files})
+    found["axis"] = tuple(found["axis"])
+    found["files"] = {name: FileDigest(**file) for name, file in found["files"].items()}
+    for name, leaf in found["leaves"].items():
+        shapes = {key: tuple(leaf[key]) for key in ("shape", "stored_shape")}
+        found["leaves"][name] = SavedLeaf(**leaf | shapes)
+    return Manifest(**found)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """Leaves with one beginning: `params`, `opt_state/0/mu`, or a leaf by itself.
+def parts(manifest: Manifest) -> dict[str, list[SavedLeaf]]:
+    """Group the leaves by what lies before a parameter's path: `params`, `opt_state/0/mu`.
 
-    Attributes:
-        path: the beginning.
-        num_leaves: how many.
-        num_elements: of all of them, logical.
-        num_bytes: of all of them, logical.
-        dtypes: their dtypes, each once.
+    Leaves of no parameter are in groups of their own, by their paths.
     """
-
-    path: str
-    num_leaves: int
-    num_elements: int
-    num_bytes: int
-    dtypes: tuple[str, ...]
-
-
-def parts(manifest: Manifest) -> list[Part]:
-    """Group the leaves of a checkpoint by what lies before a parameter's path."""
     params = {path.removeprefix(PARAMS) for path in manifest.leaves if path.startswith(PARAMS)}
     groups: dict[str, list[SavedLeaf]] = {}
     for path, leaf in manifest.leaves.items():
-        groups.setdefault(_beginning(path, params), []).append(leaf)
-    return [
-        Part(
-            path=path,
-            num_leaves=len(leaves),
-            num_elements=sum(num_elements(leaf.shape) for leaf in leaves),
-            num_bytes=sum(leaf.num_bytes for leaf in leaves),
-            dtypes=tuple(dict.fromkeys(leaf.dtype for leaf in leaves)),
-        )
-        for path, leaves in groups.items()
-    ]
-
-
-def _beginning(path: str, params: set[str]) -> str:
-    for end in path_ends(path):
-        if end in params and end != path:
-            return path.removesuffix(f"/{end}")
-    return path if params else path.split("/", 1)[0]
+        ends = (end for end in path_ends(path) if end in params and end != path)
+        start = path.removesuffix(f"/{next(ends, '')}") if params else path.split("/", 1)[0]
+        groups.setdefault(start, []).append(leaf)
+    return groups

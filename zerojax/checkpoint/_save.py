@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import operator
 import os
-import re
 import sys
 import threading
 import weakref
@@ -22,7 +21,6 @@ from zerojax._types import PyTree
 from zerojax.checkpoint._digests import digest_files, join_digests, part_of_digests
 from zerojax.checkpoint._leaves import named_leaves, placed_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
-from zerojax.checkpoint._mismatch import check_layout
 from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
 from zerojax.checkpoint._paths import REMOVED, local_path, remove, sync_folder
 from zerojax.layout import Layout
@@ -113,12 +111,9 @@ class PendingSave:
 
 def _files_of(arrays: Path, index: int) -> list[Path]:
     """List the files that a process answers for: its own, and the first one all that is shared."""
-
-    def owner(path: Path) -> int:
-        folder = re.fullmatch(r"ocdbt\.process_(\d+)", path.relative_to(arrays).parts[0])
-        return int(folder[1]) if folder else 0
-
-    return [path for path in arrays.rglob("*") if path.is_file() and owner(path) == index]
+    own, others = arrays / f"ocdbt.process_{index}", set(arrays.glob("ocdbt.process_*"))
+    found = (path for path in arrays.rglob("*") if path.is_file())
+    return [x for x in found if own in x.parents or (not index and not others & {*x.parents})]
 
 
 def start_save(
@@ -141,14 +136,12 @@ def start_save(
     root = local_path(directory)
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-    check_layout(state, layout)
     state = placed_leaves(state, layout.sharding(P()))
     step = None if step is None else check_step(step)
     manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
-    leaves = named_leaves(state)
     arrays = {
         path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
-        for path, x in leaves.items()
+        for path, x in named_leaves(state).items()
         if manifest.leaves[path].is_stored
     }
     if jax.process_index() == 0:

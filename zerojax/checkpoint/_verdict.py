@@ -29,6 +29,7 @@ from zerojax.layout import Layout
 
 #: Differences that an error names; the others are counted.
 MOST_NAMED = 8
+UNWANTED = "is in it and not wanted"
 Leaves = Mapping[str, SavedLeaf]
 
 
@@ -68,10 +69,17 @@ def find_sources(
     wanted = saved_leaves(like, layout, tx)
     given = {path for path, x in named_leaves(like).items() if isinstance(x, jax.Array)}
     fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
-    sources, extra, lines = _compare(manifest.leaves, wanted, cast, fresh, partial)
+    sources, lines = _compare(manifest.leaves, wanted, cast, fresh, partial)
     lines = _chain_difference(manifest, like, partial=partial) + lines
     if lines:
-        raise IncompatibleCheckpointError(root, lines, _remedy(manifest, layout, extra))
+        remedy = (
+            f"(a checkpoint of stage {manifest.stage}, mesh {dict(manifest.mesh)}) does not fit "
+            f"this run (stage {layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, "
+            "optimizer and precision that it was saved with"
+        )
+        if any(line.endswith(UNWANTED) for line in lines):
+            remedy += ", or partial=True to leave leaves in it"
+        raise IncompatibleCheckpointError(root, lines, remedy)
     return sources
 
 
@@ -81,7 +89,7 @@ def check_leaves(found: Leaves, wanted: Leaves, path: Path, *, cast: bool) -> No
     Raises:
         IncompatibleCheckpointError: a leaf is missing, left over, or of another shape or dtype.
     """
-    _, _, lines = _compare(found, wanted, cast)
+    _, lines = _compare(found, wanted, cast)
     if lines:
         raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
 
@@ -92,22 +100,22 @@ def _compare(
     cast: bool,
     fresh: Collection[str] = (),
     partial: bool = False,
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the saved leaf for each wanted one, saved ones that nobody wants, and differences."""
+) -> tuple[dict[str, str], list[str]]:
+    """Return the saved leaf for each wanted one, and a line for each difference."""
     sources, missing, differences = {}, [], []
     for path, leaf in wanted.items():
         source = _source(path, leaf, saved, wanted, cast)
         if source in saved:
             sources[path] = source
-            differences += _difference(path, leaf, source, saved[source], wanted, cast)
+            is_kept = path.startswith(PARAMS) and MASTERS + path.removeprefix(PARAMS) in wanted
+            differences += _difference(path, leaf, source, saved[source], lossy=cast or is_kept)
         elif path not in fresh:
             missing.append(path)
     extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
     extra = [] if partial else extra
     lines = [_missing_line(path, saved, extra) for path in missing[:MOST_NAMED]]
     lines += [f"{path!r} is not in it" for path in missing[MOST_NAMED:]]  # near names take time
-    lines += [f"{path!r} is in it and not wanted" for path in extra]
-    return sources, extra, lines + differences
+    return sources, [*lines, *(f"{path!r} {UNWANTED}" for path in extra), *differences]
 
 
 def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves, cast: bool) -> str:
@@ -122,19 +130,16 @@ def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves, cast: boo
 
 
 def _difference(
-    path: str, leaf: SavedLeaf, source: str, found: SavedLeaf, wanted: Leaves, cast: bool
+    path: str, leaf: SavedLeaf, source: str, found: SavedLeaf, *, lossy: bool
 ) -> list[str]:
     """List why a leaf can't be read from its source; empty where it can."""
-    in_masters = path.startswith(PARAMS) and MASTERS + path.removeprefix(PARAMS) in wanted
-    is_kept = found.dtype == leaf.dtype or in_masters or cast
-    if found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=is_kept):
+    rounds = found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=True)
+    if rounds and (lossy or _may_cast(found.dtype, leaf.dtype, lossy=False)):
         return []
     where = f"{path!r}" if source == path else f"{path!r} (from {source!r})"
-    line = (
-        f"{where} is {found.dtype}{list(found.shape)} in it, wanted {leaf.dtype}{list(leaf.shape)}"
-    )
-    rounds = found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=True)
-    return [line + (" (cast=True rounds it)" if rounds else "")]
+    ours, theirs = (f"{x.dtype}{list(x.shape)}" for x in (leaf, found))
+    hint = " (cast=True rounds it)" if rounds else ""
+    return [f"{where} is {theirs} in it, wanted {ours}{hint}"]
 
 
 def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
@@ -171,12 +176,3 @@ def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> lis
     if saved == wanted or ours == theirs or not (wanted and saved):
         return []  # where only paths differ, the leaves tell which
     return [f"its optimizer is {theirs}, wanted {ours}"]
-
-
-def _remedy(manifest: Manifest, layout: Layout, extra: list[str]) -> str:
-    words = (
-        f"(a checkpoint of stage {manifest.stage}, mesh {dict(manifest.mesh)}) does not fit this "
-        f"run (stage {layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, optimizer and "
-        "precision that it was saved with"
-    )
-    return words + (", or partial=True to leave leaves in it" if extra else "")

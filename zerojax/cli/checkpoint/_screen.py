@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.checkpoint import Manifest
-from zerojax.checkpoint import parts as parts_of
+from zerojax.checkpoint import Manifest, parts
 from zerojax.cli.shared._screen import Screen
 
 
@@ -69,7 +69,6 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
         "path": str(path),
         "step": f"{step}, written {manifest.written}",
         "placement": f"stage {manifest.stage} over {', '.join(manifest.axis)}; mesh {mesh}",
-        "precision": ", ".join(f"{dtype} {part}" for part, dtype in manifest.precision.items()),
         "optimizer": " > ".join(manifest.optimizer.values()),
         "data": "" if manifest.data is None else json.dumps(manifest.data),
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
@@ -80,18 +79,20 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
 
 def _parts_table(manifest: Manifest) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    kept = parts_of(manifest)
     table.add_column("part", footer="all")
     for name, footer in (
         ("leaves", f"{len(manifest.leaves):,}"),
         ("elements", ""),
-        ("bytes", decimal(sum(part.num_bytes for part in kept))),
+        ("bytes", decimal(sum(leaf.num_bytes for leaf in manifest.leaves.values()))),
     ):
         table.add_column(name, footer=footer, justify="right")
     table.add_column("dtype")
-    for part in kept:
-        counts = (f"{part.num_leaves:,}", f"{part.num_elements:,}", decimal(part.num_bytes))
-        table.add_row(part.path, *counts, ", ".join(part.dtypes))
+    for path, leaves in parts(manifest).items():
+        num_elements = sum(math.prod(leaf.shape) for leaf in leaves)
+        num_bytes = sum(leaf.num_bytes for leaf in leaves)
+        dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
+        counts = (f"{len(leaves):,}", f"{num_elements:,}", decimal(num_bytes))
+        table.add_row(path, *counts, ", ".join(dtypes))
     return table
 
 
