@@ -46,7 +46,15 @@ def layer(w, x):
 
 
 def compile_step(
-    loss, layout, *, params=None, opt=None, grads=True, out=True, donate=(0, 1), finish=None
+    loss,
+    layout,
+    *,
+    params=None,
+    opt=None,
+    grads=True,
+    out: bool | None = True,
+    donate=(0, 1),
+    finish=None,
 ):
     """Compile a step as a user writes one: states placed by the layout, or by hand."""
     shapes = layout.shapes

@@ -16,6 +16,7 @@ from zerojax.layout import Layout, LeafLayout
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
 STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient")
 
+_FLAT: tuple[HeldKind, ...] = ("parameter", "optimizer")  # trees whose names are lost
 _MASTER = re.compile(r"(^|[/_])(master|fp32)", re.IGNORECASE)
 _GRADIENT = re.compile(r"(^|[/_])(grad|acc_grad|accum)", re.IGNORECASE)
 _PARAMETER = re.compile(r"(^|/)(params|parameters|weights|model)(/|$)", re.IGNORECASE)
@@ -70,26 +71,49 @@ def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
             owners[number] = _owner(leaf, layout)
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
-    starts = [
-        start
-        for start in find_trees(leaves, layout)
-        if all(kind is None for kind in kinds[start : start + len(layout.leaves)])
-    ]
+    runs = [range(start, start + len(layout.leaves)) for start in find_trees(leaves, layout)]
+    trees = [list(run) for run in runs if all(kinds[number] is None for number in run)]
     if layout.leaves[0].path == ".":  # any array of its shape looks like it, a batch too
         returned = len(find_trees(program.outputs, layout))
         returned -= sum(leaf.role == "optimizer" for leaf in leaves if _is_tree([leaf], layout))
-        starts = starts[: max(returned, 1)]
-    for start, kind in zip(starts, _tree_kinds(leaves, starts, layout), strict=True):
-        for index in range(len(layout.leaves)):
-            kinds[start + index], owners[start + index] = kind, index
+        trees = trees[: max(returned, 1)]
+    tree_kinds: list[HeldKind] = _tree_kinds(leaves, [tree[0] for tree in trees], layout)
+    end = len(leaves)  # from here on nothing stands beside states
+    if not trees and _is_flat(leaves) and (trees := find_trees_by_order(leaves, layout)):
+        tree_kinds = [_FLAT[min(number, 1)] for number in range(len(trees))]
+        end = trees[-1][-1] + 1
+    for tree, kind in zip(trees, tree_kinds, strict=True):
+        for index, number in enumerate(tree):
+            kinds[number], owners[number] = kind, index
     states = {leaf.path.split("/")[0] for leaf, kind in zip(leaves, kinds, strict=True) if kind}
     held = []
-    for leaf, kind, owner in zip(leaves, kinds, owners, strict=True):
+    for number, (leaf, kind, owner) in enumerate(zip(leaves, kinds, owners, strict=True)):
         if kind is None:
-            kind = _rest(leaf, leaf.path.split("/")[0] in states, layout)
+            kind = _rest(leaf, number < end and leaf.path.split("/")[0] in states, layout)
         shards = _shards(leaf, kind, owner, layout)
         held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards))
     return tuple(held)
+
+
+def _is_flat(leaves: Sequence[Argument]) -> bool:
+    """Return whether the paths of leaves end with numbers: their names are lost."""
+    return all(leaf.path.split("/")[-1].isdigit() for leaf in leaves)
+
+
+def find_trees_by_order(leaves: Sequence[Argument], layout: Layout) -> list[list[int]]:
+    """Find trees like the parameters where their paths are lost, by shapes in their order.
+
+    eqx.filter_jit and nnx.jit flatten their arguments. Of parameters `b` [8] and `w` [4, 8], leaves
+    [8], [4, 8], [], [8], [4, 8], [16, 4] are the parameters, a count, a moment and a batch.
+    """
+    found: list[list[int]] = [[]]
+    for number, leaf in enumerate(leaves):
+        own = layout.leaves[len(found[-1])]
+        if leaf.shape in (own.shape, own.stored_shape):
+            found[-1].append(number)
+            if len(found[-1]) == len(layout.leaves):
+                found.append([])
+    return found[:-1]
 
 
 def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[int]:
@@ -189,19 +213,22 @@ def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -
         partitioned = layout.partitions("parameter" if kind == "parameter" else "optimizer")
         # A parameter that no dim divides stays whole in a loop of the user's own.
         whole_by_layout = kind == "parameter" and own.is_padded and leaf.shape == own.shape
-        return (_shard(own, leaf.shape, layout, partitioned and not whole_by_layout),)
+        if whole_by_layout or not partitioned:
+            return (layout.local_shape(own, leaf.shape),)
+        return (shard_of(own, leaf.shape, layout),)
     placed = layout.optimizer_leaves(leaf.path, leaf.shape)
-    return tuple(dict.fromkeys(_shard(x, x.stored_shape, layout, True) for x in placed))
+    return tuple(dict.fromkeys(shard_of(x, x.stored_shape, layout) for x in placed))
 
 
-def _shard(own: LeafLayout, shape: Shape, layout: Layout, partitioned: bool) -> Shape:
+def shard_of(own: LeafLayout, shape: Shape, layout: Layout) -> Shape:
+    """Return one device's part of a leaf that is partitioned, in a shape of it."""
     local = layout.local_shape(own, shape)
-    if not partitioned or own.dim is None:
+    if own.dim is None:
         return local
     return (*local[: own.dim], math.ceil(local[own.dim] / own.num_shards), *local[own.dim + 1 :])
 
 
-def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]:
+def pairs(program: Program, held: Sequence[Held], layout: Layout) -> list[tuple[Held, Argument]]:
     """Pair every state argument with the result that takes its place in the next step.
 
     An argument's states are found among the results by their relative paths and shapes; the
@@ -235,4 +262,12 @@ def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]
             taken |= {best[1] + i for i in range(len(group))}
             run = program.outputs[best[1] : best[1] + len(group)]
             found += list(zip(group, run, strict=True))
+    if not found and _is_flat(program.inputs):
+        both = zip(
+            find_trees_by_order(program.inputs, layout),
+            find_trees_by_order(program.outputs, layout),
+            strict=False,
+        )
+        numbers = [pair for trees in both for pair in zip(*trees, strict=True)]
+        found = [(held[old], program.outputs[new]) for old, new in numbers]
     return found

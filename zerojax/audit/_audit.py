@@ -9,7 +9,7 @@ from zerojax.audit._host import traffic_of
 from zerojax.audit._memory import memory_of
 from zerojax.audit._program import Program
 from zerojax.audit._report import AuditReport, build_report
-from zerojax.audit.checks import CHECKS, NOTES
+from zerojax.audit.checks import NOTES, find_problems
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe
 
@@ -40,6 +40,6 @@ def audit(
     check_layout(layout, "audit(compiled, layout, recipe)")
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
     evidence = Evidence.gather(program, layout, recipe)
-    problems = tuple(problem for check in CHECKS.values() for problem in check(evidence))
     notes = tuple(note for find in NOTES for note in find(evidence))
+    problems = find_problems(evidence)
     return build_report(evidence, memory_of(evidence), traffic_of(evidence), problems, notes)

@@ -12,13 +12,28 @@ from zerojax.audit._match import Matcher
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._traffic import Move, moves_of
-from zerojax.hlo import Module, host_parameters, parse_collectives, parse_module
+from zerojax.hlo import (
+    Carry,
+    Module,
+    find_carries,
+    host_parameters,
+    parse_collectives,
+    parse_module,
+)
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
 from zerojax.recipe import Recipe, as_recipe
 
 #: The share of what a step has to move from which what no one expected is worth a problem.
 SHARE = 0.01
+
+
+#: A file whose lines a program has where it was written with a part of zerojax.
+TOOLS = {
+    "make_train_step": "zerojax/train/_step.py",
+    "sharded(tx, layout)": "zerojax/optim/_sharded.py",
+    "gather_where_used": "zerojax/collectives/_retrace.py",
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +106,7 @@ class Evidence:
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:
         """List every state argument with the result that takes its place in the next step."""
-        return pairs(self.program, self.held)
+        return pairs(self.program, self.held, self.layout)
 
     @cached_property
     def is_step(self) -> bool:
@@ -115,6 +130,17 @@ class Evidence:
             for one in self.held
             if one.kind == "parameter" and one.parameter is not None
         }
+
+    @cached_property
+    def carries(self) -> tuple[Carry, ...]:
+        """Return the sums and stacks that loops carry."""
+        return tuple(find_carries(self.module))
+
+    @cached_property
+    def tools(self) -> frozenset[str]:
+        """Name the parts of zerojax that the step was written with, as its source lines tell."""
+        files = "\n".join(self.module.tables["FileNames"].values())
+        return frozenset(tool for tool, file in TOOLS.items() if file in files)
 
     def states(self, *kinds: str) -> list[Held]:
         """List the arguments of some kinds."""
@@ -140,6 +166,11 @@ def some(names: Sequence[str], count: int = 3) -> str:
     """Name the first few of many."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
+
+
+def hint(evidence: Evidence, *tools: str) -> str:
+    """Say which tools of zerojax do what a remedy asks for, unless the step has one of them."""
+    return "" if evidence.tools & {*tools} else f" ({' and '.join(tools)} do so)"
 
 
 def name_move(move: Move) -> str:

@@ -83,6 +83,8 @@ class Program:
             TypeError: it is not compiled; what to call is named.
             ValueError: the backend gives no text.
         """
+        # What eqx.filter_jit and nnx.jit compile wraps what jit compiled.
+        compiled = getattr(compiled, "compiled", compiled)
         if not hasattr(compiled, "memory_analysis") or not hasattr(compiled, "output_shardings"):
             raise TypeError(
                 f"a compiled step is audited, got a {type(compiled).__name__}; hand over "
@@ -141,7 +143,6 @@ class _Placements:
         self.device_ids: tuple[int, ...] = ()
         self.platform = ""
         self._numbers: dict[Any, int] = {}
-        self._known: list[tuple[int, Any]] = []
 
     def number(self, sharding: Any, ndim: int) -> int:
         """Return the number of a placement, -1 for none."""
@@ -150,13 +151,12 @@ class _Placements:
         key = (ndim, sharding)
         if key not in self._numbers:
             self._meet(sharding)
-            for number, (dims, other) in enumerate(self._known):
-                if dims == ndim and sharding.is_equivalent_to(other, ndim):
-                    self._numbers[key] = number
-                    break
-            else:
-                self._known.append(key)
-                self._numbers[key] = len(self._known) - 1
+            same = (
+                number
+                for (dims, other), number in self._numbers.items()
+                if dims == ndim and sharding.is_equivalent_to(other, ndim)
+            )
+            self._numbers[key] = next(same, len(self._numbers))
         return self._numbers[key]
 
     def memory_kind(self, sharding: Any) -> str:

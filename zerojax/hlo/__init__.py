@@ -1,5 +1,6 @@
 """The text of compiled programs as records; it knows nothing of ZeRO."""
 
+from zerojax.hlo._carries import Carry, find_carries
 from zerojax.hlo._collectives import Collective, Collectives, sum_moved
 from zerojax.hlo._groups import Groups, mesh_axes
 from zerojax.hlo._host import HostMove, find_host_moves, host_parameters
@@ -10,6 +11,7 @@ from zerojax.hlo._parse import parse_collectives
 from zerojax.hlo._values import Use, is_widened, uses_of
 
 __all__ = [
+    "Carry",
     "Collective",
     "Collectives",
     "Groups",
@@ -19,6 +21,7 @@ __all__ = [
     "Result",
     "Use",
     "element_bits",
+    "find_carries",
     "find_host_moves",
     "host_parameters",
     "is_widened",

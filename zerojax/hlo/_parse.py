@@ -9,7 +9,7 @@ from zerojax.hlo._collectives import Collective, Collectives
 from zerojax.hlo._groups import Groups, parse_groups, parse_pairs
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor, parse_module
 from zerojax.hlo._spellings import SPELLINGS, having
-from zerojax.hlo._values import KEEPS, Frame, is_sliced, source_of
+from zerojax.hlo._values import Frame, is_sliced, is_zero, source_of
 from zerojax.hlo._walk import Site, walk
 
 OPS = having("moves")
@@ -257,10 +257,7 @@ def _is_placed(module: Module, frame: Frame, name: str) -> bool:
     found = source_of(module, frame, name)
     if found is None or found[1].opcode != "dynamic-update-slice":
         return False
-    zeros = source_of(module, found[0], found[1].operands[0], through=KEEPS | {"broadcast"})
-    if zeros is None or zeros[1].opcode != "constant":
-        return False
-    return zeros[1].literal in ("0", "false")
+    return is_zero(module, found[0], found[1].operands[0])
 
 
 def _widen(tensor: Tensor, dim: int, size: int) -> Tensor:

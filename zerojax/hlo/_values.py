@@ -10,6 +10,7 @@ from zerojax.hlo._spellings import having
 
 #: What hands on the same values, in another place, shape or dtype.
 KEEPS = having("keeps")
+_ZEROS = ("0", "-0", "false")
 _HANDS_ON, _WHOLE = having("hands on"), having("whole")
 #: A walk that has come to more places than this has gone astray.
 MOST_PLACES = 2000
@@ -57,6 +58,8 @@ def source_of(
         inner = frame.enter(module, line) if line.opcode == "fusion" else None
         if line.opcode in through:
             name = line.operands[0]
+        elif part := _part(module, frame, line):
+            frame, name = part
         elif inner is not None:
             frame, name = inner, inner.computation.root.name
         elif line.opcode == "parameter" and frame.parent is not None and _is_fused(frame):
@@ -65,6 +68,23 @@ def source_of(
         else:
             return frame, line
     return None
+
+
+def _part(module: Module, frame: Frame, line: Instruction) -> tuple[Frame, str] | None:
+    """Step from an element of a fusion's result to what makes it."""
+    made = frame.computation.by_name.get(line.operands[0]) if line.operands else None
+    if line.opcode != "get-tuple-element" or made is None or made.opcode != "fusion":
+        return None
+    inner = frame.enter(module, made)
+    if inner is None or inner.computation.root.opcode != "tuple":
+        return None
+    return inner, inner.computation.root.operands[int(line.attribute("index") or 0)]
+
+
+def is_zero(module: Module, frame: Frame, name: str) -> bool:
+    """Return whether a value is zero throughout."""
+    found = source_of(module, frame, name, through=KEEPS | {"broadcast"})
+    return found is not None and found[1].opcode == "constant" and found[1].literal in _ZEROS
 
 
 def is_widened(module: Module, computation: str, name: str) -> bool:

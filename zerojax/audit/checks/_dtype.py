@@ -16,16 +16,12 @@ from zerojax.hlo import is_widened, sum_moved
 
 def check_dtype(evidence: Evidence) -> Iterator[Problem]:
     """Check that what is gathered is as narrow as what the loss computes with."""
-    found = []
-    for move in evidence.large:
-        narrow = _narrow_bits(evidence, move) if move.role == "gather" else None
-        if narrow is not None and move.record.item_bits > narrow:
-            found.append((move, narrow))
+    gathers = [move for move in evidence.large if move.role == "gather"]
+    found = [(move, bits) for move in gathers if (bits := _narrow_bits(evidence, move))]
     if _is_relevant(evidence, [move for move, _ in found]):
         moved = sum(move.record.moved_bytes for move, _ in found)
         saved = sum(m.record.moved_bytes * (1 - bits / m.record.item_bits) for m, bits in found)
         largest, bits = max(found, key=lambda pair: pair[0].moved)
-        assert largest.match is not None
         yield Problem(
             kind="dtype",
             where=f"{describe_move(largest)}, {whose(evidence, largest)}",
@@ -85,23 +81,14 @@ def _own_bits(evidence: Evidence, move: Move) -> int:
 
 def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     """Return the bits that would do for a gather, None where they are those that it has."""
-    own = _own_bits(evidence, move)
-    if not own:
+    own, bits = _own_bits(evidence, move), move.record.item_bits
+    if own and own < bits:
+        return own if evidence.has_scatter else None  # a CPU's own promotion
+    if not own or (not evidence.has_scatter and _is_promoted(evidence, move)):
         return None
-    if evidence.has_scatter and own < move.record.item_bits:
-        return own
-    if own < move.record.item_bits:
-        return None  # a CPU's own promotion
-    return _cast_bits(evidence, move)
-
-
-def _cast_bits(evidence: Evidence, move: Move) -> int | None:
-    """Return the bits that every use of a gathered weight casts it to, None for as it is."""
-    if not evidence.has_scatter and _is_promoted(evidence, move):
-        return None
-    uses = users(evidence, move)
-    cast = {item_bits(use.casts[0]) if use.casts else move.record.item_bits for use in uses}
-    return max(cast) if cast and max(cast) < move.record.item_bits else None
+    # As wide as the parameter: every use may cast it.
+    cast = {item_bits(use.casts[0]) if use.casts else bits for use in users(evidence, move)}
+    return max(cast) if cast and max(cast) < bits else None
 
 
 def _is_promoted(evidence: Evidence, move: Move) -> bool:

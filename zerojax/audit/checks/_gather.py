@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import Evidence, describe_move, name_move
+from zerojax.audit._evidence import Evidence, describe_move, hint, name_move
 from zerojax.audit._match import Match, key_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
@@ -38,8 +38,8 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
         where=f"{evidence.leaf_names(largest.match.leaves)}: {describe_move(largest)}",
         expected=f"one layer gathered at a time, {list(leaf.shape[leaf.stacked :])}",
         seen=f"all {leaf.shape[0]} layers gathered at once: {size:,} B of temporaries",
-        remedy="gather within the scanned, rematerialised layer (make_train_step and "
-        "gather_where_used do), and don't compute with the whole stack outside of it",
+        remedy="gather within the scanned, rematerialised layer, and don't compute with the whole "
+        f"stack outside of it{hint(evidence, 'make_train_step', 'gather_where_used')}",
     )
 
 
@@ -77,7 +77,7 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
         seen=f"weights gathered once and kept for the backward pass: {total:,} elements stay whole "
         "on every device",
         remedy="rematerialise the function in which the weight is gathered (jax.checkpoint around "
-        "the layer, gathering inside of it); make_train_step does so",
+        f"the layer, gathering inside of it){hint(evidence, 'make_train_step')}",
     )
 
 

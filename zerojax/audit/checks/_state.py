@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
-from zerojax.audit._evidence import Evidence, some
+from zerojax.audit._evidence import Evidence, hint, some
 from zerojax.audit._problems import Problem
 from zerojax.audit._program import Argument
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
     "parameter": "place the parameters as layout.params says, in in_shardings and out_shardings",
-    "master": "place the masters as layout.grads of a stage 2 layout says, or let step.init of "
-    "make_train_step do so",
+    "master": "place the masters as layout.grads of a stage 2 layout says",
     "optimizer": "give jit in_shardings and out_shardings of layout.opt_state(tx), and make the "
-    "state with sharded(tx, layout).init or step.init",
+    "state so from birth",
     "gradient": "place persisting gradients as layout.opt_state(tx) says",
 }
-
+_OF_OPTIMIZER = ("master", "optimizer")
+_MAKERS = ("make_train_step", "sharded(tx, layout)")
 
 #: What may differ from one step to the next: the field of an argument, its name, how it is shown,
 #: and what to do.
@@ -77,7 +77,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
             f"{shards} devices",
             seen=f"{kind} not partitioned as the layout says: {seen:,} B per device, the first in "
             f"{list(group[0].argument.shard_shape)}",
-            remedy=_PLACE[kind],
+            remedy=_PLACE[kind] + (hint(evidence, *_MAKERS) if kind in _OF_OPTIMIZER else ""),
         )
     for kind, group in _by_kind(cut):
         yield Problem(

@@ -6,15 +6,27 @@ from collections.abc import Callable, Iterator
 
 from zerojax.audit._evidence import Evidence
 from zerojax.audit._problems import Problem
-from zerojax.audit.checks import _dtype, _gather, _host, _recipe, _state, _traffic, _volume
+from zerojax.audit.checks import (
+    _batch,
+    _dtype,
+    _gather,
+    _host,
+    _memory,
+    _recipe,
+    _state,
+    _traffic,
+    _volume,
+)
 
 #: Every kind of problem and the function that looks for it.
 CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "unmatched": _state.check_recognised,
     "placement": _state.check_placement,
+    "batch": _batch.check_batch,
     "donation": _state.check_donation,
     "unread": _traffic.check_unread,
     "reduce-scatter": _traffic.check_scatter,
+    "accumulator": _memory.check_accumulator,
     "volume": _volume.check_volume,
     "activation": _traffic.check_activation,
     "shuffle": _traffic.check_shuffle,
@@ -40,3 +52,10 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _gather.note_stacks,
     _gather.note_microbatches,
 )
+
+
+def find_problems(evidence: Evidence) -> tuple[Problem, ...]:
+    """Return what every check finds."""
+    found = [problem for check in CHECKS.values() for problem in check(evidence)]
+    misplaced = any(problem.kind == "batch" for problem in found)
+    return tuple(x for x in found if not (misplaced and x.kind in _batch.FOLLOWS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move
+from zerojax.audit._evidence import SHARE, Evidence, describe_move, hint, name_move
 from zerojax.audit._problems import Problem
 from zerojax.audit.checks._volume import STAGED, TOLERANCE, tolerance
 from zerojax.hlo import sum_moved
@@ -54,8 +54,8 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     sliced = sum(move.moved for move in rest if move.role == "sliced")
     whole = sum(move.moved for move in rest if move.role == "reduce")
     remedy = (
-        "constrain the gradients to shards, as layout.grads of stage 2 has them (make_train_step "
-        "and sharded(tx, layout) do), and don't compute with whole gradients before"
+        "constrain the gradients to shards, as layout.grads of stage 2 has them, and don't compute "
+        f"with whole gradients before{hint(evidence, 'make_train_step', 'sharded(tx, layout)')}"
     )
     yield Problem(
         kind="reduce-scatter",
@@ -87,8 +87,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
             seen=f"an activation is {verb}: {len(group)} tensor(s) that no leaf of the layout "
             f"looks like, {sum_moved(group, 'moved'):,.0f} elements per device",
             remedy="constrain the activation to layout.batch where it is made, and the weight it "
-            "meets to P() (gather_where_used and make_train_step do), so that the partitioner "
-            "moves the weight",
+            "meets to P(), so that the partitioner moves the weight"
+            f"{hint(evidence, 'make_train_step', 'gather_where_used')}",
         )
 
 

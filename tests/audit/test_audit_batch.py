@@ -1,0 +1,117 @@
+"""The audit of a batch that is not placed, and of steps that jits of other libraries compile."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.audit.audit_programs import BATCH, PAIR, WIDTH, kinds, only, pair_loss, shapes_of
+from zerojax.audit import audit
+
+TX = optax.adamw(1e-3)
+X = np.ones((BATCH, WIDTH), np.float32)
+
+
+def own_loop(layout, x):
+    """Compile README's loop for a batch."""
+    tx = zerojax.sharded(TX, layout)
+
+    def step(params, opt_state, x):
+        grads = jax.grad(pair_loss)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes_of(PAIR))
+    params = jax.device_put(zeros, layout.params)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), x).compile()
+
+
+@pytest.mark.parametrize("where", ["placed", "whole", "NumPy"])
+def test_a_batch_that_is_not_placed_is_the_one_problem(make, where):
+    layout = make(2)
+    at = {"placed": layout.batch, "whole": layout.sharding(P()), "NumPy": None}[where]
+    report = audit(own_loop(layout, X if at is None else jax.device_put(X, at)), layout)
+    if where == "placed":
+        assert report.problems == ()
+        return
+    assert kinds(report) == {"batch"}
+    problem = only(report, "batch")
+    assert problem.where == f"2 float32[{BATCH}, {WIDTH}]"
+    assert "device_put(batch, layout.batch)" in problem.remedy
+
+
+# ------------------------------------------------------------------ jits that lose the paths
+
+
+def filter_jitted(mesh, stage, tx_at):
+    """Compile a step as equinox's docs write it."""
+    model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    layout = zerojax.make_layout(params, mesh, stage=stage)
+    tx = zerojax.sharded(
+        TX, layout if tx_at is None else zerojax.make_layout(params, mesh, stage=0)
+    )
+    params = jax.device_put(params, layout.params)
+
+    @eqx.filter_jit(donate="all")
+    def step(model, state, x):
+        grads = eqx.filter_grad(lambda m: jnp.mean((jax.vmap(m)(x) - x) ** 2))(model)
+        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state
+
+    batch = jax.device_put(X, layout.batch)
+    lowered = step.lower(eqx.combine(params, static), tx.init(params), batch)  # type: ignore[attr-defined]
+    return layout, lowered.compile()
+
+
+class Pair(nnx.Module):
+    """Two layers."""
+
+    def __init__(self):
+        self.up = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(128, 64, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def nnx_jitted(mesh, stage, tx_at):
+    """Compile a step as the docs of flax nnx write it."""
+    model = Pair()
+    params = nnx.state(model, nnx.Param)
+    layout = zerojax.make_layout(params, mesh, stage=stage)
+    tx = zerojax.sharded(
+        TX, layout if tx_at is None else zerojax.make_layout(params, mesh, stage=0)
+    )
+    nnx.update(model, jax.device_put(params, layout.params))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda m: jnp.mean((m(x) - x) ** 2))(model))
+
+    return layout, step.lower(model, optimizer, jax.device_put(X, layout.batch)).compile()
+
+
+@pytest.mark.parametrize("jitted", [filter_jitted, nnx_jitted])
+def test_steps_of_other_jits_are_audited_alike(mesh8, jitted):
+    layout, compiled = jitted(mesh8, 2, None)
+    report = audit(compiled, layout)
+    assert report.problems == ()
+    assert report.memory.parameters == 4 * layout.num_params
+    assert report.memory.optimizer == layout.bytes_per_device(TX)["optimizer"] - 4  # the counter
+    assert report.memory.reused >= report.memory.states
+
+
+@pytest.mark.parametrize("jitted", [filter_jitted, nnx_jitted])
+def test_what_is_wrong_with_them_is_found_alike(mesh8, jitted):
+    layout, compiled = jitted(mesh8, 2, "whole")
+    problem = only(audit(compiled, layout), "placement")
+    assert problem.where.startswith("optimizer")

@@ -1,0 +1,76 @@
+"""What loops carry from turn to turn that grows there: sums, and stacks written layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerojax.hlo._module import Instruction, Module, Tensor
+from zerojax.hlo._values import Frame, is_zero, source_of
+from zerojax.hlo._walk import SCHEDULED, walk
+
+_GROWS = ("add", "dynamic-update-slice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carry:
+    """Hold a tensor that a loop starts with zeros and adds to, or writes into.
+
+    Attributes:
+        loop: the while instruction.
+        tensor: what it carries.
+        is_sum: whether it is added to; else each turn writes a part of it.
+        op_name: the jax operation that adds or writes.
+        written: the opcode that makes what is written, such as "all-gather".
+    """
+
+    loop: str
+    tensor: Tensor
+    is_sum: bool
+    op_name: str
+    written: str
+
+
+def find_carries(module: Module) -> Iterator[Carry]:
+    """Visit the sums and the stacks of every loop.
+
+    %zeros = f32[8] broadcast(%zero)
+    %state = (s32[], f32[8]) tuple(%i, %zeros)
+    %w = (s32[], f32[8]) while(%state), body=%b
+    %b: %sum = f32[8] get-tuple-element(%s), index=1;  %new = f32[8] add(%sum, %g)
+        ROOT %t = (s32[], f32[8]) tuple(%j, %new)         %w carries a sum: f32[8]
+    """
+    for site, line in walk(module, SCHEDULED):
+        body = site.frame.enter(module, line) if line.opcode == "while" else None
+        start = source_of(module, site.frame, line.operands[0]) if body else None
+        if body is None or start is None or start[1].opcode != "tuple":
+            continue
+        root = body.computation.root
+        pairs = zip(start[1].operands, root.operands, strict=False)
+        for index, (first, last) in enumerate(pairs if root.opcode == "tuple" else ()):
+            found = source_of(module, body, last)
+            if found is None or found[1].opcode not in _GROWS:
+                continue
+            if _grows(module, *found, body, index) and is_zero(module, start[0], first):
+                yield _carry(module, *found, line, index)
+
+
+def _grows(module: Module, frame: Frame, line: Instruction, body: Frame, index: int) -> bool:
+    """Return whether a value is an element of a loop's state that was added to or written into."""
+    if line.opcode in _GROWS:
+        operands = line.operands[: 2 if line.opcode == "add" else 1]
+        found = (source_of(module, frame, operand) for operand in operands)
+        return any(one is not None and _grows(module, *one, body, index) for one in found)
+    is_state = frame.computation is body.computation and line.opcode == "get-tuple-element"
+    return is_state and line.attribute("index") == str(index)
+
+
+def _carry(module: Module, frame: Frame, line: Instruction, loop: Instruction, index: int) -> Carry:
+    written = source_of(module, frame, line.operands[1])
+    return Carry(
+        loop=loop.name,
+        tensor=loop.shapes[index],
+        is_sum=line.opcode == "add",
+        op_name=line.op_name,
+        written=written[1].opcode.removesuffix("-done") if written else "",
+    )
