@@ -27,13 +27,15 @@ import jax
 from jax.extend import core
 
 from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, run, run_scan, scan_parts
-from zerojax._tree import leaves_by_path, leaves_like, with_leaves_like
+from zerojax._tree import leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, box, never_saves_gathered
 from zerojax.collectives._lookup import is_lookup, look_up
 from zerojax.collectives._structural import keep_boxed
 from zerojax.collectives._wide import bind_wide
-from zerojax.layout import Layout
+from zerojax.layout import Layout, check_layout
+
+_CALL = "gather_where_used(loss_fn, layout)"
 
 
 def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = None) -> LossFn:
@@ -47,10 +49,13 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
     Returns:
         A function of stored parameters, with the same outputs; its gradients are stored shards.
     """
+    if not callable(loss_fn):
+        raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
+    check_layout(layout, _CALL)
     opening = Opening(layout, reduce_dtype)
 
     def wrapped(params: PyTree, *args: Any) -> Any:
-        stored = leaves_like(params, layout.structure, within=True)
+        stored = layout.flatten(params, "params of the loss", within=True, stored=True)
         logical = [
             jax.ShapeDtypeStruct(leaf.shape, x.dtype)
             for leaf, x in zip(layout.leaves, stored, strict=True)

@@ -156,8 +156,14 @@ def make_layout(
 
     Warns of rules that match no leaf.
     """
+    _mesh.check_mesh(mesh)
+    _check_choices(rules, min_size)
     axes = _mesh.as_axes(axis, mesh, "axis")
     names = list(leaves_by_path(params))
+    if not names:
+        raise ValueError(
+            f"the parameters hold no arrays, got {params!r}; hand over a pytree of them"
+        )
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     shapes = [_shape_of(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)]
     entries = map(
@@ -180,6 +186,19 @@ def make_layout(
         unmatched = [rule.path for rule in layout.unmatched_rules]
         warnings.warn(f"rules that matched no leaf: {unmatched}", stacklevel=2)
     return layout
+
+
+def _check_choices(rules: Any, min_size: Any) -> None:
+    """Refuse rules and sizes that can't be meant."""
+    others = [] if isinstance(rules, Sequence) else [rules]
+    others += [rule for rule in rules if not isinstance(rule, Rule)] if not others else []
+    if others:
+        raise TypeError(
+            f"rules is a list of rules, as in rules=[zerojax.Rule(path='embed', whole=True)], got "
+            f"{others[0]!r}"
+        )
+    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
+        raise ValueError(f"min_size is a number of elements, 0 or more, got {min_size!r}")
 
 
 def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int) -> LeafLayout:
@@ -240,11 +259,17 @@ def _broadcast(specs: PyTree, params: PyTree, structure: Any) -> list[P | None]:
             is_leaf=is_spec,
         )
     except (ValueError, TypeError) as error:
-        raise ValueError(f"specs do not have the structure of the parameters: {error}") from None
+        raise ValueError(
+            "specs do not have the structure of the parameters, or a prefix of it: "
+            f"{str(error).splitlines()[0]}; write one PartitionSpec (or None) per leaf or subtree"
+        ) from None
     flat = jax.tree.leaves(full, is_leaf=is_spec)
     for spec in flat:
         if not is_spec(spec):
-            raise ValueError(f"specs hold a {type(spec).__name__}; PartitionSpecs are expected")
+            raise ValueError(
+                f"specs hold a {type(spec).__name__}; PartitionSpecs (or None) are expected, such "
+                "as the .spec of a NamedSharding"
+            )
     return flat
 
 

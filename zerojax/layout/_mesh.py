@@ -22,14 +22,29 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         devices: devices to use; the default takes as many of `jax.devices()` as are needed.
 
     Raises:
+        TypeError: the axes are no mapping of names to sizes, or the devices no list of devices.
         ValueError: a size is not a positive whole number, or there are too few devices.
     """
+    if not isinstance(axes, Mapping) or not axes or not all(isinstance(n, str) for n in axes):
+        raise TypeError(
+            f"make_mesh takes axis names and sizes, as in make_mesh({{'data': 8}}), got {axes!r}"
+        )
+    if isinstance(devices, str | int):
+        raise TypeError(
+            f"devices is a list of devices, as in make_mesh(axes, devices=jax.devices()[:4]), got "
+            f"{devices!r}"
+        )
     for name, size in axes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh axis {name!r} needs a positive whole number, got {size!r}")
     wanted = math.prod(axes.values())
     found = list(jax.devices() if devices is None else devices)
-    if len(found) < wanted or (devices is not None and len(found) != wanted):
+    if devices is not None and len(found) != wanted:
+        raise ValueError(
+            f"the mesh {dict(axes)} takes {wanted} devices and {len(found)} are given; hand over "
+            f"that many, as in devices=jax.devices()[:{wanted}]"
+        )
+    if len(found) < wanted:
         raise ValueError(
             f"the mesh {dict(axes)} takes {wanted} devices and {len(found)} are there; on a CPU "
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before jax starts"
@@ -44,8 +59,21 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
     )
 
 
+def check_mesh(given: Any) -> None:
+    """Raise a TypeError where something else is given as a mesh."""
+    if not isinstance(given, Mesh | AbstractMesh):
+        raise TypeError(
+            f"a mesh is expected, got {type(given).__name__}; write make_layout(params, mesh, "
+            "stage=...) with mesh = zerojax.make_mesh({'data': 8})"
+        )
+
+
 def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:
     """Return axis names as a tuple, or raise a ValueError that names those the mesh has."""
+    if not isinstance(axis, str | Sequence | None):
+        raise TypeError(
+            f"{what} is a name of the mesh's {mesh.axis_names} or several, got {axis!r}"
+        )
     axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
         if name not in mesh.axis_names:

@@ -25,7 +25,7 @@ class Rule:
         whole: keep the leaf whole on every device.
 
     Raises:
-        ValueError: the path is no regular expression, or the rule contradicts itself.
+        ValueError: a field that can't be meant, or a rule that says nothing.
     """
 
     path: str
@@ -35,17 +35,27 @@ class Rule:
     whole: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what can't be meant."""
-        if self.kind not in ("parameter", "optimizer"):
-            raise ValueError(f"{self}: kind is 'parameter' or 'optimizer'")
-        if self.whole and self.dim is not None:
-            raise ValueError(f"{self}: a leaf can't be whole and cut along a dim; leave one out")
-        if self.stacked is not None and self.stacked < 0:
-            raise ValueError(f"{self}: stacked counts dims; 0 says that there are no layer dims")
         try:
             re.compile(self.path)
-        except re.error as error:
-            raise ValueError(f"{self}: path is no regular expression: {error}") from None
+        except (re.error, TypeError) as error:
+            self._refuse("path is a regular expression such as 'blocks/.*/kernel'", str(error))
+        if self.kind not in ("parameter", "optimizer"):
+            self._refuse("kind is 'parameter' or 'optimizer'", repr(self.kind))
+        for name in ("stacked", "dim"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                self._refuse(f"{name} is a whole number", repr(number))
+        if self.stacked is not None and self.stacked < 0:
+            self._refuse("stacked counts leading layer dims", repr(self.stacked))
+        if not isinstance(self.whole, bool):
+            self._refuse("whole is True or False", repr(self.whole))
+        if self.whole and self.dim is not None:
+            self._refuse("one of dim and whole is meant", f"dim={self.dim} and whole=True")
+        if self.stacked is None and self.dim is None and not self.whole:
+            self._refuse("one of stacked, dim and whole is needed", "none")
+
+    def _refuse(self, expected: str, found: str) -> None:
+        raise ValueError(f"Rule(path={self.path!r}): {expected}, got {found}")
 
     def matches(self, path: str) -> bool:
         """Return whether the rule is for the leaf with this path."""

@@ -22,7 +22,7 @@ STAGES: MappingProxyType[int, frozenset[Kind]] = MappingProxyType(
 
 def check_stage(stage: int) -> int:
     """Return the stage, or raise a ValueError that names the stages there are."""
-    if isinstance(stage, bool) or stage not in STAGES:
+    if isinstance(stage, bool) or stage not in list(STAGES):
         raise ValueError(
             f"stage must be one of {sorted(STAGES)}, got {stage!r}: "
             "0 replicates, 1 partitions optimizer states, 2 also gradients, 3 also parameters"

@@ -9,11 +9,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import num_elements, path_ends
+from zerojax._tree import leaves_like, num_elements, path_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._choice import choose_cut
@@ -164,6 +165,37 @@ class TreeLayout:
         """Map `function(leaf_layout, *values)` over the parameters' structure."""
         columns = [self.structure.flatten_up_to(tree) for tree in rest]
         return self.structure.unflatten(map(function, self.leaves, *columns))
+
+    def flatten(
+        self, tree: PyTree, what: str, *, within: bool = False, stored: bool = False
+    ) -> list[Any]:
+        """Return the leaves of a tree like the parameters, in the layout's order.
+
+        Args:
+            tree: holds them, maybe in other nodes (`leaves_like`).
+            what: names the tree in errors.
+            within: whether it may hold other floating leaves too.
+            stored: whether its leaves may be padded.
+
+        Raises:
+            ValueError: a leaf is missing, too many or of another shape; it is named.
+        """
+        remedy = "make the layout from these parameters, or hand over what it was made from"
+        try:
+            leaves = leaves_like(tree, self.structure, within=within)
+        except ValueError as error:
+            raise ValueError(
+                f"{what} do not have the structure that the layout was made from: {error}; {remedy}"
+            ) from None
+        for x, leaf in zip(leaves, self.leaves, strict=True):
+            if jnp.shape(x) not in (leaf.shape, leaf.stored_shape if stored else leaf.shape):
+                if jnp.shape(x) == leaf.stored_shape:
+                    remedy = "it is stored padded, and zerojax.unpad returns the logical leaf"
+                raise ValueError(
+                    f"{what}: leaf {leaf.path!r} has shape {jnp.shape(x)} where the layout has "
+                    f"{leaf.shape}; {remedy}"
+                )
+        return leaves
 
     def _shardings(self, kind: Kind) -> PyTree:
         return self.map_leaves(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zerojax._tree import leaves_like, with_leaves_like
+from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store, view, write_back
 from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation, check_layout
@@ -52,7 +52,7 @@ def sharded(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        grads = as_params(updates, layout, "gradients")
+        grads = _as_gradients(updates, layout)
         params = None if params is None else as_params(params, layout, "params", within=True)
         functions = {k: v for k, v in extra.items() if _holds_functions(v)}
         arrays = {k: v for k, v in extra.items() if k not in functions}
@@ -131,29 +131,19 @@ def state_layout(
 
 
 def as_params(tree: PyTree, layout: Layout, what: str, *, within: bool = False) -> PyTree:
-    """Return a tree in the structure of the layout's parameters.
+    """Return a tree in the structure of the layout's parameters; see `Layout.flatten`."""
+    return layout.structure.unflatten(layout.flatten(tree, what, within=within))
 
-    Args:
-        tree: holds a leaf for each of them, maybe in other nodes.
-        layout: the placement.
-        what: names the tree in errors.
-        within: whether it may hold other floating leaves too.
 
-    Raises:
-        ValueError: a leaf is missing, too many or of another shape; it is named.
-    """
-    try:
-        leaves = leaves_like(tree, layout.structure, within=within)
-    except ValueError as error:
-        raise ValueError(
-            f"{what} do not have the structure that the layout was made from: {error}; make the "
-            "layout from these parameters"
-        ) from None
+def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
+    """Return gradients in the structure of the layout's parameters."""
+    leaves = layout.flatten(tree, "gradients")
     for x, leaf in zip(leaves, layout.leaves, strict=True):
-        if jnp.shape(x) != leaf.shape:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise ValueError(
-                f"{what}: leaf {leaf.path!r} has shape {jnp.shape(x)} where the layout has "
-                f"{leaf.shape}; make the layout from these parameters"
+                f"gradients: leaf {leaf.path!r} is {jnp.result_type(x)}, and a gradient is "
+                "floating; leave whole numbers out of the layout (equinox: eqx.filter(model, "
+                "eqx.is_inexact_array))"
             )
     return layout.structure.unflatten(leaves)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zerojax._types import PyTree, Shape
 from zerojax.collectives import auto_region, constrain, to_logical
-from zerojax.layout import Layout
+from zerojax.layout import Layout, check_layout
 
 
 @functools.partial(
@@ -57,13 +57,8 @@ def unpad(tree: PyTree, layout: Layout) -> PyTree:
     Returns:
         The tree with logical shapes. A leaf that was padded comes back whole on every device.
     """
-    given = layout.structure.flatten_up_to(tree)
-    for leaf, x in zip(layout.leaves, given, strict=True):
-        if jnp.shape(x) not in (leaf.shape, leaf.stored_shape):
-            raise ValueError(
-                f"leaf {leaf.path!r} has shape {jnp.shape(x)}; the layout knows {leaf.shape} "
-                f"and stored {leaf.stored_shape}"
-            )
+    check_layout(layout, "unpad(state.params, layout)")
+    given = layout.flatten(tree, "leaves of unpad(state.params, layout)", stored=True)
     padded = {
         leaf.path: leaf
         for leaf, x in zip(layout.leaves, given, strict=True)
