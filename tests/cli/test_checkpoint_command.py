@@ -1,4 +1,4 @@
-"""`zerojax checkpoint` looks into checkpoints, checks them and turns them into weights and back."""
+"""`zerojax checkpoint` looks into checkpoints, checks them and turns them into weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from zerojax.checkpoint import (
     IncompatibleCheckpointError,
     export_safetensors,
     import_safetensors,
-    read_manifest,
-    restore,
     save,
 )
 from zerojax.cli import main
@@ -74,7 +72,7 @@ def test_inspect_needs_neither_devices_nor_the_model(saved):
         "params/layers/prime",
         "[1016, 7]",  # as it is stored, padded
         f"jax {jax.__version__}",
-        "checkpoints beside it",
+        "files are all there",
     ):
         assert said in done.stdout, said
 
@@ -107,7 +105,7 @@ def test_verify_names_what_is_damaged(saved, capsys):
         largest.write_bytes(kept)
 
 
-def test_weights_go_out_and_come_back(saved, tmp_path, capsys):
+def test_weights_go_out_whole(saved, tmp_path, capsys):
     run, state, layout = saved
     out = tmp_path / "weights.safetensors"
     assert main(["checkpoint", "export", str(run), str(out)]) == 0
@@ -119,18 +117,6 @@ def test_weights_go_out_and_come_back(saved, tmp_path, capsys):
     assert found["layers.prime"].shape == (1009, 7)
     prime = np.asarray(zerojax.unpad(state.params, layout)["layers"]["prime"])
     assert found["layers.prime"].tobytes() == prime.tobytes()
-
-    weights = tmp_path / "weights"
-    assert main(["checkpoint", "import", str(out), str(weights)]) == 0
-    assert "params" in capsys.readouterr().out
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-                        state.params)  # fmt: skip
-    back = restore(weights, layout, {"params": like})["params"]
-    assert [x.tobytes() for x in map(np.asarray, jax.tree.leaves(back))] == [
-        x.tobytes() for x in map(np.asarray, jax.tree.leaves(state.params))
-    ]
-    assert main(["checkpoint", "import", str(out), str(weights)]) == 2
-    assert "holds a checkpoint already" in capsys.readouterr().err
 
 
 def test_masters_in_several_files_are_placed_where_they_belong(saved, tmp_path, capsys):
@@ -169,8 +155,6 @@ def test_tied_weights_are_written_once_and_stay_tied(saved, tmp_path):
     back = import_safetensors(out, layout, like)
     assert back["embed"] is back["head"]["kernel"]
     np.testing.assert_array_equal(back["embed"], table)
-    assert main(["checkpoint", "import", str(out), str(tmp_path / "again")]) == 0
-    assert read_manifest(tmp_path / "again").leaves["params/head/kernel"].same_as == "params/embed"
 
 
 @pytest.mark.parametrize(
@@ -185,8 +169,6 @@ def test_tied_weights_are_written_once_and_stay_tied(saved, tmp_path):
             "has no part 'momentum'; it has step, params, masters, opt_state/0/count",
         ),
         ("export {run} out.safetensors --max-file 0", "--max-file"),
-        ("import nothing.safetensors w", "nothing.safetensors"),
-        ("import text.safetensors w", "text.safetensors"),
         ("inspect", "DIR"),
     ],
 )
@@ -194,7 +176,6 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     saved, tmp_path, monkeypatch, capfd, request_, said
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.safetensors").write_text("these are no weights at all")
     assert main(["checkpoint", *request_.format(run=saved[0]).split()]) == 2
     err = capfd.readouterr().err
     assert said in err

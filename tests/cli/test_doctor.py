@@ -19,13 +19,8 @@ from zerojax.cli.doctor import _command as command
 from zerojax.cli.doctor._command import CHECKS, Check, examine, findings_table, verdict
 from zerojax.cli.doctor._findings import Finding
 
-NEEDED = [
-    "packages", "devices", "bf16", "step at stage 2", "its audit",
-    "its checkpoint", "disk",
-]  # fmt: skip
-OPTIONAL = [
-    "host memory", "compilation cache", "compiler for TPUs", "compiler for GPUs", "notebooks",
-]  # fmt: skip
+NEEDED = ["packages", "devices", "step at stage 2", "its audit", "its checkpoint", "disk"]
+OPTIONAL = ["host memory", "compilation cache", "compiler for TPUs", "compiler for GPUs"]
 
 
 @pytest.fixture(scope="module")

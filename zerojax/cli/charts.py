@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.filesize import decimal
-
 from zerojax.cli.shared._units import Unit
 from zerojax.planner import Plan
 
@@ -21,8 +19,8 @@ Curve = tuple[Sequence[int], Sequence[float]]
 #: Where gradients take the buffers of weights that are done, they are not told from activations.
 TOGETHER = "gradients and activations, partly in weights' buffers"
 #: What a compiler refused for its memory, it does not tell apart.
-REFUSED = "what else the refused program needs"
-#: How parts of a bar look, from the bottom to the top; what a run holds between steps comes first.
+REFUSED = "what the refused program needs"
+#: How parts of a bar look, from the bottom to the top.
 PARTS: dict[str, dict[str, Any]] = {
     "parameters": {"color": "#4477aa"},
     "masters": {"color": "#ccbb44"},
@@ -63,7 +61,6 @@ class Bar:
         label: what stands above it.
         theory: the height of a dashed line; None for none.
         fits: False writes the label in red.
-        faint: whether it stands behind the others.
     """
 
     name: str
@@ -71,7 +68,6 @@ class Bar:
     label: str
     theory: float | None = None
     fits: bool = True
-    faint: bool = False
 
     @property
     def top(self) -> float:
@@ -86,52 +82,25 @@ def write(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure).print_figure(path, dpi=130, format="png")
 
 
-def training_figure(
-    title: str,
-    *,
-    training: Curve,
-    held_out: Curve,
-    stages: Mapping[int, Mapping[str, int]],
-    mine: int,
-    measured: Mapping[str, int],
-) -> Figure:
-    """Draw what was learned, and the bytes that one device holds under each stage.
+def training_figure(title: str, *, training: Curve, held_out: Curve) -> Figure:
+    """Draw what was learned.
 
     Args:
         title: of the figure.
         training: bits per byte of each step.
         held_out: bits per byte of each evaluation.
-        stages: bytes by kind, for each stage.
-        mine: the stage of this run.
-        measured: bytes by kind that the first device really holds.
     """
-    figure, left, right = _figure(title, 4.6, (6, 5))
-    left.plot(*training, color=TRAINING, linewidth=1, label="training")
-    left.plot(*held_out, "o-", color=HELD_OUT, markersize=4, label="held out")
+    figure, (axes,) = _figure(title, (8, 4.6), (1,))
+    axes.plot(*training, color=TRAINING, linewidth=1, label="training")
+    axes.plot(*held_out, "o-", color=HELD_OUT, markersize=4, label="held out")
     for step, loss in list(zip(*held_out, strict=True))[-1:]:
         style = {"color": HELD_OUT, "fontweight": "bold", **ABOVE, "ha": "right"}
-        left.annotate(f"{loss:.2f}", (step, loss), **style)
-    left.set(title="loss", xlabel="step", ylabel="bits per byte")
-    left.set_ylim(bottom=0)
-    left.grid(alpha=0.3)
-    left.legend(frameon=False)
-    bars = [
-        _states_bar(f"stage {stage}" + "\nthis run" * (stage == mine), kinds, stage != mine)
-        for stage, kinds in stages.items()
-    ]
-    bars.append(_states_bar("held by\ndevice 0", measured))
-    _draw_bars(right, bars)
-    right.axvline(len(stages) - 0.5, color="0.8", linewidth=1)
-    right.set(title="model states per device")
-    right.yaxis.set_major_formatter(lambda value, _: decimal(int(value)))
-    right.margins(y=0.12)
-    right.legend(handles=_part_handles(bars)[::-1], frameon=False)
+        axes.annotate(f"{loss:.2f}", (step, loss), **style)
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     return figure
-
-
-def _states_bar(name: str, kinds: Mapping[str, int], faint: bool = False) -> Bar:
-    parts = {kind: kinds[kind] for kind in PARTS if kinds.get(kind)}
-    return Bar(name=name, parts=parts, label=decimal(sum(parts.values())), faint=faint)
 
 
 def stages_figure(
@@ -146,7 +115,7 @@ def stages_figure(
         available: bytes that a device has.
         unit: of the bytes.
     """
-    figure, left, right = _figure(title, 5.2, (6, 4))
+    figure, (left, right) = _figure(title, (11, 5.2), (6, 4))
     handles = _draw_memory(left, memory, available, unit)
     _draw_bars(right, volume)
     right.set_ylim(0, (max(bar.top for bar in volume) or 1.0) * 1.16)
@@ -175,7 +144,7 @@ def plan_figure(
         unit: of the bytes.
         asked: the number of devices of the bars.
     """
-    figure, left, right = _figure(title, 6.2, (5, 5))
+    figure, (left, right) = _figure(title, (11, 6.2), (5, 5))
     handles = _draw_memory(left, memory, available, unit)
     handles += [_line("states by the formula (in brackets)"), *_draw_times(right, times)]
     right.axvline(asked, color=ASKED, linewidth=1.5, zorder=-1)
@@ -205,16 +174,18 @@ def plan_bar(plan: Plan, unit: Unit) -> Bar:
     )
 
 
-def _figure(title: str, height: float, widths: tuple[float, float]) -> tuple[Figure, Axes, Axes]:
-    """Make a figure of two drawings side by side."""
+def _figure(
+    title: str, size: tuple[float, float], widths: tuple[float, ...]
+) -> tuple[Figure, Sequence[Axes]]:
+    """Make a figure of drawings side by side."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, height), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
-    left, right = figure.subplots(1, 2, width_ratios=widths)
-    for axes in (left, right):
+    drawings = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    for axes in drawings:
         axes.spines[["top", "right"]].set_visible(False)
-    return figure, left, right
+    return figure, drawings
 
 
 def _legend(figure: Figure, handles: list[Any]) -> None:
@@ -232,17 +203,16 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], unit: float = 1.0, limit: float 
     half = WIDTH / 2 + 0.06
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     for place, bar in enumerate(bars):
-        top, alpha = 0.0, 0.45 if bar.faint else 1
+        top = 0.0
         for name, size in bar.parts.items():
-            axes.bar(place, size / unit, WIDTH, bottom=top, alpha=alpha, **PARTS[name])
+            axes.bar(place, size / unit, WIDTH, bottom=top, **PARTS[name])
             top += size / unit
         if bar.theory is not None:
             line, ends = bar.theory / unit, (place - half, place + half)
             axes.hlines(line, *ends, color=THEORY, linestyles=DASHES, linewidth=1.3, zorder=4)
             top = line if top < line < top + 0.075 * limit else top
         look = {"color": "black" if bar.fits else TOO_MUCH, "bbox": white, **ABOVE}
-        weight = "normal" if bar.faint else "bold"
-        axes.annotate(bar.label, (place, top), fontweight=weight, **look)
+        axes.annotate(bar.label, (place, top), fontweight="bold", **look)
     axes.set_xlim(-0.6, len(bars) - 0.4)
     axes.set_xticks(range(len(bars)), [bar.name for bar in bars])
 

@@ -1,4 +1,4 @@
-"""`zerojax checkpoint`: look at checkpoints, check them, turn them into weights and back."""
+"""`zerojax checkpoint`: look at checkpoints, check them, turn them into weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import typer
 
 from zerojax.checkpoint import export_safetensors, read_manifest, verify
-from zerojax.cli.checkpoint._files import find_checkpoint, import_weights, list_checkpoints
 from zerojax.cli.checkpoint._screen import CheckpointScreen
+from zerojax.cli.shared._checkpoints import find_checkpoint, list_checkpoints
 from zerojax.cli.shared._command import CommandOptions, argument, command, option
 from zerojax.cli.shared._errors import Failure, refusing
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Inspect, verify, export and import checkpoints; needs no accelerator.",
+    help="Inspect, verify and export checkpoints; needs no accelerator.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -52,16 +52,6 @@ class ExportOptions(CheckpointOptions):
     `opt_state/0/mu`."""
     max_file: float = option(5.0, min=1e-6, metavar="GB")
     """GB of a file beyond which there are several."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImportOptions(CommandOptions):
-    """What `zerojax checkpoint import` was asked for."""
-
-    file: Path = argument("FILE")
-    """A safetensors file, an index, or its folder."""
-    directory: Path = argument("DIR")
-    """The checkpoint to make; must not be one yet."""
 
 
 @checkpoint.command()
@@ -123,6 +113,7 @@ def export(options: ExportOptions) -> None:
 
     Shards are put together and padding is cut off, a few rows at a time: a model needs no more
     memory than that. Beyond `--max-file` there are several files and an index beside them.
+    `zerojax train --init` starts from them.
 
     ```
     zerojax checkpoint export runs/books books.safetensors
@@ -141,22 +132,3 @@ def export(options: ExportOptions) -> None:
                 path, options.out, part=options.part, max_file_bytes=size, on_leaf=on_leaf
             )
     screen.exported(written)
-
-
-@checkpoint.command(name="import")
-@command
-def import_(options: ImportOptions) -> None:
-    """Make a checkpoint of weights in safetensors files.
-
-    It holds parameters and nothing else: `zerojax train --init DIR` starts from them, and in
-    Python `restore(DIR, layout, {"params": ...})` places them.
-
-    ```
-    zerojax checkpoint import books.safetensors weights/books
-    zerojax train --init weights/books --data 'letters/*.txt'
-    ```
-    """
-    with refusing():
-        import_weights(options.file, options.directory)
-        manifest = read_manifest(options.directory)
-    CheckpointScreen().manifest(options.directory, manifest, {}, leaves=False)

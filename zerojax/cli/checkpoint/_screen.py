@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich import box
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.checkpoint import Manifest, parts
-from zerojax.cli.shared._screen import Screen
+from zerojax.checkpoint import Manifest, SavedLeaf, parts
+from zerojax.cli.shared._screen import Screen, table
 
 
 class CheckpointScreen(Screen):
@@ -30,12 +29,14 @@ class CheckpointScreen(Screen):
         """Show a checkpoint, and the others that lie beside it."""
         with self.console:
             self.facts(_facts(path, manifest))
-            self.console.print()
             self.show(_parts_table(manifest))
             if leaves:
                 self.show(_leaves_table(manifest))
             if len(found) > 1:
-                self.show(_list_table(found))
+                beside = table(">checkpoint", "state")
+                for one, why in found.items():
+                    beside.add_row(one.name, why or "files are all there")
+                self.show(beside)
 
     def whole(self, path: Path, manifest: Manifest) -> None:
         """Show a checkpoint that was verified."""
@@ -50,7 +51,7 @@ class CheckpointScreen(Screen):
     def exported(self, paths: Iterable[Path]) -> None:
         """Show which files there are now."""
         for path in paths:
-            self.show(Text(f"wrote {path}, {decimal(path.stat().st_size)}"))
+            self.say(f"wrote {path}, {decimal(path.stat().st_size)}")
 
     @contextmanager
     def bar(self, total: int, text: str) -> Iterator[Callable[[str], None]]:
@@ -65,7 +66,7 @@ class CheckpointScreen(Screen):
 def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
     mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh.items())
     step = "not told" if manifest.step is None else f"{manifest.step:,}"
-    facts = {
+    return {
         "path": str(path),
         "step": f"{step}, written {manifest.written}",
         "placement": f"stage {manifest.stage} over {', '.join(manifest.axis)}; mesh {mesh}",
@@ -74,45 +75,32 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "on disk": f"{decimal(manifest.num_bytes)} in {len(manifest.files)} files",
     }
-    return {name: text for name, text in facts.items() if text}
 
 
 def _parts_table(manifest: Manifest) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    table.add_column("part", footer="all")
-    for name, footer in (
-        ("leaves", f"{len(manifest.leaves):,}"),
-        ("elements", ""),
-        ("bytes", decimal(sum(leaf.num_bytes for leaf in manifest.leaves.values()))),
-    ):
-        table.add_column(name, footer=footer, justify="right")
-    table.add_column("dtype")
+    made = table("part", ">leaves", ">elements", ">bytes", "dtype")
     for path, leaves in parts(manifest).items():
         num_elements = sum(math.prod(leaf.shape) for leaf in leaves)
-        num_bytes = sum(leaf.num_bytes for leaf in leaves)
         dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
-        counts = (f"{len(leaves):,}", f"{num_elements:,}", decimal(num_bytes))
-        table.add_row(path, *counts, ", ".join(dtypes))
-    return table
+        made.add_row(
+            path, f"{len(leaves):,}", f"{num_elements:,}", _size(leaves), ", ".join(dtypes)
+        )
+    made.add_section()
+    leaves = manifest.leaves.values()
+    made.add_row("all", f"{len(leaves):,}", "", _size(leaves), "")
+    return made
+
+
+def _size(leaves: Iterable[SavedLeaf]) -> str:
+    return decimal(sum(leaf.num_bytes for leaf in leaves))
 
 
 def _leaves_table(manifest: Manifest) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("leaf", "dtype", "shape", "stored", "placed as"):
-        table.add_column(name, overflow="fold")
+    made = table("leaf", "dtype", "shape", "stored", "placed as")
     for path, leaf in manifest.leaves.items():
         stored = "" if leaf.stored_shape == leaf.shape else str(list(leaf.stored_shape))
         if leaf.same_as is not None:
             stored = f"same as {leaf.same_as}"
         spec = (leaf.spec or "").removeprefix("PartitionSpec")
-        table.add_row(path, leaf.dtype, str(list(leaf.shape)), stored, spec)
-    return table
-
-
-def _list_table(found: Mapping[Path, str | None]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="checkpoints beside it", title_justify="left")
-    table.add_column("step", justify="right")
-    table.add_column("state")
-    for path, why in found.items():
-        table.add_row(path.name, why or "files are all there")
-    return table
+        made.add_row(path, leaf.dtype, str(list(leaf.shape)), stored, spec)
+    return made

@@ -46,16 +46,13 @@ def draw(results: Sequence[CompileResult]) -> charts.Figure:
 
 
 def _memory_bar(result: CompileResult) -> charts.Bar:
-    parts: dict[str, float] = dict(result.parts)
-    rest = (result.needed or 0) - sum(parts.values())
-    if result.report is None and rest > 0:
-        parts[charts.REFUSED] = rest
+    refused = {charts.REFUSED: result.needed or 0} if result.report is None else {}
     label = binary(result.needed or result.available)
     if not result.fits:
         label = f"needs {label}" if result.needed else f"needs more than\n{label}"
     return charts.Bar(
         name=f"stage {result.stage}",
-        parts=parts,
+        parts=result.parts | refused,
         label=label,
         theory=result.request.description.theory["total"],
         fits=result.fits,

@@ -72,10 +72,9 @@ class CompileResult:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes per device, named as in `PARTS`; of a refused program the states by the layout."""
+        """Bytes per device, named as in `PARTS`; nothing of a refused program."""
         if self.report is None:
-            counted = self.request.description.bytes
-            return {name: counted[name] for name in ("parameters", "masters", "optimizer")}
+            return {}
         memory = self.report.memory
         return {name: sum(getattr(memory, k) for k in kinds) for name, kinds in PARTS.items()}
 

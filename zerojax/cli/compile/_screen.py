@@ -12,7 +12,7 @@ from zerojax.aot import Compilation
 from zerojax.audit import AuditReport, Problem
 from zerojax.cli.compile._request import CompileRequest
 from zerojax.cli.compile._result import PARTS, CompileResult
-from zerojax.cli.shared._screen import Screen
+from zerojax.cli.shared._screen import Screen, table
 from zerojax.cli.shared._units import BINARY, Unit, binary, unit_for
 
 #: The part of the peak from which on something has a row.
@@ -75,17 +75,16 @@ class CompileScreen(Screen):
 
 def comparison_table(results: Sequence[CompileResult]) -> Table:
     """Make the table of stages side by side; what is next to nothing is left out."""
-    unit, table = _unit(results), Table()
-    table.add_column("stage")
-    for result in results:
-        table.add_column(str(result.stage), justify="right", style="" if result.fits else "red")
+    unit, made = _unit(results), table("stage", *(f">{result.stage}" for result in results))
+    for result, column in zip(results, made.columns[1:], strict=True):
+        column.style = "" if result.fits else "red"
 
     def bytes_row(name: str, counts: Sequence[float | None], style: str = "") -> None:
-        table.add_row(name, *map(unit.number, counts), style=style)
+        made.add_row(name, *map(unit.number, counts), style=style)
 
     def report_row(name: str, write: Callable[[AuditReport], str], style: str = "") -> None:
         cells = ("-" if one.report is None else write(one.report) for one in results)
-        table.add_row(name, *cells, style=style)
+        made.add_row(name, *cells, style=style)
 
     for name in PARTS:
         counts = [result.parts.get(name) for result in results]
@@ -96,12 +95,12 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
     bytes_row("states by the formula", theory, "dim")
     left = [None if one.needed is None else one.available - one.needed for one in results]
     bytes_row("left of the device", left)
-    table.add_section()
+    made.add_section()
     report_row("volume", lambda report: f"{report.volume:.4f}", "bold")
     report_row("volume by the theory", lambda report: f"{report.theory_volume:.4f}", "dim")
     report_row("collectives", lambda report: str(len(report.collectives)))
     report_row("problems", lambda report: str(len(report.problems)))
-    return table
+    return made
 
 
 def _largest(results: Sequence[CompileResult]) -> int:

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from zerojax.cli.doctor import _proof as proof
 from zerojax.cli.doctor._findings import Bench, Finding
 from zerojax.cli.shared._command import CommandOptions, command, option
 from zerojax.cli.shared._errors import Failure
-from zerojax.cli.shared._screen import Screen
+from zerojax.cli.shared._screen import Screen, table
 
 #: Columns where there is no terminal to say how many.
 WIDTH = 100
@@ -37,7 +36,6 @@ class Check:
 CHECKS = (
     Check("packages", p.check_packages),
     Check("devices", m.check_devices),
-    Check("bf16", proof.check_bf16, needs=("devices",)),
     Check("step at stage 2", proof.check_step, needs=("devices",)),
     Check("its audit", proof.check_audit, needs=("step at stage 2",)),
     Check("its checkpoint", proof.check_checkpoint, needs=("step at stage 2",)),
@@ -46,7 +44,6 @@ CHECKS = (
     Check("compilation cache", m.check_cache),
     Check("compiler for TPUs", p.check_tpu_compiler),
     Check("compiler for GPUs", p.check_gpu_compiler),
-    Check("notebooks", p.check_notebooks),
 )
 
 
@@ -62,10 +59,10 @@ class DoctorOptions(CommandOptions):
 def doctor(options: DoctorOptions) -> None:
     """Check whether this machine can do what zerojax does.
 
-    Looks at the packages, the devices and the folders; takes a step of a small model at stage 2
-    over all devices, audits the compiled program, and saves and restores the state; looks for what
-    is optional: the host's memory for offload, a compilation cache, the compilers for hardware that
-    is not here, the notebooks' packages. Takes a few seconds, and leaves no files.
+    Looks at the packages, the devices and the folders; takes a step of a small model at stage 2 in
+    bf16 over all devices, audits the compiled program, and saves and restores the state; looks for
+    what is optional: the host's memory for offload, a compilation cache, the compilers for hardware
+    that is not here. Takes a few seconds, and leaves no files.
 
     A check is ok; or a warning: zerojax works, and something optional is missing; or failed. What
     to do about it stands below what was found.
@@ -121,25 +118,22 @@ def examine(
 
 def findings_table(findings: Mapping[str, Finding]) -> Table:
     """Make the table of findings, a row to each, with the remedy below what was found."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found", overflow="fold")
+    made = table("check", "", "found")
     for name, one in findings.items():
         found = Text(one.found)
         if one.remedy:
             found.append(f"\nremedy: {one.remedy}", style="bold")
-        table.add_row(name, Text(one.status, style=STYLES[one.status]), found)
-    return table
+        made.add_row(
+            Text(name, overflow="ignore"), Text(one.status, style=STYLES[one.status]), found
+        )
+    return made
 
 
 def verdict(findings: Mapping[str, Finding]) -> Text:
     """Return a line on whether zerojax works here."""
     found = [one.status for one in findings.values()]
-    warnings = found.count("warning")
     if "failed" in found:
         return Text("zerojax does not work here as it should", style=STYLES["failed"])
-    if not warnings:
-        return Text("zerojax works here", style=STYLES["ok"])
-    many = "s" if warnings > 1 else ""
-    return Text(f"zerojax works here; {warnings} warning{many}", style=STYLES["ok"])
+    warnings = found.count("warning")
+    many = f"; {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+    return Text(f"zerojax works here{many}", style=STYLES["ok"])

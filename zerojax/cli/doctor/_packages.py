@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -15,30 +15,24 @@ from zerojax.cli.doctor._findings import Bench, Finding
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+#: The extras that the command needs.
+EXTRAS = ("", "cli", "checkpoint")
+
 
 def check_packages(bench: Bench) -> Finding:
     """Check Python and the versions of the packages that zerojax and its command need."""
     python = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     try:
-        wanted = [*requirements(), *requirements("cli")]
+        wanted = requirements()
     except metadata.PackageNotFoundError:
         found = f"zerojax runs from a folder ({python}), and which packages it needs is not known"
         return Finding("warning", found, "pip install -e '.[cli]' in its folder")
-    if wrong := _unmet(wanted):
+    wrong = {f"{one.name}{one.specifier}": fault for one in wanted if (fault := _fault(one))}
+    if wrong:
         remedy = "pip install -U " + " ".join(f'"{one}"' for one in wrong)
         return Finding("failed", "; ".join(wrong.values()), remedy)
-    return Finding("ok", f"zerojax {__version__}; {python}; {_versions(wanted)}")
-
-
-def check_notebooks(bench: Bench) -> Finding:
-    """Check what running the notebooks takes."""
-    try:
-        wanted = requirements("notebooks")
-    except metadata.PackageNotFoundError:
-        return Finding("warning", "not known, as the packages are not", "pip install -e '.[cli]'")
-    if wrong := _unmet(wanted):
-        return Finding("warning", "; ".join(wrong.values()), "pip install 'zerojax[notebooks]'")
-    return Finding("ok", _versions(wanted))
+    versions = ", ".join(f"{one.name} {version_of(one.name)}" for one in wanted)
+    return Finding("ok", f"zerojax {__version__}; {python}; {versions}")
 
 
 def check_tpu_compiler(bench: Bench) -> Finding:
@@ -52,22 +46,18 @@ def check_gpu_compiler(bench: Bench) -> Finding:
     return _compiler(require_cuda, next(plugins, "jax-cuda12-plugin"))
 
 
-def requirements(extra: str = "") -> list[Requirement]:
-    """Return what the installed zerojax requires, or what an extra adds to that."""
+def requirements() -> list[Requirement]:
+    """Return what the installed zerojax and its command require."""
     from packaging.requirements import Requirement
 
-    def holds(one: Requirement, name: str) -> bool:
-        return one.marker is None or one.marker.evaluate({"extra": name})
-
     lines = [Requirement(line) for line in metadata.distribution("zerojax").requires or []]
-    plain = [one for one in lines if holds(one, "")]
-    if not extra:
-        return plain
-    found = [one for one in lines if holds(one, extra) and one not in plain]
     # An extra may name others of the package's own: zerojax[checkpoint] is no requirement.
-    others = [name for one in found if one.name == "zerojax" for name in sorted(one.extras)]
-    found = [one for one in found if one.name != "zerojax"]
-    return found + [one for name in others for one in requirements(name)]
+    return [
+        one
+        for one in lines
+        if one.name != "zerojax"
+        and (one.marker is None or any(one.marker.evaluate({"extra": name}) for name in EXTRAS))
+    ]
 
 
 def version_of(package: str) -> str | None:
@@ -78,21 +68,14 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _unmet(wanted: Iterable[Requirement]) -> dict[str, str]:
-    """Return requirement to fault of what is missing or too old."""
-    wrong = {}
-    for one in wanted:
-        version = version_of(one.name)
-        if version is None:
-            wrong[f"{one.name}{one.specifier}"] = f"{one.name} is not installed"
-        elif not one.specifier.contains(version, prereleases=True):
-            fault = f"{one.name} is {version}, and {one.specifier} is needed"
-            wrong[f"{one.name}{one.specifier}"] = fault
-    return wrong
-
-
-def _versions(wanted: Iterable[Requirement]) -> str:
-    return ", ".join(f"{one.name} {version_of(one.name)}" for one in wanted)
+def _fault(wanted: Requirement) -> str:
+    """Return what is wrong with a package; empty where nothing is."""
+    version = version_of(wanted.name)
+    if version is None:
+        return f"{wanted.name} is not installed"
+    if wanted.specifier.contains(version, prereleases=True):
+        return ""
+    return f"{wanted.name} is {version}, and {wanted.specifier} is needed"
 
 
 def _compiler(require: Callable[[], object], package: str) -> Finding:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from zerojax.cli.plan._question import PlanQuestion
 from zerojax.cli.shared._options import PRECISIONS
-from zerojax.cli.shared._screen import Screen
+from zerojax.cli.shared._screen import Screen, table
 from zerojax.cli.shared._units import DECIMAL, amount, unit_for
 from zerojax.models import gpt
 from zerojax.planner import Plan, find_hardware
@@ -63,12 +62,9 @@ def stages_table(plans: Sequence[Plan], width: int) -> Table:
     """Make the table of stages; less than `ROOMY` columns leave out what can be spared."""
     size = unit_for(max(one.bytes.theory for one in plans), DECIMAL).size
     roomy, hosted = width >= ROOMY, any(one.bytes.host for one in plans)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if roomy else 0))
-    left = ["stage", "params", "grads", "optimizer", "states", "peak"]
-    left += ["of device"] * roomy + ["on host"] * hosted
-    for name in (*left, "volume", "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by")
+    columns = [">stage", ">params", ">grads", ">optimizer", ">states", ">peak"]
+    columns += [">of device"] * roomy + [">on host"] * hosted + [">volume", ">ms", "bound by"]
+    made = table(*columns, padding=1 if roomy else 0)
     for one in plans:
         held, style = one.bytes, "green" if one.fits else "red"
         cells: list[str | Text] = [
@@ -79,8 +75,8 @@ def stages_table(plans: Sequence[Plan], width: int) -> Table:
         ]
         cells += [Text(f"{held.total / one.hardware.memory:.1%}", style=style)] * roomy
         cells += [amount(held.host / size)] * hosted
-        table.add_row(*cells, f"{one.volume:.3f}", _milliseconds(one.step_time), one.bound_by)
-    return table
+        made.add_row(*cells, f"{one.volume:.3f}", _milliseconds(one.step_time), one.bound_by)
+    return made
 
 
 def notes(asked: PlanQuestion, plans: Sequence[Plan]) -> list[str]:

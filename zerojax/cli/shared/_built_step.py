@@ -10,13 +10,12 @@ from jax.sharding import Mesh
 
 from zerojax._types import PyTree
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import MODEL, MODEL_AXIS, OFFLOADS, ZERO, StepOptions
+from zerojax.cli.shared._options import MODEL, MODEL_AXIS, ZERO, StepOptions
 from zerojax.layout import Layout, make_layout
 from zerojax.models import gpt
 
 #: Rows of an embedding that a model axis does not divide are filled up to a multiple of this.
 VOCAB_MULTIPLE = 128
-_RECOMPUTED = {"none": "nothing", "dots": "all but products", "full": "each layer"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,23 +67,12 @@ class BuiltStepOptions(StepOptions):
         return config
 
     def in_words(self) -> str:
-        """Return a line on what is asked for beside the stage; empty where nothing is."""
-        remat, found = self.recipe().remat, []
-        if self.configuration is not None:
-            found.append(f"{self.config}: stage {self.configuration.stage}")
-        if self.sequence_parallel:
-            found.append("tokens cut over the model axis")
-        elif self.cuts_checkpoints:
-            found.append("activation checkpoints cut over the model axis (Pa)")
-        by_config = remat is not None and bool(remat.offload)
-        hosted = [x for x in OFFLOADS if x in self.offload or (x == "activations" and by_config)]
-        if hosted:
-            found.append(f"on the host: {' and '.join(hosted)}")
-        if self.remat is not None:
-            found.append(f"recomputed: {_RECOMPUTED[self.remat]}")
-        if self.loss_chunk is not None:
-            found.append(f"{self.loss_chunk:,} logits of a token at a time")
-        return ", ".join(found)
+        """Return the options that decide more of a step than its stage; empty where none does."""
+        names = ("config", "sequence_parallel", "offload", "remat", "loss_chunk")
+        asked = {name.replace("_", " "): getattr(self, name) for name in names}
+        asked["offload"] = " and ".join(self.offload)
+        told = {name: "" if x is True else f" {x}" for name, x in asked.items() if x}
+        return ", ".join(f"{name}{value}" for name, value in told.items())
 
 
 def gpt_shapes(config: gpt.Config) -> PyTree:

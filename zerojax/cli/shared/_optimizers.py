@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +16,7 @@ from zerojax._types import PyTree
 #: Width of the model that the base rates were chosen for.
 BASE_WIDTH = 128
 #: Leaves that weight decay applies to; biases and norms are left alone.
-DECAYED = frozenset({"embed", "positions", "kernel"})
-#: Leaves that muon orthogonalises, the last two dims as one matrix per layer.
-ORTHOGONALISED = frozenset({"kernel"})
+DECAYED = ("embed", "positions", "kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,28 +64,24 @@ class NamedOptimizer:
         return self.make(self.schedule(None, 100, 1000, width), 0.1)
 
 
-def _named(names: frozenset[str]) -> Callable[[PyTree], PyTree]:
+def _decayed(params: PyTree, names: Container[str] = DECAYED) -> PyTree:
     """Mark the leaves whose last key is one of the names; a lone leaf has none."""
-
-    def mark(params: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: bool(path) and path[-1].key in names, params
-        )
-
-    return mark
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: bool(path) and path[-1].key in names, params
+    )
 
 
 def _decaying(make: Callable[..., Any], **given: float) -> Callable[..., Any]:
     """Make optax's optimizer, which decays matrices and embeddings by itself."""
 
     def made(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-        return make(rate, weight_decay=decay, mask=_named(DECAYED), **given)
+        return make(rate, weight_decay=decay, mask=_decayed, **given)
 
     return made
 
 
 def _sgd(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    decayed = optax.add_decayed_weights(decay, mask=_named(DECAYED))
+    decayed = optax.add_decayed_weights(decay, mask=_decayed)
     return optax.chain(decayed, optax.sgd(rate, momentum=0.9))
 
 
@@ -95,24 +89,21 @@ def _adafactor(rate: optax.Schedule, decay: float) -> optax.GradientTransformati
     # optax adds adafactor's decay after the learning rate, so it would not follow the schedule.
     return optax.chain(
         optax.adafactor(learning_rate=None, multiply_by_parameter_scale=False),
-        optax.add_decayed_weights(-decay, mask=_named(DECAYED)),
+        optax.add_decayed_weights(-decay, mask=_decayed),
         optax.scale_by_schedule(rate),
     )
 
 
 def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
+    # The last two dims of kernels are orthogonalised as one matrix per layer.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-
-    def matrices(params: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda wanted: matrix if wanted else None, _named(ORTHOGONALISED)(params)
-        )
-
     return optax.contrib.muon(
         rate,
         weight_decay=decay,
-        weight_decay_mask=_named(DECAYED),
-        muon_weight_dimension_numbers=matrices,
+        weight_decay_mask=_decayed,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(
+            lambda is_kernel: matrix if is_kernel else None, _decayed(params, ("kernel",))
+        ),
         consistent_rms=0.2,  # updates as large as Adam's, so that one rate suits both of its halves
     )
 

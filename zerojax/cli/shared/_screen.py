@@ -7,7 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 
@@ -33,11 +35,12 @@ class Screen:
         self.console.print(what, soft_wrap=isinstance(what, Text))
 
     def facts(self, rows: Mapping[str, str]) -> None:
-        """Print names and what they are, one below the other."""
+        """Print names and what they are, one below the other; nothing of what is empty."""
         width = max(map(len, rows)) + 1
         for name, text in rows.items():
             lines = text.replace("\n", "\n" + " " * width)
-            self.show(Text.assemble((f"{name:<{width}}", "bold"), lines))
+            if text:
+                self.show(Text.assemble((f"{name:<{width}}", "bold"), lines))
 
     def title(self, text: str) -> None:
         """Print the title of a table."""
@@ -51,3 +54,13 @@ class Screen:
         """Print which files were written; None is one that nobody asked for."""
         if names := ", ".join(str(path) for path in paths if path is not None):
             self.say(f"wrote {names}")
+
+
+def table(*columns: str, padding: int = 1) -> Table:
+    """Make a table without rows; `>peak` is a column of numbers with the name peak."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding))
+    for name in columns:
+        is_number = name.startswith(">")
+        justify = "right" if is_number else "left"
+        made.add_column(name.removeprefix(">"), justify=justify, no_wrap=is_number, overflow="fold")
+    return made

@@ -7,7 +7,7 @@ from zerojax.cli.shared._errors import refusing
 from zerojax.cli.shared._files import require_matplotlib
 from zerojax.cli.train._loop import train_and_write
 from zerojax.cli.train._options import TrainOptions
-from zerojax.cli.train._run import prepare, take_up
+from zerojax.cli.train._run import TrainRun, take_up
 from zerojax.cli.train._screen import TrainScreen
 
 
@@ -38,5 +38,5 @@ def train(options: TrainOptions) -> None:
     screen = TrainScreen()
     with refusing():
         require_matplotlib()  # for training.png, after hours of training
-        run = prepare(*take_up(options))
+        run = TrainRun(*take_up(options))
     train_and_write(run, screen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +20,23 @@ PROMPT_SIZE = 64
 TEMPERATURE = 0.8
 
 
-class Evaluation:
-    """The mean loss over fixed stretches of held-out text, in bits per byte.
+def held_out_batches(
+    text: np.ndarray, context: int, num_windows: int, batch_size: int
+) -> np.ndarray:  # [batches, B, T + 1]
+    """Cut fixed stretches of held-out text into whole batches of a step.
 
-    The stretches fill whole batches of a step: what is left over is not looked at, and where they
-    are too few for one batch some come again.
+    What is left over is not looked at; where they are too few for one batch some come again.
     """
+    windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
+    rows = np.concatenate(list(itertools.islice(windows, num_windows)))
+    num_batches = max(1, len(rows) // batch_size)
+    return np.resize(rows, (num_batches, batch_size, context + 1))
 
-    def __init__(
-        self, step: TrainStep, text: np.ndarray, context: int, num_windows: int, batch_size: int
-    ) -> None:
-        windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
-        rows = np.concatenate(list(itertools.islice(windows, num_windows)))
-        num_batches = max(1, len(rows) // batch_size)
-        self._step = step
-        self._batches = np.resize(rows, (num_batches, batch_size, context + 1))
 
-    def __call__(self, state: TrainState) -> float:
-        """Evaluate a train state."""
-        batches = (jax.device_put(rows, self._step.layout.batch) for rows in self._batches)
-        return bits(float(np.mean([self._step.evaluate(state, rows) for rows in batches])))
+def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
+    """Return the mean loss over batches in bits per byte."""
+    placed = (jax.device_put(rows, step.layout.batch) for rows in batches)
+    return bits(float(np.mean([step.evaluate(state, rows) for rows in placed])))
 
 
 def bits(nats: float) -> float:
@@ -56,9 +54,11 @@ def sample(
     """
     prompt = options.prompt
     start = text[:PROMPT_SIZE].astype(np.int32) if prompt is None else encode(prompt)
+    if all(x.is_fully_replicated for x in jax.tree.leaves(params)):
+        params = jax.tree.map(lambda x: x.addressable_data(0), params)  # all would do the same
     tokens = gpt.generate(
         config,
-        _on_one_device(params),
+        params,
         jnp.asarray(start)[None],
         jax.random.key(options.seed),
         num_tokens=options.sample_bytes,
@@ -66,10 +66,3 @@ def sample(
     )
     # A vocabulary larger than bytes can give tokens that are none; 255 is never UTF-8 either.
     return decode(start), decode(np.minimum(np.asarray(tokens[0]), 255))
-
-
-def _on_one_device(params: PyTree) -> PyTree:
-    """Take one device's copy of parameters that are whole on each: all would do the same."""
-    if all(x.is_fully_replicated for x in jax.tree.leaves(params)):
-        return jax.tree.map(lambda x: x.addressable_data(0), params)
-    return params

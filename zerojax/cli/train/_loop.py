@@ -13,12 +13,12 @@ import absl.logging  # which orbax logs with
 import jax
 
 from zerojax._types import PyTree
-from zerojax.checkpoint import PendingSave, Restored
+from zerojax.checkpoint import PendingSave
 from zerojax.cli import charts
+from zerojax.cli.shared._checkpoints import CHECKPOINTS
 from zerojax.cli.shared._errors import INTERRUPTED, PREEMPTED, Failure, refusing
 from zerojax.cli.train._evaluate import bits, sample
 from zerojax.cli.train._metrics import Metrics
-from zerojax.cli.train._options import CHECKPOINTS
 from zerojax.cli.train._run import TrainRun
 from zerojax.cli.train._screen import TrainScreen
 from zerojax.cli.train._signals import Signals
@@ -39,9 +39,7 @@ def train_and_write(run: TrainRun, screen: TrainScreen) -> None:
     absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
     try:
         with Signals() as signals:
-            with refusing():
-                restored = run.restore()
-            _Training(run, screen, signals, restored).go()
+            _Training(run, screen, signals).go()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -55,20 +53,17 @@ def train_and_write(run: TrainRun, screen: TrainScreen) -> None:
 class _Training:
     """The moving parts of a run."""
 
-    def __init__(
-        self, run: TrainRun, screen: TrainScreen, signals: Signals, restored: Restored | None
-    ) -> None:
+    def __init__(self, run: TrainRun, screen: TrainScreen, signals: Signals) -> None:
         self.run, self.options = run, run.options
         self.screen, self.signals = screen, signals
-        if restored is None:
-            with refusing():
-                self.state = jax.block_until_ready(run.initialise())
-            self.first_step = 0
-        else:
-            self.state = restored.state
+        self.first_step = 0
+        with refusing():
+            restored = run.restore()
+            state = jax.block_until_ready(run.initialise()) if restored is None else restored.state
+        if restored is not None:
             self.first_step = restored.manifest.step or 0
             screen.restored(restored, self.first_step)
-        self.held, self.on_host = held_bytes(self.state)
+        self.state = state
         self.number = self.saved = self.first_step
         self.saving: PendingSave | None = None
         self.metrics = Metrics(self.options.out / "metrics.jsonl", self.first_step)
@@ -80,9 +75,9 @@ class _Training:
 
     def go(self) -> None:
         """Train to the end, or until a signal or a loss that is not finite."""
-        self.screen.held(self.held, self.on_host)
+        self.screen.held(*held_bytes(self.state))
         try:
-            with self.screen.training():
+            with self.screen.progress:
                 self.train()
             if not self.signals.requested:
                 self.finish()
@@ -165,7 +160,7 @@ class _Training:
     def evaluate(self) -> None:
         """Evaluate on the held-out text."""
         self.settle(0)
-        found = self.run.evaluation(self.state)
+        found = self.run.evaluate(self.state)
         self.evaluated = self.number
         self.metrics.add(step=self.number, validation_bits_per_byte=found)
         self.screen.evaluated(self.number, found)
@@ -212,9 +207,6 @@ class _Training:
             f"{options.precision}, ZeRO stage {options.stage} on {len(run.devices)} devices",
             training=self.metrics.column("train_bits_per_byte"),
             held_out=self.metrics.column("validation_bits_per_byte"),
-            stages=run.stage_bytes,
-            mine=run.layout.stage,
-            measured=self.held,
         )
         charts.write(figure, plot)
         self.screen.wrote(options.out / "metrics.jsonl", plot)

@@ -10,8 +10,6 @@ from zerojax.cli.shared._built_step import BuiltStepOptions
 from zerojax.cli.shared._command import option
 from zerojax.cli.shared._options import DATA, MODEL, OUTPUT, TRAINING, ZERO, Precision
 
-#: The folder of the checkpoints within that of the run.
-CHECKPOINTS = "checkpoints"
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.
 OF_ONE_RUN = ("devices", "layout", "out", "init", "resume", "prompt", "sample_bytes")
 

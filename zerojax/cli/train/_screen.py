@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.checkpoint import Restored
-from zerojax.cli.shared._screen import Screen
+from zerojax.cli.shared._screen import Screen, table
 from zerojax.cli.train._metrics import Metrics
 from zerojax.cli.train._run import TrainRun
 
@@ -30,7 +28,7 @@ class TrainScreen(Screen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._progress = Progress(
+        self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[status]}"),
@@ -46,65 +44,54 @@ class TrainScreen(Screen):
     def start(self, run: TrainRun) -> None:
         """Show model, data, mesh and the bytes per device."""
         options, corpus = run.options, run.corpus
-        rows = {
-            "mesh": _mesh(run),
-            "model": f"{options.model}, {run.layout.num_params:,} parameters",
-            "data": f"{corpus.source}: {corpus.num_files:,} files, {decimal(corpus.num_bytes)}, "
-            f"{decimal(corpus.held_out.size)} of them held out",
-            "step": options.step_in_words(run.batch_size, run.config.context)
-            + f", learning rate up to {run.rates.max():.3g}",
-        }
-        if run.checkpoint is not None:
-            rows["start"] = f"from {run.checkpoint}"
-        self.facts(rows)
-        self._task = self._progress.add_task("train", total=options.steps, status="compiling")
-        self.console.print()
-        if options.layout:
-            self._leaves(run)
+        self.facts(
+            {
+                "mesh": _mesh(run),
+                "model": f"{options.model}, {run.layout.num_params:,} parameters",
+                "data": f"{corpus.source}: {corpus.num_files:,} files, "
+                f"{decimal(corpus.num_bytes)}, {decimal(corpus.held_out.size)} of them held out",
+                "step": options.step_in_words(run.batch_size, run.config.context)
+                + f", learning rate up to {run.rates.max():.3g}",
+                "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
+            }
+        )
+        self._task = self.progress.add_task("train", total=options.steps, status="compiling")
+        if options.layout and self.console.is_terminal:
+            self.console.print(run.description)
+        elif options.layout:  # as wide as it is, for a file or a pipe
+            self.console.print(str(run.description), soft_wrap=True, markup=False)
+        over = f"over {run.layout.num_shards} shards"
+        self.title(f"bytes per device, ZeRO stage {run.layout.stage} {over}")
         self.show(bytes_table(run))
         self.say(
             "theory: whole / N for what the stage partitions (arXiv 1910.02054); MB = 1e6 bytes"
         )
 
-    def _leaves(self, run: TrainRun) -> None:
-        if self.console.is_terminal:
-            self.console.print(run.description)
-        else:  # as wide as it is, for a file or a pipe
-            self.console.print(str(run.description), soft_wrap=True, markup=False)
-
     def restored(self, restored: Restored, step: int) -> None:
         """Show which checkpoint the run goes on from, and which were no good."""
         for why in restored.passed_over.values():
             self.show(Text(f"passed over: {why}", style="yellow"))
-        self._progress.update(self._task, completed=step)
+        self.progress.update(self._task, completed=step)
         self.say(f"going on from step {step}, {restored.path}")
 
-    def held(self, held: dict[str, int], on_host: int = 0) -> None:
+    def held(self, held: dict[str, int], on_host: int) -> None:
         """Show what the first device really holds, and what the host keeps for it."""
         kinds = ", ".join(f"{kind} {decimal(count)}" for kind, count in held.items() if count)
         text = f"device 0 holds {decimal(sum(held.values()))} between steps ({kinds})"
         text += f", and {decimal(on_host)} in the host's memory" if on_host else ""
-        self.show(Text.assemble(("measured: ", "bold"), text))
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Show the progress while the block runs."""
-        with self._progress:
-            yield
+        self.facts({"measured:": text})
 
     def step(self, line: dict[str, Any]) -> None:
         """Show a step that is done."""
-        task = self._progress.tasks[0]
-        self._progress.update(task.id, completed=line["step"])
+        task = self.progress.tasks[0]
         self._rates.append(line["tokens_per_second"])
-        rate = statistics.harmonic_mean(self._rates)
         status = (
             f"loss {line['loss']:.3f} ({line['train_bits_per_byte']:.2f} bits/byte)  "
-            f"{rate:,.0f} tokens/s"
+            f"{statistics.harmonic_mean(self._rates):,.0f} tokens/s"
         )
-        self._progress.update(task.id, status=status)
+        self.progress.update(task.id, completed=line["step"], status=status)
         now, is_last = time.monotonic(), line["step"] == task.total
-        if self._progress.disable and (is_last or now - self._last_line >= LINE_EVERY):
+        if self.progress.disable and (is_last or now - self._last_line >= LINE_EVERY):
             self._last_line = now
             seconds = int(task.time_remaining or 0)
             left = f"  ETA {timedelta(seconds=seconds)}" if seconds else ""
@@ -139,24 +126,12 @@ def _mesh(run: TrainRun) -> str:
 
 def bytes_table(run: TrainRun) -> Table:
     """Make the table of bytes per device, beside the theory and beside plain data parallelism."""
-    description, plain, layout = run.description, run.stage_bytes[0], run.layout
-    table = Table(
-        title=f"bytes per device, ZeRO stage {layout.stage} over {layout.num_shards} shards",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("kind")
-    plainly = "plain data parallel" if layout.num_shards == len(run.devices) else "stage 0"
-    for name in ("this run", "theory", plainly, "saved"):
-        table.add_column(name, justify="right")
+    description = run.description
+    plainly = "plain data parallel" if run.layout.num_shards == len(run.devices) else "stage 0"
+    made = table("kind", ">this run", ">theory", f">{plainly}", ">saved")
     for kind, count in description.bytes.items():
-        if plain[kind]:
-            table.add_row(
-                kind,
-                decimal(count),
-                decimal(description.theory[kind]),
-                decimal(plain[kind]),
-                f"{1 - count / plain[kind]:.0%}",
-                style="bold" if kind == "total" else "",
-            )
-    return table
+        if whole := run.plain[kind]:
+            counts = map(decimal, (count, description.theory[kind], whole))
+            style = "bold" if kind == "total" else ""
+            made.add_row(kind, *counts, f"{1 - count / whole:.0%}", style=style)
+    return made

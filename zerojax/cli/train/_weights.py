@@ -8,7 +8,7 @@ import jax
 
 from zerojax._types import PyTree
 from zerojax.checkpoint import import_safetensors, is_safetensors, restore
-from zerojax.cli.checkpoint._files import find_checkpoint
+from zerojax.cli.shared._checkpoints import find_checkpoint
 from zerojax.layout import Layout
 
 

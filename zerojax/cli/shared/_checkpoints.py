@@ -1,11 +1,13 @@
-"""Which checkpoint a folder means, and weights made into one."""
+"""Which checkpoint a folder means."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from zerojax.checkpoint import find_checkpoints, read_manifest
-from zerojax.cli.train._options import CHECKPOINTS
+
+#: The folder of the checkpoints within that of a run.
+CHECKPOINTS = "checkpoints"
 
 
 def list_checkpoints(directory: Path) -> dict[Path, str | None]:
@@ -31,17 +33,3 @@ def find_checkpoint(directory: Path) -> Path:
             f"no whole checkpoint in {directory}: {'; '.join(filter(None, found.values()))}"
         )
     return whole[-1]
-
-
-def import_weights(file: Path, directory: Path) -> None:
-    """Make a checkpoint of safetensors files, on this machine's CPU."""
-    import jax
-
-    from zerojax.checkpoint import import_safetensors, save, weights_of
-    from zerojax.layout import make_layout, make_mesh
-
-    shapes = weights_of(file)
-    mesh = make_mesh({"data": 1}, devices=jax.devices("cpu")[:1])
-    layout = make_layout(shapes, mesh, stage=0)
-    params = import_safetensors(file, layout, shapes)
-    save(directory, {"params": params}, layout, metadata={"source": str(file)})
