@@ -33,9 +33,9 @@ def test_the_name_of_a_topology_is_one_of_so_many_devices(name, num_devices):
     [
         (HARDWARE["v100"], 16, ["v100", "can't be compiled for", "h100"]),
         (dataclasses.replace(HARDWARE["h100"], name="mine"), 8, ["mine", "can't be compiled"]),
-        (HARDWARE["h100"], 12, ["12 x h100", "no whole nodes or slices of 8"]),
-        (HARDWARE["v5e"], 384, ["384 x v5e", "no whole nodes or slices of 256"]),
-        (HARDWARE["v7"], 1, ["1 x v7", "no whole chips"]),
+        (HARDWARE["h100"], 12, ["12 x h100", "no whole nodes, slices or chips"]),
+        (HARDWARE["v5e"], 384, ["384 x v5e", "no whole nodes, slices or chips"]),
+        (HARDWARE["v7"], 1, ["1 x v7", "no whole nodes, slices or chips"]),
     ],
     ids=first_word,
 )

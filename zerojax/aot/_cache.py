@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerojax.aot._plugin import version_of
 from zerojax.audit import Program
 
 #: Names the folder in the place of the user's cache folder.
@@ -83,12 +84,18 @@ class ProgramCache:
         """Return what was kept under a key, None for nothing."""
         held = self._read(key)
         if held is not None and "see" in held:
-            key = held["see"]
-            held = self._read(key)
+            held = self._read(key := held["see"])
         if held is None:
             return None
         try:
-            return _compilation_of(held)
+            program, shortage = held["program"], held["shortage"]
+            return Compilation(
+                program=None if program is None else Program.from_json(program),
+                shortage=None if shortage is None else Shortage(**shortage),
+                seconds=float(held["seconds"]),
+                compiled_at=str(held["compiled_at"]),
+                is_cached=True,
+            )
         except (ValueError, KeyError, TypeError) as error:
             self._note_unreadable(key, error)
             return None
@@ -126,25 +133,17 @@ class ProgramCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             data = gzip.compress(json.dumps({"format": FORMAT, **held}).encode(), compresslevel=6)
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                try:
-                    file.write(data)
-                    file.flush()
-                    Path(file.name).replace(self._path(key))
-                except BaseException:
-                    Path(file.name).unlink(missing_ok=True)
-                    raise
+            with tempfile.TemporaryDirectory(dir=self.folder) as own:
+                (Path(own) / key).write_bytes(data)
+                (Path(own) / key).replace(self._path(key))
         except OSError as error:
             self.notes.append(f"the program can't be kept in {self.folder}: {error.strerror}")
 
     def _drop_oldest(self, spared: str) -> None:
         found = []
         for path in self.folder.glob("*.json.gz"):
-            try:
-                status = path.stat()
-            except FileNotFoundError:  # another process dropped it
-                continue
-            found.append((status.st_mtime, status.st_size, path))
+            with contextlib.suppress(FileNotFoundError):  # another process dropped it
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self.max_bytes:
@@ -175,26 +174,16 @@ def digest(facts: Mapping[str, Any], *sources: str) -> str:
     """
     whole = {
         "facts": facts,
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "variables": _variables(),
+        "versions": {name: version_of(name) for name in _PACKAGES},
+        "variables": {name: text for name, text in os.environ.items() if _is_deciding(name)},
         "sources": _hash_sources(sources),
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def _variables() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _VARIABLES or (name.startswith("JAX_") and not name.startswith(_IDLE_VARIABLES))
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _is_deciding(variable: str) -> bool:
+    is_of_jax = variable.startswith("JAX_") and not variable.startswith(_IDLE_VARIABLES)
+    return is_of_jax or variable in _VARIABLES
 
 
 def _hash_sources(names: tuple[str, ...]) -> str:
@@ -204,14 +193,3 @@ def _hash_sources(names: tuple[str, ...]) -> str:
         found.update(f"{path.relative_to(_HOME).as_posix()}\0".encode())
         found.update(path.read_bytes())
     return found.hexdigest()
-
-
-def _compilation_of(held: Mapping[str, Any]) -> Compilation:
-    program, shortage = held["program"], held["shortage"]
-    return Compilation(
-        program=None if program is None else Program.from_json(program),
-        shortage=None if shortage is None else Shortage(**shortage),
-        seconds=float(held["seconds"]),
-        compiled_at=str(held["compiled_at"]),
-        is_cached=True,
-    )

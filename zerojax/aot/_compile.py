@@ -24,6 +24,7 @@ _REFUSALS = (
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
 _SOURCES = (
     "aot/_chips.py",
+    "aot/chips.toml",
     "aot/_compile.py",
     "aot/_plugin.py",
     "audit/_program.py",

@@ -45,7 +45,7 @@ def tpu_devices(name: str, **options: Any) -> list[Any]:
         return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
 
 
-def gpu_devices(target_config: str, *, num_nodes: int, gpus_per_node: int) -> list[Any]:
+def gpu_devices(target_config: str, num_nodes: int, gpus_per_node: int) -> list[Any]:
     """Return the devices of GPU nodes that are not here, node by node."""
     module = require_cuda()
     arrangement = {"topology": f"1x{num_nodes}x{gpus_per_node}", "target_config": target_config}
@@ -65,7 +65,7 @@ def require_libtpu() -> None:
     """Check that the libtpu that jax pins is here; of another one, programs can't be read."""
     pin = _pinned("libtpu")
     remedy = f'pip install "jax[tpu]=={jax.__version__}"'
-    installed = _version("libtpu")
+    installed = version_of("libtpu")
     if installed is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise MissingCompiler(f"Compiling for TPUs needs libtpu {pin} (no TPU): {remedy}")
     if installed is not None and pin.startswith("=="):
@@ -90,7 +90,7 @@ def require_cuda() -> str:
             f"Compiling for GPUs needs {' and '.join(missing)} (no CUDA, no GPU): {remedy}"
         )
     plugin = f"jax-{modules[0].removeprefix('xla_')}-plugin".replace("_", "-")
-    installed, wanted = _version(plugin), _version("jaxlib")
+    installed, wanted = version_of(plugin), version_of("jaxlib")
     if installed is not None and installed != wanted:
         raise MissingCompiler(
             f"jaxlib {wanted} needs {plugin} {wanted}, and {installed} is installed: "
@@ -106,7 +106,8 @@ def _pinned(package: str) -> str:
     return ""
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -114,9 +115,8 @@ def _version(package: str) -> str | None:
 
 
 def _has_module(package: str, name: str) -> bool:
-    if importlib.util.find_spec(package) is None:
-        return False
-    return importlib.util.find_spec(f"{package}.{name}") is not None
+    names = (package, f"{package}.{name}")  # the second is asked for only if the first is there
+    return all(importlib.util.find_spec(each) is not None for each in names)
 
 
 def has_accelerators() -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, gpu_target_config
+from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, TPU_OPTIONS, gpu_target_config
 from zerojax.aot._plugin import gpu_devices, tpu_devices
 from zerojax.layout import in_order
+from zerojax.planner import find_hardware
 
 _NAME = re.compile(r"(?P<chip>[a-z0-9]+):(?P<dims>\d+(?:x\d+)*?)(?:x(?P<slices>\d+)slices?)?")
 
@@ -34,7 +35,7 @@ class Topology:
     @property
     def num_devices(self) -> int:
         """Count the devices as JAX sees them (a tpu7x chip is two)."""
-        per_chip = TPU_CHIPS[self.chip].devices_per_chip if self.is_tpu else 1
+        per_chip = find_hardware(self.chip).devices_per_chip
         return math.prod(self.dims) * self.num_slices * per_chip
 
     @property
@@ -61,7 +62,11 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
             f"Mesh {dict(axes)} has {math.prod(shape)} devices, but topology {name!r} has "
             f"{topology.num_devices}: choose sizes whose product is {topology.num_devices}."
         )
-    devices = _place_tpu(topology, shape) if topology.is_tpu else _place_gpu(topology, shape)
+    if topology.is_tpu:
+        devices = _place_tpu(topology, shape)
+    else:  # node by node: the last axes stay within a node
+        config = gpu_target_config(topology.chip)
+        devices = np.array(gpu_devices(config, *topology.dims)).reshape(shape)
     return in_order(Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(shape)))
 
 
@@ -71,11 +76,11 @@ def parse_topology(name: str) -> Topology:
     if match is None or match["chip"] not in (*TPU_CHIPS, *GPU_CHIPS):
         raise ValueError(_unknown(name, "is not a topology"))
     dims = tuple(int(dim) for dim in match["dims"].split("x"))
-    num_slices = int(match["slices"] or 1)
-    chip = match["chip"]
-    num_dims = TPU_CHIPS[chip].shapes[0].count("x") + 1 if chip in TPU_CHIPS else 2
+    chip, num_slices = match["chip"], int(match["slices"] or 1)
+    num_dims, unit = 2, "nodes x GPUs per node"
+    if chip in TPU_CHIPS:
+        num_dims, unit = TPU_CHIPS[chip].torus, "chips along each torus dim"
     if len(dims) != num_dims or not all(dims) or not num_slices:
-        unit = "chips along each torus dim" if chip in TPU_CHIPS else "nodes x GPUs per node"
         raise ValueError(_unknown(name, f"needs {num_dims} dims for {chip} ({unit})"))
     if num_slices > 1 and chip in GPU_CHIPS:
         raise ValueError(_unknown(name, "has slices, which only TPUs have"))
@@ -84,7 +89,7 @@ def parse_topology(name: str) -> Topology:
 
 def known_topologies() -> list[str]:
     """List the names worth offering; other arrangements of the same chips work as well."""
-    tpus = [f"{chip}:{shape}" for chip in TPU_CHIPS for shape in TPU_CHIPS[chip].shapes]
+    tpus = [f"{chip}:{shape}" for chip in TPU_CHIPS for shape in TPU_CHIPS[chip].slices]
     return tpus + [f"{chip}:{nodes}x8" for chip in GPU_CHIPS for nodes in (1, 2, 4, 8)]
 
 
@@ -94,15 +99,8 @@ def _unknown(name: str, why: str) -> str:
     return f"{name!r} {why}. Known, nearest first: {', '.join(known)}"
 
 
-def _place_gpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
-    nodes, gpus = topology.dims
-    chip = GPU_CHIPS[topology.chip]
-    devices = gpu_devices(gpu_target_config(chip), num_nodes=nodes, gpus_per_node=gpus)
-    return np.array(devices).reshape(shape)  # node by node: the last axes stay within a node
-
-
 def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
-    options: dict[str, Any] = dict(TPU_CHIPS[topology.chip].options)
+    options: dict[str, Any] = dict(TPU_OPTIONS.get(topology.chip, {}))
     if topology.num_slices > 1:
         options["num_slices"] = topology.num_slices
     if 1 in topology.dims[:2]:  # a host has 2 x 2 chips unless told otherwise
@@ -135,13 +133,9 @@ def _place_slices(devices: list[Any], num_slices: int, shape: tuple[int, ...]) -
         outer.append(math.gcd(size, left))
         left //= outer[-1]
     inner = tuple(size // slices for size, slices in zip(shape, outer, strict=True))
-    members = itertools.groupby(sorted(devices, key=_slice_of), key=_slice_of)
+    by_slice = np.array(sorted(devices, key=operator.attrgetter("slice_index")))
     blocks = np.empty((*outer, *inner), dtype=object)
-    for position, (_, slice_devices) in zip(np.ndindex(*outer), members, strict=True):
-        blocks[position] = _place_slice(list(slice_devices), inner)
+    for position, own in zip(np.ndindex(*outer), by_slice.reshape(num_slices, -1), strict=True):
+        blocks[position] = _place_slice(list(own), inner)
     order = [dim + half for dim in range(len(shape)) for half in (0, len(shape))]
     return blocks.transpose(order).reshape(shape)
-
-
-def _slice_of(device: Any) -> int:
-    return device.slice_index

@@ -64,25 +64,22 @@ def topology_name(hardware: Hardware, num_devices: int) -> str:
         ValueError: no compiler knows the hardware, or the devices are no whole nodes or slices.
     """
     chip = {"v7": "tpu7x"}.get(hardware.name, hardware.name)  # as libtpu calls it
-    per_domain = min(hardware.domain, num_devices)
-    domains, rest = divmod(num_devices, per_domain)
-    if rest:
+    known = (*TPU_CHIPS, *GPU_CHIPS)
+    if chip not in known:
         raise ValueError(
-            f"{num_devices} x {hardware.name} are no whole nodes or slices of {per_domain}; say "
-            "topology="
+            f"{hardware.name} can't be compiled for without one; the compilers know "
+            f"{', '.join(known)}: plan without verifying, or say topology="
         )
+    per_domain = min(hardware.domain, num_devices)
+    domains = num_devices // per_domain
+    name = f"{chip}:{domains}x{per_domain}"
     if hardware.torus:
         dims = "x".join(map(str, torus_shape(hardware, per_domain)))
         name = f"{chip}:{dims}" + (f"x{domains}slices" if domains > 1 else "")
-    else:
-        name = f"{chip}:{domains}x{per_domain}"
-    if chip not in (*TPU_CHIPS, *GPU_CHIPS):
-        raise ValueError(
-            f"{hardware.name} can't be compiled for without one; the compilers know "
-            f"{', '.join((*TPU_CHIPS, *GPU_CHIPS))}: plan without verifying, or say topology="
-        )
     if parse_topology(name).num_devices != num_devices:
-        raise ValueError(f"{num_devices} x {hardware.name} are no whole chips; say topology=")
+        raise ValueError(
+            f"{num_devices} x {hardware.name} are no whole nodes, slices or chips; say topology="
+        )
     return name
 
 
