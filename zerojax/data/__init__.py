@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._batches import BatchIterator, make_batches
-from ._corpus import Corpus, find_files, load_corpus, standard_library_files
+from ._corpus import Corpus, load_corpus
 from ._text import decode, encode
 
 __all__ = [
@@ -11,8 +11,6 @@ __all__ = [
     "Corpus",
     "decode",
     "encode",
-    "find_files",
     "load_corpus",
     "make_batches",
-    "standard_library_files",
 ]

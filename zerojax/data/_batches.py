@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -14,19 +15,19 @@ if TYPE_CHECKING:
     import grain
 
 
+@dataclasses.dataclass(frozen=True)
 class _Windows:
     """Cut tokens into windows of context + 1; neighbours share one, so each is predicted once."""
 
-    def __init__(self, tokens: np.ndarray, context: int) -> None:
-        self._tokens = tokens
-        self._context = context
+    tokens: np.ndarray
+    context: int
 
     def __len__(self) -> int:
-        return max((self._tokens.size - 1) // self._context, 0)
+        return max((self.tokens.size - 1) // self.context, 0)
 
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
-        start = index.__index__() * self._context
-        return self._tokens[start : start + self._context + 1].astype(np.int32)
+        start = index.__index__() * self.context
+        return self.tokens[start : start + self.context + 1].astype(np.int32)
 
 
 class BatchIterator(Iterator[np.ndarray]):
@@ -55,15 +56,13 @@ class BatchIterator(Iterator[np.ndarray]):
             ValueError: `state` was taken over other tokens, windows, batches or another order.
         """
         for name, ours in self._identity.items():
-            if name == "text_digest" and state.get(name) != ours:
-                raise ValueError(
-                    "data state: the text is not what it was (its digest differs), so the same "
-                    "batches can't follow; continue with what was used, or start the data anew"
-                )
             if state.get(name) != ours:
+                what = f"{name} was {state.get(name)} and is {ours} now"
+                if name == "text_digest":
+                    what = "the text is not what it was (its digest differs)"
                 raise ValueError(
-                    f"data state: {name} was {state.get(name)} and is {ours} now, so the same "
-                    "batches can't follow; continue with what was used, or start the data anew"
+                    f"data state: {what}, so the same batches can't follow; continue with what was "
+                    "used, or start the data anew"
                 )
         self._batches.set_state({"next_index": state["next_index"]})
 

@@ -15,10 +15,12 @@ import numpy as np
 StrPath = str | os.PathLike[str]
 
 # Left out of the default corpus: what pip installed, tests, and tables rather than programs.
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-_TESTS = frozenset({"test", "tests", "idle_test"})
-_TABLES = frozenset({"encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"})
+_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    | {"encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
+)
 _DEFAULT_MAX_BYTES = 8_000_000
+_HELD_OUT = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,40 +39,24 @@ class Corpus:
 
 
 def standard_library_files() -> list[Path]:
-    """List the source files of this Python's standard library, sorted.
-
-    Raises:
-        ValueError: this Python came without its sources.
-    """
+    """List the source files of this Python's standard library, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    walk = _walk(root, leave_out=_INSTALLED | _TESTS | _TABLES)
-    files = [path for path in walk if path.suffix == ".py"]
-    if not files:
-        raise ValueError(
-            f"no Python source in {root}: this Python came without it; "
-            "give files, folders or globs instead"
-        )
-    return sorted(files)
+    return sorted(path for path in _walk(root, leave_out=_LEFT_OUT) if path.suffix == ".py")
 
 
 def find_files(inputs: Iterable[StrPath]) -> list[Path]:
     """List the files that the inputs (files, folders, globs) name, sorted, each once.
 
-    A folder gives the text files below it: no hidden ones, none with a NUL byte.
-
-    Raises:
-        ValueError: an input names no file.
+    A folder gives the text files below it: no hidden ones, none with a NUL byte. An input that
+    names no file is a ValueError.
     """
     found: set[Path] = set()
     for given in inputs:
-        text = os.fspath(given)
+        text = os.fspath(given)  # "" would be the current folder
         path = Path(text).expanduser()
-        if path.exists():
-            matches = [path] if text else []  # "" would be the current folder
-        else:
-            matches = [Path(m) for m in glob.glob(str(path), recursive=True)]  # noqa: PTH207
         # pathlib's glob takes no absolute pattern, and its ** finds no files before Python 3.13.
-        files = [file for match in matches for file in _files_in(match)]
+        matches = [path] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207
+        files = [file for match in matches if text for file in _files_in(Path(match))]
         if not files:
             raise ValueError(
                 f"no text at {text!r}: give an existing file, a folder that holds text, "
@@ -87,6 +73,11 @@ def _files_in(path: Path) -> list[Path]:
     return [path] if path.is_file() else []
 
 
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(8192)
+
+
 def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     leave_out = leave_out | {"__pycache__"}
     for folder, folders, names in os.walk(root):
@@ -94,35 +85,25 @@ def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(8192)
-
-
 def load_corpus(
     inputs: Sequence[StrPath] = (),
     *,
     context: int,
-    min_windows: int = 1,
-    held_out: float = 0.05,
     max_bytes: int | None = None,
 ) -> Corpus:
     """Read the inputs, by default Python's standard library, as bytes, and hold a part out.
 
-    Files are put in the order of a digest of their contents, equal files once, and the last
-    `held_out` of all bytes is the held-out part: a fair sample that depends on the files alone.
-    The default corpus stops at 8 MB, other inputs at `max_bytes` where given. All of it is held in
-    memory. Each part gets at least `min_windows` windows of `context` + 1 bytes (a batch, say).
+    Files are put in the order of a digest of their contents, equal files once, and the last 5% of
+    all bytes are held out: a fair sample that depends on the files alone. The default corpus stops
+    at 8 MB, other inputs at `max_bytes` where given. All of it is held in memory. Each part gets at
+    least a window of `context` + 1 bytes.
 
     Raises:
         ValueError: data is missing, unreadable, empty or too short; one line, with the remedy.
     """
     if isinstance(inputs, str | os.PathLike):
         raise ValueError(f"inputs is one path, {os.fspath(inputs)!r}; give a list of paths")
-    if not 0 < held_out < 1:
-        raise ValueError(f"held_out is {held_out}; give a fraction between 0 and 1, such as 0.05")
-    limits = {"context": context, "min_windows": min_windows, "max_bytes": max_bytes}
-    for name, value in limits.items():
+    for name, value in (("context", context), ("max_bytes", max_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; give at least 1")
     if inputs:
@@ -138,15 +119,14 @@ def load_corpus(
         ) from error
     text = np.frombuffer(b"".join(contents), np.uint8)
     if not text.size:
-        raise ValueError(f"no text in {source}: every file is empty; give files with text")
-
-    least = min_windows * context + 1
-    num_held_out = max(round(text.size * held_out), least)
+        raise ValueError(f"no text in {source}; give files with text")
+    least = context + 1
+    num_held_out = max(round(text.size * _HELD_OUT), least)
     if text.size - num_held_out < least:
         raise ValueError(
             f"{source}: {text.size} bytes are too short; training and held-out text need "
-            f"{least} bytes each for {min_windows} windows of context {context}; "
-            "give more text, a smaller batch or a smaller context"
+            f"{least} bytes each for a window of context {context}; "
+            "give more text or a smaller context"
         )
     train, rest = np.split(text, [text.size - num_held_out])
     return Corpus(source=source, num_files=len(contents), train=train, held_out=rest)
@@ -158,11 +138,9 @@ def _read(files: Iterable[Path], max_bytes: int | None) -> list[bytes]:
     for path in files:
         content = path.read_bytes()
         by_digest[hashlib.sha256(content).digest()] = content
-    kept, left = [], max_bytes
+    kept, size = [], 0
     for _, content in sorted(by_digest.items()):
-        content = content[:left]
-        if content:
+        if content := content[: None if max_bytes is None else max_bytes - size]:
             kept.append(content)
-        if left is not None:
-            left -= len(content)
+            size += len(content)
     return kept
