@@ -1,11 +1,10 @@
 """Model states on disk: saved whole or not at all, restored to the bit on any mesh."""
 
-from zerojax.checkpoint._arrays import verify
 from zerojax.checkpoint._digests import DamagedCheckpointError, FileDigest
 from zerojax.checkpoint._export import export_safetensors, import_safetensors, weights_of
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
 from zerojax.checkpoint._leaves import SavedLeaf
-from zerojax.checkpoint._manifest import Manifest, parts, read_manifest
+from zerojax.checkpoint._manifest import Manifest, parts, read_manifest, verify
 from zerojax.checkpoint._restore import restore
 from zerojax.checkpoint._safetensors import is_safetensors
 from zerojax.checkpoint._save import PendingSave, save, start_save

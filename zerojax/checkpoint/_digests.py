@@ -112,13 +112,13 @@ def _hash(content: bytes = b"") -> Any:
     return xxhash.xxh3_128(content)
 
 
-def part_of_digests(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
+def write_part(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
     """Write a process's digests for the one that writes the manifest."""
     text = json.dumps({name: dataclasses.asdict(file) for name, file in files.items()})
     (root / PART.format(index)).write_text(text)
 
 
-def join_digests(root: Path, num_parts: int) -> dict[str, FileDigest]:
+def read_parts(root: Path, num_parts: int) -> dict[str, FileDigest]:
     """Read and remove the digests that the processes wrote."""
     joined = {}
     for index in range(num_parts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import num_bytes
 from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._arrays import read_blocks
 from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
-from zerojax.checkpoint._manifest import Manifest, parts, read_manifest
+from zerojax.checkpoint._manifest import Manifest, parts, read_blocks, read_manifest
 from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._safetensors import SafetensorsReader
 from zerojax.checkpoint._safetensors_writer import Tensor, write
@@ -69,42 +69,35 @@ def export_safetensors(
     if wrong:
         raise DamagedCheckpointError(root, wrong)
 
-    def tensor(name: str, held: str) -> Tensor:
-        def blocks() -> Iterator[np.ndarray]:
-            yield from read_blocks(root, manifest, held)
-            if on_leaf is not None:
-                on_leaf(held)
+    def blocks(held: str) -> Iterator[np.ndarray]:
+        yield from read_blocks(root, manifest, held)
+        if on_leaf is not None:
+            on_leaf(held)
 
-        leaf = manifest.leaves[held]
-        return Tensor(name=name, shape=leaf.shape, dtype=leaf.dtype, blocks=blocks)
-
-    names = {held: ending.replace("/", ".") for held, ending in endings.items()}
-    owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
-    for held in endings:
-        owners.setdefault(manifest.leaves[held].same_as or held, held)
     metadata = {f"{OWN}writer": "zerojax"}
     if manifest.step is not None:
         metadata[f"{OWN}step"] = str(manifest.step)
-    unclear = {names[held]: ending for held, ending in endings.items() if "." in ending}
-    if unclear:
+    names = {held: ending.replace("/", ".") for held, ending in endings.items()}
+    if unclear := {names[held]: ending for held, ending in endings.items() if "." in ending}:
         metadata[PATHS] = json.dumps(unclear)
-    for held in endings:
-        owner = owners[manifest.leaves[held].same_as or held]
-        if owner != held:
-            metadata[names[held]] = names[owner]
-    tensors = [tensor(names[held], held) for held in owners.values()]
+    owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
+    tensors = []
+    for held, name in names.items():
+        leaf = manifest.leaves[held]
+        owner = owners.setdefault(leaf.same_as or held, held)
+        if owner == held:
+            tensors.append(Tensor(name, leaf.shape, leaf.dtype, functools.partial(blocks, held)))
+        else:
+            metadata[name] = names[owner]
     return write(path, tensors, metadata=metadata, max_file_bytes=max_file_bytes)
 
 
 def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
     """Return the leaves of a part, by path, with what is left of their paths within it."""
-    if part is None:
-        prefix = PARAMS if any(path.startswith(PARAMS) for path in manifest.leaves) else ""
-    else:
-        prefix = f"{part.rstrip('/')}/"
+    prefix = PARAMS if part is None else f"{part.rstrip('/')}/"
     found = {p: p.removeprefix(prefix) for p in manifest.leaves if p.startswith(prefix)}
-    if not found and part is not None and part in manifest.leaves:
-        found = {part: part}
+    if not found:
+        found = {p: p for p in manifest.leaves if part in (None, p)}
     if not found:
         known = ", ".join(parts(manifest))
         raise ValueError(f"{root} has no part {part!r}; it has {known}")
@@ -143,20 +136,20 @@ def import_safetensors(
     """
     reader = SafetensorsReader(path)
     names = _tensor_names(reader)
-    found = {leaf: _described(reader.tensors[name]) for leaf, name in names.items()}
-    wanted = saved_leaves(like, layout)
-    check_leaves(found, wanted, reader.path, cast=cast)
+    found = {}
+    for leaf, name in names.items():
+        x = reader.tensors[name]
+        size = num_bytes(x.shape, x.dtype)
+        found[leaf] = SavedLeaf(
+            shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size
+        )
+    check_leaves(found, saved_leaves(like, layout), reader.path, cast=cast)
     keys = [  # equal for leaves that are tied, which are one array
         (names[leaf], x.shape, x.dtype, getattr(x, "sharding", None) or layout.sharding(P()))
         for leaf, x in named_leaves(like).items()
     ]
     read = {key: _placed(reader, *key) for key in dict.fromkeys(keys)}
     return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])
-
-
-def _described(x: jax.ShapeDtypeStruct) -> SavedLeaf:
-    size = num_bytes(x.shape, x.dtype)
-    return SavedLeaf(shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size)
 
 
 def weights_of(path: str | os.PathLike[str]) -> PyTree:

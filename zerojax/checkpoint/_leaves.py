@@ -13,7 +13,7 @@ import optax
 
 from zerojax._tree import leaves_by_path, map_with_name, num_bytes, path_name
 from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._logical import MASTERS, PARAMS, logical_shapes, nodes
+from zerojax.checkpoint._logical import MASTERS, PARAMS, is_key, logical_shapes, nodes
 from zerojax.layout import Layout
 
 #: The part of a train state that a loss scale adds: the paths begin so.
@@ -79,12 +79,7 @@ def saved_leaves(
 def dtype_of(x: Any) -> Any:
     """Return the dtype that a leaf has in JAX: 64 bits only where they are enabled."""
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-    return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
-
-
-def is_key(dtype: Any) -> bool:
-    """Return whether a dtype is that of typed PRNG keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype if is_key(x) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:

@@ -49,12 +49,11 @@ def logical_shapes(
     below = list(nodes(tree))
     of_tx = {} if tx is None else _like(below, layout.optimizer(tx))
     known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
-    params = {leaf.path for leaf in layout.leaves}
     tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
     names, leaves, _ = flatten_with_names(tree)
     found = {}
     for name, x in zip(names, leaves, strict=True):
-        options = {known[name]} if name in known else _options(name, x, layout, params, tuples)
+        options = {known[name]} if name in known else _options(name, x, layout, tuples)
         # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
         if len(options) > 1 and (tx is None or (name.startswith(tuples) and not of_tx)):
             shapes = " or ".join(str(list(option)) for option in sorted(options))
@@ -123,6 +122,11 @@ def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoRetu
     raise ValueError(f"{fault}; pass the layout that the state was made under: step.layout")
 
 
+def is_key(x: Any) -> bool:
+    """Return whether a leaf holds typed PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def _like(below: Sequence[Node], placed: Layout | OptimizerLayout) -> dict[str, Shape]:
     """Return the logical shapes below every node that has the structure and shapes of a layout."""
     known = {}
@@ -140,24 +144,22 @@ def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
     return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
 
 
-def _options(
-    path: str,
-    x: Any,
-    layout: Layout,
-    params: set[str],
-    tuples: tuple[str, ...],
-) -> set[Shape]:
+def _options(path: str, x: Any, layout: Layout, tuples: tuple[str, ...]) -> set[Shape]:
     """Return the logical shapes that a leaf may have, by the parameter that its path ends with."""
     shape, cut = tuple(jnp.shape(x)), _is_cut(x, layout)
-    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     is_part = path.startswith((PARAMS, MASTERS, *tuples))
-    if layout.num_shards == 1 or is_key or not (is_part or cut):
+    if layout.num_shards == 1 or is_key(x) or not (is_part or cut):
         return {shape}  # not padded; or the user's own, whatever it is called
     placed = layout.optimizer_leaves(path, shape)
     options = {leaf.shape for leaf in placed if leaf.parameter is not None}
     if path.startswith(tuples) and not options and cut is not False:
-        return {shape} | _shorter(shape, layout)
-    return options if is_part or path in params else options | {shape}
+        # Padding is along the one dim that divides; were there another, that had been cut.
+        divide = [d for d, size in enumerate(shape) if size and size % layout.num_shards == 0]
+        if len(divide) == 1 and num_elements(shape) >= layout.min_size:
+            options = {tuple(size - (d in divide) for d, size in enumerate(shape))}
+        return options | {shape}
+    is_param = any(path == leaf.path for leaf in layout.leaves)
+    return options if is_part or is_param else options | {shape}
 
 
 def _is_cut(x: Any, layout: Layout) -> bool | None:
@@ -168,14 +170,3 @@ def _is_cut(x: Any, layout: Layout) -> bool | None:
     spec = getattr(sharding, "spec", ())
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return any(set(entry) & set(layout.axis) for entry in names)
-
-
-def _shorter(shape: Shape, layout: Layout) -> set[Shape]:
-    """Return the longest shape that may be padded to this one, for a leaf that is no parameter's.
-
-    It is padded along the one dim that divides; were there another, that one would have been cut.
-    """
-    divide = [d for d, size in enumerate(shape) if size and size % layout.num_shards == 0]
-    if len(divide) != 1 or num_elements(shape) < layout.min_size:
-        return set()
-    return {tuple(size - (d in divide) for d, size in enumerate(shape))}

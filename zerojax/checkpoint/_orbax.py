@@ -40,11 +40,15 @@ def require_orbax() -> None:
             importlib.import_module(package)
 
 
-def make_checkpointer() -> Any:
-    """Make an orbax `AsyncCheckpointer` for flat dicts of arrays."""
+def start_writing(directory: Path, arrays: dict[str, jax.Array]) -> Any:
+    """Start to write a flat dict of arrays; returns what waits for the end, by its `close`."""
     import orbax.checkpoint as ocp
 
-    return ocp.AsyncCheckpointer(_make_handler())
+    checkpointer = ocp.AsyncCheckpointer(_make_handler())
+    if arrays:  # orbax takes no empty tree, as the state of a stateless optimizer is one
+        each = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+        checkpointer.save(directory, ocp.args.PyTreeSave(arrays, save_args=each))
+    return checkpointer
 
 
 def _make_handler(max_bytes: int | None = None) -> Any:
@@ -60,14 +64,6 @@ def _make_handler(max_bytes: int | None = None) -> Any:
         restore_concurrent_gb=at_once,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
     )
-
-
-def save_args(arrays: dict[str, jax.Array]) -> Any:
-    """Return the arguments that save a flat dict of arrays."""
-    import orbax.checkpoint as ocp
-
-    each = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
-    return ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, each))
 
 
 def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

@@ -21,7 +21,8 @@ from zerojax.checkpoint._digests import (
     wrong_contents,
     wrong_sizes,
 )
-from zerojax.checkpoint._leaves import dtype_of, is_key, named_leaves
+from zerojax.checkpoint._leaves import dtype_of, named_leaves
+from zerojax.checkpoint._logical import is_key
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._paths import local_path
@@ -108,7 +109,9 @@ def read_state(
             failure = error
     _agree(root, wrong.result(), failure)
     leaves = [
-        _as_wanted(found[path], dtype_of(x)) if path in found else x
+        jax.random.wrap_key_data(found[path], impl=x.dtype)
+        if path in found and is_key(x)
+        else found.get(path, x)
         for path, x in named_leaves(like).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -166,12 +169,7 @@ def _read(
 def _as_stored(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and place that a leaf is read in; of keys, those of their data."""
     wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
-    if is_key(wanted.dtype):
+    if is_key(x):
         wanted = jax.eval_shape(jax.random.key_data, wanted)
     sharding = getattr(x, "sharding", None) or layout.sharding(P())
     return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
-
-
-def _as_wanted(x: jax.Array, dtype: Any) -> jax.Array:
-    """Make typed PRNG keys of their data; return other arrays as they are."""
-    return jax.random.wrap_key_data(x, impl=dtype) if is_key(dtype) else x

@@ -18,10 +18,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import digest_files, join_digests, part_of_digests
+from zerojax.checkpoint._digests import digest_files, read_parts, write_part
 from zerojax.checkpoint._leaves import named_leaves, placed_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
-from zerojax.checkpoint._orbax import barrier, make_checkpointer, require_orbax, save_args
+from zerojax.checkpoint._orbax import barrier, require_orbax, start_writing
 from zerojax.checkpoint._paths import REMOVED, local_path, remove, sync_folder
 from zerojax.layout import Layout
 
@@ -59,13 +59,9 @@ class PendingSave:
         path: the checkpoint's folder.
     """
 
-    def __init__(
-        self, path: Path, manifest: Manifest, checkpointer: Any, then: Callable[[], None]
-    ) -> None:
+    def __init__(self, path: Path, finish: Callable[[], None]) -> None:
         self.path = path
-        self._manifest = manifest
-        self._checkpointer = checkpointer
-        self._then = then
+        self._finish = finish
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save {path}")
         _unwaited.add(self)
@@ -85,28 +81,26 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            self._checkpointer.close()  # waits for the arrays of all processes
-            self._commit()
-            self._then()
+            self._finish()
         except BaseException as error:  # noqa: BLE001  # raised by wait()
             self._error = error
             if jax.process_index() == 0:  # a full disk has room again for what comes next
                 for unfinished in list(self.path.glob(UNFINISHED)):
                     remove(unfinished)
 
-    def _commit(self) -> None:
-        """Take digests, each process of what it wrote, and write the manifest."""
-        index, arrays = jax.process_index(), self.path / ARRAYS
-        files = digest_files(self.path, _files_of(arrays, index))
-        if jax.process_count() > 1:
-            part_of_digests(self.path, index, files)
-            barrier(f"digests {self.path.name}")
-            if index == 0:
-                files = join_digests(self.path, jax.process_count())
-        if index == 0:
-            write_manifest(self.path, dataclasses.replace(self._manifest, files=files))
-            sync_folder(self.path.parent)
-        barrier(f"manifest {self.path.name}")
+
+def _commit(root: Path, manifest: Manifest) -> None:
+    """Take digests, each process of what it wrote, and write the manifest."""
+    index = jax.process_index()
+    files = digest_files(root, _files_of(root / ARRAYS, index))
+    if jax.process_count() > 1:
+        write_part(root, index, files)
+        barrier(f"digests {root.name}")
+        files = read_parts(root, jax.process_count()) if index == 0 else {}
+    if index == 0:
+        write_manifest(root, dataclasses.replace(manifest, files=files))
+        sync_folder(root.parent)
+    barrier(f"manifest {root.name}")
 
 
 def _files_of(arrays: Path, index: int) -> list[Path]:
@@ -148,10 +142,14 @@ def start_save(
         root.mkdir(parents=True, exist_ok=True)
         _clear(root)
     barrier(f"folder {root.name}")
-    checkpointer = make_checkpointer()
-    if arrays:  # orbax takes no empty tree, as the state of a stateless optimizer is one
-        checkpointer.save(root / ARRAYS, save_args(arrays))
-    return PendingSave(root, manifest, checkpointer, then)
+    checkpointer = start_writing(root / ARRAYS, arrays)
+
+    def finish() -> None:
+        checkpointer.close()  # waits for the arrays of all processes
+        _commit(root, manifest)
+        then()
+
+    return PendingSave(root, finish)
 
 
 def check_step(step: Any) -> int:
