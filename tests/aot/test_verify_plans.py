@@ -56,7 +56,7 @@ def test_it_asks_for_a_loss_and_for_hardware_that_can_be_compiled_for():
 
 def test_what_is_no_choices_is_refused():
     with pytest.raises(TypeError, match="a Choices is expected, got dict"):
-        verify_plans({})
+        verify_plans({})  # pyright: ignore[reportArgumentType]
 
 
 def test_scalars_of_a_batch_are_not_cut(monkeypatch, mesh8):

@@ -267,13 +267,12 @@ def test_generate_refuses_what_it_can_not_continue():
         gpt.generate(SMALL, params, prompt, KEY, num_tokens=1, temperature=-1.0)
 
 
-@pytest.mark.parametrize("task", ["regression", "classification"])
-def test_mlp_learns_its_task(task):
-    config = mlp.Config(num_layers=3, width=16, input_size=4, output_size=3, task=task)
+def test_mlp_learns_its_task():
+    config = mlp.Config(num_layers=3, width=16, input_size=4, output_size=3)
     params = jax.jit(mlp.init, static_argnums=0, **QUICK)(config, KEY)
     assert size_of(params) == mlp.num_params(config) == 5 * 16 + 17 * 16 + 17 * 3
     inputs = jax.random.normal(jax.random.key(1), (64, 4))
-    targets = jnp.sin(inputs[:, :3]) if task == "regression" else inputs[:, :3].argmax(-1)
+    targets = jnp.sin(inputs[:, :3])
     tx = optax.adam(3e-2)
 
     @functools.partial(jax.jit, **QUICK)
@@ -299,5 +298,3 @@ def test_mlp_computes_in_the_dtype_of_its_parameters():
     text = str(jax.make_jaxpr(lambda p: mlp.apply(config, p, jnp.ones((5, 4))))(params))
     assert "bf16[5,16]" in text
     assert "f32[5,16]" not in text.replace("bf16", "")
-    with pytest.raises(ValueError, match="task is 'ranking'"):
-        mlp.Config(num_layers=2, width=16, input_size=4, output_size=3, task="ranking")  # pyright: ignore[reportArgumentType]

@@ -49,18 +49,14 @@ class Config:
     loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers", "width", "num_heads", "vocab_size", "context", "vocab_multiple",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"gpt.Config: {name} is {getattr(self, name)}; give at least 1")
+        for name, size in vars(self).items():
+            if isinstance(size, int) and not isinstance(size, bool) and size < 1:
+                raise ValueError(f"gpt.Config: {name} is {size}; give at least 1")
         if self.width % self.num_heads:
             raise ValueError(
                 f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width}; "
                 "each head takes an equal part of the width"
             )
-        if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise ValueError(f"gpt.Config: loss_chunk is {self.loss_chunk}; give at least 1")
         if self.sequence_parallel and self.model_axis is None:
             raise ValueError(
                 "gpt.Config: sequence_parallel cuts the tokens along model_axis, which is None; "
@@ -85,12 +81,10 @@ def check_parts(config: Config, num_parts: int) -> None:
         ValueError: it does not divide the heads or the embedding's rows.
     """
     if config.num_heads % num_parts:
-        fits = ", ".join(
-            str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0
-        )
+        fits = [str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise ValueError(
             f"gpt: {num_parts} devices along the model axis do not divide num_heads="
-            f"{config.num_heads}, and each takes whole heads; axes that fit: {fits}"
+            f"{config.num_heads}, and each takes whole heads; axes that fit: {', '.join(fits)}"
         )
     if config.vocab_rows % num_parts:
         raise ValueError(
@@ -138,9 +132,5 @@ def preset(name: str) -> Config:
     """
     if name in PRESETS:
         return PRESETS[name]
-
-    def distance(known: str) -> float:
-        return -difflib.SequenceMatcher(None, name.lower(), known).ratio()
-
-    known = ", ".join(sorted(PRESETS, key=distance))
-    raise ValueError(f"no model named {name!r}; known, nearest first: {known}")
+    known = difflib.get_close_matches(name.lower(), PRESETS, n=len(PRESETS), cutoff=0)
+    raise ValueError(f"no model named {name!r}; known, nearest first: {', '.join(known)}")

@@ -1,44 +1,35 @@
-"""Define a multilayer perceptron for regression or classification; parameters are plain dicts."""
+"""Define a multilayer perceptron for regression; parameters are plain dicts."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Describe the model; `dtype` is what it computes in, None for its parameters' dtype.
+    """Describe the model, which computes in its parameters' dtype.
 
-    `num_layers` counts weight matrices; the outputs of all but the last are `width` wide.
-
-    Raises:
-        ValueError: a size is not positive, or the task is unknown.
+    `num_layers` counts weight matrices; the outputs of all but the last are `width` wide. A size
+    that is not positive is a ValueError.
     """
 
     num_layers: int
     width: int
     input_size: int
     output_size: int
-    task: Literal["regression", "classification"] = "regression"
-    dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "width", "input_size", "output_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"mlp.Config: {name} is {getattr(self, name)}; give at least 1")
-        if self.task not in ("regression", "classification"):
-            raise ValueError(
-                f"mlp.Config: task is {self.task!r}; give 'regression' or 'classification'"
-            )
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise ValueError(f"mlp.Config: {name} is {size}; give at least 1")
 
 
 def _sizes(config: Config) -> list[tuple[int, int]]:
@@ -56,40 +47,23 @@ def init(config: Config, key: jax.Array) -> Params:
 
     Source: He et al., arXiv 1502.01852, equation 10.
     """
-    sizes = _sizes(config)
-    return {
-        "layers": [
-            {
-                "kernel": math.sqrt(2 / rows) * jax.random.normal(k, (rows, columns), jnp.float32),
-                "bias": jnp.zeros(columns, jnp.float32),
-            }
-            for (rows, columns), k in zip(sizes, jax.random.split(key, len(sizes)), strict=True)
-        ]
-    }
+    sizes, layers = _sizes(config), []
+    for (rows, columns), k in zip(sizes, jax.random.split(key, len(sizes)), strict=True):
+        kernel = math.sqrt(2 / rows) * jax.random.normal(k, (rows, columns), jnp.float32)
+        layers.append({"kernel": kernel, "bias": jnp.zeros(columns, jnp.float32)})
+    return {"layers": layers}
 
 
 def apply(config: Config, params: Params, inputs: jax.Array) -> jax.Array:
     """Return fp32 outputs [B, output_size] for inputs [B, input_size]."""
     *hidden, last = params["layers"]
-    x = inputs.astype(last["kernel"].dtype if config.dtype is None else config.dtype)
+    x = inputs.astype(last["kernel"].dtype)
     for layer in hidden:
-        x = jax.nn.relu(_dense(layer, x))
-    return _dense(last, x).astype(jnp.float32)
-
-
-def _dense(params: Params, x: jax.Array) -> jax.Array:
-    return x @ params["kernel"].astype(x.dtype) + params["bias"].astype(x.dtype)
+        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    return (x @ last["kernel"] + last["bias"]).astype(jnp.float32)
 
 
 def loss(config: Config, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return the fp32 mean loss of batch (inputs [B, input_size], targets).
-
-    Regression: squared error to targets [B, output_size]. Classification: cross-entropy, in nats,
-    of integer labels [B].
-    """
+    """Return the fp32 mean squared error of batch (inputs [B, input_size], targets)."""
     inputs, targets = batch
-    outputs = apply(config, params, inputs)
-    if config.task == "regression":
-        return jnp.mean((outputs - targets.astype(jnp.float32)) ** 2)
-    wanted = jnp.take_along_axis(outputs, targets[:, None], axis=-1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(outputs, axis=-1) - wanted)
+    return jnp.mean((apply(config, params, inputs) - targets.astype(jnp.float32)) ** 2)
