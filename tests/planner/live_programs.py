@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.planner.traced import HeldLeaf, Sharing, Simulation, peak_of, trace_loss
-from zerojax.planner.traced._leaves import ends_of
 from zerojax.planner.traced._reader import read_operations
-from zerojax.planner.traced._simulation import stacked_values
 
 N = 4  # shards
 LOSS = 4  # bytes of a loss: it is there from the forward pass on
@@ -46,15 +44,12 @@ def peak(loss, params, batch, examples, platform="cpu", stage=0, *, frees=False,
     program = trace_loss(loss, params, batch).operations if callable(loss) else loss
     leaves = leaves_of(params, stage, options.pop("parts", 1))
     given = {"frees": frees, "accumulate": options.pop("accumulate", 1)}
-    found = peak_of(
+    return peak_of(
         Simulation(program, platform), leaves, examples, **given, sharing=Sharing(**options)
     )
-    return found.bytes
 
 
 def stacked_bytes(simulation, leaves, examples):
     """Count all that scans stack for the backward pass."""
-    program = simulation.program
-    lifetimes = simulation.lifetimes(program, *ends_of(program, leaves))
-    stacked = stacked_values(program, lifetimes)
-    return sum(program.values[v].bytes.at(examples) for v in stacked)
+    values = simulation.program.values
+    return sum(values[v].bytes.at(examples) for v in simulation.scope(leaves).stacked)

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 from collections.abc import Iterator, Sequence
-from typing import overload
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -57,7 +56,7 @@ class Verified:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices(Sequence[Plan]):
+class Choices:
     """Plans that fit, fastest first: one for each family, with its fastest microbatch.
 
     Attributes:
@@ -77,15 +76,9 @@ class Choices(Sequence[Plan]):
     def __len__(self) -> int:
         return len(self.plans)
 
-    @overload
-    def __getitem__(self, index: int) -> Plan: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+    def __getitem__(self, rank: int) -> Plan:
         """Return a choice by its rank."""
-        return self.plans[index]
+        return self.plans[rank]
 
     def __iter__(self) -> Iterator[Plan]:
         """Go through the choices, fastest first."""

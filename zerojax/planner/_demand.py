@@ -15,7 +15,6 @@ from zerojax.planner.formulas import ActivationBytes, Transformer
 from zerojax.planner.hardware import Hardware
 from zerojax.planner.traced import (
     HeldLeaf,
-    Peak,
     Sharing,
     Simulation,
     Trace,
@@ -40,8 +39,8 @@ class Demand(abc.ABC):
         self.remat: Remat | None = remat
 
     @abc.abstractmethod
-    def peak(self, given: Setting, count: float) -> Peak:
-        """Find the most that lies in memory: parameters, gradients, activations, buffers."""
+    def peak(self, given: Setting, count: float) -> float:
+        """Find the most bytes in memory: parameters, gradients, activations, buffers."""
 
     @abc.abstractmethod
     def checkpoints(self, given: Setting, count: float) -> float:
@@ -76,7 +75,7 @@ class TracedLoss(Demand):
         self._peak = functools.cache(self._find_peak)
         self._work = functools.cache(self._find_work)
 
-    def peak(self, given: Setting, count: float) -> Peak:
+    def peak(self, given: Setting, count: float) -> float:
         """Run the clock over the program."""
         platform, accumulate = given.hardware.platform, given.recipe.accumulate
         return self._peak(platform, given.leaves, count, given.frees, accumulate, given.sharing)
@@ -109,7 +108,7 @@ class TracedLoss(Demand):
         frees: bool,
         accumulate: int,
         sharing: Sharing,
-    ) -> Peak:
+    ) -> float:
         simulation = self._simulation(platform)
         return peak_of(
             simulation, leaves, count, frees=frees, accumulate=accumulate, sharing=sharing
@@ -123,14 +122,7 @@ class TracedLoss(Demand):
 
 
 class DescribedGpt(Demand):
-    """A GPT by its numbers, with Megatron-LM's formulas (arXiv 2205.05198).
-
-    Args:
-        gpt: the numbers.
-        remat: what is computed again.
-        num_tokens: tokens of a sequence.
-        is_implied: whether all that was given is the number of parameters.
-    """
+    """A GPT by its numbers, with Megatron-LM's formulas (arXiv 2205.05198)."""
 
     def __init__(self, gpt: Transformer, remat: Remat, num_tokens: int, is_implied: bool) -> None:
         which = f"a GPT of {gpt.num_layers} x {gpt.width}"
@@ -140,18 +132,14 @@ class DescribedGpt(Demand):
         self.gpt, self.num_tokens = gpt, num_tokens
         self.again: Remat = remat
 
-    def peak(self, given: Setting, count: float) -> Peak:
+    def peak(self, given: Setting, count: float) -> float:
         """Add checkpoints, and one layer or the logits, to parameters and gradients."""
         one = self._activations(given)
         kept = count * (one.kept + 2 * one.host / self.gpt.num_layers)  # two layers stay here
         ends = self.gpt.vocab_size * self.gpt.width
-        beside = {
-            "a layer's gradient": count * one.working + _buffers(given, self.gpt.layer_params),
-            "the logits": count * one.logits + _buffers(given, ends),
-        }
-        at = max(beside, key=lambda name: beside[name])
-        alive = (("activation checkpoints", kept), (at, beside[at]))
-        return Peak(given.held + kept + beside[at], at, alive)
+        layer = count * one.working + _buffers(given, self.gpt.layer_params)
+        logits = count * one.logits + _buffers(given, ends)
+        return given.held + kept + max(layer, logits)
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count by the formula."""
@@ -201,9 +189,9 @@ class Unknown(Demand):
         )
         super().__init__("token", source, None)
 
-    def peak(self, given: Setting, count: float) -> Peak:
+    def peak(self, given: Setting, count: float) -> float:
         """Count parameters and gradients."""
-        return Peak(given.held, "model states alone", ())
+        return given.held
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count nothing."""

@@ -11,19 +11,12 @@ from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._setting import Setting
 from zerojax.planner._time import StepTime, compute_bound_count, link_seconds, step_time
 from zerojax.planner.formulas import ring_share
-from zerojax.planner.traced import Peak, Work
+from zerojax.planner.traced import Work
 
 
 def estimate(given: Setting, demand: Demand, count: float) -> Plan:
-    """Plan one step.
-
-    Args:
-        given: model states, devices and recipe.
-        demand: the source of activations and products.
-        count: units of the demand in a device's microbatch.
-    """
+    """Plan one step; `count` is the units of the demand in a device's microbatch."""
     layout, devices = given.layout, given.devices
-    peak = demand.peak(given, count)
     work = demand.work(given, count)
     model = _model_elements(given, demand, count)
     moved = dict(given.theory.by_axes)
@@ -44,9 +37,7 @@ def estimate(given: Setting, demand: Demand, count: float) -> Plan:
         unit=demand.unit,
         source=demand.source,
         remat=demand.remat,
-        bytes=_bytes(given, _checkpoints(given, demand, count), peak),
-        peak_at=peak.at,
-        largest=peak.alive,
+        bytes=_bytes(given, demand, count),
         volume_by_axes={axes: elements / layout.num_params for axes, elements in moved.items()},
         flops=work.flops * given.recipe.accumulate,
         time=time,
@@ -89,16 +80,16 @@ def _time(given: Setting, demand: Demand, count: float, work: Work) -> StepTime:
     )
 
 
-def _bytes(given: Setting, checkpoints: float, peak: Peak) -> PlannedBytes:
+def _bytes(given: Setting, demand: Demand, count: float) -> PlannedBytes:
     """Add up what lies on the device at the worst moment."""
     counted = given.states.bytes
-    beside = max(peak.bytes, given.update_peak)
+    beside = max(demand.peak(given, count), given.update_peak)
     return PlannedBytes(
         parameters=counted["parameters"],
         gradients=counted["gradients"],
         optimizer=given.optimizer,
         masters=0 if given.hosted else counted["masters"],
         total=math.ceil(given.optimizer + given.sums + beside),
-        host=given.hosted + math.ceil(checkpoints),
+        host=given.hosted + math.ceil(_checkpoints(given, demand, count)),
         theory=given.states.theory["total"],
     )

@@ -77,8 +77,6 @@ class Plan:
         source: where activations and products are known from.
         remat: what is computed again in the backward pass; None is as the model has it.
         bytes: of one device.
-        peak_at: what is computed when the most lies in memory.
-        largest: the largest values then, with their bytes.
         volume_by_axes: elements that a device moves per step, over Psi, by mesh axes.
         flops: of products, per device and step.
         time: of a step.
@@ -99,8 +97,6 @@ class Plan:
     source: str
     remat: Remat | None
     bytes: PlannedBytes
-    peak_at: str
-    largest: tuple[tuple[str, float], ...]
     volume_by_axes: dict[Axes, float]
     flops: float
     time: StepTime

@@ -179,17 +179,7 @@ def place(
     recipe: Recipe,
     stage: int,
 ) -> Setting:
-    """Place model states.
-
-    Args:
-        params: arrays or shapes; a bare vector stands for a model of which the number of
-            parameters is all that is known.
-        tx: the optimizer.
-        hardware: the device.
-        devices: how devices are shared out.
-        placement: how parameters lie on them.
-        recipe: how the step is computed.
-        stage: 0 to 3.
+    """Place model states; a bare vector stands for parameters of which the number is all we know.
 
     Raises:
         ValueError: the model axis does not divide a bare number of parameters.

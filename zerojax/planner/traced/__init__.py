@@ -1,14 +1,12 @@
 """A loss traced on shapes: its operations, what lies in memory when, products and traffic."""
 
-from zerojax.planner.traced._leaves import HeldLeaf
-from zerojax.planner.traced._peak import Peak, peak_of
-from zerojax.planner.traced._simulation import Sharing, Simulation
+from zerojax.planner.traced._peak import peak_of
+from zerojax.planner.traced._simulation import HeldLeaf, Sharing, Simulation
 from zerojax.planner.traced._trace import Trace, trace_loss
 from zerojax.planner.traced._work import Work, work_of
 
 __all__ = [
     "HeldLeaf",
-    "Peak",
     "Sharing",
     "Simulation",
     "Trace",

@@ -13,7 +13,7 @@ class Backend:
     Attributes:
         fuses_operands: whether an elementwise operation is merged into the one dot product that
             reads it (TPU); else operands of a dot product lie in memory (GPU, CPU).
-        fuses_lookups: whether what a gather reads is merged into it (GPU).
+        fuses_lookups: whether what a gather reads is merged into it (GPU, CPU).
         fuses_one_hot: whether a scatter of one element per row is merged into the sum that it goes
             to, as a comparison with an index (TPU); else it is written in the sum's place.
         splits_contraction: output tiles below which a dot product is split along what it sums over
@@ -22,33 +22,15 @@ class Backend:
         prefetches: whether the gather of the next weight is under way while one is used (GPU).
     """
 
-    fuses_operands: bool
-    fuses_lookups: bool
-    fuses_one_hot: bool
-    splits_contraction: int
-    prefetches: bool
+    fuses_operands: bool = False
+    fuses_lookups: bool = True
+    fuses_one_hot: bool = False
+    splits_contraction: int = 0
+    prefetches: bool = False
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "gpu": Backend(
-        fuses_operands=False,
-        fuses_lookups=True,
-        fuses_one_hot=False,
-        splits_contraction=132,
-        prefetches=True,
-    ),
-    "tpu": Backend(
-        fuses_operands=True,
-        fuses_lookups=False,
-        fuses_one_hot=True,
-        splits_contraction=0,
-        prefetches=False,
-    ),
-    "cpu": Backend(
-        fuses_operands=False,
-        fuses_lookups=True,
-        fuses_one_hot=False,
-        splits_contraction=0,
-        prefetches=False,
-    ),
+    "gpu": Backend(splits_contraction=132, prefetches=True),
+    "tpu": Backend(fuses_operands=True, fuses_lookups=False, fuses_one_hot=True),
+    "cpu": Backend(),
 }

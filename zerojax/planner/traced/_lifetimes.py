@@ -42,9 +42,8 @@ class Launch:
     reads: frozenset[int]
 
 
-@dataclasses.dataclass(frozen=True)
 class Lifetimes:
-    """What of a program does not depend on sizes that a stage or a batch changes.
+    """Decides what of a program lies in memory, and when it is read last.
 
     Attributes:
         launches: the operations that run, in order.
@@ -52,19 +51,7 @@ class Lifetimes:
         gradients: values that become a gradient by elementwise operations, with that gradient.
         uses: parameter, first and last operation of each stretch in which it has to be whole.
         padded: dot products whose operands may be padded, from when on the copies can be made.
-        makers: the primitive that made a value.
     """
-
-    launches: tuple[Launch, ...]
-    owner: dict[int, int]
-    gradients: dict[int, int]
-    uses: tuple[tuple[int, int, int], ...]
-    padded: tuple[tuple[int, int], ...]
-    makers: dict[int, str]
-
-
-class Analysis:
-    """Decides what lies in memory, and when it is read last."""
 
     def __init__(
         self,
@@ -84,11 +71,17 @@ class Analysis:
         self.summed = self._sums()
         #: sums that a scatter is written into, in memory
         self.written = set() if backend.fuses_one_hot else set(self.summed.values())
-        self.gradient = self._gradients(gradients)
+        self.gradients = self._gradients(gradients)
         self.differentiated = self._differentiated(pairs)
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
         self.sources: dict[int, frozenset[int]] = {}
         self._trace_sources()
+        reads = {t: self._reads(t) for t in range(len(program.ops)) if self._runs(t)}
+        self.launches = self._launches(reads)
+        self.uses = self._uses(reads)
+        splits = backend.splits_contraction > 0
+        products = [t for t in reads if splits and program.ops[t].name == "dot_general"]
+        self.padded = tuple((self._ready(t), t) for t in products)
 
     def root_of(self, value: int) -> int:
         """Follow views to the buffer."""
@@ -96,9 +89,8 @@ class Analysis:
             value = self.root[value]
         return value
 
-    def lifetimes(self) -> Lifetimes:
-        """Return what lies in memory from when to when."""
-        reads = {t: self._reads(t) for t in range(len(self.program.ops)) if self._runs(t)}
+    def _launches(self, reads: Mapping[int, frozenset[int]]) -> tuple[Launch, ...]:
+        """List the operations that run, and what each leaves and frees."""
         last: dict[int, int] = {}
         for t, values in reads.items():
             for v in values:
@@ -116,12 +108,7 @@ class Analysis:
             gone = tuple(dies.get(t, ()))
             unread = tuple(v for v in results if v not in last and v not in self.results)
             launches.append(Launch(t, results, gone + unread, self._takes_over(op, gone), read))
-        makers = {v: self.program.ops[t].name for v, t in self.maker.items()}
-        uses = self._uses(reads)
-        splits = self.backend.splits_contraction > 0
-        products = [t for t in reads if splits and self.program.ops[t].name == "dot_general"]
-        padded = tuple((self._ready(t), t) for t in products)
-        return Lifetimes(tuple(launches), self.owner, self.gradient, uses, padded, makers)
+        return tuple(launches)
 
     def _ready(self, t: int) -> int:
         """Return the operation that makes the later operand of another."""
@@ -211,7 +198,7 @@ class Analysis:
                 made = [
                     self.maker[self.root_of(v)]
                     for v in self.program.ops[t].inputs
-                    if v in self.gradient and self.root_of(v) in self.maker
+                    if v in self.gradients and self.root_of(v) in self.maker
                 ]
                 t = max(made, default=None) if made else None
             if t is not None:

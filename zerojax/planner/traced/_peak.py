@@ -1,4 +1,4 @@
-"""When the most of a traced program lies in memory, and what lies there then. Pure.
+"""How much of a traced program lies in memory at most. Pure.
 
 The clock runs over the launches in order: what one leaves is added, what dies is taken away, and
 within a loop the clock runs over its body.
@@ -15,14 +15,12 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from zerojax.planner.traced._leaves import ByValue, HeldLeaf, ends_of, inside
 from zerojax.planner.traced._lifetimes import Launch
-from zerojax.planner.traced._operations import Op, Operations
-from zerojax.planner.traced._simulation import Sharing, Simulation, stacked_values
+from zerojax.planner.traced._operations import Op
+from zerojax.planner.traced._simulation import HeldLeaf, Scope, Sharing, Simulation
 
 #: Gathers below this are never what matters: norms and biases.
 _SMALL = 2**14
@@ -30,23 +28,6 @@ _SMALL = 2**14
 _TILE = 128 * 128
 #: Of what a split contraction has to be a multiple.
 _MULTIPLE = 8
-#: Values that a peak names.
-_SHOWN = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Peak:
-    """The worst moment.
-
-    Attributes:
-        bytes: all that is alive, parameters and gradients included.
-        at: what was being computed, for people.
-        alive: the largest values then: what they are and their bytes.
-    """
-
-    bytes: float
-    at: str
-    alive: tuple[tuple[str, float], ...]
 
 
 def peak_of(
@@ -57,8 +38,10 @@ def peak_of(
     frees: bool,
     accumulate: int = 1,
     sharing: Sharing | None = None,
-) -> Peak:
-    """Find the most that lies in memory while a gradient is computed.
+) -> float:
+    """Find the most bytes that lie in memory while a gradient is computed.
+
+    Parameters and gradients are included.
 
     Args:
         simulation: of the gradient.
@@ -69,74 +52,45 @@ def peak_of(
         accumulate: microbatches, all of which lie there from the beginning to the end.
         sharing: what other devices and the host keep; None is nothing.
     """
-    program = simulation.program
-    parameters, gradients = ends_of(program, leaves)
+    program, scope = simulation.program, simulation.scope(leaves)
     batch = {
         v: accumulate * program.values[v].bytes.at(examples)
         for v in program.inputs
-        if v not in parameters
+        if v not in scope.parameters
     }
-    held = {v: leaf.held for v, leaf in parameters.items()} | batch
-    clock = _Clock(simulation, examples, sharing or Sharing(), program, parameters, gradients)
+    held = {v: leaf.held for v, leaf in scope.parameters.items()} | batch
+    clock = _Clock(scope, examples, sharing or Sharing())
     return clock.peak(held, frozenset(batch if frees else held))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Moment:
-    """What lies there while an operation runs."""
-
-    bytes: float
-    at: str
-    values: Mapping[int, float]
-    within: tuple[tuple[str, float], ...]
-    beside: float
 
 
 class _Clock:
     """Runs over a program or the body of a loop, once."""
 
-    def __init__(
-        self,
-        simulation: Simulation,
-        examples: float,
-        sharing: Sharing,
-        program: Operations,
-        parameters: ByValue,
-        gradients: ByValue,
-    ) -> None:
-        self.simulation = simulation
-        self.examples = examples
-        self.sharing = sharing
-        self.program = program
-        self.parameters = parameters
-        self.lifetimes = simulation.lifetimes(program, parameters, gradients)
-        self.marked = {v: gradients[g] for v, g in self.lifetimes.gradients.items()}
+    def __init__(self, scope: Scope, examples: float, sharing: Sharing) -> None:
+        self.scope, self.examples, self.sharing = scope, examples, sharing
+        self.program, self.parameters, self.marked = scope.program, scope.parameters, scope.marked
+        self.lifetimes, self.simulation = scope.lifetimes, scope.simulation
         self.sizes = self._sizes()
 
     def peak(
         self, held: Mapping[int, float] = MappingProxyType({}), kept: frozenset[int] = frozenset()
-    ) -> Peak:
+    ) -> float:
         """Find the peak; what a loop reads from outside is counted there.
 
         `held` lies there from the beginning; what of it is `kept` is never freed nor written over.
         """
         alive = dict(held)
         starts, ends = _by_time([*self._gathers(), *self._copies()])
-        total, beside = sum(alive.values()), 0.0
-        worst = _Moment(0.0, "", {}, (), 0.0)
-        clock = 0
+        total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
         for launch in self.lifetimes.launches:
             op = self.program.ops[launch.op]
             while clock <= launch.op:  # what starts before this operation or with it
                 beside += starts.get(clock, 0.0) - ends.get(clock, 0.0)
                 clock += 1
-            inner = self._inside(op)
+            within = max((self._inside(body) for body in self.scope.bodies(op)), default=0.0)
             wanted = {v: self._result(v, op) for v in launch.results}
             reused = _reused(launch, alive, wanted, kept)
-            here = total + sum(wanted.values()) - reused + inner.bytes + beside
-            if here > worst.bytes:
-                values = {**alive, **wanted}
-                worst = _Moment(here, inner.at or op.name, values, inner.alive, beside)
+            worst = max(worst, total + sum(wanted.values()) - reused + within + beside)
             for v, size in wanted.items():
                 alive[v] = size
                 total += size
@@ -146,23 +100,10 @@ class _Clock:
             for v in launch.dies:
                 if v in alive and v not in kept:
                     total -= alive.pop(v)
-        return self._show(worst)
+        return worst
 
-    def _show(self, worst: _Moment) -> Peak:
-        largest = sorted(worst.values.items(), key=lambda item: -item[1])[:_SHOWN]
-        shown = [(self._name(v), size) for v, size in largest]
-        shown += worst.within
-        if worst.beside:
-            shown.append(("gathered parameters and padded copies", worst.beside))
-        shown = sorted(shown, key=lambda item: -item[1])[:_SHOWN]
-        return Peak(worst.bytes, worst.at, tuple(shown))
-
-    def _name(self, value: int) -> str:
-        """Name a value by its dtype, its shape and what made it."""
-        known = self.program.values[value]
-        shape = [round(dim.at(self.examples)) for dim in known.dims]
-        dtype = getattr(known.dtype, "name", str(known.dtype))
-        return f"{self.lifetimes.makers.get(value, 'input')} {dtype}{shape}"
+    def _inside(self, body: Scope) -> float:
+        return _Clock(body, self.examples, self.sharing).peak()
 
     def _sizes(self) -> Sequence[float]:
         """Count the bytes of every value on this device."""
@@ -170,7 +111,7 @@ class _Clock:
         sharing = self.sharing
         if sharing.model_axis == 1 and not sharing.offloads:
             return sizes
-        stacked = stacked_values(self.program, self.lifetimes)
+        stacked = self.scope.stacked
         for v, size in enumerate(sizes):
             value = self.program.values[v]
             if v in stacked:
@@ -192,16 +133,6 @@ class _Clock:
         stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
         viewed = op.kind == "fused" and len(op.read) == 1 and op.read[0] in self.marked
         return min(size, leaf.gradient) if stacked or viewed else size
-
-    def _inside(self, op: Op) -> Peak:
-        """Find the peak within a loop or a branch."""
-        best = Peak(0.0, "", ())
-        for body in op.bodies:
-            ends = inside(self.program, op, body, self.lifetimes, self.parameters, self.marked)
-            found = _Clock(self.simulation, self.examples, self.sharing, body, *ends).peak()
-            if found.bytes > best.bytes:
-                best = dataclasses.replace(found, at=f"{found.at} in a {op.name}")
-        return best
 
     def _gathers(self) -> list[tuple[int, int, float]]:
         """List when parameters are whole: first and last operation, bytes."""

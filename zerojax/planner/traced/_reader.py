@@ -17,17 +17,16 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 def read_operations(
     jaxpr: core.ClosedJaxpr, other: core.ClosedJaxpr, batches: tuple[int, int]
 ) -> Operations:
-    """Flatten a jaxpr that was traced twice, for two numbers of examples.
-
-    Args:
-        jaxpr: traced for `batches[0]` examples.
-        other: traced for `batches[1]`.
-        batches: the two numbers of examples, the first the smaller.
+    """Flatten a jaxpr that was traced twice, for two numbers of examples, the smaller first.
 
     Raises:
         ValueError: the two are not the same operations, or an array grows with more than one dim.
     """
     return _Reader(batches).read((jaxpr.jaxpr, other.jaxpr))
+
+
+#: The value that a variable of a jaxpr became.
+Env = dict[Any, int | None]
 
 
 class _Reader:
@@ -41,46 +40,42 @@ class _Reader:
 
     def read(self, pair: tuple[Any, Any]) -> Operations:
         """Flatten the pair of jaxprs."""
-        env: dict[Any, int | None] = {}
-        for one, two in _zip(pair, "constvars"):
-            env[one] = self._new(one, two)
-        inputs = []
-        for one, two in _zip(pair, "invars"):
-            env[one] = self._new(one, two)
-            inputs.append(env[one])
+        env: Env = {}
+        self._enter(env, pair, "constvars")
+        inputs = self._enter(env, pair, "invars")
         self._run(pair, env, None)
         outputs = tuple(_read(env, var) for var in pair[0].outvars)
-        ops = _needed(self._ops, outputs)
-        return Operations(tuple(self._values), ops, tuple(inputs), outputs)
+        return Operations(tuple(self._values), _needed(self._ops, outputs), inputs, outputs)
 
-    def _run(self, pair: tuple[Any, Any], env: dict[Any, int | None], region: int | None) -> None:
+    def _enter(self, env: Env, pair: tuple[Any, Any], name: str) -> tuple[int, ...]:
+        """Make values of the variables that a jaxpr starts with."""
+        found = {one: self._new(one, two) for one, two in _zip(pair, name)}
+        env.update(found)
+        return tuple(found.values())
+
+    def _run(self, pair: tuple[Any, Any], env: Env, region: int | None) -> None:
         for one, two in _zip(pair, "eqns"):
             name = one.primitive.name
             if name != two.primitive.name:
                 raise ValueError(f"{name} for one batch is {two.primitive.name} for another")
             if (held := _called(one, two)) is not None:
-                inner_region = region
-                if name == REMATERIALISED:
-                    self._num_regions += 1
-                    inner_region = self._num_regions
-                self._call(one, held, env, inner_region)
+                self._num_regions += name == REMATERIALISED
+                inner = self._num_regions if name == REMATERIALISED else region
+                self._call(one, held, env, inner)
             else:
                 self._op(one, two, env, region)
 
-    def _call(
-        self, eqn: Any, pair: tuple[Any, Any], env: dict[Any, int | None], region: int | None
-    ) -> None:
+    def _call(self, eqn: Any, pair: tuple[Any, Any], env: Env, region: int | None) -> None:
         """Write a call out in its place."""
-        inner: dict[Any, int | None] = {}
-        for one, two in _zip(pair, "constvars"):
-            inner[one] = self._new(one, two)
+        inner: Env = {}
+        self._enter(inner, pair, "constvars")
         for var, given in zip(pair[0].invars, eqn.invars, strict=True):
             inner[var] = _read(env, given)
         self._run(pair, inner, region)
         for var, result in zip(eqn.outvars, pair[0].outvars, strict=True):
             env[var] = _read(inner, result)
 
-    def _op(self, one: Any, two: Any, env: dict[Any, int | None], region: int | None) -> None:
+    def _op(self, one: Any, two: Any, env: Env, region: int | None) -> None:
         name, params = one.primitive.name, one.params
         inputs = tuple(_read(env, var) for var in one.invars)
         outputs = []
@@ -143,7 +138,7 @@ def _zip(pair: tuple[Any, Any], name: str) -> Iterator[tuple[Any, Any]]:
     return zip(one, two, strict=True)
 
 
-def _read(env: dict[Any, int | None], atom: Any) -> int | None:
+def _read(env: Env, atom: Any) -> int | None:
     return None if isinstance(atom, core.Literal) else env[atom]
 
 
@@ -186,12 +181,12 @@ def _is_wide(eqn: Any) -> bool:
 
 def _contracted(eqn: Any) -> int:
     """Count the elements that a dot product sums over; 0 for anything else."""
-    if eqn.primitive.name == "dot_general":
-        (dims, _), _ = eqn.params["dimension_numbers"]
-    elif eqn.primitive.name == "ragged_dot_general":
-        (dims, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    else:
+    numbers = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    elif eqn.primitive.name != "dot_general":
         return 0
+    (dims, _), _ = numbers
     return math.prod(eqn.invars[0].aval.shape[d] for d in dims)
 
 
@@ -199,19 +194,17 @@ def _flops(eqn: Any) -> float:
     """Count the operations of a dot product or a convolution; the rest is next to nothing."""
     name = eqn.primitive.name
     out = 2.0 * math.prod(eqn.outvars[0].aval.shape)
-    if name == "dot_general":
-        return out * _contracted(eqn)
-    if name == "ragged_dot_general":  # groups share the rows: where these are summed over, once
-        ragged = eqn.params["ragged_dot_dimension_numbers"]
-        (summed, _), _ = ragged.dot_dimension_numbers
-        shares = set(ragged.lhs_ragged_dimensions) & set(summed)
-        num_groups = eqn.invars[2].aval.shape[-1] if shares else 1
-        return out * _contracted(eqn) / num_groups
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         features = eqn.params["dimension_numbers"].rhs_spec[0]
         return out * math.prod(kernel) / kernel[features]
-    return 0.0
+    num_groups = 1
+    if name == "ragged_dot_general":  # groups share the rows: where these are summed over, once
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        (summed, _), _ = ragged.dot_dimension_numbers
+        if set(ragged.lhs_ragged_dimensions) & set(summed):
+            num_groups = eqn.invars[2].aval.shape[-1]
+    return out * _contracted(eqn) / num_groups
 
 
 def _needed(ops: Sequence[Op], outputs: Sequence[int | None]) -> tuple[Op, ...]:

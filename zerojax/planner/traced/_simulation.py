@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from zerojax.planner.traced._backends import BACKENDS
-from zerojax.planner.traced._leaves import ByValue, HeldLeaf, ends_of
-from zerojax.planner.traced._lifetimes import Analysis, Lifetimes
-from zerojax.planner.traced._operations import Operations
+from zerojax.planner.traced._lifetimes import Lifetimes
+from zerojax.planner.traced._operations import Op, Operations, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldLeaf:
+    """What a parameter takes on one device.
+
+    Attributes:
+        number: which one, in flattening order.
+        held: bytes that lie there between steps.
+        gathered: bytes when it is whole (along the ZeRO axes); equal to `held` below stage 3.
+        gradient: bytes of its gradient when it has been reduced.
+        is_gathered: whether it is made whole for each use.
+        parts: parts that model parallelism cuts it into.
+    """
+
+    number: int
+    held: float
+    gathered: float
+    gradient: float
+    is_gathered: bool
+    parts: int = 1
+
+    def sliced(self, outer: Value, inner: Value) -> HeldLeaf:
+        """Return what one iteration of a loop sees of a stacked leaf."""
+        part = math.prod(inner.shape) / max(math.prod(outer.shape), 1)
+        held, gathered, gradient = (part * x for x in (self.held, self.gathered, self.gradient))
+        return dataclasses.replace(self, held=held, gathered=gathered, gradient=gradient)
+
+
+#: Leaves by the program's value that they are.
+ByValue = Mapping[int, HeldLeaf]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +78,20 @@ class Simulation:
         self.backend = BACKENDS[platform]
         self._lifetimes: dict[object, Lifetimes] = {}
 
+    def scope(self, leaves: Sequence[HeldLeaf]) -> Scope:
+        """Return the whole program with what its parameters take."""
+        count, program = len(leaves), self.program
+        outputs = program.outputs[1 : 1 + count]
+        parameters = dict(zip(program.inputs[:count], leaves, strict=True))
+        pairs = zip(outputs, leaves, strict=True)
+        gradients = {value: leaf for value, leaf in pairs if value is not None}
+        return Scope(self, program, parameters, gradients)
+
     def checkpoint_bytes(
         self, leaves: Sequence[HeldLeaf], examples: float, sharing: Sharing
     ) -> float:
         """Count the layer inputs that loops stack for their backward pass."""
-        lifetimes = self.lifetimes(self.program, *ends_of(self.program, leaves))
-        stacked = stacked_values(self.program, lifetimes)
+        stacked = self.scope(leaves).stacked
         handed_on = [v for v, is_handed_on in stacked.items() if is_handed_on]
         values = self.program.values
         return sum(values[v].bytes.at(examples) for v in handed_on) / sharing.checkpoint_parts
@@ -76,22 +115,57 @@ class Simulation:
         pairs = tuple((v, by_leaf[x.number]) for v, x in parameters.items() if x.number in by_leaf)
         key = (id(program), tuple(parameters), tuple(gradients), pairs)
         if key not in self._lifetimes:  # programs live as long as the one that holds them
-            analysis = Analysis(program, tuple(parameters), tuple(gradients), pairs, self.backend)
-            self._lifetimes[key] = analysis.lifetimes()
+            found = Lifetimes(program, tuple(parameters), tuple(gradients), pairs, self.backend)
+            self._lifetimes[key] = found
         return self._lifetimes[key]
 
 
-def stacked_values(program: Operations, lifetimes: Lifetimes) -> dict[int, bool]:
-    """List what loops stack for the backward pass, and whether layers hand it on to each other.
+class Scope:
+    """A program, or the body of a loop in it, with what parameters and gradients take there.
 
-    It is all that is no gradient; what is handed on has the shape of a carried value.
+    Attributes:
+        parameters: leaves by the values that they are.
+        marked: leaves by the values that become their gradients by elementwise operations.
+        lifetimes: what lies in memory from when to when.
     """
-    found = {}
-    for launch in lifetimes.launches:
-        op = program.ops[launch.op]
-        if op.name == "scan":
-            carried = {program.values[v].shape for v in op.outputs[: op.num_carry]}
-            for v in op.outputs[op.num_carry :]:
-                if v in launch.results and v not in lifetimes.gradients:
-                    found[v] = program.values[v].shape[1:] in carried
-    return found
+
+    def __init__(
+        self, simulation: Simulation, program: Operations, parameters: ByValue, gradients: ByValue
+    ) -> None:
+        self.simulation, self.program, self.parameters = simulation, program, parameters
+        self.lifetimes = simulation.lifetimes(program, parameters, gradients)
+        self.marked = {v: gradients[g] for v, g in self.lifetimes.gradients.items()}
+
+    def bodies(self, op: Op) -> Iterator[Scope]:
+        """Go into a loop, or the branches of a cond."""
+        values = self.program.values
+        for body in op.bodies:
+            parameters: dict[int, HeldLeaf] = {}
+            given = op.inputs if op.name == "scan" else op.inputs[-len(body.inputs) :]
+            for slot, value in zip(body.inputs, given, strict=False):
+                owner = self.lifetimes.owner.get(value) if value is not None else None
+                if owner is not None:
+                    leaf = self.parameters[owner]
+                    parameters[slot] = leaf.sliced(values[owner], body.values[slot])
+            gradients = {
+                slot: self.marked[value].sliced(values[value], body.values[slot])
+                for slot, value in zip(body.outputs, op.outputs, strict=False)
+                if slot is not None and value in self.marked
+            }
+            yield Scope(self.simulation, body, parameters, gradients)
+
+    @cached_property
+    def stacked(self) -> dict[int, bool]:
+        """What loops stack for the backward pass, and whether layers hand it on to each other.
+
+        It is all that is no gradient; what is handed on has the shape of a carried value.
+        """
+        found, values = {}, self.program.values
+        for launch in self.lifetimes.launches:
+            op = self.program.ops[launch.op]
+            if op.name == "scan":
+                carried = {values[v].shape for v in op.outputs[: op.num_carry]}
+                for v in op.outputs[op.num_carry :]:
+                    if v in launch.results and v not in self.lifetimes.gradients:
+                        found[v] = values[v].shape[1:] in carried
+        return found

@@ -24,10 +24,12 @@ class Trace:
     """The gradient of a loss as operations on shapes.
 
     Attributes:
+        loss_fn: `loss_fn(params, batch)`, as the train step takes it.
         params: shapes of the parameters in the dtype that the loss reads.
-        batch: shapes of a batch.
-        num_examples: the leading dim of the batch.
-        loss_fn, remat, has_aux: as for `trace_loss`.
+        batch: shapes of a batch; the leading dim of each leaf counts examples.
+        num_examples: that dim.
+        remat: what is computed again in the backward pass; None is as the model has it.
+        has_aux: whether `loss_fn` returns more than the loss.
     """
 
     loss_fn: LossFn
@@ -86,15 +88,7 @@ def trace_loss(
     remat: RematPolicy | None = None,
     has_aux: bool = False,
 ) -> Trace:
-    """Trace a loss for planning.
-
-    Args:
-        loss_fn: `loss_fn(params, batch)`, as the train step takes it.
-        params: arrays or shapes.
-        batch: arrays or shapes; the leading dim of each leaf counts examples.
-        dtype: dtype of the floating parameters that the loss reads; None is their own.
-        remat: what is computed again in the backward pass; None is as the model has it.
-        has_aux: whether `loss_fn` returns more than the loss.
+    """Trace a loss for planning; `dtype` is that of the parameters it reads, None their own.
 
     Raises:
         ValueError: leaves of the batch have different leading dims, or the model has no layers to

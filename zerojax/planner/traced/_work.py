@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zerojax.planner.hardware import Hardware
-from zerojax.planner.traced._leaves import ByValue, HeldLeaf, ends_of, inside
-from zerojax.planner.traced._operations import Operations
-from zerojax.planner.traced._simulation import Simulation
+from zerojax.planner.traced._simulation import HeldLeaf, Scope, Simulation
 
 
 class Work(NamedTuple):
@@ -56,26 +54,15 @@ def work_of(
 ) -> Work:
     """Add up what the operations of a traced gradient do: of each the longer of its two times.
 
-    Args:
-        simulation: of the program.
-        leaves: one per parameter.
-        examples: examples in a device's microbatch.
-        hardware: the device.
-        model_axis: devices that share the work of a layer.
+    `examples` are those of a device's microbatch; `model_axis` devices share the work of a layer.
     """
 
-    def add(program: Operations, parameters: ByValue, gradients: ByValue) -> Work:
-        lifetimes = simulation.lifetimes(program, parameters, gradients)
-        marked = {v: gradients[g] for v, g in lifetimes.gradients.items()}
-        found = []
-        for launch in lifetimes.launches:
+    def add(scope: Scope) -> Work:
+        program, parameters, found = scope.program, scope.parameters, []
+        for launch in scope.lifetimes.launches:
             op = program.ops[launch.op]
             if op.kind == "loop":
-                inner = [
-                    add(body, *inside(program, op, body, lifetimes, parameters, marked))
-                    for body in op.bodies
-                ]
-                longest = max(inner, key=lambda work: work.seconds)
+                longest = max(map(add, scope.bodies(op)), key=lambda work: work.seconds)
                 found.append(longest.times(op.length.at(examples)))
                 continue
             # A lookup reads what it finds and no more of the table.
@@ -91,4 +78,4 @@ def work_of(
             found.append(Work.of(count, moved, rate=rate, bandwidth=hardware.hbm_bandwidth))
         return Work.total(found)
 
-    return add(simulation.program, *ends_of(simulation.program, leaves))
+    return add(simulation.scope(leaves))
