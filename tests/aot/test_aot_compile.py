@@ -65,7 +65,7 @@ def lower(mesh, name="x", size=64, function=jnp.tanh, **options):
 
 def compilation(text="HloModule empty", shortage=None):
     program = Program(
-        text=text, platform="cpu", mesh={"data": 8}, device_ids=tuple(range(8)), statistics={},
+        text=text, platform="cpu", device_ids=tuple(range(8)), statistics={},
         inputs=(), outputs=(),
     )  # fmt: skip
     return aot.Compilation(

@@ -90,7 +90,6 @@ def program_of(name):
     return Program(
         text=text_of(name),
         platform=layout.platform,
-        mesh=dict(layout.mesh.shape),
         device_ids=tuple(range(n)),
         statistics={},
         inputs=(*held, batch),

@@ -32,7 +32,7 @@ def test_it_is_told_where_the_compiler_told_enough(mesh8, platform, statistics, 
     layout = zerojax.make_layout(jax.ShapeDtypeStruct((64, 64), jnp.float32), mesh8, stage=0)
     program = Program(
         text="HloModule m\n\nENTRY %main () -> s32[] {\n  ROOT %c = s32[] constant(0)\n}\n",
-        platform=platform, mesh={"data": 8}, device_ids=(), statistics=given, inputs=(), outputs=(),
+        platform=platform, device_ids=(), statistics=given, inputs=(), outputs=(),
     )  # fmt: skip
     assert zerojax.audit(program, layout).memory.fragmentation == pytest.approx(lost)
 

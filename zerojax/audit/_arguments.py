@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,25 +24,15 @@ _PARAMETER = re.compile(r"(^|/)(params|parameters|weights|model)(/|$)", re.IGNOR
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Hold one argument leaf and what it is.
+    """Hold one argument leaf and what it is."""
 
-    Attributes:
-        argument: the facts.
-        kind: parameter, master, optimizer, gradient, batch or other.
-        parameter: index of the layout's leaf that it belongs to, None for none.
-        shards: shapes that one device's part may have by the layout, the likeliest first; empty
-            where the layout says nothing of it.
-    """
-
-    argument: Argument
-    kind: HeldKind
-    parameter: int | None = None
+    argument: Argument  # the facts
+    kind: HeldKind  # parameter, master, optimizer, gradient, batch or other
+    parameter: int | None = None  # index of the layout's leaf that it belongs to, None for none
+    # shapes that one device's part may have by the layout, the likeliest first; empty where the
+    # layout says nothing of it
     shards: tuple[Shape, ...] = ()
-
-    @property
-    def is_far(self) -> bool:
-        """Return whether it lives in the host's memory."""
-        return bool(self.argument.memory_kind)
+    is_far: bool = False  # whether it lives in the host's memory
 
     @property
     def elements(self) -> int:
@@ -50,8 +40,8 @@ class Held:
         return math.prod(self.argument.shape)
 
 
-def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
-    """Return what every argument leaf is.
+def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> tuple[Held, ...]:
+    """Return what every argument leaf is; `hosted` are numbers of those in the host's memory.
 
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
     name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
@@ -91,7 +81,9 @@ def classify(program: Program, layout: Layout) -> tuple[Held, ...]:
         if kind is None:
             kind = _rest(leaf, number < end and leaf.path.split("/")[0] in states, layout)
         shards = _shards(leaf, kind, owner, layout)
-        held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards))
+        is_far = bool(leaf.memory_kind) or leaf.number in hosted
+        one = Held(argument=leaf, kind=kind, parameter=owner, shards=shards, is_far=is_far)
+        held.append(one)
     return tuple(held)
 
 

@@ -38,37 +38,24 @@ TOOLS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evidence:
-    """Hold a program, the layout that it should follow, and what was read off them.
+    """Hold a program, the layout that it should follow, and what was read off them."""
 
-    Attributes:
-        program: the facts.
-        layout: the placement.
-        module: the program's text as a structure.
-        theory: what the step has to move.
-        recipe: how the step is computed.
-        has_recipe: whether the recipe was given, and is no default.
-        held: every argument leaf with its kind.
-        moves: every collective with its axes and its leaf.
-        unread: lines with a collective that could not be read.
-    """
-
-    program: Program
-    layout: Layout
-    module: Module
-    theory: Theory
-    recipe: Recipe
-    has_recipe: bool
-    held: tuple[Held, ...]
-    moves: tuple[Move, ...]
-    unread: tuple[str, ...]
+    program: Program  # the facts
+    layout: Layout  # the placement
+    module: Module  # the program's text as a structure
+    theory: Theory  # what the step has to move
+    recipe: Recipe  # how the step is computed
+    has_recipe: bool  # whether the recipe was given, and is no default
+    held: tuple[Held, ...]  # every argument leaf with its kind
+    moves: tuple[Move, ...]  # every collective with its axes and its leaf
+    unread: tuple[str, ...]  # lines with a collective that could not be read
 
     @classmethod
     def gather(cls, program: Program, layout: Layout, recipe: Recipe | None) -> Evidence:
         """Read a program; without a recipe it is taken for one of the default's."""
         has_recipe, recipe = recipe is not None, as_recipe(recipe)
         module = parse_module(program.text)
-        program = program.with_host_memory(host_parameters(module))
-        held = classify(program, layout)
+        held = classify(program, layout, host_parameters(module))
         found = parse_collectives(module)
         matcher = Matcher(layout, _own_shapes(held, layout))
         return cls(

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.audit._arguments import item_bits
-from zerojax.audit._evidence import Evidence
+from zerojax.audit._evidence import Evidence, some
+from zerojax.audit._problems import Finding
 from zerojax.hlo import HostMove, find_host_moves
+
+#: More than this share above what the update has to move is a problem.
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTraffic:
-    """Count the bytes between one device and its host in a step.
+    """Count the bytes between one device and its host in a step."""
 
-    Attributes:
-        to_host: from the device's memory to the host's.
-        from_host: from the host's memory to the device's.
-        updated: both ways for what the host itself computes: the optimizer's update.
-        theory: bytes that this update has to move: gradients down and parameters up, 4 Psi / N
-            with 16 bits (ZeRO-Offload); 0 where no state lives in the host's memory.
-        moves: one by one.
-    """
-
-    to_host: int
-    from_host: int
-    updated: int
+    to_host: int  # from the device's memory to the host's
+    from_host: int  # from the host's memory to the device's
+    updated: int  # both ways for what the host itself computes: the optimizer's update
+    # bytes that this update has to move: gradients down and parameters up, 4 Psi / N with 16 bits
+    # (ZeRO-Offload); 0 where no state lives in the host's memory
     theory: int
-    moves: tuple[HostMove, ...]
+    moves: tuple[HostMove, ...]  # one by one
 
     @property
     def total(self) -> int:
@@ -70,3 +68,20 @@ def _theory(evidence: Evidence) -> int:
         size = leaf.bytes_per_device("optimizer", dtype="uint8")
         bits += size * each
     return round(bits / 8)
+
+
+def check_host_traffic(evidence: Evidence) -> Iterator[Finding]:
+    """Check that the host's update takes gradients and gives parameters, and no more."""
+    traffic = traffic_of(evidence)
+    if not traffic.theory or traffic.updated <= traffic.theory * (1 + TOLERANCE):
+        return
+    computed = (m for m in traffic.moves if m.is_computed)
+    worst = sorted(computed, key=lambda m: -(m.to_host + m.from_host))
+    yield Finding(
+        where=some([m.name for m in worst], 2),
+        expected=f"{traffic.theory:,} bytes per device: gradients to the host and parameters back",
+        seen=f"the update moves {traffic.updated:,} bytes between the device and the host, "
+        f"{traffic.updated / traffic.theory:.2f} times that",
+        remedy="send gradients and parameters in the parameters' dtype and keep masters and "
+        "optimizer states in the host's memory: OffloadPolicy(kinds=('optimizer', 'master'))",
+    )

@@ -24,21 +24,15 @@ FORMS = ("leaf", "layer", "half", "stage", "optimizer")
 
 @dataclass(frozen=True)
 class Match:
-    """Name the leaves that a tensor may be, and how much of one it is.
+    """Name the leaves that a tensor may be, and how much of one it is."""
 
-    Attributes:
-        form: "leaf" (whole, or the part of it that the user's own axes leave), "layer" of a stack,
-            "half", "stage" (what a step of a staged gather or reduction moves) or "optimizer" (a
-            leaf of the optimizer's state with dims of its own).
-        leaves: indices of the layout's leaves; several where they look the same.
-        key: the dims that were found, above 1 and sorted.
-        alike: leaves that it may be in any form.
-    """
-
+    # "leaf" (whole, or the part of it that the user's own axes leave), "layer" of a stack, "half",
+    # "stage" (what a step of a staged gather or reduction moves) or "optimizer" (a leaf of the
+    # optimizer's state with dims of its own)
     form: str
-    leaves: tuple[int, ...]
-    key: Key
-    alike: tuple[int, ...]
+    leaves: tuple[int, ...]  # indices of the layout's leaves; several where they look the same
+    key: Key  # the dims that were found, above 1 and sorted
+    alike: tuple[int, ...]  # leaves that it may be in any form
 
 
 class Matcher:

@@ -73,8 +73,9 @@ def memory_of(evidence: Evidence) -> MemoryReport:
     for one in evidence.held:
         held[NAMES[one.kind]] += 0 if one.is_far else one.argument.shard_bytes
     on_host = sum(one.argument.shard_bytes for one in evidence.held if one.is_far)
-    used = [leaf for leaf in program.inputs if leaf.number is not None and not leaf.memory_kind]
-    arguments = stats.get("argument_size_in_bytes", sum(leaf.shard_bytes for leaf in used))
+    near = (one.argument for one in evidence.held if not one.is_far)
+    used = sum(leaf.shard_bytes for leaf in near if leaf.number is not None)
+    arguments = stats.get("argument_size_in_bytes", used)
     outputs = max(stats.get("output_size_in_bytes", 0) - stats.get("alias_size_in_bytes", 0), 0)
     known = arguments + outputs + stats.get("temp_size_in_bytes", 0)
     told = stats.get("peak_memory_in_bytes", 0)

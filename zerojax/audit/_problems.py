@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class Finding(NamedTuple):
+    """Hold what a check found; its kind stands in the table of checks."""
+
+    where: str  # the leaf's path, or the operation
+    expected: str  # what the layout asks for
+    seen: str  # what the program does
+    remedy: str  # what to do
+
 
 class Problem(str):
     """Hold one thing that is wrong; its text has all of it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,63 +17,38 @@ from zerojax._types import Shape
 
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """Hold what is known of one argument or result; `number`, `donated`, `role`: arguments only.
+    """Hold what is known of one argument or result; `number`, `donated`, `role`: arguments only."""
 
-    Attributes:
-        path: slash separated; an argument's begins with its position or its keyword.
-        shape: global shape.
-        dtype: as numpy spells it.
-        shard_shape: shape of one device's part.
-        shard_bytes: bytes of one device's part.
-        spec: the placement, for people.
-        placement: equal numbers are equivalent placements, within one program.
-        weak_type: whether the dtype is a Python scalar's.
-        memory_kind: "device", "pinned_host", ...; empty for the default.
-        number: the entry parameter that it is; None where the program does not use it.
-        donated: whether the caller gave its buffer away.
-        role: "optimizer" within the state of an optax optimizer, else empty.
-    """
-
-    path: str
-    shape: Shape
-    dtype: str
-    shard_shape: Shape
-    shard_bytes: int
-    spec: str
-    placement: int
-    weak_type: bool = False
-    memory_kind: str = ""
+    path: str  # slash separated; an argument's begins with its position or its keyword
+    shape: Shape  # global shape
+    dtype: str  # as numpy spells it
+    shard_shape: Shape  # shape of one device's part
+    shard_bytes: int  # bytes of one device's part
+    spec: str  # the placement, for people
+    placement: int  # equal numbers are equivalent placements, within one program
+    weak_type: bool = False  # whether the dtype is a Python scalar's
+    memory_kind: str = ""  # "device", "pinned_host", ...; empty for the default
+    # the entry parameter that it is; None where the program does not use it
     number: int | None = None
-    donated: bool = False
-    role: str = ""
+    donated: bool = False  # whether the caller gave its buffer away
+    role: str = ""  # "optimizer" within the state of an optax optimizer, else empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Hold a compiled step as plain data: everything that an audit reads.
+    """Hold a compiled step as plain data: everything that an audit reads."""
 
-    Attributes:
-        text: HLO of the compiled program.
-        platform: "cpu", "gpu" or "tpu".
-        mesh: axis name to size, of the mesh that the arguments lie on; empty where there is none.
-        device_ids: ids of the devices in the program's order.
-        statistics: bytes, named as `memory_analysis` names them.
-        inputs: one leaf per argument leaf, in flattening order.
-        outputs: one leaf per result leaf.
-    """
-
-    text: str
-    platform: str
-    mesh: dict[str, int]
-    device_ids: tuple[int, ...]
-    statistics: dict[str, int]
-    inputs: tuple[Argument, ...]
-    outputs: tuple[Argument, ...]
+    text: str  # HLO of the compiled program
+    platform: str  # "cpu", "gpu" or "tpu"
+    device_ids: tuple[int, ...]  # ids of the devices in the program's order
+    statistics: dict[str, int]  # bytes, named as `memory_analysis` names them
+    inputs: tuple[Argument, ...]  # one leaf per argument leaf, in flattening order
+    outputs: tuple[Argument, ...]  # one leaf per result leaf
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> Program:
@@ -102,22 +77,11 @@ class Program:
         return cls(
             text=text,
             platform=places.platform,
-            mesh=places.mesh,
             device_ids=places.device_ids,
             statistics=_statistics(compiled),
             inputs=inputs,
             outputs=outputs,
         )
-
-    def with_host_memory(self, numbers: Collection[int]) -> Program:
-        """Return the program with the entry parameters of some numbers in the host's memory."""
-        inputs = tuple(
-            dataclasses.replace(one, memory_kind=one.memory_kind or "pinned_host")
-            if one.number in numbers
-            else one
-            for one in self.inputs
-        )
-        return dataclasses.replace(self, inputs=inputs)
 
     def to_json(self) -> str:
         """Write the program as JSON, its text included."""
@@ -136,10 +100,9 @@ class Program:
 
 
 class _Placements:
-    """Number placements, so that equivalent ones have one number, and hold the mesh."""
+    """Number placements, so that equivalent ones have one number, and hold the devices."""
 
     def __init__(self) -> None:
-        self.mesh: dict[str, int] = {}
         self.device_ids: tuple[int, ...] = ()
         self.platform = ""
         self._numbers: dict[Any, int] = {}
@@ -167,8 +130,7 @@ class _Placements:
 
     def _meet(self, sharding: Any) -> None:
         devices = list(sharding.device_set)
-        if isinstance(sharding, NamedSharding) and not self.mesh:
-            self.mesh = dict(sharding.mesh.shape)
+        if isinstance(sharding, NamedSharding) and not self.device_ids:
             devices = list(np.asarray(sharding.mesh.devices).flat)
             self.device_ids = tuple(device.id for device in devices)
         if not self.platform:

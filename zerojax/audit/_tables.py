@@ -19,14 +19,10 @@ LEAST = 0.001
 
 @dataclass(frozen=True)
 class AxisVolume:
-    """Count the elements per device, step and parameter that move along some axes.
+    """Count the elements per device, step and parameter that move along some axes."""
 
-    Attributes:
-        seen: what the program moves.
-        theory: what the stage has to move; None along axes that are not ZeRO's or the batch's.
-    """
-
-    seen: float
+    seen: float  # what the program moves
+    # what the stage has to move; None along axes that are not ZeRO's or the batch's
     theory: float | None
 
 

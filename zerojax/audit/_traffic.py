@@ -23,27 +23,20 @@ Role = Literal["gather", "scatter", "sliced", "reduce", "shuffle"]
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Hold one collective and what it does for ZeRO.
+    """Hold one collective and what it does for ZeRO."""
 
-    Attributes:
-        record: the collective.
-        spans: mesh axes that its groups cover, as `mesh_axes` names them: "data", "data[4/8]".
-        is_ours: whether it moves along the axes of ZeRO or of the batch.
-        role: gather, scatter (any spelling of a reduce-scatter), sliced (an all-reduce of which
-            each device keeps one part), reduce (an all-reduce), or shuffle (all else).
-        match: the leaves that the tensor may be; None for an activation.
-        judged: elements as they are judged: without padding, and where the backend has no
-            reduce-scatter, an all-reduce of which a part is kept counts as one.
-        padding: elements that the compiler adds to fit its tiles.
-    """
-
-    record: Collective
+    record: Collective  # the collective
+    # mesh axes that its groups cover, as `mesh_axes` names them: "data", "data[4/8]"
     spans: tuple[str, ...]
-    is_ours: bool
+    is_ours: bool  # whether it moves along the axes of ZeRO or of the batch
+    # gather, scatter (any spelling of a reduce-scatter), sliced (an all-reduce of which each
+    # device keeps one part), reduce (an all-reduce), or shuffle (all else)
     role: Role
-    match: Match | None
+    match: Match | None  # the leaves that the tensor may be; None for an activation
+    # elements as they are judged: without padding, and where the backend has no reduce-scatter, an
+    # all-reduce of which a part is kept counts as one
     judged: float
-    padding: float = 0.0
+    padding: float = 0.0  # elements that the compiler adds to fit its tiles
 
     @property
     def axes(self) -> Axes:

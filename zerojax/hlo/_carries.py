@@ -14,21 +14,13 @@ _GROWS = ("add", "dynamic-update-slice")
 
 @dataclass(frozen=True, kw_only=True)
 class Carry:
-    """Hold a tensor that a loop starts with zeros and adds to, or writes into.
+    """Hold a tensor that a loop starts with zeros and adds to, or writes into."""
 
-    Attributes:
-        loop: the while instruction.
-        tensor: what it carries.
-        is_sum: whether it is added to; else each turn writes a part of it.
-        op_name: the jax operation that adds or writes.
-        written: the opcode that makes what is written, such as "all-gather".
-    """
-
-    loop: str
-    tensor: Tensor
-    is_sum: bool
-    op_name: str
-    written: str
+    loop: str  # the while instruction
+    tensor: Tensor  # what it carries
+    is_sum: bool  # whether it is added to; else each turn writes a part of it
+    op_name: str  # the jax operation that adds or writes
+    written: str  # the opcode that makes what is written, such as "all-gather"
 
 
 def find_carries(module: Module) -> Iterator[Carry]:

@@ -27,21 +27,13 @@ _SCALAR = 8
 
 @dataclass(frozen=True, kw_only=True)
 class HostMove:
-    """Hold what one instruction moves each time it runs, in bytes of one device.
+    """Hold what one instruction moves each time it runs, in bytes of one device."""
 
-    Attributes:
-        name: the instruction.
-        to_host: bytes from the device's memory to the host's.
-        from_host: bytes the other way.
-        trips: how often it runs in a step, None where the text doesn't tell.
-        is_computed: whether the host computes with them.
-    """
-
-    name: str
-    to_host: int
-    from_host: int
-    trips: int | None
-    is_computed: bool
+    name: str  # the instruction
+    to_host: int  # bytes from the device's memory to the host's
+    from_host: int  # bytes the other way
+    trips: int | None  # how often it runs in a step, None where the text doesn't tell
+    is_computed: bool  # whether the host computes with them
 
 
 def find_host_moves(module: Module) -> Iterator[HostMove]:

@@ -14,19 +14,12 @@ _TPU, _GPU, _CPU = "libtpu 0.0.42", "CUDA 12 plugin of jax 0.10.2", "CPU of jaxl
 
 @dataclass(frozen=True)
 class Spelling:
-    """Hold one mark.
+    """Hold one mark."""
 
-    Attributes:
-        means: what a line that bears it is read as.
-        mark: the pattern; its group, if any, is what is read.
-        seen: the compiler that wrote the line.
-        line: of HLO.
-    """
-
-    means: str
-    mark: re.Pattern[str]
-    seen: str
-    line: str
+    means: str  # what a line that bears it is read as
+    mark: re.Pattern[str]  # the pattern; its group, if any, is what is read
+    seen: str  # the compiler that wrote the line
+    line: str  # of HLO
 
 
 SPELLINGS: dict[str, Spelling] = {

@@ -20,21 +20,13 @@ _SCATTER = SPELLINGS["scatter"].mark
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Hold a place in the program.
+    """Hold a place in the program."""
 
-    Attributes:
-        frame: the computation, and what calls it.
-        loops: those around it, outermost first.
-        branches: (conditional, branch) around it, outermost first.
-        is_async: within an `async-start`.
-        keeps_part: within a TPU fusion that keeps one part of its all-reduce.
-    """
-
-    frame: Frame
-    loops: tuple[Loop, ...] = ()
-    branches: tuple[tuple[str, int], ...] = ()
-    is_async: bool = False
-    keeps_part: bool = False
+    frame: Frame  # the computation, and what calls it
+    loops: tuple[Loop, ...] = ()  # those around it, outermost first
+    branches: tuple[tuple[str, int], ...] = ()  # (conditional, branch) around it, outermost first
+    is_async: bool = False  # within an `async-start`
+    keeps_part: bool = False  # within a TPU fusion that keeps one part of its all-reduce
 
 
 def walk(module: Module, into: Collection[str] | None = None) -> Iterator[tuple[Site, Instruction]]:

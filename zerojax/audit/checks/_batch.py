@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, some
-from zerojax.audit._problems import Problem
+from zerojax.audit._problems import Finding
 from zerojax.audit.checks._traffic import check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.
@@ -14,7 +14,7 @@ FOLLOWS = frozenset(
 )
 
 
-def check_batch(evidence: Evidence) -> Iterator[Problem]:
+def check_batch(evidence: Evidence) -> Iterator[Finding]:
     """Check that the batch is cut over its axes: whole, every device computes all of it.
 
     A batch that was not placed, a NumPy array say, is whole, or cut along any dim that the compiler
@@ -37,8 +37,7 @@ def check_batch(evidence: Evidence) -> Iterator[Problem]:
         return
     largest = max(examples, key=lambda leaf: leaf.shard_bytes)
     held = "whole" if is_whole else f"in parts {list(largest.shard_shape)} of all examples"
-    yield Problem(
-        kind="batch",
+    yield Finding(
         where=some([f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in examples]),
         expected=f"1 / {parts} of the examples on each device, along "
         f"{' x '.join(layout.batch_axes)}",

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, describe_move, hint, name_move
-from zerojax.audit._match import Match, key_of
-from zerojax.audit._problems import Problem
+from zerojax.audit._match import Match
+from zerojax.audit._problems import Finding
 from zerojax.audit._traffic import Move
+from zerojax.audit.checks._memory import whole_carries
 from zerojax.hlo import Use, uses_of
 
 #: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
@@ -17,7 +18,7 @@ KEPT_SHARE = 0.1
 HOISTED_SHARE = 0.01
 
 
-def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
+def check_hoisted(evidence: Evidence) -> Iterator[Finding]:
     """Check that weights are gathered within the loop over layers, not all of them before."""
     if not evidence.layout.partitions("parameter"):
         return
@@ -33,8 +34,7 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
     index = largest.match.leaves[0]
     leaf = evidence.layout.leaves[index]
     size = sum(move.record.elements * move.record.item_bits // 8 for move in found)
-    yield Problem(
-        kind="hoisted gather",
+    yield Finding(
         where=f"{evidence.leaf_names(largest.match.leaves)}: {describe_move(largest)}",
         expected=f"one layer gathered at a time, {list(leaf.shape[leaf.stacked :])}",
         seen=f"all {leaf.shape[0]} layers gathered at once: {size:,} B of temporaries",
@@ -43,22 +43,25 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
     )
 
 
-def check_kept(evidence: Evidence) -> Iterator[Problem]:
+def check_kept(evidence: Evidence) -> Iterator[Finding]:
     """Check that gathered weights are given up after the forward pass and gathered again."""
     if not evidence.layout.partitions("parameter") or not evidence.is_step:
         return
     kept: list[tuple[Move, int]] = []
+    stacked, sure = _stacks(evidence)
     for key, moves in _by_leaf(evidence).items():
         match = moves[0].match
         assert match is not None
         stored = _stored(evidence, match) * evidence.recipe.accumulate
         gathered = sum(move.handled for move in moves)
-        if gathered > 1.5 * stored or not _is_reduced(evidence, match):
+        if sure.intersection(match.leaves):
+            kept.append((moves[0], _stored(evidence, match)))
+        if sure.intersection(match.leaves) or gathered > 1.5 * stored:
             continue
         layers = match.form == "layer"
-        if layers and _has_whole(evidence, match):
+        if layers and stacked.intersection(match.leaves):
             kept.append((moves[0], _stored(evidence, match)))
-        elif not layers:
+        elif not layers and _is_reduced(evidence, match):
             both = [move for move in moves if _is_used_in_both(evidence, move)]
             kept += [(move, math.prod(key)) for move in both]
     if not kept:
@@ -70,8 +73,7 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
         return
     leaves = [index for move, _ in kept if move.match for index in move.match.leaves]
     names = evidence.leaf_names(dict.fromkeys(leaves))
-    yield Problem(
-        kind="kept gather",
+    yield Finding(
         where=f"{names}: {describe_move(largest[0])}",
         expected="two gathers per microbatch, for the forward and for the backward pass",
         seen=f"weights gathered once and kept for the backward pass: {total:,} elements stay whole "
@@ -173,20 +175,11 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
     return reduced >= 0.5 * _stored(evidence, match)
 
 
-def _has_whole(evidence: Evidence, match: Match) -> bool:
-    """Return whether a loop carries all layers of a leaf, gathered."""
-    wholes = {
-        key_of(evidence.layout.local_shape(leaf, shape))
-        for leaf in (evidence.layout.leaves[index] for index in match.leaves)
-        for shape in (leaf.shape, leaf.stored_shape)
-    }
-    return any(
-        key_of(shape.dims) in wholes
-        for computation in evidence.module.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode == "while"
-        for shape in instruction.shapes
-    )
+def _stacks(evidence: Evidence) -> tuple[set[int], set[int]]:
+    """Return leaves that a loop may stack whole, layer by layer, and those of which it is sure."""
+    stacks = [(index, carry) for index, carry in whole_carries(evidence) if not carry.is_sum]
+    sure = {index for index, carry in stacks if carry.written == "all-gather"}
+    return {index for index, _ in stacks}, sure
 
 
 def _is_used_in_both(evidence: Evidence, move: Move) -> bool:

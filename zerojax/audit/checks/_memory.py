@@ -9,11 +9,11 @@ from zerojax._types import Shape
 from zerojax.audit._arguments import shard_of
 from zerojax.audit._evidence import Evidence, hint
 from zerojax.audit._match import Key, key_of
-from zerojax.audit._problems import Problem
+from zerojax.audit._problems import Finding
 from zerojax.hlo import Carry
 
 
-def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
+def check_accumulator(evidence: Evidence) -> Iterator[Finding]:
     """Check that no loop carries whole gradients where the stage partitions them.
 
     A loop over microbatches carries the sum of their gradients, one over layers the stack of
@@ -31,8 +31,7 @@ def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
     largest = max((carry for _, carry in found), key=lambda carry: carry.tensor.bytes)
     sums = [carry for _, carry in found if carry.is_sum]
     what = "a sum over microbatches" if sums else "a stack over layers"
-    yield Problem(
-        kind="accumulator",
+    yield Finding(
         where=f"{evidence.leaf_names(dict.fromkeys(i for i, _ in found))}: {largest.loop} "
         f"({largest.op_name})",
         expected=f"shards of gradients, 1 / {evidence.layout.num_shards} of each on a device, as "

@@ -7,12 +7,12 @@ from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import SHARE, Evidence, some
-from zerojax.audit._problems import Problem
+from zerojax.audit._problems import Finding
 
 _REMEDY = "audit with the recipe that the step was made with, or make the step with this one"
 
 
-def check_precision(evidence: Evidence) -> Iterator[Problem]:
+def check_precision(evidence: Evidence) -> Iterator[Finding]:
     """Check that parameters and masters have the dtypes that the recipe names.
 
     A recipe that names no dtype of the parameters is taken as silent about masters too. Narrow
@@ -22,19 +22,19 @@ def check_precision(evidence: Evidence) -> Iterator[Problem]:
     for kind, wanted in (("parameter", precision.params), ("master", precision.master)):
         other = [] if wanted is None else _of_other_dtype(evidence, kind, wanted)
         if sum(one.elements for one in other) >= SHARE * evidence.theory.elements and other:
-            yield _problem("precision", other, f"{kind}s in {wanted}", other[0].argument.dtype)
+            yield _finding(other, f"{kind}s in {wanted}", other[0].argument.dtype)
     if precision.params is None or not evidence.is_step:
         return
     masters = evidence.states("master")
     if masters and precision.master is None:
-        yield _problem("precision", masters, "no masters", "masters beside the parameters")
+        yield _finding(masters, "no masters", "masters beside the parameters")
     needs_copy = precision.master is not None and precision.master != precision.params
     if needs_copy and not _may_have_masters(evidence):
         params = evidence.states("parameter")
-        yield _problem("precision", params, f"masters in {precision.master}", "no masters")
+        yield _finding(params, f"masters in {precision.master}", "no masters")
 
 
-def check_offload(evidence: Evidence) -> Iterator[Problem]:
+def check_offload(evidence: Evidence) -> Iterator[Finding]:
     """Check that states live in the host's memory where the recipe has them there.
 
     A program for GPUs that are not here names no memories: what lies on the device is judged
@@ -45,7 +45,7 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
     offload = evidence.recipe.offload
     hosted = [one for one in evidence.states(*STATES) if one.is_far]
     if hosted and offload is None:
-        yield _problem("offload", hosted, "all states on the device", "in the host's memory")
+        yield _finding(hosted, "all states on the device", "in the host's memory")
     if offload is None or offload.missing == "device" or evidence.program.platform == "gpu":
         return
     for kind in ("optimizer", "master"):
@@ -55,7 +55,7 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
             if one.elements >= evidence.floor and one.argument.placement >= 0
         ]
         if kind in offload.kinds and large and not any(one.is_far for one in large):
-            yield _problem("offload", large, f"{kind} in the host's memory", "on the device")
+            yield _finding(large, f"{kind} in the host's memory", "on the device")
 
 
 def _of_other_dtype(evidence: Evidence, kind: str, wanted: Any) -> list[Held]:
@@ -81,9 +81,8 @@ def _may_have_masters(evidence: Evidence) -> bool:
     )
 
 
-def _problem(kind: str, leaves: list[Held], expected: str, seen: str) -> Problem:
-    return Problem(
-        kind=kind,
+def _finding(leaves: list[Held], expected: str, seen: str) -> Finding:
+    return Finding(
         where=f"{leaves[0].kind}: {some([one.argument.path for one in leaves], 2)}",
         expected=f"{expected}, as the recipe says",
         seen=seen,

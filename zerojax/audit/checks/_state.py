@@ -8,7 +8,7 @@ from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence, hint, some
-from zerojax.audit._problems import Problem
+from zerojax.audit._problems import Finding
 from zerojax.audit._program import Argument
 
 #: What to do about a state that lives in the wrong place, by kind.
@@ -46,13 +46,12 @@ _DIFFERENCES: tuple[tuple[str, str, Callable[[Argument], str], str], ...] = (
 )
 
 
-def check_recognised(evidence: Evidence) -> Iterator[Problem]:
+def check_recognised(evidence: Evidence) -> Iterator[Finding]:
     """Check that the program holds the parameters that the layout was made from."""
     if evidence.states("parameter"):
         return
     layout, leaves = evidence.layout, evidence.program.inputs
-    yield Problem(
-        kind="unmatched",
+    yield Finding(
         where=some([f"{leaf.path} {list(leaf.shape)}" for leaf in leaves]) or "no argument",
         expected=f"an argument with the layout's {len(layout.leaves)} parameters, the first "
         f"{layout.leaves[0].path!r} {list(layout.leaves[0].shape)}",
@@ -61,7 +60,7 @@ def check_recognised(evidence: Evidence) -> Iterator[Problem]:
     )
 
 
-def check_placement(evidence: Evidence) -> Iterator[Problem]:
+def check_placement(evidence: Evidence) -> Iterator[Finding]:
     """Check that every state takes on a device what the layout gives it."""
     judged = [(one, evidence.layout.partitions(_stage_kind(one))) for one in _judged(evidence)]
     whole = [one for one, _ in judged if _excess(one) > 0]
@@ -70,8 +69,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
         should = sum(_expected_bytes(one) for one in group)
-        yield Problem(
-            kind="placement",
+        yield Finding(
             where=f"{kind}: {_where(group)}",
             expected=f"{should:,} B in {list(group[0].shards[0])} as stage {stage} has it over "
             f"{shards} devices",
@@ -80,8 +78,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
             remedy=_PLACE[kind] + (hint(evidence, *_MAKERS) if kind in _OF_OPTIMIZER else ""),
         )
     for kind, group in _by_kind(cut):
-        yield Problem(
-            kind="placement",
+        yield Finding(
             where=f"{kind}: {_where(group)}",
             expected=f"whole leaves, as stage {stage} keeps them, the first {_shape(group[0])}",
             seen=f"{kind} partitioned that the layout keeps whole, the first in "
@@ -91,7 +88,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
         )
 
 
-def check_donation(evidence: Evidence) -> Iterator[Problem]:
+def check_donation(evidence: Evidence) -> Iterator[Finding]:
     """Check that a state gives its buffer to what replaces it."""
     aliased = set(evidence.module.aliases.values())
     lost = [
@@ -105,8 +102,7 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
     for kind, group in _by_kind(lost):
         seen, remedy = _lost(group)
         size = sum(one.argument.shard_bytes for one in group)
-        yield Problem(
-            kind="donation",
+        yield Finding(
             where=f"{kind}: {_where(group)}",
             expected="the new state written into the old one's buffer (input_output_alias)",
             seen=f"donation lost: {seen}; {size:,} B per device are held twice",
@@ -126,7 +122,7 @@ def _lost(group: list[Held]) -> tuple[str, str]:
     return "not donated", f"jax.jit(step, {donate}, ...), and use the returned state only"
 
 
-def check_recompile(evidence: Evidence) -> Iterator[Problem]:
+def check_recompile(evidence: Evidence) -> Iterator[Finding]:
     """Check that states come back as they went in: else the second step compiles anew."""
     placed = [pair for pair in evidence.pairs if pair[0].argument.placement >= 0]
     for field, name, show, remedy in _DIFFERENCES:
@@ -135,8 +131,7 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
             continue
         first, result = found[0]
         kinds = dict.fromkeys(one.kind for one, _ in found)
-        yield Problem(
-            kind="recompile",
+        yield Finding(
             where=f"{', '.join(kinds)}: {_where([one for one, _ in found])}",
             expected=f"the {name} that the argument has: {show(first.argument)}",
             seen=f"the step returns another {name}: {show(result)}; the second step would be "
@@ -158,13 +153,6 @@ def note_placement(evidence: Evidence) -> Iterator[str]:
     partitioned = [one for one in judged if evidence.layout.partitions(_stage_kind(one))]
     for kind, group in _by_kind([one for one in partitioned if _excess(one) < 0]):
         yield f"{kind}: {_where(group)}: partitioned, where the layout keeps the leaf whole"
-
-
-def note_copies(evidence: Evidence) -> Iterator[str]:
-    """Report which trees look like parameters and are none of the states."""
-    copies = [one for one in evidence.held if one.kind == "other" and one.parameter is not None]
-    if copies:
-        yield f"{_where(copies)}: a further tree like the parameters, not judged"
 
 
 def note_dropped(evidence: Evidence) -> Iterator[str]:

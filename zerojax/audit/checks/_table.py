@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from zerojax.audit import _host
 from zerojax.audit._evidence import Evidence
-from zerojax.audit._problems import Problem
+from zerojax.audit._problems import Finding, Problem
 from zerojax.audit.checks import (
     _batch,
     _dtype,
     _gather,
-    _host,
     _memory,
     _recipe,
     _state,
@@ -19,7 +19,7 @@ from zerojax.audit.checks import (
 )
 
 #: Every kind of problem and the function that looks for it.
-CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
+CHECKS: dict[str, Callable[[Evidence], Iterator[Finding]]] = {
     "unmatched": _state.check_recognised,
     "placement": _state.check_placement,
     "batch": _batch.check_batch,
@@ -42,12 +42,10 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
 #: What is worth knowing and no failure.
 NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _state.note_placement,
-    _state.note_copies,
     _state.note_dropped,
     _traffic.note_traffic,
     _volume.note_recipe,
     _volume.note_excess,
-    _volume.note_padding,
     _dtype.note_dtypes,
     _gather.note_stacks,
     _gather.note_microbatches,
@@ -55,7 +53,11 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
 
 
 def find_problems(evidence: Evidence) -> tuple[Problem, ...]:
-    """Return what every check finds."""
-    found = [problem for check in CHECKS.values() for problem in check(evidence)]
-    misplaced = any(problem.kind == "batch" for problem in found)
-    return tuple(x for x in found if not (misplaced and x.kind in _batch.FOLLOWS))
+    """Return what every check finds; of a batch that is placed wrongly, that alone is told."""
+    misplaced = any(True for _ in _batch.check_batch(evidence))
+    return tuple(
+        Problem(kind=kind, **found._asdict())
+        for kind, check in CHECKS.items()
+        if not (misplaced and kind in _batch.FOLLOWS)
+        for found in check(evidence)
+    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
-from zerojax.audit._problems import Problem
+from zerojax.audit._problems import Finding
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
@@ -44,7 +44,7 @@ def tolerance(evidence: Evidence) -> float:
     return TOLERANCE[kind][evidence.layout.partitions("parameter")]
 
 
-def check_volume(evidence: Evidence) -> Iterator[Problem]:
+def check_volume(evidence: Evidence) -> Iterator[Finding]:
     """Check that a device moves no more than the stage's formula."""
     if not evidence.is_step:
         return
@@ -59,8 +59,7 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
         f"{describe_move(move)} moves {excess / psi:.3f} too much, {whose(evidence, move)}"
         for move, excess in offenders
     )
-    yield Problem(
-        kind="volume",
+    yield Finding(
         where=what or "all collectives along the axes of ZeRO",
         expected=f"{evidence.theory.elements / psi:.3f} elements per parameter (stage "
         f"{evidence.layout.stage}, {evidence.recipe.accumulate} microbatches)",
@@ -96,7 +95,7 @@ def _is_too_much(evidence: Evidence) -> bool:
     return sum_moved(evidence.large, "judged") > allowed
 
 
-def _check_padding(evidence: Evidence) -> Iterator[Problem]:
+def _check_padding(evidence: Evidence) -> Iterator[Finding]:
     """Check what a compiler adds to fit its tiles: no fault of the step, but it may cost much."""
     padded = [move for move in evidence.large if move.padding]
     total = sum_moved(padded, "padding")
@@ -104,8 +103,7 @@ def _check_padding(evidence: Evidence) -> Iterator[Problem]:
         return
     largest = max(padded, key=lambda move: move.padding)
     psi = evidence.layout.num_params
-    yield Problem(
-        kind="volume",
+    yield Finding(
         where=f"{describe_move(largest)}, {whose(evidence, largest)}",
         expected=f"at most {PADDED:.0%} of theory ({evidence.theory.elements / psi:.3f}) for "
         "padding",
@@ -150,25 +148,6 @@ def note_excess(evidence: Evidence) -> Iterator[str]:
             f"{whose(evidence, move)}: {elements / psi:.3f} elements per parameter more than "
             f"theory, as in {name_move(move)}"
         )
-
-
-def note_padding(evidence: Evidence) -> Iterator[str]:
-    """Report how much of what moves is padding."""
-    padded = [move for move in evidence.large if move.padding]
-    if not padded or not evidence.theory.elements:
-        return
-    share = sum_moved(padded, "padding") / evidence.theory.elements
-    scatters = [move for move in padded if move.role != "shuffle"]
-    largest = max(scatters, key=lambda move: move.padding)
-    assert largest.match is not None
-    permutes = len(padded) - len(scatters)
-    more = f", and {permutes} permute(s) put the rows in place" if permutes else ""
-    yield (
-        f"the compiler pads {len(scatters)} collective(s), such as "
-        f"{largest.record.dtype}{list(largest.record.shape)} for a tensor of "
-        f"{' x '.join(map(str, largest.match.key))}{more}: {share:.1%} of theory more, of which up "
-        f"to {PADDED:.0%} pass"
-    )
 
 
 def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
