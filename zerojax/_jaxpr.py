@@ -81,6 +81,11 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a nested jit leaves the placement of an input or a result open."""
+    return sharding is None or type(sharding).__name__ == "UnspecifiedValue"
+
+
 def is_variable(atom: Any) -> bool:
     """Whether an input or result of an equation is a variable; else it is a literal."""
     return not isinstance(atom, core.Literal)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
 from zerojax import RematPolicy
@@ -116,7 +117,7 @@ def test_layers_of_the_users_own_are_rematerialised():
     x, w = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
 
     def layer(w, x):
-        hidden = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ w), "hidden")
+        hidden = checkpoint_name(jnp.tanh(x @ w), "hidden")
         return jnp.sin(jnp.cos(hidden @ w))
 
     def num_kept(policy):
@@ -124,9 +125,42 @@ def test_layers_of_the_users_own_are_rematerialised():
         return len(jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], w, x)))
 
     assert num_kept("full") < num_kept(RematPolicy(keep=("hidden",))) < num_kept("none")
-    for policy in ("full", "dots", RematPolicy(keep=("hidden",))):
+    for policy in (RematPolicy(), RematPolicy(recompute="dots"), RematPolicy(keep=("hidden",))):
         got = jax.grad(lambda *a: zerojax.rematerialised(layer, policy)(*a).sum())(w, x)  # noqa: B023
         np.testing.assert_allclose(got, jax.grad(lambda *a: layer(*a).sum())(w, x), rtol=1e-6)
+
+
+def list_of_layers(params, x):
+    for w in params:
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def test_a_loss_without_layers_is_refused_where_a_policy_would_save_nothing(mesh8):
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+    batch = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+    def lower(loss, remat):
+        recipe = zerojax.Recipe(remat=remat)
+        step = zerojax.make_train_step(loss, optax.sgd(0.1), layout, recipe)
+        return step.lower(step.abstract_state(), batch)
+
+    with pytest.raises(ValueError, match=r"no layers .* jax\.checkpoint\(layer\)"):
+        lower(list_of_layers, "full")
+    lower(list_of_layers, "dots")
+    lower(jax.checkpoint(list_of_layers), "full")
+
+
+def test_a_nested_jit_keeps_its_shardings(mesh8):
+    """A jit with layers inside is run in its place."""
+    batch = jax.sharding.NamedSharding(mesh8, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh8, jax.sharding.PartitionSpec())
+    model = jax.jit(jax.checkpoint(list_of_layers), in_shardings=(None, batch), out_shardings=whole)
+    function = zerojax.rematerialised(lambda params, x: model(params, 2 * x), "full")
+    traced = jax.make_jaxpr(function)([jnp.ones((64, 64))], jnp.ones((8, 64)))
+    placed = [e for e in traced.eqns if e.primitive.name == "sharding_constraint"]
+    assert [e.params["sharding"].spec for e in placed] == [batch.spec, whole.spec]
 
 
 def test_names_are_listed_with_their_sizes():

@@ -23,6 +23,7 @@ from zerojax._jaxpr import (
     bind,
     called,
     depending,
+    is_unspecified,
     is_variable,
     opened,
     run,
@@ -33,6 +34,13 @@ from zerojax.memory._host import check_host_memory, offloaded_kinds
 from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
 from zerojax.memory._names import carries, check_names, has_layers, works_outside
 from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
+
+#: Said of a loss whose layers nobody can tell.
+NO_LAYERS = (
+    "Recipe(remat='full'): the loss has no layers that can be told apart, so that nothing would be "
+    "saved; scan over the layers, or hand each to jax.checkpoint: "
+    "x = jax.checkpoint(layer)(layer_params, x). Recipe(remat='dots') needs no layers"
+)
 
 
 def activation_policy(recipe: Recipe, mesh: Any) -> RematPolicy | None:
@@ -59,7 +67,9 @@ def activation_policy(recipe: Recipe, mesh: Any) -> RematPolicy | None:
     return dataclasses.replace(found, offload=tuple(names))
 
 
-def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) -> Callable[..., Any]:
+def rematerialised(
+    function: Callable[..., Any], policy: RematPolicy | Remat, *, is_loss: bool = False
+) -> Callable[..., Any]:
     """Make a function whose layers are rematerialised as a policy says.
 
     Layers are what it hands to `jax.checkpoint` itself, and the bodies of its scans, apart from
@@ -71,10 +81,13 @@ def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) ->
     Args:
         function: of arrays, `function(weights, *rest)`: a loss, a model, or one layer.
         policy: a `RematPolicy`, or what one has as `recompute`.
+        is_loss: whether the function is a whole loss, as `Recipe(remat=)` says, and so no layer.
 
     Raises:
         ValueError: when it is called: a name that no layer has, with those that there are; an axis
-            that the mesh which is set does not have. `Recipe(remat=)` sets the mesh.
+            that the mesh which is set does not have. `Recipe(remat=)` sets the mesh. A loss without
+            layers, of which the policy would keep nothing: it computes all of itself again and
+            saves no memory.
     """
     chosen = as_remat(policy) or RematPolicy(recompute="none")
 
@@ -87,6 +100,8 @@ def rematerialised(function: Callable[..., Any], policy: RematPolicy | Remat) ->
         moving = [number >= weights for number in range(len(flat))]
         runner = _Runner(chosen)
         if chosen.recompute != "none" and not has_layers(traced):
+            if is_loss and chosen.recompute == "full" and not (chosen.keep or chosen.offload):
+                raise ValueError(NO_LAYERS)
             result = runner.layer(traced, moving)(flat)
         else:
             result = runner.run(traced, flat, moving)
@@ -120,7 +135,8 @@ class _Runner:
         if name == REMATERIALISED:
             return self.layer(inner, moving, prevent_cse=eqn.params["prevent_cse"])(values)
         if name in PLAIN_CALLS and has_layers(inner):
-            return self.run(inner, values, moving)
+            given = _placed(values, eqn.params.get("in_shardings"))
+            return _placed(self.run(inner, given, moving), eqn.params.get("out_shardings"))
         if name == "scan":
             return self._scan(eqn, values, moving)
         return bind(eqn, values)
@@ -157,6 +173,14 @@ class _Runner:
         # begins: how a loop starts decides how it carries on.
         last = [whole(x, self.policy.partition) for x in out[:num_carry]]
         return [*last, *out[num_carry:]]
+
+
+def _placed(values: Sequence[Any], shardings: Sequence[Any] | None) -> list[Any]:
+    """Place values as a nested jit of the user's asks for; the partitioner places the others."""
+    return [
+        x if is_unspecified(wanted) else jax.lax.with_sharding_constraint(x, wanted)
+        for x, wanted in zip(values, shardings or [None] * len(values), strict=True)
+    ]
 
 
 def _saves(policy: RematPolicy) -> Callable[..., Any] | None:

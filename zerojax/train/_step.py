@@ -59,7 +59,7 @@ class TrainStep:
         self._reduction = recipe.reduction(layout.kinds)
         self._loss = loss
         policy = activation_policy(recipe, layout.mesh)
-        self._loss_fn = loss if policy is None else rematerialised(loss, policy)
+        self._loss_fn = loss if policy is None else rematerialised(loss, policy, is_loss=True)
         tx = as_transformation(tx)
         self._update = Update(tx, layout, recipe)
         self._initial = InitialState(
