@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._tree import floating_dtype, num_bytes, num_elements
+from zerojax._tree import floating_dtype, num_elements
 from zerojax._types import Kind
 from zerojax.layout._leaf import LeafLayout
 from zerojax.layout._optimizer import OptimizerLayout
@@ -102,76 +102,64 @@ class Description:
         return out.getvalue()
 
 
+#: A kind of tensor that a row of the table holds: its leaf and dtype.
+_Held = tuple[Kind, LeafLayout, Any]
+
+
 def describe(
     layout: TreeLayout, state: OptimizerLayout, precision: Precision, stored: bool
 ) -> Description:
     """Count what every leaf takes on one device and compare it with the stage's formula."""
-    count = _Count(layout, precision, stored)
-    by_owner: dict[int, list[LeafLayout]] = {}
-    scalars = []
-    rows = []
+    owned: dict[int | None, list[_Held]] = {}
     for leaf in state.leaves:
-        if leaf.parameter is not None:
-            by_owner.setdefault(leaf.parameter, []).append(leaf)
-        elif num_elements(leaf.shape) <= 1:
-            scalars.append(leaf)
-        else:
-            rows.append(_row(f"optimizer: {leaf.path}", leaf, leaf.dtype, count.optimizer([leaf])))
+        owned.setdefault(leaf.parameter, []).append(("optimizer", leaf, leaf.dtype))
+    held, rows = [], []
+
+    def add(path: str, leaf: LeafLayout, holds: list[_Held]) -> None:
+        counted = {key: 0 for kind, key in KINDS if kind in {"optimizer", *(x[0] for x in holds)}}
+        for kind, of, dtype in holds:
+            counted[dict(KINDS)[kind]] += _held_bytes(kind, of, dtype, stored)
+        held.extend(holds)
+        rows.append(_row(path, leaf, holds[0][2], counted))
+
+    for number, leaf in enumerate(layout.leaves):
+        low = floating_dtype(leaf.dtype, precision.params)
+        holds: list[_Held] = [("parameter", leaf, low), ("gradient", leaf, low)]
+        if precision.master is not None:
+            holds.append(("master", leaf, floating_dtype(leaf.dtype, precision.master)))
+        add(leaf.path, leaf, holds + owned.get(number, []))
+    others = owned.get(None, [])
+    scalars = [one for one in others if num_elements(one[1].shape) <= 1]
+    for one in others:
+        if one not in scalars:
+            add(f"optimizer: {one[1].path}", one[1], [one])
     if scalars:
-        names = ", ".join(leaf.path for leaf in scalars[:3]) + (", ..." if scalars[3:] else "")
-        title = f"optimizer: {len(scalars)} scalar{'s' if scalars[1:] else ''} ({names})"
-        rows.append(_row(title, scalars[0], scalars[0].dtype, count.optimizer(scalars)))
-    parameters = [
-        _row(
-            leaf.path,
-            leaf,
-            floating_dtype(leaf.dtype, precision.params),
-            count.states(leaf) | count.optimizer(by_owner.get(number, [])),
-        )
-        for number, leaf in enumerate(layout.leaves)
-    ]
-    rows = [*parameters, *rows]
+        names = ", ".join(x.path for _, x, _ in scalars[:3]) + (", ..." if scalars[3:] else "")
+        count = f"{len(scalars)} scalar{'s' if scalars[1:] else ''}"
+        add(f"optimizer: {count} ({names})", scalars[0][1], scalars)
     total = {key: sum(row.bytes.get(key, 0) for row in rows) for _, key in KINDS}
     theory = {
-        key: count.whole[key] // (layout.num_shards if layout.partitions(kind) else 1)
+        key: sum(x.whole_bytes(dtype) for of, x, dtype in held if of == kind)
+        // (layout.num_shards if layout.partitions(kind) else 1)
         for kind, key in KINDS
     }
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
-    notes = _notes(layout, count.padding, state.unmatched_rules)
-    return Description(_title(layout), tuple(rows), total, theory, count.padding, notes)
+    padding = sum(_padding(kind, x, dtype, stored) for kind, x, dtype in held)
+    notes = _notes(layout, padding, state.unmatched_rules)
+    return Description(_title(layout), tuple(rows), total, theory, padding, notes)
 
 
-class _Count:
-    """Counts bytes on one device, and beside them what the whole leaves and the padding take."""
+def _held_bytes(kind: Kind, leaf: LeafLayout, dtype: Any, stored: bool) -> int:
+    return leaf.bytes_per_device(kind, stored=stored or kind != "parameter", dtype=dtype)
 
-    def __init__(self, layout: TreeLayout, precision: Precision, stored: bool) -> None:
-        self.layout = layout
-        self.precision = precision
-        self.stored = stored
-        self.whole = {key: 0 for _, key in KINDS}
-        self.padding = 0
 
-    def states(self, leaf: LeafLayout) -> dict[str, int]:
-        """Count a parameter, its gradient and its master."""
-        low = floating_dtype(leaf.dtype, self.precision.params)
-        dtypes: dict[Kind, Any] = {"parameter": low, "gradient": low}
-        if self.precision.master is not None:
-            dtypes["master"] = floating_dtype(leaf.dtype, self.precision.master)
-        return {key: self._held(leaf, kind, dtypes[kind]) for kind, key in KINDS if kind in dtypes}
-
-    def optimizer(self, leaves: list[LeafLayout]) -> dict[str, int]:
-        """Count leaves of the optimizer's state."""
-        return {"optimizer": sum(self._held(leaf, "optimizer", leaf.dtype) for leaf in leaves)}
-
-    def _held(self, leaf: LeafLayout, kind: Kind, dtype: Any) -> int:
-        self.whole[dict(KINDS)[kind]] += leaf.whole_bytes(dtype)
-        pads = self.stored or kind != "parameter"
-        held = leaf.bytes_per_device(kind, stored=pads, dtype=dtype)
-        if kind in leaf.kinds and pads and leaf.is_padded:
-            parts = leaf.own_parts * leaf.num_shards
-            self.padding += held - num_bytes(leaf.shape, dtype) // parts
-        return held
+def _padding(kind: Kind, leaf: LeafLayout, dtype: Any, stored: bool) -> int:
+    """Count the bytes of one device that hold padding."""
+    if kind not in leaf.kinds or not leaf.is_padded or not (stored or kind != "parameter"):
+        return 0
+    logical = leaf.whole_bytes(dtype) // leaf.num_shards
+    return _held_bytes(kind, leaf, dtype, stored) - logical
 
 
 def _row(path: str, leaf: LeafLayout, dtype: Any, held: dict[str, int]) -> Row:

@@ -17,7 +17,7 @@ from zerojax._tree import (
 )
 from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout._leaf import Cut, Entries, LeafLayout
-from zerojax.layout._owners import Origins, find_owners, possible_ways
+from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
 from zerojax.layout._rule import Rule
 from zerojax.layout._transformation import as_transformation
 from zerojax.layout._tree_layout import TreeLayout
@@ -94,15 +94,15 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
     pairs, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, shapes))
     found = [leaf for _, leaf in pairs]
     owners = find_owners(tx, shapes, found, structure)
-    origins = Origins(tx, layout, shapes, structure)
+    ways = find_ways(tx, shapes, found, owners, structure)
     rules = [rule for rule in layout.rules if rule.kind == "optimizer"]
     used: set[Rule] = set()
     leaves = []
-    for number, ((path, leaf), owner) in enumerate(zip(pairs, owners, strict=True)):
+    for (path, leaf), owner, of in zip(pairs, owners, ways, strict=True):
         name = path_name(path)
         rule = next((rule for rule in rules if rule.matches(name)), None)
         if rule is None:
-            leaves.append(_place(name, leaf, owner, number, layout, origins))
+            leaves.append(_place(name, leaf, owner, of, layout))
         else:
             used.add(rule)
             placed = _by_own_shape(name, leaf, layout, rule, "as a rule says")
@@ -112,25 +112,7 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
 
 
 def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafLayout, ...]:
-    """Return how a leaf of an optimizer's state may be placed, where the optimizer is not at hand.
-
-    Its parameter is the one whose path ends the leaf's. Of `up` [1009, 641], which eight devices
-    store as [1016, 641]:
-
-        0/mu/up [1016, 641]    [1009, 641], where the parameter lives
-        0/mu/up [3, 1016, 641] a history [3, 1009, 641]
-        0/v_row/up [1016]      a factor [1009]
-        0/v_col/up [641]       a factor [641], whole or cut by its own shape
-
-    Args:
-        path: of the leaf; anything may stand before the parameter's path.
-        shape: of the leaf, logical or stored.
-        layout: of the parameters.
-
-    Returns:
-        One for each reading, their dtype the parameter's. A leaf of no parameter has one, by its
-        own shape; its `parameter` is None.
-    """
+    """Return how a leaf of an optimizer's state may be placed; see `Layout.optimizer_leaves`."""
     for owner in layout.owners(path):
         source = layout.leaves[owner]
         found = []
@@ -147,17 +129,14 @@ def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafL
 
 
 def _place(
-    path: str, leaf: Any, owner: int | None, number: int, layout: TreeLayout, origins: Origins
+    path: str, leaf: Any, owner: int | None, ways: list[Way], layout: TreeLayout
 ) -> LeafLayout:
     """Place one leaf of the state."""
     if num_elements(leaf.shape) <= 1:
         return _leaf(layout, path, leaf, "whole: a scalar" if not leaf.shape else "whole", owner)
     if owner is not None:
         source = layout.leaves[owner]
-        options = [
-            _inherit(path, leaf, owner, way, layout)
-            for way in origins.ways(leaf.shape, owner, number)
-        ]
+        options = [_inherit(path, leaf, owner, way, layout) for way in ways]
         if len({(x.entries, x.cut) for x in options}) > 1:
             found = " or ".join(sorted(str(x.shard_spec) for x in options))
             raise _ambiguous(
@@ -183,9 +162,7 @@ def _ambiguous(path: str, leaf: Any, why: str) -> ValueError:
     )
 
 
-def _inherit(
-    path: str, leaf: Any, owner: int, way: tuple[int | None, ...], layout: TreeLayout
-) -> LeafLayout:
+def _inherit(path: str, leaf: Any, owner: int, way: Way, layout: TreeLayout) -> LeafLayout:
     """Place a leaf where its parameter's dims live.
 
     Example: of a parameter `[512, 64]` cut along dim 0, a history `[10, 512, 64]` comes by the way

@@ -12,7 +12,9 @@ import jax
 import optax
 
 from zerojax._types import Shape
-from zerojax.layout._tree_layout import TreeLayout
+
+#: For each dim of a state leaf, the dim of its parameter that it comes from, or None.
+Way = tuple[int | None, ...]
 
 
 @functools.partial(
@@ -85,39 +87,37 @@ def _owners_by_placeholder(
     return [owner if isinstance(owner, int) and owner >= 0 else None for owner in owners]
 
 
-class Origins:
-    """Finds from which dims of its parameter each dim of a state leaf comes.
+def find_ways(
+    tx: optax.GradientTransformation,
+    shapes: Any,
+    state: list[Any],
+    owners: list[int | None],
+    structure: Any,
+) -> list[list[Way]]:
+    """Return for each leaf of the state how its dims come from its parameter's; see `dim_sources`.
 
     Where sizes repeat, shapes alone can't tell: `[16]` of `[16, 16]`. Then `tx.init` is traced with
     the repeated sizes made distinct, growing in order so that optimizers which sort dims by size
     sort them as before.
     """
-
-    def __init__(
-        self, tx: optax.GradientTransformation, layout: TreeLayout, shapes: Any, structure: Any
-    ) -> None:
-        self._tx = tx
-        self._layout = layout
-        self._shapes = shapes
-        self._structure = structure
-
-    def ways(self, shape: Shape, owner: int, number: int) -> list[tuple[int | None, ...]]:
-        """Return every way to read a state leaf's shape; empty where it is not its parameter's."""
-        of = self._layout.leaves[owner].shape
-        ways = dim_sources(shape, of)
-        if len(ways) < 2 or number >= len(self._distinct):
-            return ways
-        distinct = dim_sources(self._distinct[number].shape, _distinct_sizes(of))
-        return distinct if len(distinct) == 1 else ways
-
-    @functools.cached_property
-    def _distinct(self) -> list[Any]:
-        """The state of parameters whose sizes are all distinct; empty where it is another one."""
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(_distinct_sizes(x.shape), x.dtype), self._shapes
-        )
-        leaves, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, shapes))
-        return leaves if structure == self._structure else []
+    of = [x.shape for x in jax.tree.leaves(shapes)]
+    found = [
+        [] if owner is None else dim_sources(leaf.shape, of[owner])
+        for leaf, owner in zip(state, owners, strict=True)
+    ]
+    if all(len(ways) < 2 for ways in found):
+        return found
+    distinct = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(_distinct_sizes(x.shape), x.dtype), shapes
+    )
+    leaves, same = jax.tree.flatten(jax.eval_shape(tx.init, distinct))
+    if same != structure:
+        return found
+    for number, (leaf, owner) in enumerate(zip(leaves, owners, strict=True)):
+        if owner is not None and len(found[number]) > 1:
+            ways = dim_sources(leaf.shape, _distinct_sizes(of[owner]))
+            found[number] = ways if len(ways) == 1 else found[number]
+    return found
 
 
 def _distinct_sizes(shape: Shape) -> Shape:
@@ -128,7 +128,7 @@ def _distinct_sizes(shape: Shape) -> Shape:
     return tuple(sizes)
 
 
-def dim_sources(shape: Shape, of: Shape) -> list[tuple[int | None, ...]]:
+def dim_sources(shape: Shape, of: Shape) -> list[Way]:
     """Return from which dims of a parameter the dims of a state leaf may come.
 
     Of a parameter [512, 64, 64], a history [10, 512, 64, 64] comes by (None, 0, 1, 2), and a factor
@@ -145,7 +145,7 @@ def dim_sources(shape: Shape, of: Shape) -> list[tuple[int | None, ...]]:
     ]
 
 
-def possible_ways(ndim: int, of: int) -> Iterable[tuple[int | None, ...]]:
+def possible_ways(ndim: int, of: int) -> Iterable[Way]:
     """Return all ways to make `ndim` dims from those of a parameter: dims in front, or fewer."""
     if ndim >= of:
         return [(None,) * (ndim - of) + tuple(range(of))]
