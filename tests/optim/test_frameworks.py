@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax.layout import STAGES
 
 X = np.sin(np.arange(16 * 32, dtype=np.float32)).reshape(16, 32)
 
@@ -92,15 +93,17 @@ def make_net() -> Any:
     return Net(up / 6, down / 8, jnp.arange(3), jnp.tanh)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_equinox_gives_its_whole_model_to_update(mesh8, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_equinox_gives_its_whole_model_to_update(mesh8, stage, explicit):
+    mesh = jax.make_mesh((8,), ("data",)) if explicit else mesh8
     model, tx = make_net(), optax.adamw(1e-2)
     params = eqx.filter(model, eqx.is_inexact_array)
     _, grads = eqx.filter_value_and_grad(mean_square)(model, X)
     updates, _ = tx.update(grads, tx.init(params), params)
     want = eqx.apply_updates(model, updates)
 
-    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=64)
+    layout = zerojax.make_layout(params, mesh, stage=stage, min_size=64)
     tx = zerojax.sharded(tx, layout)
     model = eqx.combine(jax.device_put(params, layout.params), model)
     loss = zerojax.gather_where_used(mean_square, layout)
@@ -111,7 +114,8 @@ def test_equinox_gives_its_whole_model_to_update(mesh8, stage):
         updates, state = tx.update(grads, state, model)
         return eqx.apply_updates(model, updates), state
 
-    got, state = step(model, tx.init(eqx.filter(model, eqx.is_inexact_array)), X)
+    x = jax.device_put(X, layout.batch)
+    got, state = step(model, tx.init(eqx.filter(model, eqx.is_inexact_array)), x)
     assert got.activation is jnp.tanh
     for name in ("up", "down", "count"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-7)

@@ -19,18 +19,21 @@ Source: arXiv 1910.02054, section 7.2.2 (stage 3 gathers in the forward and the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import PartitionSpec as P
 
 from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, run, run_scan, scan_parts
-from zerojax._tree import leaves_by_path, with_leaves_like
+from zerojax._tree import as_shapes, leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, box, never_saves_gathered
 from zerojax.collectives._lookup import is_lookup, look_up
+from zerojax.collectives._placement import auto_region
 from zerojax.collectives._structural import keep_boxed
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Layout, check_layout
@@ -56,6 +59,15 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
 
     def wrapped(params: PyTree, *args: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
+        gathering = functools.partial(run, params)
+
+        def specs(*given: Any) -> PyTree:
+            with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
+                return jax.tree.map(lambda _: P(), jax.eval_shape(gathering, *as_shapes(given)))
+
+        return auto_region(gathering, layout, specs)(stored, *args)
+
+    def run(params: PyTree, stored: list[jax.Array], *args: Any) -> Any:
         logical = [
             jax.ShapeDtypeStruct(leaf.shape, x.dtype)
             for leaf, x in zip(layout.leaves, stored, strict=True)
