@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from zerojax.planner.formulas._transformer import FAMILY
 GPT2 = Transformer(num_layers=12, width=768, num_heads=12)
 GPT_100B = Transformer(num_layers=125, width=8192, num_heads=64)
 REMATS = ("none", "dots", "full")
+UNKNOWN: Any = "some"
 COUNTS = ("num_layers", "width", "num_heads", "context", "vocab_size")
 
 
@@ -60,9 +62,9 @@ def test_a_family_member_finds_itself():
         assert Transformer.of(member.num_params) == member
 
 
-def test_context_and_vocabulary_can_be_given():
-    model = Transformer.of(1e9, context=4096, vocab_size=128_000)
-    assert (model.context, model.vocab_size) == (4096, 128_000)
+def test_a_context_can_be_given():
+    model = Transformer.of(1e9, context=4096)
+    assert model.context == 4096
     assert model.num_params == pytest.approx(1e9, rel=0.05)
 
 
@@ -97,7 +99,7 @@ def kept_per_element(policy) -> float:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in activations) / (batch * tokens * width)
 
 
-def kept_by_formula(remat: str) -> float:
+def kept_by_formula(remat: Any) -> float:
     model = Transformer(num_layers=1, width=512, num_heads=8)
     return model.activation_bytes(4, num_tokens=512, remat=remat).kept / (4 * 512 * 512)
 
@@ -122,10 +124,10 @@ def test_more_remat_keeps_less_and_computes_more():
 
 
 def test_partitioned_checkpoints_take_a_part_and_offloaded_ones_none():
-    choices = {"remat": "full", "model_axis": 16}
+    choices: dict[str, Any] = {"remat": "full", "model_axis": 16}
     whole, cut, gone = (
-        GPT_100B.activation_bytes(32, **choices, **more)
-        for more in ({}, {"partitioned": True}, {"partitioned": True, "offloaded": True})
+        GPT_100B.activation_bytes(32, **choices, partitioned=pa, offloaded=cpu)
+        for pa, cpu in ((False, False), (True, False), (True, True))
     )
     assert whole.kept == 2 * 125 * 32 * 1024 * 8192 == 16 * cut.kept
     assert (gone.kept, gone.host) == (0, cut.kept)
@@ -186,7 +188,7 @@ def test_checkpoints_that_are_not_there_cannot_be_moved(choice):
 def test_an_unknown_remat_is_refused():
     for ask in (GPT2.activation_bytes, lambda batch, remat: GPT2.flops_per_token(remat=remat)):
         with pytest.raises(ValueError, match=r"remat must be one of .*dots.*, got 'some'"):
-            ask(8, remat="some")
+            ask(8, remat=UNKNOWN)
 
 
 @pytest.mark.parametrize("model", FAMILY, ids=lambda model: f"{model.num_layers}x{model.width}")
@@ -212,6 +214,6 @@ def test_flops_are_those_of_the_lowered_step():
     params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
     step = jax.jit(jax.grad(functools.partial(gpt.loss, config)))
-    counted = step.lower(params, tokens).cost_analysis()["flops"] / (2 * 128)
+    counted = (step.lower(params, tokens).cost_analysis() or {})["flops"] / (2 * 128)
     assert math.isfinite(counted)
     assert described(config).flops_per_token() == pytest.approx(counted, rel=0.05)

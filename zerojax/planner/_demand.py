@@ -7,21 +7,10 @@ nothing is counted but parameters and gradients, which is said.
 from __future__ import annotations
 
 import abc
-import dataclasses
-import functools
 
 from zerojax.planner._setting import Setting
 from zerojax.planner.formulas import ActivationBytes, Transformer
-from zerojax.planner.hardware import Hardware
-from zerojax.planner.traced import (
-    HeldLeaf,
-    Sharing,
-    Simulation,
-    Trace,
-    Work,
-    peak_of,
-    work_of,
-)
+from zerojax.planner.traced import Simulation, Trace, Work, peak_of, work_of
 from zerojax.recipe import Remat
 
 
@@ -43,20 +32,20 @@ class Demand(abc.ABC):
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
 
     @abc.abstractmethod
-    def checkpoints(self, given: Setting, count: float) -> float:
-        """Count the bytes of a device's activation checkpoints that go to the host."""
-
-    @abc.abstractmethod
     def work(self, given: Setting, count: float) -> Work:
         """Count products and traffic with the device's memory."""
 
-    @abc.abstractmethod
+    def checkpoints(self, given: Setting, count: float) -> float:
+        """Count the bytes of a device's activation checkpoints that go to the host."""
+        return 0.0
+
     def model_elements(self, given: Setting, count: float) -> float:
         """Count the elements that model parallelism moves per device, in (t - 1) / t.
 
         Source: ZeRO, section 8: 12 b*s*h a layer, which are six all-reduces, each of twice b*s*h:
         two in the forward pass, two where it is recomputed, two in the backward pass.
         """
+        return 0.0
 
 
 class TracedLoss(Demand):
@@ -71,54 +60,48 @@ class TracedLoss(Demand):
             if trace.remat.keep:
                 source += f", keeping {', '.join(trace.remat.keep)}"
         super().__init__("example", source, remat)
-        self._simulation = functools.cache(self._simulate)
-        self._peak = functools.cache(self._find_peak)
-        self._work = functools.cache(self._find_work)
+        self._simulations: dict[str, Simulation] = {}
+        self._peaks: dict[object, float] = {}
+        self._works: dict[object, Work] = {}
+
+    def _simulation(self, given: Setting) -> Simulation:
+        platform = given.hardware.platform
+        if platform not in self._simulations:
+            self._simulations[platform] = Simulation(self.trace.operations, platform)
+        return self._simulations[platform]
 
     def peak(self, given: Setting, count: float) -> float:
         """Run the clock over the program."""
-        platform, accumulate = given.hardware.platform, given.recipe.accumulate
-        return self._peak(platform, given.leaves, count, given.frees, accumulate, given.sharing)
+        simulation, accumulate = self._simulation(given), given.recipe.accumulate
+        key = (simulation, given.leaves, count, given.frees, accumulate, given.sharing)
+        if key not in self._peaks:
+            self._peaks[key] = peak_of(
+                simulation,
+                given.leaves,
+                count,
+                frees=given.frees,
+                accumulate=accumulate,
+                sharing=given.sharing,
+            )
+        return self._peaks[key]
+
+    def work(self, given: Setting, count: float) -> Work:
+        """Add up the operations: the same for stages that gather the same bytes of each leaf."""
+        parts = given.sharing.model_axis
+        key = (given.hardware, tuple(leaf.gathered for leaf in given.leaves), count, parts)
+        if key not in self._works:
+            self._works[key] = work_of(
+                self._simulation(given), given.leaves, count, given.hardware, model_axis=parts
+            )
+        return self._works[key]
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count what loops stack and layers hand on to each other."""
-        simulation = self._simulation(given.hardware.platform)
-        return simulation.checkpoint_bytes(given.leaves, count, given.sharing)
-
-    def work(self, given: Setting, count: float) -> Work:
-        """Add up the operations, which stages that gather the same have in common."""
-        leaves = tuple(
-            dataclasses.replace(leaf, held=0.0, gradient=0.0, is_gathered=False)
-            for leaf in given.leaves
-        )
-        return self._work(given.hardware, leaves, count, given.sharing.model_axis)
+        return self._simulation(given).checkpoint_bytes(given.leaves, count, given.sharing)
 
     def model_elements(self, given: Setting, count: float) -> float:
         """Take what layers hand on for b*s*h: known of layers that are scanned, 0 for others."""
         return 12 * self.trace.operations.carried_elements(count)
-
-    def _simulate(self, platform: str) -> Simulation:
-        return Simulation(self.trace.operations, platform)
-
-    def _find_peak(
-        self,
-        platform: str,
-        leaves: tuple[HeldLeaf, ...],
-        count: float,
-        frees: bool,
-        accumulate: int,
-        sharing: Sharing,
-    ) -> float:
-        simulation = self._simulation(platform)
-        return peak_of(
-            simulation, leaves, count, frees=frees, accumulate=accumulate, sharing=sharing
-        )
-
-    def _find_work(
-        self, hardware: Hardware, leaves: tuple[HeldLeaf, ...], count: float, model_axis: int
-    ) -> Work:
-        simulation = self._simulation(hardware.platform)
-        return work_of(simulation, leaves, count, hardware, model_axis=model_axis)
 
 
 class DescribedGpt(Demand):
@@ -193,14 +176,6 @@ class Unknown(Demand):
         """Count parameters and gradients."""
         return given.held
 
-    def checkpoints(self, given: Setting, count: float) -> float:
-        """Count nothing."""
-        return 0.0
-
     def work(self, given: Setting, count: float) -> Work:
         """Read every weight three times, as one token would."""
         return given.work(0.0, 3 * given.gathered)
-
-    def model_elements(self, given: Setting, count: float) -> float:
-        """Count nothing."""
-        return 0.0

@@ -65,10 +65,9 @@ def step_time(
     Args:
         work: of all microbatches.
         update: seconds of the optimizer's traffic with the device's memory.
-        links: seconds that links are busy.
-        host: seconds that the link to the host is busy.
-        waiting: those of them in which the device waits: gradients go to the host when they are
-            all there, and the next step needs the parameters that come back.
+        links, host: seconds that links, and the link to the host, are busy.
+        waiting: those of the host in which the device waits: gradients go there when they are all
+            there, and the next step needs the parameters that come back.
         overlap: the share of the shorter that is hidden behind the longer.
     """
     busy = work.seconds + update

@@ -88,9 +88,7 @@ class Transformer:
         return (self.vocab_size + self.context + 2) * self.width
 
     @classmethod
-    def of(
-        cls, num_params: float, *, context: int | None = None, vocab_size: int | None = None
-    ) -> Transformer:
+    def of(cls, num_params: float, *, context: int | None = None) -> Transformer:
         """Return a plausible GPT of about that many parameters.
 
         It has width and heads of the member of FAMILY whose size is nearest (by ratio), and the
@@ -100,18 +98,14 @@ class Transformer:
         Args:
             num_params: the size to reach.
             context: tokens of a sequence; None takes the member's.
-            vocab_size: words; None takes the member's.
 
         Raises:
             ValueError: a count is not whole and positive.
         """
         psi = as_count("num_params", num_params)
         member = min(FAMILY, key=lambda known: abs(math.log(known.num_params / psi)))
-        member = dataclasses.replace(
-            member,
-            context=member.context if context is None else context,
-            vocab_size=member.vocab_size if vocab_size is None else vocab_size,
-        )
+        if context is not None:
+            member = dataclasses.replace(member, context=context)
         layers = (psi - member.end_params) / member.layer_params
         return dataclasses.replace(member, num_layers=max(1, round(layers)))
 

@@ -76,7 +76,8 @@ class Hardware:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"Hardware: name must be a word, got {self.name!r}")
         who = f"Hardware {self.name!r}:"
-        for field in _AMOUNTS:
+        bandwidths = ("hbm_bandwidth", "link_bandwidth", "slow_bandwidth", "host_bandwidth")
+        for field in ("flops", "flops_fp32", *bandwidths):
             as_amount(f"{who} {field}", getattr(self, field), above_zero=True)
         for field in ("memory", "host_memory", "domain", "wrap", "devices_per_chip"):
             as_count(f"{who} {field}", getattr(self, field))
@@ -103,13 +104,3 @@ class Hardware:
                     f"{who} {self.devices_per_chip} devices per chip need a torus and a domain of "
                     f"whole chips, got torus={self.torus}, domain={self.domain}"
                 )
-
-
-_AMOUNTS = (
-    "flops",
-    "flops_fp32",
-    "hbm_bandwidth",
-    "link_bandwidth",
-    "slow_bandwidth",
-    "host_bandwidth",
-)

@@ -35,10 +35,6 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
     are widest (a line counts half a ring) and, of these, nearest to a cube. An odd number of
     devices takes one of each chip.
 
-    Args:
-        hardware: what the slice is of.
-        num_devices: devices of one slice, at least one.
-
     Returns:
         Chips along each dim; empty for hardware without a torus.
 
