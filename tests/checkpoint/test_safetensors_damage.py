@@ -194,7 +194,7 @@ def test_a_file_that_is_cut_short_after_it_was_opened_is_named(tmp_path):
         (lambda m, to: m.update(c=to["b"]), ValueError, "the file lacks 'c'"),
         (lambda m, to: m.update(b="gone.safetensors"), FileNotFoundError, "names gone.safetensors"),
         (lambda m, to: m.update(b="../x.safetensors"), ValueError, "not a file beside it"),
-        (lambda m, to: m.update(b=3), ValueError, "no weight_map"),
+        (lambda m, to: m.update(b=3), ValueError, "names 3, which is not a file"),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_named(tmp_path, spoil, error, said):

@@ -114,7 +114,7 @@ def _hash(content: bytes = b"") -> Any:
 
 def write_part(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
     """Write a process's digests for the one that writes the manifest."""
-    text = json.dumps({name: dataclasses.asdict(file) for name, file in files.items()})
+    text = json.dumps(files, default=dataclasses.asdict)
     (root / PART.format(index)).write_text(text)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -106,16 +105,15 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
 
 def _find_file(path: Path) -> Path:
     """Find the file or the index that a path means, be it a folder."""
-    if not path.is_dir():
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no safetensors file {path}")
+    if path.is_file():
         return path
-    found = sorted(one for one in path.iterdir() if is_safetensors(one) and one.is_file())
+    listed = sorted(path.iterdir()) if path.is_dir() else ()
+    found = [one for one in listed if is_safetensors(one) and one.is_file()]
+    if not found:
+        raise FileNotFoundError(f"there is no safetensors file {path}, and none in it")
     indices = [one for one in found if one.name.endswith(INDEX_SUFFIX)]
     named = {path / file for index in indices for file in _read_index(index)[0].values()}
     free = [one for one in found if one not in named]
-    if not free:
-        raise FileNotFoundError(f"the folder {path} holds no file NAME{SUFFIX}")
     if len(free) > 1:
         names = ", ".join(one.name for one in free)
         raise ValueError(f"the folder {path} holds several models; name one of {names}")
@@ -174,14 +172,9 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         names, metadata = index.get("weight_map"), index.get("metadata") or {}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: its JSON can't be read: {error}") from error
-    if not _is_text(names) or not isinstance(metadata, dict):
+    if not isinstance(names, dict) or not isinstance(metadata, dict):
         raise ValueError(f"{path} is no index: it has no weight_map of tensor to file")
     for file in names.values():
-        if Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path} names {file!r}, which is not a file beside it")
     return names, {name: text for name, text in metadata.items() if isinstance(text, str)}
-
-
-def _is_text(found: Any) -> TypeGuard[dict[str, str]]:
-    """Return whether something from JSON, whose keys are text, has text as values."""
-    return isinstance(found, dict) and all(isinstance(value, str) for value in found.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax._tree import num_bytes
+from zerojax._types import Shape
 from zerojax.checkpoint._paths import sync_folder, write_synced
 from zerojax.checkpoint._safetensors import DTYPES, INDEX_SUFFIX, SUFFIX
 
@@ -34,19 +35,14 @@ class Tensor:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     blocks: Callable[[], Iterable[np.ndarray]]
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return jnp.dtype(self.dtype).itemsize
-
-    @property
-    def nbytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of the whole."""
-        return math.prod(self.shape) * self.itemsize
+        return num_bytes(self.shape, self.dtype)
 
 
 def write(
@@ -59,18 +55,18 @@ def write(
     """
     _check(path, tensors, max_file_bytes)
     groups = _group(tensors, max_file_bytes)
-    names = [f"{path.stem}-{i + 1:05}-of-{len(groups):05}{SUFFIX}" for i in range(len(groups))]
-    outputs = [path] if len(groups) == 1 else [path.with_name(name) for name in names]
     contents: list[Iterable[bytes | memoryview]] = [
         itertools.chain([_header(group, metadata)], *map(_bytes_of, group)) for group in groups
     ]
-    index = path.with_name(f"{path.stem}{INDEX_SUFFIX}")
+    outputs, index = [path], path.with_name(f"{path.stem}{INDEX_SUFFIX}")
+    if len(groups) > 1:
+        numbers = range(1, len(groups) + 1)
+        names = [f"{path.stem}-{i:05}-of-{len(groups):05}{SUFFIX}" for i in numbers]
+        outputs = [*map(path.with_name, names), index]
+        contents.append([_index(names, groups, metadata)])
     for output in dict.fromkeys((*outputs, path, index)):
         if output.exists():
             raise FileExistsError(f"{output} exists already; remove it or write to another name")
-    if len(groups) > 1:
-        contents.append([_index(outputs, groups, metadata)])
-        outputs.append(index)
     partials = [output.with_name(f"{output.name}.partial") for output in outputs]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -108,14 +104,12 @@ def _group(tensors: Sequence[Tensor], max_file_bytes: int) -> list[list[Tensor]]
     So each tensor begins at a multiple of its element's size.
     """
     groups: list[list[Tensor]] = [[]]
-    held = 0
     for tensor in tensors:
-        if groups[-1] and held + tensor.nbytes > max_file_bytes:
+        held = sum(one.num_bytes for one in groups[-1])
+        if groups[-1] and held + tensor.num_bytes > max_file_bytes:
             groups.append([])
-            held = 0
         groups[-1].append(tensor)
-        held += tensor.nbytes
-    return [sorted(group, key=lambda tensor: -tensor.itemsize) for group in groups]
+    return [sorted(group, key=lambda one: -jnp.dtype(one.dtype).itemsize) for group in groups]
 
 
 def _header(group: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -123,7 +117,7 @@ def _header(group: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
     for one in group:
-        offsets = [start, start := start + one.nbytes]
+        offsets = [start, start := start + one.num_bytes]
         header[one.name] = {"dtype": CODES[one.dtype], "shape": one.shape, "data_offsets": offsets}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -139,16 +133,16 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
         written += block.nbytes
         yield block.reshape(-1).view(np.uint8).data  # a copy only if it is not contiguous
         del block  # before the next one is made
-    if written != tensor.nbytes:
-        raise ValueError(f"{declared}, got {written} bytes of {tensor.nbytes}")
+    if written != tensor.num_bytes:
+        raise ValueError(f"{declared}, got {written} bytes of {tensor.num_bytes}")
 
 
 def _index(
-    files: Sequence[Path], groups: Sequence[Sequence[Tensor]], metadata: Mapping[str, str]
+    files: Sequence[str], groups: Sequence[Sequence[Tensor]], metadata: Mapping[str, str]
 ) -> bytes:
     """Return the index of several files, as Hugging Face writes it."""
-    total = sum(tensor.nbytes for group in groups for tensor in group)
+    total = sum(tensor.num_bytes for group in groups for tensor in group)
     pairs = zip(files, groups, strict=True)
-    names = {tensor.name: file.name for file, group in pairs for tensor in group}
+    names = {tensor.name: file for file, group in pairs for tensor in group}
     index = {"metadata": {**metadata, "total_size": total}, "weight_map": names}
     return json.dumps(index, ensure_ascii=False, indent=2).encode() + b"\n"
