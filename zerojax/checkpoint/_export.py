@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import num_bytes
+from zerojax._tree import leaves_by_path, num_bytes
 from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
-from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_leaves, saved_leaves
+from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_blocks, read_manifest
 from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._safetensors import SafetensorsReader
@@ -146,7 +146,7 @@ def import_safetensors(
     check_leaves(found, saved_leaves(like, layout), reader.path, cast=cast)
     keys = [  # equal for leaves that are tied, which are one array
         (names[leaf], x.shape, x.dtype, getattr(x, "sharding", None) or layout.sharding(P()))
-        for leaf, x in named_leaves(like).items()
+        for leaf, x in leaves_by_path(like).items()
     ]
     read = {key: _placed(reader, *key) for key in dict.fromkeys(keys)}
     return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])

@@ -56,18 +56,16 @@ def saved_leaves(
     tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
 ) -> dict[str, SavedLeaf]:
     """Describe every leaf of a tree of arrays or shapes, by path; see `logical_shapes`."""
-    named = named_leaves(tree)
-    stored = {path: tuple(jnp.shape(x)) for path, x in named.items()}
     logical = logical_shapes(tree, layout, tx)
     first: dict[int, str] = {}
     found = {}
-    for path, x in named.items():
+    for path, x in leaves_by_path(tree).items():
         dtype = dtype_of(x)
         owner = first.setdefault(id(x), path) if isinstance(x, jax.Array) else path
         spec = getattr(getattr(x, "sharding", None), "spec", None)
         found[path] = SavedLeaf(
             shape=logical[path],
-            stored_shape=stored[path],
+            stored_shape=tuple(jnp.shape(x)),
             dtype=str(dtype),
             num_bytes=num_bytes(logical[path], dtype),
             spec=None if spec is None else str(spec),
@@ -87,10 +85,12 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
 
     Raises:
         TypeError: a leaf is no array and no number.
-        ValueError: a NumPy leaf has 64 bits that JAX would cut off.
+        ValueError: a NumPy leaf has 64 bits that JAX would cut off; or a key of a path is empty.
     """
 
     def place(path: str, x: Any) -> jax.Array:
+        if not all(path.split("/")):
+            raise ValueError(f"the path {path!r} has a part without a name; rename that key")
         if isinstance(x, jax.Array):
             return x
         array = np.asarray(x)
@@ -108,20 +108,6 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
         )
 
     return map_with_name(place, tree)
-
-
-def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves by path.
-
-    Raises:
-        ValueError: the paths of two leaves read alike, as keys with slashes in them can make; or a
-            key is empty, or begins or ends with a slash.
-    """
-    found = leaves_by_path(tree)
-    empty = next((name for name in found if not all(name.split("/"))), None)
-    if empty is not None:
-        raise ValueError(f"the path {empty!r} has a part without a name; rename that key")
-    return found
 
 
 def named_tuples(tree: PyTree) -> dict[str, str]:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from zerojax._extras import extra
-from zerojax._tree import path_ends
+from zerojax._tree import leaves_by_path, path_ends
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import (
     DamagedCheckpointError,
@@ -27,7 +27,7 @@ from zerojax.checkpoint._digests import (
     digest_text,
     wrong_contents,
 )
-from zerojax.checkpoint._leaves import SavedLeaf, named_leaves, named_tuples, saved_leaves
+from zerojax.checkpoint._leaves import SavedLeaf, named_tuples, saved_leaves
 from zerojax.checkpoint._logical import PARAMS
 from zerojax.checkpoint._orbax import open_array
 from zerojax.checkpoint._paths import local_path, sync_folder, write_synced
@@ -116,7 +116,7 @@ def make_manifest(
 
 def _step_of(state: PyTree) -> int | None:
     """Read the number of steps off a leaf of that name, as a train state has one."""
-    found = named_leaves(state).get("step")
+    found = leaves_by_path(state).get("step")
     if found is None or found.shape or not np.issubdtype(found.dtype, np.integer):
         return None
     return int(found)

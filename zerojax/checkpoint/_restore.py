@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import (
     DamagedCheckpointError,
@@ -21,7 +22,7 @@ from zerojax.checkpoint._digests import (
     wrong_contents,
     wrong_sizes,
 )
-from zerojax.checkpoint._leaves import dtype_of, named_leaves
+from zerojax.checkpoint._leaves import dtype_of
 from zerojax.checkpoint._logical import is_key
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
@@ -112,7 +113,7 @@ def read_state(
         jax.random.wrap_key_data(found[path], impl=x.dtype)
         if path in found and is_key(x)
         else found.get(path, x)
-        for path, x in named_leaves(like).items()
+        for path, x in leaves_by_path(like).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -151,7 +152,7 @@ def _read(
     """Read every wanted leaf; one array for those that were one and are wanted alike."""
     tied = {leaf.same_as for leaf in manifest.leaves.values()}
     keys = {}
-    for path, x in named_leaves(like).items():
+    for path, x in leaves_by_path(like).items():
         if path in sources:
             stored = manifest.leaves[sources[path]].same_as or sources[path]
             keys[path] = stored, _as_stored(x, layout), None if stored in tied else path

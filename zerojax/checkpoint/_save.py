@@ -17,9 +17,10 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
+from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import digest_files, read_parts, write_part
-from zerojax.checkpoint._leaves import named_leaves, placed_leaves
+from zerojax.checkpoint._leaves import placed_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
 from zerojax.checkpoint._orbax import barrier, require_orbax, start_writing
 from zerojax.checkpoint._paths import REMOVED, local_path, remove, sync_folder
@@ -135,7 +136,7 @@ def start_save(
     manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
     arrays = {
         path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
-        for path, x in named_leaves(state).items()
+        for path, x in leaves_by_path(state).items()
         if manifest.leaves[path].is_stored
     }
     if jax.process_index() == 0:

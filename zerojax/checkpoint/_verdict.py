@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._leaves import (
     LOSS_SCALE_LEAVES,
     MASTERS,
     PARAMS,
     SavedLeaf,
-    named_leaves,
     named_tuples,
     saved_leaves,
 )
@@ -67,7 +67,7 @@ def find_sources(
             would lose values, or belongs to another optimizer.
     """
     wanted = saved_leaves(like, layout, tx)
-    given = {path for path, x in named_leaves(like).items() if isinstance(x, jax.Array)}
+    given = {path for path, x in leaves_by_path(like).items() if isinstance(x, jax.Array)}
     fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
     sources, lines = _compare(manifest.leaves, wanted, cast, fresh, partial)
     lines = _chain_difference(manifest, like, partial=partial) + lines
