@@ -25,7 +25,6 @@ CALLS = {
     "verify": checkpoint.verify,
     "export from": lambda path: checkpoint.export_safetensors(path, "a.safetensors"),
     "import": lambda path: checkpoint.import_safetensors(path, LAYOUT, X),
-    "weights_of": checkpoint.weights_of,
     "is_safetensors": checkpoint.is_safetensors,
 }
 

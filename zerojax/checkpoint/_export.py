@@ -152,21 +152,6 @@ def import_safetensors(
     return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])
 
 
-def weights_of(path: str | os.PathLike[str]) -> PyTree:
-    """Return the weights of safetensors files as a nested dict of shapes; reads headers only."""
-    reader = SafetensorsReader(path)
-    tree: dict[str, Any] = {}
-    for leaf, name in _tensor_names(reader).items():
-        *above, last = leaf.split("/")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise ValueError(f"{reader.path} has a tensor {name!r} below another one")
-        node[last] = reader.tensors[name]
-    return tree
-
-
 def _tensor_names(reader: SafetensorsReader) -> dict[str, str]:
     """Return the tensor that each leaf is read from, by the leaf's path."""
     paths: Mapping[str, str] = json.loads(reader.metadata.get(PATHS, "{}"))
