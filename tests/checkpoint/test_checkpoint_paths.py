@@ -66,7 +66,6 @@ def test_an_export_to_an_object_store_is_refused(tmp_path, monkeypatch):
         ["checkpoint", "inspect", "gs://my-bucket/run"],
         ["checkpoint", "verify", "gs://my-bucket/run"],
         ["checkpoint", "export", "gs://my-bucket/run", "w.safetensors"],
-        ["checkpoint", "import", "gs://my-bucket/w.safetensors", "here"],
         ["train", "--out", "gs://my-bucket/run"],
     ],
 )
