@@ -139,23 +139,47 @@ def test_a_name_that_is_bound_or_comes_first_asks_for_nothing(mesh8):
 
 REFUSED = {
     "no key": (noisy, {"has_aux": True}, {}, "asks for a key: write step.init"),
-    "a key for nothing": (normalised, {"model_state": STATS}, {"key": jax.random.key(0)},
-                          "does not ask for a key"),
+    "a key for nothing": (
+        normalised,
+        {"model_state": STATS},
+        {"key": jax.random.key(0)},
+        "does not ask for a key",
+    ),
     "a raw key": (noisy, {"has_aux": True}, {"key": jax.random.PRNGKey(0)}, "wrap_key_data"),
     "no state": (normalised, {}, {}, r"first value, or its shapes, to make_train_step"),
     "a state for nothing": (lambda p, b: 0.0, {"model_state": STATS}, {}, "does not ask for model"),
     "shapes": (normalised, {"model_state": jax.eval_shape(lambda: STATS)}, {}, "starts from arr"),
-    "once": (normalised, {"model_state": STATS, "recipe": zerojax.Recipe(reduce="once")}, {},
-             r"Recipe\(reduce='each'\)"),
-    "one result": (lambda p, b, model_state: 0.0, {"model_state": STATS}, {},
-                   r"\(loss, model_state\)"),
-    "aux left out": (lambda p, b, model_state: (0.0, 1.0),
-                     {"model_state": STATS, "has_aux": True}, {}, r"\(aux, model_state\)"),
-    "another structure": (lambda p, b, model_state: (0.0, {"mean": STATS["mean"]}),
-                          {"model_state": STATS}, {}, r"missing \['count'\]"),
-    "another dtype": (lambda p, b, model_state: (0.0, {**STATS, "count": jnp.float32(0)}),
-                      {"model_state": STATS}, {}, r"'count' comes back as float32\[\].*int32\[\]"),
-}  # fmt: skip
+    "once": (
+        normalised,
+        {"model_state": STATS, "recipe": zerojax.Recipe(reduce="once")},
+        {},
+        r"Recipe\(reduce='each'\)",
+    ),
+    "one result": (
+        lambda p, b, model_state: 0.0,
+        {"model_state": STATS},
+        {},
+        r"\(loss, model_state\)",
+    ),
+    "aux left out": (
+        lambda p, b, model_state: (0.0, 1.0),
+        {"model_state": STATS, "has_aux": True},
+        {},
+        r"\(aux, model_state\)",
+    ),
+    "another structure": (
+        lambda p, b, model_state: (0.0, {"mean": STATS["mean"]}),
+        {"model_state": STATS},
+        {},
+        r"missing \['count'\]",
+    ),
+    "another dtype": (
+        lambda p, b, model_state: (0.0, {**STATS, "count": jnp.float32(0)}),
+        {"model_state": STATS},
+        {},
+        r"'count' comes back as float32\[\].*int32\[\]",
+    ),
+}
 
 
 @pytest.mark.parametrize(("loss", "made", "begun", "match"), REFUSED.values(), ids=REFUSED)

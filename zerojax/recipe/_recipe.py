@@ -34,6 +34,8 @@ class Recipe:
             so it must be a mean over examples, which is checked, and can't constrain shardings over
             the batch axes. None is the default of `reduction`.
         clip_norm: largest global norm of the gradients.
+        skip_nonfinite: whether a step whose gradients are not finite leaves parameters, optimizer
+            state and the model's state as they were; with a loss scale that is always so.
         remat: what the backward pass of each layer computes again, keeps, partitions or offloads:
             "none", "dots", "full" or a `RematPolicy`; None is what the model does by itself.
         offload: what lives in the host's memory; `param_norm` is then that of the parameters as
@@ -53,6 +55,7 @@ class Recipe:
     accumulate: int = 1
     reduce: Reduce | None = None
     clip_norm: float | None = None
+    skip_nonfinite: bool = False
     remat: RematPolicy | None = None
     offload: OffloadPolicy | None = None
     bucket_bytes: int | None = None
@@ -64,6 +67,7 @@ class Recipe:
         accumulate: int = 1,
         reduce: Reduce | None = None,
         clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
         remat: RematPolicy | Remat | None = None,
         offload: OffloadPolicy | None = None,
         bucket_bytes: int | None = None,
@@ -75,6 +79,8 @@ class Recipe:
             if not is_number or not clip_norm > 0:
                 raise ValueError(f"clip_norm must be a positive number, got {clip_norm!r}")
             clip_norm = float(clip_norm)
+        if not isinstance(skip_nonfinite, bool):
+            raise ValueError(f"skip_nonfinite must be True or False, got {skip_nonfinite!r}")
         if not isinstance(offload, OffloadPolicy | None):
             raise ValueError(f"offload must be an OffloadPolicy or None, got {offload!r}")
         if bucket_bytes is not None:
@@ -84,6 +90,7 @@ class Recipe:
             "accumulate": _count("accumulate", accumulate),
             "reduce": reduce,
             "clip_norm": clip_norm,
+            "skip_nonfinite": skip_nonfinite,
             "remat": as_remat(remat),
             "offload": offload,
             "bucket_bytes": bucket_bytes,
@@ -111,6 +118,11 @@ class Recipe:
         if self.reduce is None:
             return "once" if self.accumulate > 1 and "gradient" not in kinds else "each"
         return self.reduce
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step whose gradients are not finite is skipped."""
+        return self.skip_nonfinite or self.precision.loss_scale is not None
 
     @property
     def accumulator(self) -> Any:
@@ -153,7 +165,7 @@ class Recipe:
         return cls(**given)
 
 
-_PLAIN = ("accumulate", "reduce", "clip_norm", "bucket_bytes")
+_PLAIN = ("accumulate", "reduce", "clip_norm", "skip_nonfinite", "bucket_bytes")
 
 
 def as_recipe(recipe: Recipe | None) -> Recipe:

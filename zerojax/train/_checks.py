@@ -29,6 +29,11 @@ def check_structure(
         shardings: those of the step's own states.
         like: returns the shapes of those; asked only for what to say.
     """
+    if not isinstance(state, TrainState):
+        returned = ": a step returns (state, metrics)" if isinstance(state, tuple) else ""
+        raise TypeError(
+            f"step(state, batch) takes a TrainState first, got {type(state).__name__}{returned}"
+        )
     if jax.tree.structure(state) == jax.tree.structure(shardings):
         # jaxlib 0.10 can crash on a donated array; one leaf tells for all.
         if getattr(state.step, "is_deleted", bool)():
@@ -92,11 +97,14 @@ def _lies_otherwise(x: Any, wanted: NamedSharding) -> bool:
 
 
 def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
-    """Refuse arrays that are no examples, and examples that devices and microbatches don't divide.
+    """Refuse what is no array, or no examples, or not divided by devices and microbatches.
 
     Of `{"mask": [1, 1, 9, 9], "x": [32, 9]}`, where a mask of all examples is not marked whole, the
     leading dims differ; so they do with a raw PRNGKey, which is `uint32[2]`.
     """
+    for name, x in zip(*flatten_with_names(batch)[:2], strict=True):
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
     first: dict[int, str] = {}
     for name, x in _example_leaves(batch):
         first.setdefault(jnp.shape(x)[0], name)
@@ -135,6 +143,17 @@ def check_placement(batch: PyTree, layout: Layout) -> None:
 def _example_leaves(batch: PyTree) -> list[tuple[str, Any]]:
     pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
     return [(path_name(path), x) for path, x in pairs if has_examples(x)]
+
+
+def check_trainable(layout: Layout) -> None:
+    """Refuse parameters that have no gradient."""
+    for leaf in layout.leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"leaf {leaf.path!r} of the parameters is {jnp.dtype(leaf.dtype)}, which has no "
+                "gradient: give it to the loss otherwise, in model_state or in the batch as "
+                "zerojax.Whole, and make the layout without it"
+            )
 
 
 def check_key(key: Any, *, asked: bool) -> None:

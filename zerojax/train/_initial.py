@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import treedef_is_leaf
 
-from zerojax._tree import as_shapes
+from zerojax._tree import as_shapes, floating_dtype
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store
 from zerojax.layout import Layout
@@ -70,6 +70,8 @@ class InitialState:
             return build(*args)
         if args:
             raise TypeError("step.init(params) takes nothing else: arguments are for an init_fn")
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)):
+            raise ValueError("step.init takes arrays, got shapes; they are for step.abstract_state")
         params = as_params(given, self.layout, "params")
         placed = jax.device_put(params, self.layout.params)
         return jax.jit(self._build, out_shardings=shardings)(placed)
@@ -128,7 +130,9 @@ class InitialState:
         updated = shard_tree(cast_floating(params, precision.updated), layout)
         low, masters = updated, None
         if precision.master is not None:
-            low = cast_floating(updated, precision.params)
+            low = layout.map_leaves(
+                lambda leaf, x: x.astype(floating_dtype(leaf.dtype, precision.params)), updated
+            )
             masters = layout.map_leaves(lambda leaf, x: store(x, leaf, layout), updated)
         if layout.partitions("parameter"):
             placed = layout.map_leaves(lambda leaf, x: store(x, leaf, layout), low)

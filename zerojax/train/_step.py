@@ -33,6 +33,7 @@ from zerojax.train._checks import (
     check_leaves,
     check_placement,
     check_structure,
+    check_trainable,
 )
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
@@ -95,8 +96,9 @@ class TrainStep:
         The state is donated: use the one that is returned. Metrics are scalars on every device:
         `loss`, `grad_norm` (before clipping), `param_norm` (after the update), `learning_rate`
         where the optimizer's state holds one (`optax.inject_hyperparams`), `aux` with `has_aux`,
-        and with a loss scale `loss_scale`, that of this step, and `skipped`, whether its gradients
-        were not finite, so that parameters and optimizer state stayed what they were.
+        with a loss scale `loss_scale`, that of this step, and with one or `skip_nonfinite`
+        `skipped`, whether its gradients were not finite, so that parameters, optimizer state and
+        the model's state stayed what they were.
 
         Args:
             state: from `step.init` or from the step before; donated.
@@ -216,11 +218,13 @@ class TrainStep:
             "grad_norm": updated.norm,
             "param_norm": global_norm(updated.params),
         }
+        finite = jnp.isfinite(updated.norm)
+        if self.recipe.skips:
+            metrics["skipped"] = ~finite
+            model_state = kept_unless(finite, model_state, state.model_state)
         policy, loss_scale = self.recipe.precision.loss_scale, state.loss_scale
         if loss_scale is not None and policy is not None:
-            finite = jnp.isfinite(updated.norm)
-            metrics |= {"loss_scale": loss_scale.scale, "skipped": ~finite}
-            model_state = kept_unless(finite, model_state, state.model_state)
+            metrics["loss_scale"] = loss_scale.scale
             loss_scale = next_loss_scale(policy, loss_scale, finite)
         new_state = TrainState(
             step=state.step + 1,
@@ -316,6 +320,7 @@ def make_train_step(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
     check_layout(layout, "make_train_step(loss_fn, tx, layout, recipe)")
+    check_trainable(layout)
     loss, recipe = make_loss(loss_fn, has_aux=has_aux), as_recipe(recipe)
     asks = "model_state" in loss.asks
     if asks != (model_state is not None):

@@ -132,7 +132,7 @@ class Update:
         old = self.placed.structure.unflatten(leaves)
         updates, state = self._tx.update(tree, old, params, value=loss, grad=tree)
         new = optax.apply_updates(params, layout.structure.unflatten(place(updates)))
-        if scale is not None:
+        if self._recipe.skips:
             new, state = kept_unless(jnp.isfinite(norm), (new, state), (params, old))
         return norm, place(new), self.placed.flatten(state)
 

@@ -1,0 +1,76 @@
+"""Parameters of several dtypes, and steps whose gradients are not finite."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+
+TX = optax.adamw(1e-2)
+X = jax.random.normal(jax.random.key(1), (32, 64))
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    return {
+        "a": jax.random.normal(a, (64, 64)) * 0.1,
+        "b": (jax.random.normal(b, (64, 64)) * 0.1).astype(jnp.bfloat16),
+    }
+
+
+def loss_fn(params, x):
+    hidden = x @ params["a"] + (x @ params["b"]).astype(jnp.float32)
+    return jnp.mean(hidden.astype(jnp.float32) ** 2)
+
+
+def make(mesh, stage, recipe):
+    layout = zerojax.make_layout(jax.eval_shape(init, jax.random.key(0)), mesh, stage=stage)
+    step = zerojax.make_train_step(loss_fn, TX, layout, recipe)
+    return step, step.init(init, jax.random.key(0))
+
+
+def dtypes(tree):
+    return {name: x.dtype for name, x in tree.items()}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_masters_are_wide_and_parameters_keep_each_its_dtype(stage, mesh8):
+    recipe = zerojax.Recipe(precision=zerojax.Precision(master=jnp.float32))
+    step, state = make(mesh8, stage, recipe)
+    own = {"a": jnp.float32, "b": jnp.bfloat16}
+    for _ in range(2):
+        assert dtypes(state.params) == own
+        assert dtypes(state.masters) == {"a": jnp.float32, "b": jnp.float32}
+        for name, dtype in own.items():
+            cast = np.asarray(state.masters[name]).astype(dtype)
+            np.testing.assert_array_equal(np.asarray(state.params[name]), cast)
+        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
+        assert held == step.layout.bytes_per_device(TX, recipe)["parameters"]
+        state, _ = step(state, X)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_that_is_not_finite_is_skipped_where_the_recipe_says_so(stage, accumulate, mesh8):
+    recipe = zerojax.Recipe(precision="bf16", accumulate=accumulate, skip_nonfinite=True)
+    step, state = make(mesh8, stage, recipe)
+    before = jax.device_get((state.params, state.masters, state.opt_state))
+    state, metrics = step(state, X.at[3, 3].set(jnp.inf))
+    assert bool(metrics["skipped"])
+    after = jax.device_get((state.params, state.masters, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    state, metrics = step(state, X)
+    assert not bool(metrics["skipped"])
+    assert int(state.step) == 2
+    assert (np.asarray(state.params["a"]) != before[0]["a"]).any()
+
+
+def test_a_recipe_says_whether_it_skips():
+    assert not zerojax.Recipe().skips
+    assert zerojax.Recipe(precision="fp16").skips
+    recipe = zerojax.Recipe(skip_nonfinite=True)
+    assert zerojax.Recipe.from_dict(recipe.to_dict()) == recipe

@@ -1,0 +1,135 @@
+"""Misuse of a train step ends in one sentence: what, where, expected, remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+
+TX = optax.adamw(1e-3)
+NO_LAYOUT: Any = TX
+NO_FLAG: Any = 1
+X = np.ones((32, 64), np.float32)
+SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+
+
+def init():
+    return {"w": jnp.ones((64, 64))}
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def lay(stage=2, num_devices=8, shapes=SHAPES):
+    mesh = zerojax.make_mesh({"data": num_devices}, devices=jax.devices()[:num_devices])
+    return zerojax.make_layout(shapes, mesh, stage=stage)
+
+
+def make(loss=loss_fn, stage=2, recipe=None, **options):
+    return zerojax.make_train_step(loss, TX, lay(stage), recipe, **options)
+
+
+def use(step=None, state=None, batch: Any = X, method="__call__"):
+    step = step or make()
+    state = make().init(init) if state is None else state
+    return getattr(step, method)(state, batch)
+
+
+def donated(method):
+    step = make()
+    state = step.init(init)
+    step(state, X)
+    return use(step, state, method=method)
+
+
+def whole_numbers():
+    shapes = {**SHAPES, "steps": jax.ShapeDtypeStruct((), jnp.int32)}
+    return zerojax.make_train_step(loss_fn, TX, lay(shapes=shapes))
+
+
+MISUSES = {
+    "arguments swapped": (
+        lambda: use(state=X, batch=make().init(init)),
+        "TrainState first, got nd",
+    ),
+    "the result of a step as state": (lambda: use(state=use()), r"got tuple: a step returns \(st"),
+    "a dict as state": (lambda: use(state={"params": init()}), "TrainState first, got dict"),
+    "donated, then a step": (lambda: donated("__call__"), "use the state that the step returned"),
+    "donated, then evaluated": (
+        lambda: donated("evaluate"),
+        "use the state that the step returned",
+    ),
+    "donated, then lowered": (lambda: donated("lower"), "use the state that the step returned"),
+    "another stage": (
+        lambda: use(make(stage=3)),
+        r"params/w is placed as .* make it with this step",
+    ),
+    "another optimizer": (
+        lambda: use(zerojax.make_train_step(loss_fn, optax.sgd(1.0), lay())),
+        "unexpected .*opt_state/0/mu/w",
+    ),
+    "offload in the step only": (
+        lambda: use(make(recipe=zerojax.Recipe(offload=zerojax.OffloadPolicy()))),
+        "opt_state/0/mu/w is placed|host",
+    ),
+    "another precision": (lambda: use(make(recipe=zerojax.Recipe(precision="bf16"))), "masters"),
+    "params of another dtype": (
+        lambda: use(make(recipe=zerojax.Recipe(precision=zerojax.Precision(params="bfloat16")))),
+        r"params/w is float32\[64, 64\] where bf",
+    ),
+    "aux without has_aux": (lambda: use(make(lambda p, b: (loss_fn(p, b), {}))), "has_aux=True"),
+    "has_aux without aux": (lambda: use(make(has_aux=True)), r"must return \(loss, aux\), got"),
+    "a loss per example": (
+        lambda: use(make(lambda p, b: b.sum(1))),
+        r"shape \(32,\): return the mean",
+    ),
+    "an integer loss": (lambda: use(make(lambda p, b: jnp.int32(3))), "floating scalar, got int32"),
+    "integer parameters": (whole_numbers, "leaf 'steps' of the parameters is int32.*Whole"),
+    "a batch on one device": (
+        lambda: use(batch=jax.device_put(X, jax.devices()[0])),
+        r"'\.' is placed as Single.*device_put\(batch, layout\.batch\)",
+    ),
+    "a batch on every device": (
+        lambda: use(batch=jax.device_put(X, lay().sharding(P()))),
+        r"'\.' is placed as .*device_put\(batch, layout\.batch\)",
+    ),
+    "a batch of another mesh": (
+        lambda: use(batch=jax.device_put(X, lay(2, 4).batch)),
+        r"'\.' is placed as .*'data': 4.*device_put\(batch",
+    ),
+    "a batch that devices don't divide": (lambda: use(batch=X[:31]), "31 examples.*multiple of 8"),
+    "text in the batch": (
+        lambda: use(batch={"x": X, "name": "one"}),
+        "leaf 'name' is a str; a step",
+    ),
+    "a raw key": (lambda: use(batch={"x": X, "k": jax.random.PRNGKey(0)}), "'k' .*wrap_key_data"),
+    "a table": (
+        lambda: use(batch={"x": X, "t": X[:3]}),
+        r"'t' has 3, 'x' has 32; .*zerojax\.Whole",
+    ),
+    "shapes to begin with": (lambda: make().init(SHAPES), "takes arrays, got shapes"),
+    "a bare precision": (lambda: make(recipe="bf16"), "a Recipe is expected, got str"),
+    "layout and optimizer swapped": (
+        lambda: zerojax.make_train_step(loss_fn, lay(), NO_LAYOUT),
+        "a Layout is expected, got Gradient",
+    ),
+    "a count that is no flag": (
+        lambda: zerojax.Recipe(skip_nonfinite=NO_FLAG),
+        "True or False, got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("misuse", "match"), MISUSES.values(), ids=MISUSES)
+def test_a_misuse_ends_in_one_sentence(misuse, match):
+    with pytest.raises((ValueError, TypeError), match=match) as caught:
+        misuse()
+    assert "\n" not in str(caught.value).split("\n-----")[0]
