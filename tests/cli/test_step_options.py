@@ -61,7 +61,7 @@ BOTH = [
     ("--model-axis 8", "do not divide num_heads=4, and each takes whole heads; axes that fit: 1, "),
     ("--model-axis 0", "--model-axis"),
     ("--sequence-parallel", "model_axis, which is None"),
-    ("--sequence-parallel --model-axis 4 --context 18", "18 tokens; give --context 20"),
+    ("--sequence-parallel --model-axis 4 --context 18", "18 tokens; give a --context"),
     ("--remat half", "'none', 'dots', 'full'"),
     ("--offload gradients", "the host can keep optimizer and activations"),
     ("--offload activations --remat none", "give 'full' or 'dots'"),

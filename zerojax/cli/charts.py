@@ -35,14 +35,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "volume": {"color": "#66ccee"},
 }
 STAGES = {0: "#222222", 1: "#332288", 2: "#44aa99", 3: "#aa4499"}
-#: What a step waits for, as the planner calls it.
-MARKERS = {
-    "compute": "o",
-    "memory bandwidth": "s",
-    "fast links": "^",
-    "slow links": "D",
-    "host link": "P",
-}
 TRAINING, HELD_OUT = "#88aacc", "#bb5566"
 THEORY, TOO_MUCH, ASKED = "#222222", "#bb5566", "0.75"
 WIDTH, DASHES = 0.62, (0, (3, 2))
@@ -77,19 +69,11 @@ class Bar:
 
 def write(figure: Figure, path: Path) -> None:
     """Write a figure as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure).print_figure(path, dpi=130, format="png")
+    figure.savefig(path, dpi=130, format="png")
 
 
 def training_figure(title: str, *, training: Curve, held_out: Curve) -> Figure:
-    """Draw what was learned.
-
-    Args:
-        title: of the figure.
-        training: bits per byte of each step.
-        held_out: bits per byte of each evaluation.
-    """
+    """Draw what was learned: bits per byte of each step, and of each evaluation."""
     figure, (axes,) = _figure(title, (8, 4.6), (1,))
     axes.plot(*training, color=TRAINING, linewidth=1, label="training")
     axes.plot(*held_out, "o-", color=HELD_OUT, markersize=4, label="held out")
@@ -109,7 +93,6 @@ def stages_figure(
     """Draw what one device holds and moves under each stage, as compilers have it.
 
     Args:
-        title: of the figure.
         memory: bytes of a device.
         volume: elements that a device moves, per parameter.
         available: bytes that a device has.
@@ -137,7 +120,6 @@ def plan_figure(
     """Draw what a device holds under each stage, and how long a step takes by number of devices.
 
     Args:
-        title: of the figure.
         memory: bytes of a device.
         times: by stage, a plan for each number of devices.
         available: bytes that a device has.
@@ -193,26 +175,19 @@ def _legend(figure: Figure, handles: list[Any]) -> None:
     figure.legend(handles=handles, loc=place, ncols=4, frameon=False, fontsize="small")
 
 
-def _draw_bars(axes: Axes, bars: Sequence[Bar], unit: float = 1.0, limit: float = 0.0) -> None:
-    """Draw bars with their labels, which don't stand across the line of the theory.
-
-    Args:
-        unit: what 1 on the axis is.
-        limit: the height of the axes, where it is known.
-    """
+def _draw_bars(axes: Axes, bars: Sequence[Bar], unit: float = 1.0) -> None:
+    """Draw bars with their labels and lines; `unit` is what 1 on the axis is."""
     half = WIDTH / 2 + 0.06
-    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     for place, bar in enumerate(bars):
-        top = 0.0
+        bottom = 0.0
         for name, size in bar.parts.items():
-            axes.bar(place, size / unit, WIDTH, bottom=top, **PARTS[name])
-            top += size / unit
+            axes.bar(place, size / unit, WIDTH, bottom=bottom, **PARTS[name])
+            bottom += size / unit
         if bar.theory is not None:
             line, ends = bar.theory / unit, (place - half, place + half)
             axes.hlines(line, *ends, color=THEORY, linestyles=DASHES, linewidth=1.3, zorder=4)
-            top = line if top < line < top + 0.075 * limit else top
-        look = {"color": "black" if bar.fits else TOO_MUCH, "bbox": white, **ABOVE}
-        axes.annotate(bar.label, (place, top), fontweight="bold", **look)
+        look = {"color": "black" if bar.fits else TOO_MUCH, "fontweight": "bold", **ABOVE}
+        axes.annotate(bar.label, (place, bar.top / unit), **look)
     axes.set_xlim(-0.6, len(bars) - 0.4)
     axes.set_xticks(range(len(bars)), [bar.name for bar in bars])
 
@@ -222,7 +197,7 @@ def _draw_memory(axes: Axes, bars: Sequence[Bar], available: float, unit: Unit) 
     highest = max(bar.top for bar in bars)
     is_near = available <= HEADROOM * highest
     limit = max(highest, available if is_near else 0) / unit.size * 1.16
-    _draw_bars(axes, bars, unit.size, limit)
+    _draw_bars(axes, bars, unit.size)
     if is_near:
         axes.axhline(available / unit.size, color=TOO_MUCH, linewidth=1.3, zorder=0)
     axes.set_ylim(0, limit)
@@ -259,12 +234,10 @@ def _draw_times(axes: Axes, times: Mapping[int, Sequence[Plan]]) -> list[Any]:
         for point, one in zip(points, by_count, strict=True):
             look = {"color": STAGES[stage], "markersize": 7.5 - stage, "zorder": 10 + stage}
             look["markerfacecolor"] = STAGES[stage] if one.fits else "white"
-            axes.plot(*point, MARKERS[one.bound_by], **look)
-    bounds, mark = {one.bound_by for one in plans}, {"linestyle": "", "color": "0.35"}
-    seen = {name: marker for name, marker in MARKERS.items() if name in bounds}
-    handles += [_line(f"bound by {name}", marker=seen[name], **mark) for name in seen]
+            axes.plot(*point, "o", **look)
     if not all(one.fits for one in plans):
-        handles.append(_line("hollow: does not fit", marker="o", markerfacecolor="white", **mark))
+        mark = {"linestyle": "", "color": "0.35", "marker": "o", "markerfacecolor": "white"}
+        handles.append(_line("hollow: does not fit", **mark))
     axes.set(title="time of a step", xlabel="devices", ylabel="ms per step, at least")
     axes.set_xscale("log", base=2)
     counts = sorted({one.num_devices for one in plans})

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import typer
+from rich.filesize import decimal
+from rich.text import Text
 
 from zerojax.checkpoint import export_safetensors, read_manifest, verify
 from zerojax.cli.checkpoint._screen import CheckpointScreen
@@ -98,9 +100,9 @@ def verify_(options: CheckpointOptions) -> None:
                 raise ValueError(why)
             with screen.bar(len(read_manifest(path).leaves), f"verify {path}") as on_leaf:
                 manifest = verify(path, on_leaf)
-            screen.whole(path, manifest)
+            screen.verified(path, manifest)
         except (ValueError, OSError) as error:
-            screen.damaged(str(error))
+            screen.show(Text.assemble(("damaged  ", "bold red"), str(error)))
             damaged.append(str(path))
     if damaged:
         raise Failure(f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}", status=1)
@@ -131,4 +133,5 @@ def export(options: ExportOptions) -> None:
             written = export_safetensors(
                 path, options.out, part=options.part, max_file_bytes=size, on_leaf=on_leaf
             )
-    screen.exported(written)
+    for file in written:
+        screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")

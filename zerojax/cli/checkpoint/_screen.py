@@ -38,20 +38,11 @@ class CheckpointScreen(Screen):
                     beside.add_row(one.name, why or "files are all there")
                 self.show(beside)
 
-    def whole(self, path: Path, manifest: Manifest) -> None:
-        """Show a checkpoint that was verified."""
+    def verified(self, path: Path, manifest: Manifest) -> None:
+        """Show a checkpoint that is whole."""
         files = f"{len(manifest.files)} files, {decimal(manifest.num_bytes)}"
         text = f"{path}: {files}, {len(manifest.leaves)} leaves"
         self.show(Text.assemble(("whole    ", "bold green"), text))
-
-    def damaged(self, why: str) -> None:
-        """Show a checkpoint that is damaged."""
-        self.show(Text.assemble(("damaged  ", "bold red"), why))
-
-    def exported(self, paths: Iterable[Path]) -> None:
-        """Show which files there are now."""
-        for path in paths:
-            self.say(f"wrote {path}, {decimal(path.stat().st_size)}")
 
     @contextmanager
     def bar(self, total: int, text: str) -> Iterator[Callable[[str], None]]:

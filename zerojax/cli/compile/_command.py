@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -14,7 +15,7 @@ from zerojax.cli.compile._result import CompileResult
 from zerojax.cli.compile._screen import CompileScreen
 from zerojax.cli.shared._command import command
 from zerojax.cli.shared._errors import Failure, refusing
-from zerojax.cli.shared._progress import TimedTasks
+from zerojax.cli.shared._progress import run_task
 
 
 @command
@@ -38,7 +39,7 @@ def compile_(options: CompileOptions) -> None:
 
     ```
     zerojax compile --model gpt2-xl --topology h100:1x8 --stage 2
-    zerojax compile --model gpt2-xl --topology v6e:2x4 --all-stages
+    zerojax compile --model gpt2-xl --topology v6e:2x4 --all-stages --plot stages.png
     zerojax compile --model zero-100b --topology v5p:4x4x8 --stage 3 --batch-size 256
     zerojax compile --model zero-100b --topology h100:50x8 --model-axis 16 --config C4 \
         --batch-size 400
@@ -61,32 +62,28 @@ def compile_(options: CompileOptions) -> None:
 def _compile_all(requests: Sequence[CompileRequest], screen: CompileScreen) -> list[CompileResult]:
     """Compile and audit every stage, each task shown with its seconds."""
     cache = None if requests[0].options.no_cache else ProgramCache()
-    tasks = TimedTasks(screen.console)
     results = []
-    with tasks.shown():
-        for request in requests:
-            compilation = _compile(request, cache, tasks)
-            results.append(
-                tasks.run(
-                    f"stage {request.stage}: reading the program",
-                    lambda: CompileResult.of(request, compilation),  # noqa: B023 - called here
-                )
-            )
+    for request in requests:
+        compilation = _compile(request, cache, screen)
+        read = functools.partial(CompileResult.of, request, compilation)
+        results.append(
+            run_task(screen.console, f"stage {request.stage}: reading the program", read)
+        )
     for note in cache.notes if cache is not None else ():
         screen.say(f"note: {note}")
     return results
 
 
-def _compile(request: CompileRequest, cache: ProgramCache | None, tasks: TimedTasks) -> Compilation:
-    kept = cache.find(request.key) if cache is not None else None
-    if kept is not None:
+def _compile(
+    request: CompileRequest, cache: ProgramCache | None, screen: CompileScreen
+) -> Compilation:
+    key = None if cache is None else request.key
+    if cache is not None and (kept := cache.find(request.key)) is not None:
         return kept
-    name = f"stage {request.stage}"
-    lowered = tasks.run(f"{name}: tracing and lowering", request.lower)
+    name, where = f"stage {request.stage}", request.options.topology
+    lowered = run_task(screen.console, f"{name}: tracing and lowering", request.lower)
     try:
-        return tasks.run(
-            f"{name}: compiling for {request.options.topology}",
-            lambda: compile_lowered(lowered, cache, None if cache is None else request.key),
-        )
+        work = functools.partial(compile_lowered, lowered, cache, key)
+        return run_task(screen.console, f"{name}: compiling for {where}", work)
     except jax.errors.JaxRuntimeError as error:
         raise Failure(f"{name}: the compiler failed: {error}", 1) from error

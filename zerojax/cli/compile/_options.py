@@ -23,10 +23,9 @@ class CompileOptions(BuiltStepOptions):
     scan: bool = option(True, "--scan/--no-scan", panel=MODEL)
     """Layers stacked and scanned, or a Python list of them, which compiles far longer."""
     all_stages: bool = option(False, panel=ZERO)
-    """Compile stages 0 to 3, compare them, and draw bytes and volume: to --plot, or to
-    MODEL.TOPOLOGY.png."""
+    """Compile stages 0 to 3 and compare them."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
-    """Keep a drawing."""
+    """Draw what a device holds and moves."""
     hlo: Path | None = option(None, metavar="FILE", panel=OUTPUT)
     """Keep the text of the compiled program; with --all-stages, a file for each stage."""
     json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
@@ -45,13 +44,6 @@ class CompileOptions(BuiltStepOptions):
     def stages(self) -> tuple[int, ...]:
         """The stages to compile."""
         return tuple(STAGES) if self.all_stages else (self.chosen_stage,)
-
-    @property
-    def plot_file(self) -> Path | None:
-        """The file of the drawing; None for none."""
-        if self.plot is None and self.all_stages:
-            return Path(f"{self.model}.{self.topology.replace(':', '-')}.png".lower())
-        return self.plot
 
     def hlo_file(self, stage: int) -> Path | None:
         """The file of a stage's text; None for none."""

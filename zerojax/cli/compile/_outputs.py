@@ -25,9 +25,9 @@ def write(results: Sequence[CompileResult]) -> list[Path | None]:
             written.append(path)
     if options.json is not None:
         options.json.write_text(json.dumps(_plain(results), indent=2) + "\n")
-    if options.plot_file is not None:
-        charts.write(draw(results), options.plot_file)
-    return [*written, options.json, options.plot_file]
+    if options.plot is not None:
+        charts.write(draw(results), options.plot)
+    return [*written, options.json, options.plot]
 
 
 def draw(results: Sequence[CompileResult]) -> charts.Figure:
@@ -36,8 +36,7 @@ def draw(results: Sequence[CompileResult]) -> charts.Figure:
     memory = [_memory_bar(result) for result in results]
     return charts.stages_figure(
         f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
-        f"{options.optimizer}, compiled for {options.topology} "
-        f"({layout.devices.size} x {layout.devices.flat[0].device_kind})",
+        f"{options.optimizer}, compiled for {options.topology}",
         memory=memory,
         volume=[_volume_bar(result) for result in results],
         available=results[0].available,
@@ -48,14 +47,14 @@ def draw(results: Sequence[CompileResult]) -> charts.Figure:
 def _memory_bar(result: CompileResult) -> charts.Bar:
     refused = {charts.REFUSED: result.needed or 0} if result.report is None else {}
     label = binary(result.needed or result.available)
-    if not result.fits:
+    if result.shortage is not None:
         label = f"needs {label}" if result.needed else f"needs more than\n{label}"
     return charts.Bar(
         name=f"stage {result.stage}",
         parts=result.parts | refused,
         label=label,
-        theory=result.request.description.theory["total"],
-        fits=result.fits,
+        theory=result.request.theory,
+        fits=result.shortage is None,
     )
 
 

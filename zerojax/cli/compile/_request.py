@@ -8,34 +8,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax.sharding import Mesh
 
 from zerojax.aot import Topology, device_memory, digest, parse_topology, topology_mesh
 from zerojax.cli.compile._options import CompileOptions
 from zerojax.cli.shared._built_step import gpt_layout
 from zerojax.cli.shared._files import check_outputs
-from zerojax.layout import Description, Layout
+from zerojax.layout import Layout
 from zerojax.models import gpt
-from zerojax.train import TrainStep, make_train_step
+from zerojax.train import make_train_step
 
 #: The clipping of a step; it moves no byte.
 CLIP_NORM = 1.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileRequest:
     """A step to compile, for one stage.
 
     Attributes:
+        topology: the hardware; `mesh` has its devices.
+        config: the model.
         num_examples: in one step, over all devices and microbatches.
+        step: the train step.
     """
 
-    options: CompileOptions
-    config: gpt.Config
-    topology: Topology
-    num_examples: int
-    tx: optax.GradientTransformation
-    step: TrainStep
+    def __init__(self, options: CompileOptions, topology: Topology, mesh: Mesh, stage: int) -> None:
+        self.options, self.topology = options, topology
+        self.config = dataclasses.replace(options.chosen_model, scan=options.scan)
+        self.num_examples = options.examples(mesh.shape["data"])
+        self._tx = options.chosen_optimizer.unscheduled(self.config.width)
+        loss: Any = functools.partial(gpt.loss, self.config)
+        layout = gpt_layout(self.config, mesh, stage)
+        self.step = make_train_step(loss, self._tx, layout, options.recipe(CLIP_NORM))
 
     @property
     def layout(self) -> Layout:
@@ -53,9 +57,9 @@ class CompileRequest:
         return device_memory(self.topology.chip)
 
     @functools.cached_property
-    def description(self) -> Description:
-        """The placement of every leaf, with the bytes by the stage's formula."""
-        return self.layout.describe(self.tx, self.step.recipe)
+    def theory(self) -> int:
+        """Bytes of the model states by the stage's formula."""
+        return self.layout.describe(self._tx, self.step.recipe).theory["total"]
 
     @functools.cached_property
     def key(self) -> str:
@@ -83,24 +87,8 @@ class CompileRequest:
 def read_requests(options: CompileOptions) -> list[CompileRequest]:
     """Check what was asked, and return a request for each stage."""
     topology = parse_topology(options.topology)
-    axes = options.mesh_axes(topology.num_devices)
-    config = dataclasses.replace(options.chosen_model, scan=options.scan)
-    num_examples = options.examples(axes["data"])
-    mesh = topology_mesh(options.topology, axes)
-    recipe = options.recipe(CLIP_NORM)
-    tx = options.chosen_optimizer.unscheduled(config.width)
-    loss: Any = functools.partial(gpt.loss, config)
-    requests = [
-        CompileRequest(
-            options=options,
-            config=config,
-            topology=topology,
-            num_examples=num_examples,
-            tx=tx,
-            step=make_train_step(loss, tx, gpt_layout(config, mesh, stage), recipe),
-        )
-        for stage in options.stages
-    ]
+    mesh = topology_mesh(options.topology, options.mesh_axes(topology.num_devices))
+    requests = [CompileRequest(options, topology, mesh, stage) for stage in options.stages]
     texts = {f"--hlo (stage {stage})": options.hlo_file(stage) for stage in options.stages}
-    check_outputs({"--plot": options.plot_file, "--json": options.json, **texts})
+    check_outputs({"--plot": options.plot, "--json": options.json, **texts})
     return requests

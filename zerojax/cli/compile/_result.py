@@ -38,9 +38,8 @@ class CompileResult:
     @classmethod
     def of(cls, request: CompileRequest, compilation: Compilation) -> CompileResult:
         """Audit a compiled program."""
-        report = None
-        if compilation.program is not None:
-            report = audit(compilation.program, request.layout, request.step.recipe)
+        program, step = compilation.program, request.step
+        report = None if program is None else audit(program, step.layout, step.recipe)
         return cls(request=request, compilation=compilation, report=report)
 
     @property
@@ -49,26 +48,24 @@ class CompileResult:
         return self.request.stage
 
     @property
-    def refusal(self) -> Shortage:
-        """What the compiler said of a program that it refused."""
-        assert self.compilation.shortage is not None
-        return self.compilation.shortage
+    def shortage(self) -> Shortage | None:
+        """What the program lacks, by the compiler or by its peak; None where it fits."""
+        if self.report is None:
+            return self.compilation.shortage
+        peak, there = self.report.memory.peak, self.request.memory
+        return Shortage(needed=peak, available=there, message="") if peak > there else None
 
     @property
     def available(self) -> int:
         """Bytes that a device has."""
-        shortage = self.compilation.shortage
-        return (shortage and shortage.available) or self.request.memory
+        return (self.shortage and self.shortage.available) or self.request.memory
 
     @property
     def needed(self) -> int | None:
         """Bytes that the program takes at its peak; None where the compiler did not tell."""
-        return self.refusal.needed if self.report is None else self.report.memory.peak
-
-    @property
-    def fits(self) -> bool:
-        """Whether a device can hold the program."""
-        return self.report is not None and self.report.memory.peak <= self.available
+        if self.report is not None:
+            return self.report.memory.peak
+        return self.shortage and self.shortage.needed
 
     @property
     def parts(self) -> dict[str, int]:
@@ -81,21 +78,17 @@ class CompileResult:
     @property
     def verdict(self) -> str:
         """Whether the program fits, and by how much, in a line."""
-        if self.report is None:
-            return describe_shortage(self.refusal)
-        peak, available = self.report.memory.peak, self.available
-        of_device = f"{binary(peak)} of a device's {binary(available)}"
-        if not self.fits:
-            return f"does not fit: it needs {of_device}, {binary(peak - available)} too much"
-        left = f"{binary(available - peak)} ({1 - peak / available:.0%}) left"
-        return f"fits: {of_device}, {left}"
+        if self.shortage is not None:
+            return describe_shortage(self.shortage)
+        peak, there = self.needed or 0, self.available
+        left = f"{binary(there - peak)} ({1 - peak / there:.0%}) left"
+        return f"fits: {binary(peak)} of a device's {binary(there)}, {left}"
 
     @property
     def advice(self) -> str:
         """What to set where JAX's default part of a GPU is too small; empty where it is not."""
-        if self.request.topology.is_tpu or not self.fits or self.needed is None:
-            return ""
-        if self.needed <= GPU_FRACTION * self.available:
+        is_tight = GPU_FRACTION * self.available < (self.needed or 0) <= self.available
+        if self.request.topology.is_tpu or not is_tight:
             return ""
         return (
             f"JAX takes {GPU_FRACTION:.0%} of a GPU's memory unless told otherwise: set "
@@ -105,7 +98,7 @@ class CompileResult:
     @property
     def complaints(self) -> tuple[str, ...]:
         """What is wrong, in a few words each; empty where the program is right and fits."""
-        found = [] if self.fits else [self.verdict]
+        found = [] if self.shortage is None else [self.verdict]
         if self.report is not None and self.report.problems:
             count = len(self.report.problems)
             kinds = ", ".join(dict.fromkeys(problem.kind for problem in self.report.problems))
@@ -117,7 +110,7 @@ class CompileResult:
         compilation = self.compilation
         return {
             "stage": self.stage,
-            "fits": self.fits,
+            "fits": self.shortage is None,
             "needed_bytes": self.needed,
             "available_bytes": self.available,
             "from_cache": compilation.is_cached,

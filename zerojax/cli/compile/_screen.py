@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import datetime
 
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.aot import Compilation
 from zerojax.audit import AuditReport, Problem
 from zerojax.cli.compile._request import CompileRequest
 from zerojax.cli.compile._result import PARTS, CompileResult
 from zerojax.cli.shared._screen import Screen, table
-from zerojax.cli.shared._units import BINARY, Unit, binary, unit_for
+from zerojax.cli.shared._units import BINARY, binary, unit_for
 
 #: The part of the peak from which on something has a row.
 LEAST = 0.001
@@ -43,11 +41,14 @@ class CompileScreen(Screen):
     def compiled(self, results: Sequence[CompileResult]) -> None:
         """Show which programs were not compiled now."""
         for number, result in enumerate(results):
-            same = [one.stage for one in results[:number] if _is_same(one, result)]
+            program = result.compilation.program
+            others = [one for one in results[:number] if program is not None]
+            same = [one.stage for one in others if one.compilation.program == program]
             if same:
                 self.say(f"stage {result.stage}: the same program as stage {same[0]}'s")
             elif result.compilation.is_cached:
-                self.say(f"stage {result.stage}: {_origin(result.compilation)}")
+                took = f"{result.compilation.compiled_at} in {result.compilation.seconds:,.0f} s"
+                self.say(f"stage {result.stage}: from the cache, compiled {took} (see --no-cache)")
 
     def results(self, results: Sequence[CompileResult]) -> None:
         """Show one stage's audit, or all stages side by side; then what fits and what is wrong."""
@@ -55,18 +56,16 @@ class CompileScreen(Screen):
         if is_one and first.report is not None:
             self.console.print(first.report)
         else:
-            options, unit = first.request.options, _unit(results)
-            self.title(
-                f"{options.model} on {options.topology}: {unit.name} of a device's "
-                f"{binary(first.available)}; volume in elements per parameter"
-            )
+            there = binary(first.available)
+            self.title(f"bytes of a device's {there}; volume in elements per parameter")
             self.show(comparison_table(results))
         for result in results:
-            style = "green" if result.fits else "red"
+            short = result.shortage
+            style = "green" if short is None else "red"
             text = Text.assemble((f"stage {result.stage} ", "bold"), result.verdict, style=style)
             self.show(text)
-            if result.report is None:
-                self.say(f"  the compiler: {result.refusal.message}")
+            if short is not None and short.message:
+                self.say(f"  the compiler: {short.message}")
             if result.advice:
                 self.say(f"  {result.advice}")
         for stages, problem in [] if is_one else _distinct_problems(results):
@@ -75,9 +74,11 @@ class CompileScreen(Screen):
 
 def comparison_table(results: Sequence[CompileResult]) -> Table:
     """Make the table of stages side by side; what is next to nothing is left out."""
-    unit, made = _unit(results), table("stage", *(f">{result.stage}" for result in results))
+    largest = max(result.needed or result.available for result in results)
+    unit = unit_for(largest, BINARY)
+    made = table(unit.name, *(f">stage {one.stage}" for one in results))
     for result, column in zip(results, made.columns[1:], strict=True):
-        column.style = "" if result.fits else "red"
+        column.style = "" if result.shortage is None else "red"
 
     def bytes_row(name: str, counts: Sequence[float | None], style: str = "") -> None:
         made.add_row(name, *map(unit.number, counts), style=style)
@@ -88,11 +89,10 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
 
     for name in PARTS:
         counts = [result.parts.get(name) for result in results]
-        if max(count or 0 for count in counts) >= LEAST * _largest(results):
+        if max(count or 0 for count in counts) >= LEAST * largest:
             bytes_row(name, counts)
     bytes_row("peak", [one.needed for one in results], "bold")
-    theory = [one.request.description.theory["total"] for one in results]
-    bytes_row("states by the formula", theory, "dim")
+    bytes_row("states by the formula", [one.request.theory for one in results], "dim")
     left = [None if one.needed is None else one.available - one.needed for one in results]
     bytes_row("left of the device", left)
     made.add_section()
@@ -103,19 +103,6 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
     return made
 
 
-def _largest(results: Sequence[CompileResult]) -> int:
-    return max(result.needed or result.available for result in results)
-
-
-def _unit(results: Sequence[CompileResult]) -> Unit:
-    return unit_for(_largest(results), BINARY)
-
-
-def _is_same(one: CompileResult, other: CompileResult) -> bool:
-    program = one.compilation.program
-    return program is not None and program == other.compilation.program
-
-
 def _distinct_problems(results: Sequence[CompileResult]) -> list[tuple[str, Problem]]:
     """List problems that differ in more than the name of an operation, with their stages."""
     found: dict[tuple[str, ...], tuple[dict[str, None], Problem]] = {}
@@ -124,11 +111,3 @@ def _distinct_problems(results: Sequence[CompileResult]) -> list[tuple[str, Prob
             key = (problem.kind, problem.expected, problem.seen, problem.remedy)
             found.setdefault(key, ({}, problem))[0][str(result.stage)] = None
     return [(", ".join(stages), problem) for stages, problem in found.values()]
-
-
-def _origin(compilation: Compilation) -> str:
-    when = datetime.fromisoformat(compilation.compiled_at).astimezone()
-    return (
-        f"from the cache, compiled {when:%Y-%m-%d %H:%M} in {compilation.seconds:,.0f} s "
-        "(--no-cache compiles anew)"
-    )

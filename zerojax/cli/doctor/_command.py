@@ -39,7 +39,6 @@ CHECKS = (
     Check("step at stage 2", proof.check_step, needs=("devices",)),
     Check("its audit", proof.check_audit, needs=("step at stage 2",)),
     Check("its checkpoint", proof.check_checkpoint, needs=("step at stage 2",)),
-    Check("disk", m.check_disk),
     Check("host memory", m.check_host_memory, needs=("devices",)),
     Check("compilation cache", m.check_cache),
     Check("compiler for TPUs", p.check_tpu_compiler),
@@ -59,7 +58,7 @@ class DoctorOptions(CommandOptions):
 def doctor(options: DoctorOptions) -> None:
     """Check whether this machine can do what zerojax does.
 
-    Looks at the packages, the devices and the folders; takes a step of a small model at stage 2 in
+    Looks at the packages and the devices; takes a step of a small model at stage 2 in
     bf16 over all devices, audits the compiled program, and saves and restores the state; looks for
     what is optional: the host's memory for offload, a compilation cache, the compilers for hardware
     that is not here. Takes a few seconds, and leaves no files.
@@ -79,8 +78,8 @@ def doctor(options: DoctorOptions) -> None:
     ```
     """
     screen = Screen(width=WIDTH, quiet=options.json)
-    with screen.console.status("") as status:
-        findings = examine(CHECKS, lambda name: status.update(f"looking at {name} ..."))
+    with screen.console.status("looking ..."):
+        findings = examine(CHECKS)
     failed = [name for name, one in findings.items() if one.status == "failed"]
     if options.json:
         rows = [{"check": name, **dataclasses.asdict(one)} for name, one in findings.items()]
@@ -92,13 +91,10 @@ def doctor(options: DoctorOptions) -> None:
         raise Failure(f"{len(failed)} check{many} failed: {', '.join(failed)}", 1)
 
 
-def examine(
-    checks: Sequence[Check], announce: Callable[[str], None] = lambda name: None
-) -> dict[str, Finding]:
+def examine(checks: Sequence[Check]) -> dict[str, Finding]:
     """Run the checks in order; an error of one is what it found."""
     bench, findings = Bench(), {}
     for check in checks:
-        announce(check.name)
         states = {name: findings[name].status for name in check.needs}
         lacking = [name for name, state in states.items() if state in ("failed", "not tried")]
         if lacking:

@@ -1,11 +1,8 @@
-"""The machine that `zerojax doctor` looks at: devices, their memory, and folders."""
+"""The machine that `zerojax doctor` looks at: devices, their memory, and what is kept."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,8 +15,6 @@ from zerojax.cli.shared._devices import find_devices, memory_per_device
 from zerojax.memory import has_host_memory, memory_kinds
 from zerojax.recipe import HOST_MEMORY
 
-#: Free space from which on a folder takes checkpoints of small models.
-ROOMY = 1_000_000_000
 #: Characters of an error that a row shows.
 LONGEST = 300
 
@@ -66,25 +61,6 @@ def check_cache(bench: Bench) -> Finding:
         return Finding("ok", held)
     found = "compiled programs are not kept: every run compiles anew"
     return Finding("warning", found, "export JAX_COMPILATION_CACHE_DIR=~/.cache/jax")
-
-
-def check_disk(bench: Bench) -> Finding:
-    """Check that runs and their checkpoints can be written here, and temporary files."""
-    free, closed = {}, []
-    for folder in {Path.cwd(): None, Path(tempfile.gettempdir()): None}:
-        try:
-            with tempfile.TemporaryFile(dir=folder):
-                free[folder] = shutil.disk_usage(folder).free
-        except OSError as error:
-            closed.append(f"{folder} can't be written to ({error.strerror})")
-    if closed:
-        remedy = "go to a folder of your own, and set TMPDIR to one"
-        return Finding("failed", "; ".join(closed), remedy)
-    held = ", ".join(f"{decimal(size)} free in {folder}" for folder, size in free.items())
-    if min(free.values()) < ROOMY:
-        remedy = "make room; a checkpoint with Adam takes 12 to 16 bytes a parameter"
-        return Finding("warning", held, remedy)
-    return Finding("ok", held)
 
 
 def _describe(devices: list[Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -82,9 +81,7 @@ def _compiler(require: Callable[[], object], package: str) -> Finding:
     try:
         require()
     except MissingCompiler as error:
-        # "Compiling for TPUs needs libtpu ==0.0.30 (no TPU): pip install ...": it tells in
-        # parentheses what is not needed, which reads here as what is missing.
+        # "Compiling for TPUs needs libtpu ==0.0.30 (no TPU): pip install ..."
         found, command, rest = str(error).partition("pip install")
-        found = re.sub(r" \(no [^)]*\)", "", found).rstrip(" .:")
-        return Finding("warning", found, f"{command}{rest}" or "pip install 'zerojax[aot]'")
+        return Finding("warning", found.rstrip(" .:"), f"{command}{rest}")
     return Finding("ok", f"{package} {version_of(package) or 'is here'}")

@@ -12,10 +12,10 @@ import typer
 from zerojax.cli import charts
 from zerojax.cli.plan._options import PlanOptions
 from zerojax.cli.plan._question import PlanQuestion
-from zerojax.cli.plan._screen import PlanScreen, chart_title
+from zerojax.cli.plan._screen import PlanScreen
 from zerojax.cli.shared._command import command
 from zerojax.cli.shared._errors import Failure, refusing
-from zerojax.cli.shared._progress import TimedTasks
+from zerojax.cli.shared._progress import run_task
 from zerojax.cli.shared._screen import Screen
 from zerojax.cli.shared._units import DECIMAL, unit_for
 from zerojax.layout import STAGES
@@ -93,10 +93,9 @@ def _show_search(asked: PlanQuestion, screen: PlanScreen) -> None:
 
 def _verified(asked: PlanQuestion) -> Choices:
     """Search and compile, with the seconds that it takes on stderr."""
-    tasks = TimedTasks(Screen(stderr=True).console)
+    console, what = Screen(stderr=True).console, f"compiling the winners for {asked.hardware.name}"
     try:
-        with tasks.shown():
-            return tasks.run(f"compiling the winners for {asked.hardware.name}", asked.search)
+        return run_task(console, what, asked.search)
     except jax.errors.JaxRuntimeError as error:
         raise Failure(f"the compiler failed: {error}", 1) from error
 
@@ -117,8 +116,10 @@ def _write(asked: PlanQuestion, screen: PlanScreen, found: dict[str, Any]) -> No
 def _draw(asked: PlanQuestion) -> Any:
     plans = [asked.plan(stage) for stage in STAGES]
     unit = unit_for(max(max(one.bytes.total, one.bytes.theory) for one in plans), DECIMAL)
+    hardware = f"{asked.options.devices:,} x {asked.hardware.name}"
+    step = asked.options.step_in_words(asked.num_examples, asked.context)
     return charts.plan_figure(
-        chart_title(asked, plans[0].num_params),
+        f"{plans[0].num_params:,} parameters, {hardware}\n{step}",
         memory=[charts.plan_bar(one, unit) for one in plans],
         times=asked.sweep(),
         available=asked.hardware.memory,

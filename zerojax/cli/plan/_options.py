@@ -10,8 +10,7 @@ from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, SEARCH, ZERO, S
 from zerojax.layout import STAGES
 from zerojax.planner import HARDWARE as KNOWN
 
-#: The largest number of devices that is drawn is the first power of two from here on that is four
-#: times as many as were asked for.
+#: Up to so many devices are drawn at least, and up to four times as many as were asked for.
 AT_LEAST = 1024
 
 
@@ -27,7 +26,7 @@ class PlanOptions(StepOptions):
         min=0,
         max=3,
         metavar="0|1|2|3",
-        show_default="all, or the configuration's",
+        show_default="all, or that of --config",
         panel=ZERO,
     )
     hardware: str = option("h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=HARDWARE)
@@ -38,10 +37,7 @@ class PlanOptions(StepOptions):
     )
     """What a step may take of a device: 20e9, 20GB or 18GiB."""
     shards: int | None = option(
-        None,
-        min=1,
-        show_default="all that the model axis leaves; --search tries nodes as well",
-        panel=ZERO,
+        None, min=1, show_default="what the model axis leaves; --search tries nodes too", panel=ZERO
     )
     """N, the devices that share one copy of the model states; fewer than all is hybrid sharding:
     copies of the group split the batch between them."""
@@ -65,10 +61,8 @@ class PlanOptions(StepOptions):
             raise ValueError(
                 "say what to plan: --model gpt2-xl, or --params 7.5e9 (one of the two)"
             )
-        if self.verify and not self.search:
-            raise ValueError("--verify compiles the winners of --search: give both")
-        if self.verify and self.model is None:
-            raise ValueError("--verify compiles a model: give --model in the place of --params")
+        if self.verify and (not self.search or self.model is None):
+            raise ValueError("--verify compiles what --search finds for a --model: give all three")
         if self.verify and (self.offload or self.model_parts > 1):
             raise ValueError(
                 "--verify compiles without model parallelism and with everything on the device: "

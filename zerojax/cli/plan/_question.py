@@ -32,7 +32,6 @@ class PlanQuestion:
     """A step to plan, as the planner takes it.
 
     Attributes:
-        options: what was asked for.
         hardware: the device; its memory is the limit, where there is one.
         config: the model; None where there is a number of parameters alone.
         params: shapes, or their number.

@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.cli.plan._question import PlanQuestion
-from zerojax.cli.shared._options import PRECISIONS
 from zerojax.cli.shared._screen import Screen, table
 from zerojax.cli.shared._units import DECIMAL, amount, unit_for
 from zerojax.models import gpt
@@ -37,7 +36,10 @@ class PlanScreen(Screen):
         rows = {"model": _model(asked), "hardware": f"{options.devices:,} x {one.name}, {limit}"}
         if network is not None:
             rows["network"] = network
-        self.facts({**rows, "step": _step(asked)})
+        rows["step"] = options.step_in_words(asked.num_examples, asked.context)
+        if options.config is not None:
+            rows["step"] += f", configuration {options.config}"
+        self.facts(rows)
 
     def stages(self, asked: PlanQuestion, plans: Sequence[Plan]) -> None:
         """Show the stages side by side, and what the figures rest on."""
@@ -46,16 +48,6 @@ class PlanScreen(Screen):
         self.show(stages_table(plans, self.console.width))
         for line in notes(asked, plans):
             self.say(line)
-
-
-def chart_title(asked: PlanQuestion, num_params: int) -> str:
-    """Return what the drawing is of."""
-    options = asked.options
-    return (
-        f"{options.model or 'a GPT'}, {num_params:,} parameters, {options.optimizer}, "
-        f"{PRECISIONS[options.precision]},\n{options.devices:,} x {asked.hardware.name}, "
-        f"{asked.per_group} x {asked.context:,} tokens in a microbatch"
-    )
 
 
 def stages_table(plans: Sequence[Plan], width: int) -> Table:
@@ -114,10 +106,3 @@ def _model(asked: PlanQuestion) -> str:
         return f"{asked.params:,} parameters"
     layers = f"{config.num_layers} layers of width {config.width}"
     return f"{asked.options.model}, {gpt.num_params(config):,} parameters, {layers}"
-
-
-def _step(asked: PlanQuestion) -> str:
-    # What else the plan holds is in its title.
-    options = asked.options
-    text = options.step_in_words(asked.num_examples, asked.context)
-    return f"{text}, configuration {options.config}" if options.config is not None else text

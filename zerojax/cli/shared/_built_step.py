@@ -30,11 +30,6 @@ class BuiltStepOptions(StepOptions):
     """Cut what goes from layer to layer along the tokens, over the model axis (2 or more).
     Checkpoints are cut already then, and Pa adds nothing: it is left out."""
 
-    @property
-    def cuts_checkpoints(self) -> bool:
-        """Whether activation checkpoints are cut (Pa); along the tokens they are already."""
-        return super().cuts_checkpoints and not self.sequence_parallel
-
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Share devices out between data and model."""
         parts = self.model_parts
@@ -59,10 +54,9 @@ class BuiltStepOptions(StepOptions):
         )
         gpt.check_parts(config, parts)
         if self.sequence_parallel and config.context % parts:
-            near = -(-config.context // parts) * parts
             raise ValueError(
                 f"--sequence-parallel: --model-axis {parts} does not divide {config.context} "
-                f"tokens; give --context {near}, say"
+                "tokens; give a --context that it divides"
             )
         return config
 

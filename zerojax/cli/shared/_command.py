@@ -65,7 +65,8 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
     """
     options: type[CommandOptions] = get_type_hints(run)["options"]
     fields = [field for field in dataclasses.fields(options) if PARAMETER in field.metadata]
-    fields.sort(key=lambda field: _place(field.metadata[PARAMETER].rich_help_panel))
+    panels = {panel: place for place, panel in enumerate(PANELS)}
+    fields.sort(key=lambda field: panels.get(field.metadata[PARAMETER].rich_help_panel, 0))
     several = {field.name for field in fields if field.default == ()}
 
     def called(ctx: typer.Context, **values: Any) -> None:
@@ -92,10 +93,6 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
     wrapped.__name__, wrapped.__doc__ = run.__name__, run.__doc__
     return called
-
-
-def _place(panel: str | None) -> int:
-    return PANELS.index(panel) if panel in PANELS else 0
 
 
 def _read_helps(options: type) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -20,7 +21,8 @@ def find_devices(num_devices: int | None) -> list[Any]:
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )
     if num_devices is not None or not divided:
-        _divide_cpu(num_devices or NUM_VIRTUAL)
+        with contextlib.suppress(RuntimeError):  # jax has started; its devices stay
+            jax.config.update("jax_num_cpu_devices", num_devices or NUM_VIRTUAL)
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter: a platform without a plugin
@@ -36,14 +38,6 @@ def find_devices(num_devices: int | None) -> list[Any]:
             f"give {len(found)} or fewer{remedy}"
         )
     return found[:num_devices]
-
-
-def _divide_cpu(num_devices: int) -> None:
-    """Divide the CPU, unless jax has started in this process, whose devices then stay."""
-    try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:
-        return
 
 
 def memory_per_device(devices: list[Any]) -> int | None:

@@ -18,18 +18,13 @@ def check_outputs(files: Mapping[str, Path | None]) -> None:
     plot = named.get("--plot")
     if plot is not None and plot.suffix.lower() != ".png":
         raise ValueError(f"--plot {plot}: give a name that ends in .png")
-    if plot is not None:
-        require_matplotlib()
+    if plot is not None:  # before what is to be drawn is computed
+        with extra("cli", "a plot"):
+            import matplotlib.figure  # noqa: F401
     if len(set(named.values())) < len(named):
         raise ValueError(f"two outputs have one name: {', '.join(map(str, named.values()))}")
     for option, path in named.items():
         _check_file(option, path)
-
-
-def require_matplotlib() -> None:
-    """Check that drawings can be made, before what is to be drawn is computed."""
-    with extra("cli", "a plot"):
-        import matplotlib.figure  # noqa: F401
 
 
 def _check_file(option: str, path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Container
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -108,18 +107,14 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     )
 
 
-OPTIMIZERS: MappingProxyType[str, NamedOptimizer] = MappingProxyType(
-    {
-        "adamw": NamedOptimizer(
-            _decaying(optax.adamw, b2=0.98), 3e-3, by_width=True, elementwise=True
-        ),
-        "adafactor": NamedOptimizer(_adafactor, 3e-3, by_width=True),
-        "lion": NamedOptimizer(_decaying(optax.lion), 5e-4, by_width=True, elementwise=True),
-        "lamb": NamedOptimizer(_decaying(optax.lamb), 1e-2),
-        "muon": NamedOptimizer(_muon, 3e-3, by_width=True),
-        "sgd": NamedOptimizer(_sgd, 1e-1, elementwise=True),
-    }
-)
+OPTIMIZERS = {
+    "adamw": NamedOptimizer(_decaying(optax.adamw, b2=0.98), 3e-3, by_width=True, elementwise=True),
+    "adafactor": NamedOptimizer(_adafactor, 3e-3, by_width=True),
+    "lion": NamedOptimizer(_decaying(optax.lion), 5e-4, by_width=True, elementwise=True),
+    "lamb": NamedOptimizer(_decaying(optax.lamb), 1e-2),
+    "muon": NamedOptimizer(_muon, 3e-3, by_width=True),
+    "sgd": NamedOptimizer(_sgd, 1e-1, elementwise=True),
+}
 
 
 def find_optimizer(name: str) -> NamedOptimizer:

@@ -61,9 +61,7 @@ class StepOptions(CommandOptions):
     """bf16 or fp16 parameters and gradients with partitioned fp32 masters (fp16 with a dynamic loss
     scale), or fp32."""
     reduce: Reduce | None = option(
-        None,
-        show_default="once at stages 0 and 1 with several microbatches, else each",
-        panel=ZERO,
+        None, show_default="once at stages 0 and 1 with several microbatches, else each", panel=ZERO
     )
     """Sum gradients over devices once per step, or for each microbatch."""
     batch_size: int | None = option(
@@ -75,6 +73,8 @@ class StepOptions(CommandOptions):
     optimizer: str = option(
         "adamw", help=f"Optax's {', '.join(OPTIMIZERS)}.", metavar="NAME", panel=TRAINING
     )
+
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.offload if name not in OFFLOADS]:
@@ -94,9 +94,10 @@ class StepOptions(CommandOptions):
 
     @property
     def cuts_checkpoints(self) -> bool:
-        """Whether activation checkpoints are cut over the model axis, if it has devices (Pa)."""
+        """Whether activation checkpoints are cut (Pa); along the tokens they are already."""
         asked = self.configuration
-        return asked is not None and asked.partitioned_checkpoints and self.model_parts > 1
+        is_asked = asked is not None and asked.partitioned_checkpoints
+        return is_asked and self.model_parts > 1 and not self.sequence_parallel
 
     @property
     def chosen_stage(self) -> int:
@@ -159,10 +160,9 @@ class StepOptions(CommandOptions):
         if self.batch_size in (None, fitting):
             return fitting
         groups = "devices" if self.model_parts == 1 else "groups along the model axis"
-        times = f" times {self.accumulate} microbatches" if self.accumulate > 1 else ""
         raise ValueError(
-            f"--batch-size {asked} can't be split evenly over {num_groups} {groups}{times}; give "
-            f"a multiple of {multiple}, such as {fitting}"
+            f"--batch-size {asked} can't be split over {num_groups} {groups} and {self.accumulate} "
+            f"microbatches; give a multiple of {multiple}, such as {fitting}"
         )
 
     def step_in_words(self, num_examples: int, context: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from zerojax.cli.shared._command import command
 from zerojax.cli.shared._errors import refusing
-from zerojax.cli.shared._files import require_matplotlib
 from zerojax.cli.train._loop import train_and_write
 from zerojax.cli.train._options import TrainOptions
 from zerojax.cli.train._run import TrainRun, take_up
@@ -37,6 +36,5 @@ def train(options: TrainOptions) -> None:
     """
     screen = TrainScreen()
     with refusing():
-        require_matplotlib()  # for training.png, after hours of training
         run = TrainRun(*take_up(options))
     train_and_write(run, screen)

@@ -47,11 +47,7 @@ def bits(nats: float) -> float:
 def sample(
     config: gpt.Config, params: PyTree, text: np.ndarray, options: TrainOptions
 ) -> tuple[str, str]:
-    """Let the model continue the prompt, or the first bytes of the text where none is given.
-
-    Returns:
-        The prompt and its continuation, both safe to print.
-    """
+    """Return a prompt, by default the first bytes of the text, and how the model continues it."""
     prompt = options.prompt
     start = text[:PROMPT_SIZE].astype(np.int32) if prompt is None else encode(prompt)
     if all(x.is_fully_replicated for x in jax.tree.leaves(params)):

@@ -203,8 +203,8 @@ class _Training:
         """Write the plot, and say what else was written."""
         run, options, plot = self.run, self.options, self.options.out / "training.png"
         figure = charts.training_figure(
-            f"{options.model}: {run.layout.num_params:,} parameters, {options.optimizer}, "
-            f"{options.precision}, ZeRO stage {options.stage} on {len(run.devices)} devices",
+            f"{options.model}, {options.optimizer}, {options.precision}, "
+            f"ZeRO stage {options.stage} on {len(run.devices)} devices",
             training=self.metrics.column("train_bits_per_byte"),
             held_out=self.metrics.column("validation_bits_per_byte"),
         )

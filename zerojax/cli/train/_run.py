@@ -11,16 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from zerojax.checkpoint import Checkpoints, Restored, find_checkpoints, read_manifest
+from zerojax._types import PyTree
+from zerojax.checkpoint import (
+    Checkpoints,
+    Restored,
+    find_checkpoints,
+    import_safetensors,
+    is_safetensors,
+    read_manifest,
+    restore,
+)
 from zerojax.cli.shared._built_step import gpt_layout
-from zerojax.cli.shared._checkpoints import CHECKPOINTS
+from zerojax.cli.shared._checkpoints import CHECKPOINTS, find_checkpoint
 from zerojax.cli.shared._devices import find_devices, memory_per_device
 from zerojax.cli.shared._files import check_outputs
 from zerojax.cli.train._evaluate import evaluate, held_out_batches
 from zerojax.cli.train._options import TrainOptions
-from zerojax.cli.train._weights import read_weights
 from zerojax.data import load_corpus, make_batches
-from zerojax.layout import make_mesh
+from zerojax.layout import Layout, make_mesh
 from zerojax.models import gpt
 from zerojax.train import TrainState, first_loss_scale, make_train_step
 
@@ -35,11 +43,7 @@ class TrainRun:
         options: with every choice made that decides what is learned.
         config: the model.
         corpus: the text to train on, and what is held out of it.
-        batches: of the text to train on.
-        devices: in the order of the mesh.
-        step: the train step.
-        layout: where the leaves of the state live.
-        description: their bytes on a device, beside the theory.
+        description: bytes of the states on a device, beside the theory.
         plain: bytes per device by kind under stage 0.
         rates: the learning rate of each step.
         checkpoint: the newest one, which the run is to start from, or None.
@@ -73,7 +77,8 @@ class TrainRun:
         self._held_out = held_out_batches(
             self.corpus.held_out, context, options.eval_windows, self.batch_size
         )
-        check_outputs({"--out": options.out / "metrics.jsonl"})
+        files = {"--out": "metrics.jsonl", "--plot": "training.png"}
+        check_outputs({option: options.out / name for option, name in files.items()})
         self.checkpoint = checkpoint
         self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
 
@@ -96,7 +101,7 @@ class TrainRun:
     def initialise(self) -> TrainState:
         """Initialise the state from the weights that the options name, or from the seed."""
         if self.options.init is not None:
-            return self.step.init(read_weights(self.options.init, self.layout))
+            return self.step.init(_read_weights(self.options.init, self.layout))
         init = functools.partial(gpt.init, self.config)
         return self.step.init(init, jax.random.key(self.options.seed))
 
@@ -140,3 +145,20 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
     if "options" not in manifest.metadata or manifest.data is None or manifest.step is None:
         raise ValueError(f"--resume: {path} was not saved by `zerojax train`; restore it in Python")
     return options.taking_up(manifest.metadata["options"]), path
+
+
+def _read_weights(path: Path, layout: Layout) -> PyTree:
+    """Read parameters from safetensors files, or from a checkpoint; each device reads its part."""
+    like = layout.map_leaves(
+        lambda leaf, x: jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            # What is cut without padding comes cut; the step's state is made of it.
+            sharding=layout.sharding(leaf.whole_spec if leaf.is_padded else leaf.shard_spec),
+        ),
+        layout.shapes,
+    )
+    if path.exists() and is_safetensors(path):
+        return import_safetensors(path, layout, like)
+    found = find_checkpoint(path)
+    return restore(found, layout, {"params": like}, partial=True)["params"]
