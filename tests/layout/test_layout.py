@@ -192,16 +192,6 @@ def test_rules_override_and_those_that_match_nothing_are_reported(mesh8):
         zerojax.make_layout(params, mesh8, stage=3, rules=[zerojax.Rule(path="a", dim=2)])
 
 
-def test_raise_if_whole_names_every_leaf_that_stays_whole(mesh8):
-    params = shapes(fine=(64, 64), gates=(2048,), scales=(4096,), small=(3,), mine=(64, 64))
-    rules = [zerojax.Rule(path="gates|scales", stacked=1), zerojax.Rule(path="mine", whole=True)]
-    with pytest.raises(ValueError, match=r"gates.*\n.*scales") as raised:
-        zerojax.make_layout(params, mesh8, stage=1, rules=rules).raise_if_whole()
-    assert "small" not in str(raised.value)
-    assert "mine" not in str(raised.value), "the user asked for it"
-    zerojax.make_layout(shapes(fine=(64, 64)), mesh8, stage=1).raise_if_whole()
-
-
 @pytest.mark.parametrize("stage", [4, -1, "2", True, None])
 def test_an_unknown_stage_is_refused(stage, mesh8):
     with pytest.raises(ValueError, match=r"stage must be one of \[0, 1, 2, 3\]"):

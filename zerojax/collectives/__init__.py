@@ -10,7 +10,7 @@ from zerojax.collectives._examples import (
     resized,
     unmarked,
 )
-from zerojax.collectives._placement import (
+from zerojax.collectives._forms import (
     auto_region,
     constrain,
     shard,

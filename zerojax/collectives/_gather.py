@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import Axes
-from zerojax.collectives._placement import constrain
+from zerojax.collectives._forms import constrain
 from zerojax.layout import Entries, Layout, as_spec
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax.collectives._boxed import Boxed, Opening
+from zerojax.collectives._forms import constrain
 from zerojax.collectives._gather import PerDevice
-from zerojax.collectives._placement import constrain
 from zerojax.layout import Layout
 
 

@@ -19,8 +19,8 @@ from zerojax.collectives._examples import (
     num_examples,
     resized,
 )
+from zerojax.collectives._forms import constrain, to_stored
 from zerojax.collectives._gather import PerDevice, scatter
-from zerojax.collectives._placement import constrain, to_stored
 from zerojax.collectives._separable import check_mean_over_examples
 from zerojax.layout import Layout, LeafLayout
 

@@ -32,8 +32,8 @@ from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, run, run_s
 from zerojax._tree import as_shapes, leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, box, never_saves_gathered
+from zerojax.collectives._forms import auto_region
 from zerojax.collectives._lookup import is_lookup, look_up
-from zerojax.collectives._placement import auto_region
 from zerojax.collectives._structural import keep_boxed
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Layout, check_layout

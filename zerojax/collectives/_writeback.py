@@ -19,8 +19,8 @@ import jax
 
 from zerojax._types import PyTree
 from zerojax.collectives._buckets import layers_per_bucket
+from zerojax.collectives._forms import constrain, store, to_logical, to_stored
 from zerojax.collectives._gather import gather
-from zerojax.collectives._placement import constrain, store, to_logical, to_stored
 from zerojax.layout import Layout, LeafLayout
 
 

@@ -11,8 +11,6 @@ from zerojax.layout._leaf import Cut
 
 #: Padding is worth it where a shard is at most half of the leaf; with two shards, three quarters.
 MOST_OF_TWO = 1.5
-#: How the reason of a leaf begins that would be partitioned if it could.
-NO_DIM = "whole: no dim is long enough"
 
 
 @lru_cache(maxsize=4096)
@@ -60,7 +58,7 @@ def choose_cut(
         if 0 < size <= most * shape[dim]:
             stored[dim] = size
     if not stored:
-        return None, f"{NO_DIM} for {num_shards} shards{layers}"
+        return None, f"whole: no dim is long enough for {num_shards} shards{layers}"
     dim = min(stored, key=lambda d: stored[d] / shape[d])  # of equals the first
     cut = Cut(dim=dim, axes=axes, num_shards=num_shards, stored_size=stored[dim])
     if cut.stored_size == shape[dim]:

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import leaves_by_path, num_elements
+from zerojax._tree import leaves_by_path
 from zerojax._types import AnyMesh, PyTree, Shape
 from zerojax.layout import _mesh
-from zerojax.layout._choice import NO_DIM
 from zerojax.layout._describe import Description, describe
 from zerojax.layout._leaf import Entries, LeafLayout, as_entries
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout, optimizer_leaves
@@ -104,23 +103,6 @@ class Layout(TreeLayout):
         precision = as_recipe(recipe).precision
         return describe(self, self.optimizer(tx, precision.updated), precision, stored)
 
-    def raise_if_whole(self) -> None:
-        """Raise a ValueError that names every large leaf that stays whole without being told to.
-
-        Large is `min_size` elements or more. Rules that matched nothing are named too.
-        """
-        whole = [
-            f"{leaf.path} {leaf.shape}: {leaf.reason}"
-            for leaf in self.leaves
-            if leaf.reason.startswith(NO_DIM) and num_elements(leaf.shape) >= self.min_size
-        ]
-        found = [*whole, *(f"rule {rule.path!r} matched no leaf" for rule in self.unmatched_rules)]
-        if found:
-            raise ValueError(
-                f"{len(found)} leaves stay whole or rules match nothing; raise min_size, or add a "
-                "rule that says so\n  " + "\n  ".join(found)
-            )
-
 
 def check_layout(given: Any, call: str) -> None:
     """Raise a TypeError that shows the call where something else is given as a layout."""
@@ -165,26 +147,26 @@ def make_layout(
     _mesh.check_mesh(mesh)
     _check_choices(rules, min_size)
     axes = _mesh.as_axes(axis, mesh, "axis")
-    names = list(leaves_by_path(params))
-    if not names:
+    shapes = {path: _shape_of(path, leaf) for path, leaf in leaves_by_path(params).items()}
+    if not shapes:
         raise ValueError(
             f"the parameters hold no arrays, got {params!r}; hand over a pytree of them"
         )
-    pairs, structure = jax.tree_util.tree_flatten_with_path(params)
-    shapes = [_shape_of(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)]
-    entries = map(functools.partial(_user_entries, mesh), names, _broadcast(specs, params), shapes)
-    stacked = stacked_from_shapes([path for path, _ in pairs], [s.shape for s in shapes])
+    entries = map(
+        functools.partial(_user_entries, mesh), shapes, _broadcast(specs, params), shapes.values()
+    )
+    stacked = stacked_from_shapes({path: leaf.shape for path, leaf in shapes.items()})
     empty = Layout(
         mesh=mesh,
         stage=check_stage(stage),
         axis=axes,
         batch_axes=axes if batch_axes is None else _mesh.as_axes(batch_axes, mesh, "batch axis"),
         leaves=(),
-        structure=structure,
+        structure=jax.tree.structure(params),
         rules=tuple(rules),
         min_size=min_size,
     )
-    leaves = tuple(map(functools.partial(_place, empty), names, shapes, entries, stacked))
+    leaves = tuple(map(functools.partial(_place, empty), shapes, shapes.values(), entries, stacked))
     layout = dataclasses.replace(empty, leaves=leaves)
     if layout.unmatched_rules:
         unmatched = [rule.path for rule in layout.unmatched_rules]

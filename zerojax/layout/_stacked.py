@@ -8,7 +8,7 @@ being reduce-scattered, and its weights broadcast from one instead of gathered f
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,30 +23,33 @@ from zerojax.layout._rule import Rule
 _Origin = tuple[int, int]
 
 
-def stacked_from_shapes(paths: Sequence[tuple[Any, ...]], shapes: Sequence[Shape]) -> list[int]:
-    """Count the leading layer dims of each leaf, 0 or 1, from shapes alone.
+def stacked_from_shapes(shapes: Mapping[str, Shape]) -> list[int]:
+    """Count the leading layer dims of each leaf, 0 or 1, from shapes by path alone.
 
     A subtree counts as stacked when all of its leaves share their leading size and vectors as well
     as matrices are among them, as in a stack of layers with norms or biases: `[L, D]` beside
     `[L, D, F]`. An unstacked layer does not look so, because its own vectors have one dim.
     """
-    # path prefix: the leading size that all leaves share or -1, least and most dims
-    groups: dict[tuple[Any, ...], tuple[int, int, int]] = {}
-    for path, shape in zip(paths, shapes, strict=True):
-        lead = shape[0] if len(shape) >= 2 else -1
-        for depth in range(1, len(path)):
-            prefix = path[:depth]
-            known = groups.get(prefix)
-            if known is None:
-                groups[prefix] = (lead, len(shape), len(shape))
-            elif known[0] != -1:
-                size = lead if lead == known[0] else -1
-                groups[prefix] = (size, min(known[1], len(shape)), max(known[2], len(shape)))
-    is_stack = {p for p, (lead, least, most) in groups.items() if lead > 1 and least == 2 < most}
-    return [
-        int(any(path[:depth] in is_stack for depth in range(1, len(path)))) if is_stack else 0
-        for path in paths
-    ]
+    below: dict[str, list[Shape]] = {}
+    for path, shape in shapes.items():
+        for subtree in _subtrees(path):
+            below.setdefault(subtree, []).append(shape)
+    stacks = {subtree for subtree, found in below.items() if _is_stack(found)}
+    return [int(not stacks.isdisjoint(_subtrees(path))) for path in shapes]
+
+
+def _subtrees(path: str) -> list[str]:
+    """Name the subtrees that a leaf is in: `a` and `a/b` of `a/b/c`."""
+    names = path.split("/")
+    return ["/".join(names[:count]) for count in range(1, len(names))]
+
+
+def _is_stack(shapes: Sequence[Shape]) -> bool:
+    ndims = [len(shape) for shape in shapes]
+    if min(ndims) != 2 or max(ndims) == 2:
+        return False
+    sizes = {shape[0] for shape in shapes}
+    return len(sizes) == 1 and max(sizes) > 1
 
 
 def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule, ...]:

@@ -140,8 +140,8 @@ def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:
     at_once = Phases(flat, (axes,))
     if isinstance(mesh, AbstractMesh):
         return at_once
-    span = SPANS.get(mesh.devices.flat[0].device_kind)
-    if span is None or not axes or _num_slices(mesh) > 1 or _fits(span, _spanned(mesh, axes)):
+    span = _span_of(mesh)
+    if span is None or not axes or _fits(span, _spanned(mesh, axes)):
         return at_once
     digits = [read_digits(mesh, axis) for axis in axes]
     if None in digits:
@@ -156,10 +156,8 @@ def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:
 
 def in_order(mesh: Mesh) -> Mesh:
     """Return the same mesh with its devices row by row along the torus, where phases need that."""
-    span = SPANS.get(mesh.devices.flat[0].device_kind)
-    if span is None or _num_slices(mesh) > 1:
-        return mesh
-    if all(
+    span = _span_of(mesh)
+    if span is None or all(
         _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) is not None
         for axis in mesh.axis_names
     ):
@@ -236,6 +234,12 @@ def _cut(mesh: Mesh, groups: list[list[Digit]]) -> Phases:
     )
 
 
+def _span_of(mesh: Mesh) -> Span | None:
+    """Return what a collective may span on a mesh; None where its devices lie on no torus."""
+    slices = {getattr(device, "slice_index", 0) for device in mesh.devices.flat}
+    return SPANS.get(mesh.devices.flat[0].device_kind) if len(slices) == 1 else None
+
+
 def _fits(span: Span, sizes: dict[str, int]) -> bool:
     """Return whether one collective may span these torus dims."""
     held = tuple(sorted(size for size in sizes.values() if size > 1))
@@ -259,7 +263,3 @@ def _coords(mesh: Mesh) -> np.ndarray:
 
 def _place(device: Any) -> tuple[int, ...]:
     return (*device.coords, device.core_on_chip)
-
-
-def _num_slices(mesh: Mesh) -> int:
-    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})

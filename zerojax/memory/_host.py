@@ -22,15 +22,9 @@ def offloaded_kinds(policy: OffloadPolicy | None, devices: Iterable[Any]) -> fro
     """
     if policy is None or not policy.kinds:
         return frozenset()
-    device = next(iter(devices))
-    if has_host_memory(device):
+    fault = _fault(f"OffloadPolicy(kinds={policy.kinds})", devices)
+    if not fault:
         return frozenset(policy.kinds)
-    kinds = memory_kinds(device)
-    found = f"only {', '.join(kinds)}" if kinds else "and names no memory at all"
-    fault = (
-        f"OffloadPolicy puts {' and '.join(policy.kinds)} into {HOST_MEMORY!r} memory, and the "
-        f"backend {device.platform!r} of this mesh ({device.device_kind}) has none: {found}"
-    )
     if policy.missing == "refuse":
         raise ValueError(
             f"{fault}; leave the offload out, or write OffloadPolicy(missing='device') to keep "
@@ -42,12 +36,20 @@ def offloaded_kinds(policy: OffloadPolicy | None, devices: Iterable[Any]) -> fro
 
 def check_host_memory(asked: str, devices: Iterable[Any]) -> None:
     """Refuse what needs the host's memory on devices that have none."""
+    if fault := _fault(asked, devices):
+        raise ValueError(f"{fault}; leave the offload out")
+
+
+def _fault(asked: str, devices: Iterable[Any]) -> str:
+    """Say what is missing on devices without the host's memory; nothing where they have it."""
     device = next(iter(devices))
-    if not has_host_memory(device):
-        raise ValueError(
-            f"{asked} needs {HOST_MEMORY!r} memory, and the backend {device.platform!r} of this "
-            f"mesh ({device.device_kind}) has none; leave the offload out"
-        )
+    if has_host_memory(device):
+        return ""
+    kinds = ", ".join(memory_kinds(device))
+    return (
+        f"{asked} needs {HOST_MEMORY!r} memory, and the backend {device.platform!r} of this mesh "
+        f"({device.device_kind}) has none" + (f", only {kinds}" if kinds else "")
+    )
 
 
 def has_host_memory(device: Any) -> bool:
