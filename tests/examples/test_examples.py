@@ -1,0 +1,69 @@
+"""The programs of examples/ under every stage: plain optax's losses, the promised bytes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from tests.texts import roundings
+from zerojax.layout import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+NUM_STEPS = 4
+#: What a loss is summed over: the logits of a batch's bytes, the widest sums of these models.
+NUM_SUMMANDS = 16 * 32 * 256
+
+
+#: What is left of zerojax where ZeRO is taken out of a loop: data parallelism with plain optax.
+PLAIN = types.SimpleNamespace(
+    make_mesh=zerojax.make_mesh,
+    make_layout=zerojax.make_layout,
+    make_train_step=zerojax.make_train_step,
+    Recipe=zerojax.Recipe,
+    unpad=zerojax.unpad,
+    sharded=lambda tx, layout: tx,
+    gather_where_used=lambda loss_fn, layout: loss_fn,
+    apply_updates=lambda params, updates, layout: optax.apply_updates(params, updates),
+)
+
+
+@functools.cache
+def trained(name, stage):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES[name])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if stage is None:
+        module.__dict__["zerojax"] = PLAIN
+    return module.train(stage or 0, NUM_STEPS)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_example_learns_and_holds_what_its_stage_promises(name, stage):
+    losses, held, promised = trained(name, stage)
+    bound = roundings(NUM_STEPS, NUM_SUMMANDS)
+    np.testing.assert_allclose(losses, trained(name, None)[0], rtol=bound)
+    assert losses[-1] < losses[0]
+    assert held == {kind: promised[kind] for kind in held}
+
+
+def test_an_example_is_a_program():
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, EXAMPLES["with_equinox"], "--stage", "3"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert "bytes per device: {'parameters': " in done.stdout
