@@ -1,5 +1,6 @@
 """The text of compiled programs as records; it knows nothing of ZeRO."""
 
+from zerojax.hlo._alive import most_alive
 from zerojax.hlo._carries import Carry, find_carries
 from zerojax.hlo._collectives import Collective, Collectives, sum_moved
 from zerojax.hlo._groups import Groups, mesh_axes
@@ -27,6 +28,7 @@ __all__ = [
     "is_widened",
     "largest_results",
     "mesh_axes",
+    "most_alive",
     "parse_collectives",
     "parse_module",
     "sum_moved",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from zerojax.audit._evidence import Evidence, describe_move, hint, name_move
 from zerojax.audit._match import Match
 from zerojax.audit._problems import Finding
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._memory import whole_carries
-from zerojax.hlo import Use, uses_of
+from zerojax.hlo import Use, most_alive, uses_of
 
 #: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
 #: the first of the backward pass, and keeping those costs nothing.
 KEPT_SHARE = 0.1
 HOISTED_SHARE = 0.01
+#: How many layers may be gathered at one time.
+AHEAD = 4
 
 
 def check_hoisted(evidence: Evidence) -> Iterator[Finding]:
@@ -81,6 +86,44 @@ def check_kept(evidence: Evidence) -> Iterator[Finding]:
         remedy="rematerialise the function in which the weight is gathered (jax.checkpoint around "
         f"the layer, gathering inside of it){hint(evidence, 'make_train_step')}",
     )
+
+
+def note_alive(evidence: Evidence) -> Iterator[str]:
+    """Report how many gathered weights lie in memory at one time, where they are many.
+
+    The states, one gathered layer and activations are what stage 3 needs. How large activations are
+    is not known, so weights alone are counted, from their gathers to their last uses. A compiler
+    gathers some ahead: up to four layers, or half of all weights, are not told.
+    """
+    if not evidence.layout.partitions("parameter"):
+        return
+    sizes: Counter[tuple[str, str]] = Counter()
+    for moves in _by_leaf(evidence).values():
+        for move in moves:
+            sizes[move.record.computation, move.record.name] += move.record.elements
+    alive, layer = most_alive(evidence.module, sizes), _largest_layer(evidence)
+    if alive > max(AHEAD * layer, evidence.partitioned_elements / 2):
+        yield (
+            f"the step holds {alive:,} elements of gathered weights at one time, and a layer has "
+            f"{layer:,}: scan over the layers, or tie each layer's weights to its input with an "
+            "optimization_barrier"
+        )
+
+
+def _largest_layer(evidence: Evidence) -> int:
+    """Count the elements of the largest layer, gathered.
+
+    A layer of a stack is one slice of all stacks of its height; one of a list is what stands below
+    a number in paths, `blocks/0/...`; any other leaf is one of its own.
+    """
+    layers: Counter[Any] = Counter()
+    for leaf in evidence.layout.leaves:
+        height = leaf.shape[: leaf.stacked]
+        numbered = re.match(r"([^/]*/)*?[^/]*\d[^/]*(?=/)", leaf.path)
+        name = height or (numbered[0] if numbered else leaf.path)
+        local = evidence.layout.local_shape(leaf, leaf.stored_shape)
+        layers[name] += math.prod(local[leaf.stacked :])
+    return max(layers.values())
 
 
 def note_stacks(evidence: Evidence) -> Iterator[str]:

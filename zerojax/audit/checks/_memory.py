@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from zerojax._types import Shape
 from zerojax.audit._arguments import shard_of
-from zerojax.audit._evidence import Evidence, hint
+from zerojax.audit._evidence import SHARE, Evidence, hint
 from zerojax.audit._match import Key, key_of
 from zerojax.audit._problems import Finding
 from zerojax.hlo import Carry
@@ -26,7 +26,8 @@ def check_accumulator(evidence: Evidence) -> Iterator[Finding]:
         for index, carry in whole_carries(evidence)
         if carry.is_sum or ("transpose(" in carry.op_name and carry.written != "all-gather")
     ]
-    if not found:
+    elements = sum(carry.tensor.elements for _, carry in found)
+    if not found or elements < SHARE * evidence.partitioned_elements:
         return
     largest = max((carry for _, carry in found), key=lambda carry: carry.tensor.bytes)
     sums = [carry for _, carry in found if carry.is_sum]

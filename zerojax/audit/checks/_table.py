@@ -48,6 +48,7 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _volume.note_excess,
     _dtype.note_dtypes,
     _gather.note_stacks,
+    _gather.note_alive,
     _gather.note_microbatches,
 )
 
