@@ -73,6 +73,11 @@ def bodies(eqn: Any) -> tuple[Any, ...]:
     return tuple(held) if key == "branches" else (held,)
 
 
+def has_inside(eqn: Any) -> bool:
+    """Whether an equation holds a program of its own."""
+    return any(True for _ in core.jaxprs_in_params(eqn.params))
+
+
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     """Count the constants and the carried values among a scan's inputs; slices come after them."""
     if "num_consts" in params:  # jax 0.10

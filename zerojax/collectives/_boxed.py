@@ -1,15 +1,22 @@
 """A parameter on its way to its first real use, and the gather that happens there.
 
-A `Boxed` value is a stored parameter in global view: sliced, transposed or cast it stays
-partitioned, because none of that needs the other devices' part. `open_box` ends the journey: it
-gathers (or, below stage 3, passes on) the parameter, and its transpose sends the gradient straight
-to shards, which is a reduce-scatter where the gradient is born.
+A `Boxed` value is a logical parameter in global view, which stays cut into shards, and the
+equations that were recorded because they can't be done on shards. Of
+
+    v = transpose w; c = convert_element_type[new_dtype=float32] v; o = dot_general x c
+
+`v` is a box with the transposed shards, `c` the same box with one recorded equation, and the
+product, which mixes it with something else, opens it. `open_box` gathers (or, below stage 3, passes
+on) the value and runs what was recorded; its transpose sends the gradient straight to shards, which
+is a reduce-scatter where the gradient is born.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,57 +24,59 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, opened
-from zerojax.collectives._gather import gather, scatter
+from zerojax.collectives._forms import constrain, to_logical
+from zerojax.collectives._gather import gather, scatter, shard_spec
+from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["eqn"])
 @dataclasses.dataclass(frozen=True)
-class Pending:
+class Recorded:
     """An equation that waits for the gather.
 
     Attributes:
         eqn: the equation, of one result.
-        operands: its inputs: scalars, and None in the place of the box.
+        operands: its inputs: scalars, other boxes, and None in the place of the box.
     """
 
     eqn: Any
     operands: tuple[Any, ...]
 
-    def run(self, opened: jax.Array) -> jax.Array:
-        """Run the equation on the opened box."""
-        return bind(self.eqn, [opened if x is None else x for x in self.operands])[0]
 
-
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "recorded"],
+    meta_fields=["entries", "dim", "path"],
+)
 @dataclasses.dataclass(frozen=True)
 class Boxed:
-    """A partitioned parameter that has not been used yet.
+    """A parameter that has not been used yet; a pytree, so that it passes every boundary of JAX.
 
     Attributes:
-        value: the stored array, whole or partitioned.
+        value: the logical array, in global view; where parameters are partitioned, cut along `dim`.
         entries: the user's mesh axes per dim.
         dim: the partitioned dim; None where the leaf stays whole.
-        size: logical size of `dim`, which padding may exceed.
-        dtype: dtype that the use asks for; wider than the value's where a cast waits.
         path: for messages.
-        pending: equations that wait for the gather, in order.
+        recorded: equations that wait for the gather, in order.
     """
 
     value: jax.Array
     entries: Entries
     dim: int | None
-    size: int
-    dtype: Any
     path: str
-    pending: tuple[Pending, ...] = ()
+    recorded: tuple[Recorded, ...] = ()
 
     @property
-    def is_padded(self) -> bool:
-        """Whether the stored value is longer than the logical one."""
-        return self.dim is not None and self.value.shape[self.dim] != self.size
+    def dtype(self) -> Any:
+        """The dtype that the program gave it."""
+        return self.recorded[-1].eqn.outvars[0].aval.dtype if self.recorded else self.value.dtype
 
-    def holding(self, value: jax.Array) -> Boxed:
-        """Return a box with another array of the same placement."""
-        return dataclasses.replace(self, value=value)
+    @property
+    def held(self) -> frozenset[int]:
+        """The dims that are cut, by the user or by ZeRO."""
+        own = (dim for dim, axes in enumerate(self.entries) if axes)
+        return frozenset(own) if self.dim is None else frozenset({*own, self.dim})
 
     def moved(self, value: jax.Array, dims: tuple[int | None, ...]) -> Boxed:
         """Return a box with the result of a structural operation.
@@ -80,16 +89,21 @@ class Boxed:
         dim = None if self.dim is None else dims.index(self.dim)
         return dataclasses.replace(self, value=value, entries=entries, dim=dim)
 
+    def record(self, eqn: Any, operands: list[Any]) -> Boxed:
+        """Return a box for which one more equation waits."""
+        return dataclasses.replace(self, recorded=(*self.recorded, Recorded(eqn, tuple(operands))))
 
-def box(value: jax.Array, leaf: LeafLayout) -> Boxed:
-    """Return a box with a stored parameter."""
-    size = 0 if leaf.dim is None else leaf.shape[leaf.dim]
-    return Boxed(value, leaf.entries, leaf.dim, size, value.dtype, leaf.path)
+    def replayed(self, value: jax.Array, run: Callable[[Any, list[Any]], list[Any]]) -> jax.Array:
+        """Run what was recorded on an array in the place of the box."""
+        for waiting in self.recorded:
+            operands = [value if x is None else x for x in waiting.operands]
+            (value,) = run(waiting.eqn, operands)
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """How boxes are opened.
+    """How parameters are boxed and opened.
 
     Attributes:
         layout: the placement.
@@ -105,46 +119,78 @@ class Opening:
         return self.layout.partitions("parameter")
 
     def widens(self, dtype: Any) -> bool:
-        """Whether gradients of this dtype are summed in a wider one."""
+        """Whether gradients of this dtype are summed in another one."""
         return (
             self.reduce_dtype is not None
             and jnp.issubdtype(dtype, jnp.floating)
             and jnp.dtype(dtype) != jnp.dtype(self.reduce_dtype)
         )
 
+    def box(self, stored: jax.Array, leaf: LeafLayout) -> Any:
+        """Return a box with a stored parameter, or the parameter where opening would do nothing."""
+        if leaf.dim is None and self.gathers and not self.widens(stored.dtype):
+            return stored
+        value = to_logical(stored, leaf) if stored.shape != leaf.shape else stored
+        return self.placed(Boxed(value, leaf.entries, leaf.dim, leaf.path))
+
+    def placed(self, boxed: Boxed) -> Boxed:
+        """Keep what was computed on shards on shards.
+
+        Left to the partitioner, a value between two constraints may lie whole: it would gather the
+        weight of `x @ w.T`, transpose it and keep that for the backward pass.
+        """
+        if not self.gathers or boxed.dim is None:
+            return boxed
+        spec = shard_spec(self.layout, boxed.entries, boxed.dim)
+        return dataclasses.replace(boxed, value=constrain(boxed.value, self.layout, spec))
+
+    def num_parts(self, boxed: Boxed, dim: int) -> int:
+        """Return into how many parts a dim of a box is cut."""
+        axes = (*boxed.entries[dim], *(self.layout.axis if dim == boxed.dim else ()))
+        return math.prod(self.layout.mesh.shape[axis] for axis in axes)
+
+    def settled(self, values: list[Any]) -> list[Any]:
+        """Return what boxes hold after all that was recorded, which is elementwise, on shards."""
+        return [v.replayed(v.value, bind) if isinstance(v, Boxed) else v for v in values]
+
     def open_box(self, boxed: Boxed) -> jax.Array:
-        """Return the logical parameter on every device, gathered if it was partitioned."""
-        stored, dtype, dim, size = boxed.value.dtype, boxed.dtype, boxed.dim, boxed.size
-        padding = boxed.value.shape[dim] - size if dim is not None else 0
+        """Return the logical parameter on every device, gathered if it was partitioned.
+
+        It comes in the dtype in which its gradient is summed, where that is another.
+        """
+        value, dim = boxed.value, boxed.dim
+        stored = value.dtype
+        wide = self.reduce_dtype if self.widens(stored) else stored
+        padding = 0 if dim is None else -value.shape[dim] % self.num_parts(boxed, dim)
+
+        def padded(x: jax.Array) -> jax.Array:
+            widths = [(0, padding if d == dim else 0) for d in range(x.ndim)]
+            return jnp.pad(x, widths) if padding else x
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jax.lax.slice(x, [0] * x.ndim, value.shape) if padding else x
 
         @jax.custom_vjp
         def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
-                x = gather(x, self.layout, boxed.entries, dim)
-            if padding:
-                x = jax.lax.slice_in_dim(x, 0, size, axis=dim or 0)
-            return checkpoint_name(x.astype(dtype), GATHERED)
+                x = cut(gather(padded(x), self.layout, boxed.entries, dim))
+            return checkpoint_name(x.astype(wide), GATHERED)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            if padding:
-                widths = [(0, padding if d == dim else 0) for d in range(cotangent.ndim)]
-                cotangent = jnp.pad(cotangent, widths)
-            wide = self.reduce_dtype if self.widens(stored) else stored
-            cotangent = scatter(cotangent.astype(wide), self.layout, boxed.entries, dim)
+            cotangent = padded(cotangent.astype(wide))
+            cotangent = cut(scatter(cotangent, self.layout, boxed.entries, dim))
             return (cotangent.astype(stored),)
 
         whole.defvjp(lambda x: (whole(x), None), backward)
-        out = whole(boxed.value)
-        for pending in boxed.pending:
-            out = pending.run(out)
-        return out
+        return boxed.replayed(whole(value), self.open_and_bind)
 
+    def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Run an equation on opened boxes; results may be wider than it was traced with."""
+        return bind_wide(eqn, [self.open_box(v) if isinstance(v, Boxed) else v for v in values])
 
-def cast(boxed: Boxed, dtype: Any) -> Boxed:
-    """Cast a boxed parameter: at once where that leaves less to gather, else after the gather."""
-    if jnp.dtype(dtype).itemsize < jnp.dtype(boxed.value.dtype).itemsize:
-        boxed = boxed.holding(boxed.value.astype(dtype))
-    return dataclasses.replace(boxed, dtype=dtype)
+    def opened(self, value: Any) -> Any:
+        """Open a box, in the dtype that the program gave it; pass anything else on."""
+        return self.open_box(value).astype(value.dtype) if isinstance(value, Boxed) else value
 
 
 #: The name under which rematerialisation policies see a gathered weight.

@@ -16,6 +16,13 @@ from zerojax.collectives._forms import constrain
 from zerojax.layout import Entries, Layout, as_spec
 
 
+def shard_spec(layout: Layout, entries: Entries, dim: int) -> P:
+    """Return the spec of shards along `dim`; the user's own axes stay the major ones."""
+    cut = list(entries)
+    cut[dim] = (*cut[dim], *layout.axis)
+    return as_spec(tuple(cut))
+
+
 def gather(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> jax.Array:
     """Gather shards over the axes that ZeRO partitions over.
 
@@ -52,11 +59,7 @@ def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> 
     for sharding in between:
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
-    if dim is None:
-        return x
-    cut = list(entries)
-    cut[dim] = (*cut[dim], *layout.axis)
-    return constrain(x, layout, as_spec(tuple(cut)))
+    return x if dim is None else constrain(x, layout, shard_spec(layout, entries, dim))
 
 
 class PerDevice:

@@ -7,6 +7,7 @@ adds up the rows of its own tokens, and the sums are scattered phase by phase.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.collectives._boxed import Boxed, Opening
 from zerojax.collectives._forms import constrain
-from zerojax.collectives._gather import PerDevice
+from zerojax.collectives._gather import PerDevice, shard_spec
 from zerojax.layout import Layout
 
 
@@ -30,7 +31,7 @@ def is_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:
         and table.dim is not None
         and layout.phases.reduces(table.value.shape, table.dim)
         and not isinstance(indices, Boxed)
-        and not table.pending
+        and not table.recorded
         and indices.ndim > 1
         and indices.shape[0] % layout.num_batch_parts == 0
         and 0 not in numbers.offset_dims
@@ -45,30 +46,28 @@ def look_up(eqn: Any, boxed: Boxed, indices: jax.Array, opening: Opening) -> jax
     assert dim is not None
     stored = boxed.value
     dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype
-    whole = tuple(boxed.size if d == dim else n for d, n in enumerate(stored.shape))
     devices = PerDevice(layout)
-    rows = -(-stored.shape[dim] // layout.num_shards) * layout.num_shards
+    padding = -stored.shape[dim] % layout.num_shards
 
     @jax.custom_vjp
     def take_rows(value: jax.Array, indices: jax.Array) -> jax.Array:
-        table = opening.open_box(boxed.holding(value))
+        table = opening.opened(dataclasses.replace(boxed, value=value))
         return eqn.primitive.bind(table, indices, **eqn.params)
 
     def local(cotangent: jax.Array, indices: jax.Array) -> jax.Array:
         def take(table: jax.Array) -> jax.Array:
             return eqn.primitive.bind(table, indices, **eqn.params)
 
-        transposed = jax.linear_transpose(take, jax.ShapeDtypeStruct(whole, dtype))
+        transposed = jax.linear_transpose(take, jax.ShapeDtypeStruct(stored.shape, dtype))
         (g,) = transposed(cotangent.astype(dtype))
-        widths = [(0, rows - whole[dim] if d == dim else 0) for d in range(len(whole))]
+        widths = [(0, padding if d == dim else 0) for d in range(stored.ndim)]
         return devices.sum_over(jnp.pad(g, widths), dim)
 
     def backward(indices: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
         batch = P(devices.axes)
         g = devices.run(local, (batch, batch), devices.spec(dim), cotangent, indices)
-        if rows != stored.shape[dim]:  # below stage 3 a table is not padded
-            g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
-        g = constrain(g, layout, P(*[None] * dim, layout.axis))
+        g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
+        g = constrain(g, layout, shard_spec(layout, boxed.entries, dim))
         return g.astype(stored.dtype), None
 
     take_rows.defvjp(lambda value, indices: (take_rows(value, indices), indices), backward)

@@ -10,8 +10,8 @@ scanned layer's weights are gathered inside the loop, and the gradient leaves th
         v = transpose wi                                 still boxed; [8,1]
         o = dot_general h v } ] x w                      opened here: gathered to [8,8]
 
-Outside a function that the user rematerialises, the operation that opens a box is rematerialised
-alone: the backward pass gathers again instead of keeping the gathered weight.
+Outside a function that the user rematerialises, and in every loop, the operation that opens a box
+is rematerialised alone: the backward pass gathers again instead of keeping the gathered weight.
 
 Source: arXiv 1910.02054, section 7.2.2 (stage 3 gathers in the forward and the backward pass).
 """
@@ -25,17 +25,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, bind, called, run, run_scan, scan_parts
+from zerojax._jaxpr import (
+    PLAIN_CALLS,
+    REMATERIALISED,
+    bind,
+    called,
+    has_inside,
+    opened,
+    run,
+    run_scan,
+    scan_parts,
+)
 from zerojax._tree import as_shapes, leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives._boxed import Boxed, Opening, box, never_saves_gathered
+from zerojax.collectives._boxed import Boxed, Opening, never_saves_gathered
 from zerojax.collectives._forms import auto_region
 from zerojax.collectives._lookup import is_lookup, look_up
-from zerojax.collectives._structural import keep_boxed
-from zerojax.collectives._wide import bind_wide
+from zerojax.collectives._structural import keep_boxed, keeps_parts, waits_elementwise
 from zerojax.layout import Layout, check_layout
 
 _CALL = "gather_where_used(loss_fn, layout)"
@@ -82,15 +90,9 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
             )(logical, *args)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed,
         # and the compiler makes one sum of those of a weight that is used twice.
-        boxes = [
-            box(x, leaf)
-            if leaf.dim is not None or not opening.gathers or opening.widens(x.dtype)
-            else x
-            for leaf, x in zip(layout.leaves, stored, strict=True)
-        ]
-        retracer = _Retracer(opening)
-        flat = retracer.run(traced, [*boxes, *jax.tree.leaves(args)])
-        return jax.tree.unflatten(jax.tree.structure(out), map(retracer.opened, flat))
+        boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
+        flat = _Retracer(opening).run(traced, [*boxes, *jax.tree.leaves(args)])
+        return jax.tree.unflatten(jax.tree.structure(out), map(opening.opened, flat))
 
     return wrapped
 
@@ -111,10 +113,6 @@ class _Retracer:
     saved: bool = False
     looped: bool = False
 
-    def opened(self, value: Any) -> Any:
-        """Open a box; pass anything else on."""
-        return self.opening.open_box(value) if isinstance(value, Boxed) else value
-
     def run(self, program: Any, args: Sequence[Any]) -> list[Any]:
         """Run a program; results may be boxes."""
         return run(program, args, self._step)
@@ -132,48 +130,69 @@ class _Retracer:
             return self._scan(eqn, values)
         if name == "cond":
             return self._cond(eqn, values)
-        kept = keep_boxed(eqn, values)
+        kept = keep_boxed(eqn, values, self.opening)
         return self._use(eqn, values) if kept is None else kept
 
     def _remat(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Enter a rematerialised function with boxes; what it gathers is gathered again."""
         inner = dataclasses.replace(self, saved=True)
-        arrays, rebox = _unboxed(values)
-        reboxes: list[Any] = []
 
-        def body(*arrays: Any) -> list[Any]:
-            out, again = _unboxed(inner.run(called(eqn), rebox(arrays)))
-            reboxes[:] = [again]
-            return out
+        def body(*values: Any) -> list[Any]:
+            return inner.run(called(eqn), values)
 
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         if policy is not None and self.opening.gathers:
             policy = never_saves_gathered(policy)
-        out = jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)(*arrays)
-        return reboxes[0](out)
+        return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Scan with boxed slices: layers are gathered inside the loop."""
-        first = sum(scan_parts(eqn.params))
-        whole = [self.opened(v) for v in values[:first]]
+        num_consts, num_carry = scan_parts(eqn.params)
+        first = num_consts + num_carry
+        program = eqn.params["jaxpr"]
+        consts = [
+            v if self._is_sliced(program, i, v) else self.opening.opened(v)
+            for i, v in enumerate(values[:num_consts])
+        ]
+        carry = map(self.opening.opened, values[num_consts:first])
         stacks = [self._sliceable(v) for v in values[first:]]
-        inner = dataclasses.replace(self, looped=True)
+        # Kept for the backward pass, what each iteration gathers would be the stack again, also
+        # where the loop as a whole is rematerialised.
+        inner = dataclasses.replace(self, looped=True, saved=False)
 
         def body(values: list[Any]) -> list[Any]:
             layer = [
                 v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
                 for v, x in zip(stacks, values[first:], strict=True)
             ]
-            out = inner.run(eqn.params["jaxpr"], [*values[:first], *layer])
-            return [inner.opened(v) for v in out]
+            return [*map(self.opening.opened, inner.run(program, [*values[:first], *layer]))]
 
-        return run_scan(eqn, [*whole, *_unboxed(stacks)[0]], body)
+        arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
+        return run_scan(eqn, [*consts, *carry, *arrays], body)
+
+    def _is_sliced(self, program: Any, index: int, value: Any) -> bool:
+        """Whether a loop's body reads a box, one of its constants, in slices only.
+
+        As in `h @ dynamic_index_in_dim(stack, i)`: then a layer is gathered, inside the loop. What
+        is read whole is gathered once, before it.
+        """
+        if not isinstance(value, Boxed):
+            return False
+        jaxpr, _ = opened(program)
+        var = jaxpr.invars[index]
+        for eqn in jaxpr.eqns:
+            for place in (i for i, atom in enumerate(eqn.invars) if atom is var):
+                name = eqn.primitive.name
+                if name in PLAIN_CALLS or name == REMATERIALISED:
+                    if not self._is_sliced(called(eqn), place, value):
+                        return False
+                elif not keeps_parts(eqn, value, self.opening):
+                    return False
+        return var not in jaxpr.outvars
 
     def _sliceable(self, value: Any) -> Any:
         """Open a box whose leading dim can't be sliced while it is partitioned."""
-        if not isinstance(value, Boxed) or not (
-            value.dim == 0 or value.pending or value.entries[0]
-        ):
+        if not isinstance(value, Boxed) or not (0 in value.held or not waits_elementwise(value)):
             return value
         if self.opening.gathers and value.dim is not None:
             why = "the loss computes with the whole stack; do that in the scanned layer"
@@ -187,44 +206,37 @@ class _Retracer:
                 f"all layers of leaf {value.path!r} are gathered before the loop, because {why}",
                 stacklevel=2,
             )
-        return self.opened(value)
+        return self.opening.opened(value)
 
     def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Enter the branches with boxes: only the branch that is taken gathers."""
-        arrays, rebox = _unboxed(values[1:])
 
         def branch(program: Any) -> Callable[..., list[Any]]:
-            return lambda *arrays: [self.opened(v) for v in self.run(program, rebox(arrays))]
+            return lambda *values: [*map(self.opening.opened, self.run(program, values))]
 
-        return jax.lax.switch(values[0], [*map(branch, eqn.params["branches"])], *arrays)
+        index, *operands = values
+        branches = [*map(branch, eqn.params["branches"])]
+        return jax.lax.switch(self.opening.opened(index), branches, *operands)
 
     def _use(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open an equation's boxes and run it; alone, it gathers again for its backward pass."""
-        arrays, rebox = _unboxed(values)
 
-        def use(*arrays: Any) -> list[Any]:
-            return self._open_and_bind(eqn, rebox(arrays))
+        def use(*values: Any) -> list[Any]:
+            return self._open_and_bind(eqn, list(values))
 
         if self.saved or not self.opening.gathers:
-            return use(*arrays)
+            return use(*values)
         # A plain operation has nothing inside worth keeping; a user's custom derivative may.
-        policy = never_saves_gathered(None) if _has_inside(eqn) else None
-        return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)(*arrays)
+        policy = never_saves_gathered(None) if has_inside(eqn) else None
+        return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)(*values)
 
     def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
         if is_lookup(eqn, values, self.opening.layout):
             table, indices = values
             return [look_up(eqn, table, indices, self.opening)]
-        is_wide = any(isinstance(v, Boxed) and self.opening.widens(v.value.dtype) for v in values)
-        if not is_wide or _has_inside(eqn):
-            return bind(eqn, [self.opened(v) for v in values])
-        wide = self.opening.reduce_dtype
-        opened = [
-            self.opened(dataclasses.replace(v, dtype=wide) if isinstance(v, Boxed) else v)
-            for v in values
-        ]
-        return bind_wide(eqn, opened, wide, num_weights=sum(isinstance(v, Boxed) for v in values))
+        out = self.opening.open_and_bind(eqn, values)
+        return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
 
 def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:
@@ -242,22 +254,6 @@ def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:
             "where it would be lost; return what changes (aux), and pass it in as an argument"
         )
     return out
-
-
-def _unboxed(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Return what the boxes hold, and the function that puts it back."""
-
-    def rebox(arrays: Sequence[Any]) -> list[Any]:
-        return [
-            v.holding(x) if isinstance(v, Boxed) else x for v, x in zip(values, arrays, strict=True)
-        ]
-
-    return [v.value if isinstance(v, Boxed) else v for v in values], rebox
-
-
-def _has_inside(eqn: Any) -> bool:
-    """Whether an equation holds a program of its own."""
-    return any(True for _ in core.jaxprs_in_params(eqn.params))
 
 
 def _is_unplaced(params: dict[str, Any]) -> bool:

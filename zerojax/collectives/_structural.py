@@ -1,4 +1,17 @@
-"""Operations that a partitioned parameter goes through without the other devices' part."""
+"""Operations that a boxed parameter goes through without the other devices' part.
+
+A box's value is a whole array in global view that happens to be cut, so every operation on it is
+right whatever it is; the rules here say which of them need no other device's part.
+
+| equation                                        | where                                     |
+| ----------------------------------------------- | ----------------------------------------- |
+| elementwise, all operands alike or scalars      | on shards; recorded where it widens       |
+| moves elements, and keeps the cut dims          | on shards                                 |
+| reduces, or makes a scalar of boxes             | on shards; what it sums over devices is   |
+|                                                 | small, and no box any more                |
+| cheap, of boxes and scalars                     | recorded                                  |
+| any other                                       | opens                                     |
+"""
 
 from __future__ import annotations
 
@@ -6,31 +19,30 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import bind
-from zerojax.collectives._boxed import Boxed, Pending, cast
+from zerojax._jaxpr import PLAIN_CALLS, bind, called, has_inside, opened
+from zerojax.collectives._boxed import Boxed, Opening
 
-#: Elementwise operations that are safe in padding: finite there, and so are their derivatives.
-LINEAR = frozenset("abs add add_any copy max min mul neg sign sub".split())
-
-#: Elementwise operations that are done on shards when everything else in them is a scalar.
-ELEMENTWISE = LINEAR.union(
-    "cos div exp integer_pow log logistic pow rsqrt sin sqrt square tanh".split()
+#: Operations that only move the elements of their first operand: what was recorded before can run
+#: after them. They wait for the gather themselves where they can't be done on shards, as
+#: elementwise ones do: they are cheap to do again, and kept, their results would be whole weights.
+_MOVES = frozenset(
+    """
+    broadcast_in_dim dynamic_slice gather reshape rev sharding_constraint slice split squeeze
+    transpose
+    """.split()
 )
+_JOINS = frozenset("concatenate pad stack".split())
+_REDUCTIONS = frozenset("argmax argmin reduce_max reduce_min reduce_prod reduce_sum".split())
 
-#: Operations that wait for the gather when they can't be done on shards, and are done again for
-#: the backward pass; kept, their results would be whole weights.
-DEFERRED = ELEMENTWISE.union(
-    "broadcast_in_dim convert_element_type expand_dims reshape rev slice squeeze transpose".split()
-)
-
-#: The parameters that hold sizes of a result.
-_SIZES = {"slice": "limit_indices", "dynamic_slice": "slice_sizes", "reshape": "new_sizes"}
+#: Old dim of each dim of a result, None for a new one.
+_Dims = tuple[int | None, ...]
 
 
-def keep_boxed(eqn: Any, values: list[Any]) -> list[Any] | None:
-    """Carry a box through one equation, or return None where it has to be opened.
+def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | None:
+    """Carry boxes through one equation, or return None where they have to be opened.
 
     Of `b = transpose a; c = mul b 0.5; d = add c x`, a and b and c stay on shards; d, where x is an
     array, is a real use.
@@ -38,112 +50,160 @@ def keep_boxed(eqn: Any, values: list[Any]) -> list[Any] | None:
     Args:
         eqn: the equation.
         values: its inputs; at least one is `Boxed`.
+        opening: how boxes are opened.
     """
     if eqn.primitive.name == "optimization_barrier":
-        out = bind(eqn, [v.value if isinstance(v, Boxed) else v for v in values])
-        return [
-            v.holding(x) if isinstance(v, Boxed) else x for v, x in zip(values, out, strict=True)
-        ]
+        return list(jax.lax.optimization_barrier(values))
+    if sum(isinstance(v, Boxed) for v in values) > 1:
+        # A scalar parameter costs nothing to open, and what it scales stays boxed.
+        values = [opening.opened(v) if _is_scalar(v) else v for v in values]
     boxes = [v for v in values if isinstance(v, Boxed)]
-    if len(boxes) != 1:
+    if not boxes:
+        return bind(eqn, values)
+    kept = _on_shards(eqn, values, boxes, opening)
+    return _recorded(eqn, values, boxes) if kept is None else kept
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Whether each element of the result comes of the same element of the operands, or of scalars.
+
+    Such an equation takes scalars for all of its operands as well. `cumsum` along a dim, `rev` or
+    `transpose` don't.
+    """
+    if len(eqn.outvars) != 1 or not all(_fits(x.aval, eqn.outvars[0].aval) for x in eqn.invars):
+        return False
+    if eqn.primitive.name == "custom_jvp_call" or eqn.primitive.name in PLAIN_CALLS:
+        return all(map(is_elementwise, opened(called(eqn))[0].eqns))
+    if eqn.primitive.name == "sharding_constraint" or has_inside(eqn):
+        return False
+    scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in eqn.invars]
+    try:
+        (out,) = jax.eval_shape(lambda *xs: bind(eqn, xs), *scalars)
+    except (TypeError, ValueError, IndexError):
+        return False
+    return out.shape == ()
+
+
+def _fits(operand: Any, result: Any) -> bool:
+    """Whether an operand is a scalar, or has the result's sizes or 1."""
+    sizes = zip(operand.shape, result.shape, strict=False)
+    return operand.ndim in (0, result.ndim) and all(a in (1, b) for a, b in sizes)
+
+
+def waits_elementwise(boxed: Boxed) -> bool:
+    """Whether all that was recorded is elementwise, so that it can run on shards and on slices."""
+    return all(
+        is_elementwise(waiting.eqn) and not any(isinstance(x, Boxed) for x in waiting.operands)
+        for waiting in boxed.recorded
+    )
+
+
+def keeps_parts(eqn: Any, boxed: Boxed, opening: Opening) -> bool:
+    """Whether an equation takes a slice of a box that needs no other device's part."""
+    sliced = eqn.primitive.name in ("slice", "dynamic_slice", "gather")
+    return sliced and _dims_after(eqn, boxed, opening) is not None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Boxed) and value.value.ndim == 0
+
+
+def _on_shards(
+    eqn: Any, values: list[Any], boxes: list[Boxed], opening: Opening
+) -> list[Any] | None:
+    """Run an equation on the values, if it treats all shards alike."""
+    first = boxes[0]
+    others = [v for v in values if not isinstance(v, Boxed)]
+    if not all(_lies_as(first, b) for b in boxes):
         return None
-    kept = None if boxes[0].pending else _on_shards(eqn, values, boxes[0])
-    return _after_gather(eqn, values, boxes[0]) if kept is None else kept
-
-
-def _on_shards(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
-    """Run an equation on the stored value, if it treats all shards alike."""
-    name, params = eqn.primitive.name, eqn.params
-    arrays = [v.value if isinstance(v, Boxed) else v for v in values]
-    if name == "convert_element_type":
-        new = params["new_dtype"]
-        both_float = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(boxed.dtype, jnp.floating)
-        return [cast(boxed, new)] if both_float else None
-    if name == "name":
-        return [boxed]
-    if name in ELEMENTWISE:
-        if boxed.dtype != boxed.value.dtype or (boxed.is_padded and name not in LINEAR):
+    result = eqn.outvars[0].aval
+    if is_elementwise(eqn) and first.value.shape == result.shape:
+        widens = result.dtype.itemsize > first.value.dtype.itemsize
+        if len(boxes) == 1 and (widens or first.recorded) and not any(map(jnp.ndim, others)):
             return None
-        if any(jnp.ndim(v) for v in values if not isinstance(v, Boxed)):
-            return None
-        (out,) = bind(eqn, arrays)
-        return [boxed.holding(out)] if out.dtype == boxed.dtype else None
-    dims = _dims_after(name, params, boxed.value.shape, boxed)
+        (out,) = bind(eqn, opening.settled(values))
+        return [opening.placed(dataclasses.replace(first, value=out, recorded=()))]
+    if not others and all(var.aval.shape == () for var in eqn.outvars):
+        return bind(eqn, opening.settled(values))
+    dims = _dims_after(eqn, first, opening)
     if dims is None:
         return None
-    outs = bind(_at_stored_size(eqn, boxed, dims), arrays)
-    return [boxed.moved(out, dims) for out in outs]
+    if eqn.primitive.name not in _MOVES:
+        outs, recorded = bind(eqn, opening.settled(values)), ()
+    else:
+        outs, recorded = bind(eqn, [first.value, *others]), first.recorded
+    if not first.held <= set(dims):
+        return outs
+    first = dataclasses.replace(first, recorded=recorded)
+    return [opening.placed(first.moved(out, dims)) for out in outs]
 
 
-def _after_gather(eqn: Any, values: list[Any], boxed: Boxed) -> list[Any] | None:
-    """Let an equation wait until the box is opened, if it is cheap and else needs only scalars."""
-    operands = tuple(None if isinstance(v, Boxed) else v for v in values)
-    if eqn.primitive.name not in DEFERRED or any(jnp.ndim(v) for v in operands if v is not None):
+def _lies_as(one: Boxed, other: Boxed) -> bool:
+    """Whether two boxes are cut alike, and what was recorded for the second can run on shards."""
+    alike = (one.entries, one.dim) == (other.entries, other.dim)
+    return alike and one.value.shape == other.value.shape and waits_elementwise(other)
+
+
+def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | None:
+    """Let an equation of boxes and scalars wait until they are opened, if it is cheap."""
+    others = [v for v in values if not isinstance(v, Boxed)]
+    if len(eqn.outvars) > 1 or any(map(jnp.ndim, others)):
         return None
-    return [dataclasses.replace(boxed, pending=(*boxed.pending, Pending(eqn, operands)))]
+    if eqn.primitive.name not in _MOVES | _JOINS and not is_elementwise(eqn):
+        return None
+    return [boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])]
 
 
-def _dims_after(
-    name: str, params: dict[str, Any], shape: tuple[int, ...], boxed: Boxed
-) -> tuple[int | None, ...] | None:
-    """Return the old dim that each dim of the result is; None where the partitioned dim is cut up.
+def _dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
+    """Return the old dim that each dim of the result is; None where a cut dim is cut up.
 
     Of `[4, 8, 8]` with dim 1 partitioned, transposed by (0, 2, 1): (0, 2, 1). Reshaped to
-    `[4, 8, 2, 4]`: (None, 1, None, None). Reshaped to `[32, 8]`: None.
+    `[4, 8, 2, 4]`: (None, 1, None, None). Summed over dim 1: (0, 2).
     """
-    held = {dim for dim, axes in enumerate(boxed.entries) if axes}
-    if boxed.dim is not None:
-        held.add(boxed.dim)
-    logical = tuple(boxed.size if d == boxed.dim else n for d, n in enumerate(shape))
-    same = tuple(range(len(shape)))
+    name, params = eqn.primitive.name, eqn.params
+    old, new = boxed.value.shape, eqn.outvars[0].aval.shape
+    same, held = tuple(range(len(old))), boxed.held
     if name == "transpose":
         return tuple(params["permutation"])
+    if name == "stack":
+        return (*same[: params["axis"]], None, *same[params["axis"] :])
+    if name in ("concatenate", "dynamic_slice", "pad", "slice", "split"):
+        return same if all(new[d] == old[d] for d in held) else None
+    if name == "rev":
+        return None if held & set(params["dimensions"]) else same
     if name == "squeeze":
-        gone = {d % len(shape) for d in params["dimensions"]}
-        return None if gone & held else tuple(d for d in same if d not in gone)
-    if name == "slice":
-        stride = params["strides"] or (1,) * len(shape)
-        whole = all(
-            params["start_indices"][d] == 0
-            and params["limit_indices"][d] == logical[d]
-            and stride[d] == 1
-            for d in held
-        )
-        return same if whole else None
-    if name == "dynamic_slice":
-        return same if all(params["slice_sizes"][d] == logical[d] for d in held) else None
-    if name == "split":
-        return None if params["axis"] in held or boxed.is_padded else same
+        return tuple(d for d in same if d not in params["dimensions"])
+    if name in _REDUCTIONS:
+        return tuple(d for d in same if d not in params["axes"])
+    if name == "broadcast_in_dim" and math.prod(new) == math.prod(old):
+        places = params["broadcast_dimensions"]
+        return tuple(places.index(d) if d in places else None for d in range(len(new)))
     if name == "reshape" and params["dimensions"] is None:
-        return _dims_of_reshape(logical, params["new_sizes"], held)
+        return _dims_of_reshape(old, new, {d: opening.num_parts(boxed, d) for d in held})
+    if name == "gather" and eqn.invars[1].aval.ndim == 1:
+        whole = all(params["slice_sizes"][d] == old[d] for d in held)
+        gone = params["dimension_numbers"].collapsed_slice_dims
+        return tuple(d for d in same if d not in gone) if whole and not held & set(gone) else None
     return None
 
 
 def _dims_of_reshape(
-    old: tuple[int, ...], new: tuple[int, ...], held: set[int]
-) -> tuple[int | None, ...] | None:
-    """Match the dims that must stay by their size and by the elements in front of them."""
+    old: tuple[int, ...], new: tuple[int, ...], parts: dict[int, int]
+) -> _Dims | None:
+    """Match each cut dim with the new one that has as many elements in front of it.
+
+    Both are cut into the same runs of elements if their sizes are equal, or if the parts divide
+    both: `[2, 16, 4]` whose 16 is cut in 8 may become `[2, 64]`, whose 64 is.
+    """
     dims: list[int | None] = [None] * len(new)
-    for dim in held:
+    for dim, num_parts in parts.items():
         before = math.prod(old[:dim])
         for place, size in enumerate(new):
-            if size == old[dim] and math.prod(new[:place]) == before and dims[place] is None:
+            divided = size % num_parts == 0 and old[dim] % num_parts == 0
+            fits = size == old[dim] or divided
+            if fits and math.prod(new[:place]) == before and dims[place] is None:
                 dims[place] = dim
                 break
         else:
             return None
     return tuple(dims)
-
-
-def _at_stored_size(eqn: Any, boxed: Boxed, dims: tuple[int | None, ...]) -> Any:
-    """Return an equation that keeps the padding of the partitioned dim.
-
-    With 1009 rows stored as 1016, `slice[start_indices=(0, 2) limit_indices=(1009, 3)]` ends at
-    (1016, 3).
-    """
-    key = _SIZES.get(eqn.primitive.name)
-    if key is None or boxed.dim is None:
-        return eqn
-    sizes = list(eqn.params[key])
-    sizes[dims.index(boxed.dim)] = boxed.value.shape[boxed.dim]
-    return eqn.replace(params={**eqn.params, key: tuple(sizes)})

@@ -1,7 +1,10 @@
 """Operations on a weight whose gradient is born in the dtype in which devices are summed.
 
 A bf16 product has a bf16 gradient: rounded before it is summed. Here the weight comes in the wide
-dtype, and the gradient is accumulated and returned in it; the product itself stays narrow.
+dtype, and the gradient is accumulated and returned in it; the product itself stays narrow. Values
+are rounded as the program has it, and only values:
+
+    w:f32, holding what bf16 holds       (1 + w) in f32, its value rounded to bf16; the gradient not
 """
 
 from __future__ import annotations
@@ -14,25 +17,66 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import bind
+from zerojax._jaxpr import bind, has_inside
 
 
-def bind_wide(eqn: Any, operands: Sequence[Any], wide: Any, *, num_weights: int) -> list[Any]:
-    """Run an equation that was traced in a narrow dtype.
+def bind_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Run an equation on operands of which some are wider than it was traced with.
 
-    Args:
-        eqn: the equation; it holds no program of its own.
-        operands: its inputs, weights in the wide dtype.
-        wide: the dtype of the weights' gradients.
-        num_weights: how many of the inputs are weights.
+    Returns:
+        Its results, in the traced dtypes or in the wide one; their values are the traced ones.
     """
-    if eqn.primitive.name == "dot_general" and num_weights == 1:
+    traced = [atom.aval.dtype for atom in eqn.invars]
+    wide = [x.dtype for x, t in zip(operands, traced, strict=True) if jnp.result_type(x) != t]
+    if not wide:
+        return bind(eqn, operands)
+    if eqn.primitive.name == "dot_general":
         return [_wide_dot(eqn, operands)]
-    upcast = [
-        x.astype(wide) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x for x in operands
-    ]
-    narrow = [var.aval.dtype for var in eqn.outvars]
-    return [x.astype(t) for x, t in zip(bind(eqn, upcast), narrow, strict=True)]
+    if eqn.primitive.name == "convert_element_type" and _is_float(eqn.params["new_dtype"]):
+        return [_rounded(operands[0], eqn.params["new_dtype"])]
+    upcast = [x.astype(wide[0]) if _is_float(jnp.result_type(x)) else x for x in operands]
+    narrow = [jax.lax.convert_element_type(x, t) for x, t in zip(operands, traced, strict=True)]
+    if not _means_the_same(eqn, upcast, narrow):
+        return bind(eqn, narrow)
+    out = zip(bind(eqn, upcast), eqn.outvars, strict=True)
+    return [x if x.dtype == var.aval.dtype else _rounded(x, var.aval.dtype) for x, var in out]
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _means_the_same(eqn: Any, upcast: Sequence[Any], narrow: Sequence[Any]) -> bool:
+    """Whether an equation takes wide operands, and returns what it returned but for the width.
+
+    `bitcast_convert_type` of bf16 to uint16 doesn't: of fp32 it makes two numbers of each.
+    """
+    if has_inside(eqn):
+        return False
+    try:
+        results = jax.eval_shape(lambda *xs: bind(eqn, xs), *upcast)
+    except (TypeError, ValueError):
+        return False
+    return all(
+        x.shape == y.shape and _is_float(x.dtype) == _is_float(y.dtype)
+        for x, y in zip(results, jax.eval_shape(lambda *xs: bind(eqn, xs), *narrow), strict=True)
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round values as a cast to `dtype` does; the gradient is not rounded.
+
+    What `dtype` holds with more digits comes in `dtype`.
+    """
+    wider = jnp.promote_types(x.dtype, dtype)
+    return x.astype(dtype).astype(wider)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    out = _rounded(primals[0], dtype)
+    return out, tangents[0].astype(out.dtype)
 
 
 def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
