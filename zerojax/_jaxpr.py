@@ -39,11 +39,12 @@ ELEMENTWISE = frozenset(
 #: What `jax.checkpoint` is called in a trace.
 REMATERIALISED = "remat2"
 #: Calls that say nothing of derivatives, memory or devices: what they hold can run in their place.
-PLAIN_CALLS = frozenset({"jit", "closed_call"})
+PLAIN_CALLS = frozenset({"jit", "closed_call", "eval_jaxpr"})
 #: Every call, and the parameter that holds its program.
 CALLS = {
     "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
+    "closed_call": "call_jaxpr",  # jax 0.10
+    "eval_jaxpr": "call_jaxpr",  # jax 0.12
     REMATERIALISED: "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",

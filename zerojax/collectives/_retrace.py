@@ -88,8 +88,7 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
                 ),
                 return_shape=True,
             )(logical, *args)
-        # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed,
-        # and the compiler makes one sum of those of a weight that is used twice.
+        # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
         flat = _Retracer(opening).run(traced, [*boxes, *jax.tree.leaves(args)])
         return jax.tree.unflatten(jax.tree.structure(out), map(opening.opened, flat))

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import PLAIN_CALLS, bind, called, has_inside, opened
+from zerojax._jaxpr import OPAQUE, PLAIN_CALLS, bind, called, has_inside, opened
 from zerojax.collectives._boxed import Boxed, Opening
 
 #: Operations that only move the elements of their first operand: what was recorded before can run
@@ -74,7 +74,7 @@ def is_elementwise(eqn: Any) -> bool:
         return False
     if eqn.primitive.name == "custom_jvp_call" or eqn.primitive.name in PLAIN_CALLS:
         return all(map(is_elementwise, opened(called(eqn))[0].eqns))
-    if eqn.primitive.name == "sharding_constraint" or has_inside(eqn):
+    if eqn.primitive.name in OPAQUE | {"sharding_constraint"} or has_inside(eqn):
         return False
     scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in eqn.invars]
     try:

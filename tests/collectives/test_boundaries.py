@@ -1,0 +1,71 @@
+"""What was recorded for a weight goes with it through every boundary of JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.collectives import gather_where_used
+
+SIZE = 16
+
+
+def scaled(p):
+    """A flat weight can't stay on its shards here, so that the product waits for the gather."""
+    return p["w"].T.reshape(4, -1) * jnp.tanh(p["alpha"])
+
+
+def weight(p):
+    return scaled(p).reshape(SIZE, SIZE)
+
+
+def rematerialised(p, x):
+    return x @ jax.checkpoint(scaled)(p).reshape(SIZE, SIZE)
+
+
+def nested(p, x):
+    return x @ jax.checkpoint(jax.jit(jax.checkpoint(scaled)))(p).reshape(SIZE, SIZE)
+
+
+def branched(p, x):
+    w = weight(p)
+    return jax.lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x @ jax.checkpoint(weight)(p), x)
+
+
+def looped(p, x):
+    w = jax.checkpoint(scaled)(p)
+    return jax.lax.scan(lambda x, i: (x @ w.reshape(SIZE, SIZE) * i, None), x, jnp.ones(2))[0]
+
+
+def sliced(p, x):
+    """What waits is elementwise here: it is done on each slice."""
+    half = p["w"].astype(jnp.bfloat16).reshape(4, 4, SIZE)
+    stack = jax.checkpoint(lambda w: w.astype(jnp.float32) * jnp.tanh(p["alpha"]))(half)
+    return jax.lax.scan(lambda x, w: (x + (x[:, :4] @ w), None), x, stack)[0]
+
+
+def barred(p, x):
+    w, x = jax.lax.optimization_barrier((scaled(p), x))
+    return x @ w.reshape(SIZE, SIZE)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "model", [rematerialised, nested, branched, looped, sliced, barred], ids=lambda m: m.__name__
+)
+def test_numbers_are_those_of_plain_jax(model, stage, mesh8):
+    params = {"w": jax.random.normal(jax.random.key(0), (SIZE, SIZE)), "alpha": jnp.ones(())}
+    x = jax.random.normal(jax.random.key(1), (SIZE, SIZE))
+    rules = [zerojax.Rule(path="w", dim=1)]
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1, rules=rules)
+
+    def loss(p, x):
+        return jnp.mean(model(p, x) ** 2)
+
+    want = jax.jit(jax.value_and_grad(loss))(params, x)
+    run = jax.jit(jax.value_and_grad(gather_where_used(loss, layout)))
+    got = run(jax.device_put(params, layout.params), jax.device_put(x, layout.batch))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)

@@ -1,0 +1,111 @@
+"""Gradients summed in a wide dtype: every program works, and its values are those of plain JAX."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.collectives import gather_where_used
+
+BF16, SIZE = jnp.bfloat16, 16
+
+#: Uses of a weight `w` [16, 16] and a scale `s` [16], both bf16.
+USES = {
+    "rms norm": lambda w, s, x: x * (1 + jnp.expand_dims(s, 0)),
+    "flat": lambda w, s, x: w.reshape(-1) * 0.5,
+    "outer": lambda w, s, x: s[:, None] * 0.5 * w,
+    "sigmoid": lambda w, s, x: jax.nn.sigmoid(s[None]) * 2,
+    "clip": lambda w, s, x: jnp.clip(s.reshape(4, 4), -1, 1),
+    "scatter": lambda w, s, x: w.at[jnp.array([1, 2])].add(s),
+    "bitcast": lambda w, s, x: jax.lax.bitcast_convert_type(w, jnp.uint16).astype(jnp.float32),
+    "gram": lambda w, s, x: w @ w.T,
+    "joined": lambda w, s, x: x @ jnp.concatenate([w, s[None]]).T,
+    "convolution": lambda w, s, x: jnp.convolve(x[0], s),
+    "sorted": lambda w, s, x: jnp.sort(w, axis=0) * x,
+    "softmax": lambda w, s, x: jax.nn.softmax(x + s),
+    "gelu": lambda w, s, x: x @ jax.nn.gelu(w),
+    "running sum": lambda w, s, x: jnp.cumsum(w, axis=0) * x,
+    "widened": lambda w, s, x: x.astype(jnp.float32) * s.astype(jnp.float32),
+}
+
+
+def loss_of(params, x):
+    return {name: jnp.mean(use(*params[name], x).astype(jnp.float32)) for name, use in USES.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_use_of_a_narrow_weight_works(stage, mesh8):
+    keys = jax.random.split(jax.random.key(0), len(USES))
+    params = {
+        name: (jax.random.normal(key, (SIZE, SIZE), BF16), jax.random.normal(key, (SIZE,), BF16))
+        for name, key in zip(USES, keys, strict=True)
+    }
+    x = jax.random.normal(jax.random.key(1), (SIZE, SIZE), BF16)
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+
+    def total(loss):
+        def run(params, x):
+            each = loss(params, x)
+            return sum(each.values()), each
+
+        return jax.jit(jax.value_and_grad(run, has_aux=True))
+
+    (_, want), want_grads = total(loss_of)(params, x)
+    wide = gather_where_used(loss_of, layout, reduce_dtype=jnp.float32)
+    stored = jax.device_put(params, layout.params)
+    (_, got), grads = total(wide)(stored, jax.device_put(x, layout.batch))
+    for name in USES:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-2, atol=1e-3, err_msg=name)
+    flat = jax.tree.leaves_with_path(grads)
+    for (path, a), b in zip(flat, jax.tree.leaves(want_grads), strict=True):
+        assert a.dtype == BF16
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(
+            a, b, atol=2e-2 * (np.abs(b).max() + 1e-6), err_msg=jax.tree_util.keystr(path)
+        )
+
+
+@pytest.mark.parametrize("name", ["rms norm", "outer", "gelu", "joined", "gram"])
+def test_what_waits_for_the_gather_is_summed_wide_too(name, mesh8):
+    params = [jnp.ones((SIZE, SIZE), BF16), jnp.ones(SIZE, BF16)]
+    layout = zerojax.make_layout(params, mesh8, stage=2, min_size=1)
+
+    def loss(params, x):
+        return jnp.sum(USES[name](*params, x).astype(jnp.float32))
+
+    wide = gather_where_used(loss, layout, reduce_dtype=jnp.float32)
+    text = jax.jit(jax.grad(wide)).lower(params, jnp.ones((SIZE, SIZE), BF16)).as_text()
+    reduced = re.findall(r"sharding_constraint .*tensor<(?:\d+x)+(bf16|f32)>", text)
+    assert reduced
+    assert set(reduced) == {"f32"}
+
+
+CASTS = [
+    (jnp.float16, jnp.bfloat16, jnp.float32),
+    (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32),
+    (jnp.float32, jnp.bfloat16, jnp.float16),
+    (jnp.bfloat16, jnp.float32, jnp.float16),
+]
+
+
+@pytest.mark.parametrize("dtypes", CASTS, ids=lambda d: "-".join(jnp.dtype(t).name for t in d))
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_rounding_of_a_chain_of_casts_happens(dtypes, stage, mesh8):
+    stored, *chain = dtypes
+    w = (3 * jax.random.normal(jax.random.key(0), (SIZE, SIZE))).astype(stored)
+    layout = zerojax.make_layout(w, mesh8, stage=stage, min_size=1)
+
+    def cast(w, x):
+        for dtype in chain:
+            w = w.astype(dtype)
+        return w + x.astype(w.dtype)
+
+    x = jnp.zeros((SIZE, SIZE))
+    # Not compiled as one program: XLA may leave a rounding out of it, in plain JAX as well.
+    got = gather_where_used(cast, layout)(jax.device_put(w, layout.params), x)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(cast(w, x)))
