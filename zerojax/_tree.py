@@ -28,9 +28,25 @@ def key_name(key: Any) -> str:
             return str(key)
 
 
+class _Unnamed:
+    """The step of a key path into a node that holds one tree and has no name for it."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+UNNAMED = _Unnamed()
+
+
+def unwrapped(tree: PyTree) -> PyTree:
+    """Return what a node holds whose only child is `UNNAMED`; any other tree as it is."""
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return children[0][1] if [path for path, _ in children] == [(UNNAMED,)] else tree
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """Join a key path with slashes; the path of a bare array is ``.``."""
-    return "/".join(map(key_name, path)) or "."
+    return "/".join(key_name(key) for key in path if key is not UNNAMED) or "."
 
 
 def path_ends(path: str) -> Iterator[str]:

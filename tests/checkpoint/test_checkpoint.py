@@ -16,6 +16,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 import zerojax
 from zerojax import Precision
+from zerojax._tree import unwrapped
 from zerojax.checkpoint import (
     Checkpoints,
     _digests,
@@ -82,9 +83,8 @@ def test_another_stage_and_mesh_where_stored_shapes_agree(tmp_path):
     layout, state, _, _ = trained(1)
     save(tmp_path, {"even": state.params["even"], "moment": state.opt_state[0].mu["even"]}, layout)
     other, _, like, _ = trained(3, num_devices=4, num_steps=0)
-    back = restore(
-        tmp_path, other, {"even": like.params["even"], "moment": like.opt_state[0].mu["even"]}
-    )
+    even = unwrapped(like.params)["even"]
+    back = restore(tmp_path, other, {"even": even, "moment": like.opt_state[0].mu["even"]})
     assert back["even"].sharding.shard_shape((64, 32)) == (16, 32)
     np.testing.assert_array_equal(back["even"], state.params["even"])
     np.testing.assert_array_equal(back["moment"], state.opt_state[0].mu["even"])
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_read(tmp_path):
     save(tmp_path, state, layout)
     (tmp_path / "arrays").rename(tmp_path / "away")  # reading anything would fail otherwise
     with pytest.raises(ValueError, match=r"'prime' is not in it \(near: 'params/prime'\)"):
-        restore(tmp_path, layout, {"prime": like.params["prime"]})
+        restore(tmp_path, layout, {"prime": unwrapped(like.params)["prime"]})
     _, _, fp16, _ = trained(2, precision=Precision(params=jnp.float16), num_steps=0)
     with pytest.raises(
         ValueError, match=r"'params/even' is float32\[64, 32\] in it, wanted float16"

@@ -97,6 +97,28 @@ def test_what_can_not_begin_a_state_is_refused(mesh8):
         step.init(params, jax.random.key(0))
 
 
+def test_padded_parameters_are_not_taken_for_logical_ones(mesh8):
+    """Seven rows of padding would join a softmax over 1,009 classes without a word."""
+    step = make(mesh8, 3)
+    state = step.init(init, jax.random.key(0))
+    remedy = r"zerojax\.unpad\(state\.params, layout\)"
+    params: Any = state.params
+    for use in (
+        lambda: jax.jit(loss_fn)(params, batch()),
+        lambda: params["odd"],
+        lambda: params.odd,
+        lambda: params(batch()),
+        lambda: list(params),
+    ):
+        with pytest.raises((TypeError, AttributeError), match=remedy):
+            use()
+    logical = zerojax.unpad(params, step.layout)
+    assert float(loss_fn(logical, batch())) == pytest.approx(float(step.evaluate(state, batch())))
+    assert jax.tree.map(jnp.shape, logical) == jax.tree.map(jnp.shape, init(jax.random.key(0)))
+    even = make(mesh8, 2).init(init, jax.random.key(0))
+    assert even.params["odd"].shape == (ROWS, 3), "whole leaves are logical"
+
+
 PRECISIONS = {
     "fp32, then bf16": (zerojax.Precision(), zerojax.Precision(params=jnp.bfloat16)),
     "bf16, then fp16": (BF16, zerojax.Precision(params=jnp.float16, master=jnp.float32)),

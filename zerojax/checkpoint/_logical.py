@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
 
-from zerojax._tree import flatten_with_names, num_elements, path_name
+from zerojax._tree import flatten_with_names, num_elements, path_name, unwrapped
 from zerojax._types import PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout
 
@@ -89,7 +89,7 @@ def _as_train_states_say(
             continue
         known = _stored(path, node) | known
         for name in COPIES:
-            copy = (*path, GetAttrKey(name)), getattr(node, name)
+            copy = (*path, GetAttrKey(name)), unwrapped(getattr(node, name))
             fitting = _like([copy], layout)  # parameters that are a bare array are no node below
             if copy[1] is not None and not fitting:
                 _raise_misfit(*copy, layout)

@@ -22,7 +22,7 @@ from zerojax.recipe import HOST_MEMORY, Recipe
 from zerojax.train._checks import check_key
 from zerojax.train._clipping import cast_floating
 from zerojax.train._loss_scale import LossScale, first_loss_scale
-from zerojax.train._state import TrainState
+from zerojax.train._state import TrainState, hold
 from zerojax.train._update import Update
 
 
@@ -96,7 +96,7 @@ class InitialState:
         everywhere = layout.sharding(P())
         shardings = TrainState(
             step=everywhere,
-            params=layout.stored("parameter"),
+            params=hold(layout.stored("parameter"), layout),
             masters=None if precision.master is None else layout.stored("master"),
             opt_state=jax.tree.map(layout.sharding, placed.specs),
             loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
@@ -140,7 +140,7 @@ class InitialState:
             placed = layout.map_leaves(lambda leaf, x: constrain(x, layout, leaf.whole_spec), low)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=placed,
+            params=hold(placed, layout),
             masters=masters,
             opt_state=store_state(self.tx.init(updated), self.update.placed, layout),
             loss_scale=first_loss_scale(precision.loss_scale),

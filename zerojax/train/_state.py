@@ -9,9 +9,54 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax._tree import UNNAMED, unwrapped
 from zerojax._types import PyTree, Shape
 from zerojax.collectives import auto_region, constrain, to_logical
 from zerojax.layout import Layout, check_layout
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Stored:
+    """Hold parameters of which some are padded, so that no loss takes them for logical ones.
+
+    A pytree of one child, the stored tree. What reads into it gets an error with the remedy.
+    """
+
+    def __init__(self, tree: PyTree) -> None:
+        self._tree = tree
+
+    def __repr__(self) -> str:
+        return f"Stored({self._tree!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_STORED)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(_STORED)
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError(_STORED)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any], None]:
+        """Return the stored tree as the child; its leaves have the paths that they have in it."""
+        return ((UNNAMED, self._tree),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Stored:
+        """Hold a tree again."""
+        return cls(children[0])
+
+
+_STORED = (
+    "these parameters are stored, some of them with padding: zerojax.unpad(state.params, layout) "
+    "returns the logical ones, and step.evaluate(state, batch) the loss"
+)
+
+
+def hold(params: PyTree, layout: Layout) -> PyTree:
+    """Return parameters as a state holds them: `Stored` if some of them are padded."""
+    padded = layout.partitions("parameter") and any(leaf.is_padded for leaf in layout.leaves)
+    return Stored(params) if padded else params
 
 
 @functools.partial(
@@ -25,8 +70,8 @@ class TrainState:
 
     Attributes:
         step: int32 scalar, steps done, with those that a loss scale skipped.
-        params: what the loss reads. Stages 0 to 2: logical leaves. Stage 3: stored leaves, padded
-            where no dim divides; `unpad` gives the logical ones.
+        params: what the loss reads. Stages 0 to 2: logical leaves. Stage 3: stored leaves; where
+            one is padded, because no dim divides, they can't be read but through `unpad`.
         masters: stored high-precision copy that the optimizer updates, or None.
         opt_state: stored optimizer state, in the structure of `tx.init`.
         loss_scale: `scale`, a float32 scalar, and `good_steps`, an int32 one, finite steps since it
@@ -58,7 +103,7 @@ def unpad(tree: PyTree, layout: Layout) -> PyTree:
         The tree with logical shapes. A leaf that was padded comes back whole on every device.
     """
     check_layout(layout, "unpad(state.params, layout)")
-    given = layout.flatten(tree, "leaves of unpad(state.params, layout)", stored=True)
+    given = layout.flatten(unwrapped(tree), "leaves of unpad(state.params, layout)", stored=True)
     padded = {
         leaf.path: leaf
         for leaf, x in zip(layout.leaves, given, strict=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import as_shapes
+from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import LossFn, PyTree
 from zerojax.audit import AuditReport, audit
 from zerojax.collectives import (
@@ -39,7 +39,7 @@ from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
 from zerojax.train._loss import Loss, make_loss
 from zerojax.train._loss_scale import kept_unless, next_loss_scale, scaled
-from zerojax.train._state import TrainState
+from zerojax.train._state import TrainState, hold
 from zerojax.train._update import Update
 
 
@@ -186,7 +186,7 @@ class TrainStep:
 
         def run(state: TrainState, batch: PyTree) -> Any:
             loss_fn = gather_where_used(self._loss.without_noise(), self.layout)
-            out = loss_fn(state.params, self._given(state, batch), state.model_state)
+            out = loss_fn(unwrapped(state.params), self._given(state, batch), state.model_state)
             return out[:2] if self._loss.has_aux else out[0]
 
         return auto_region(run, self.layout, lambda *args: self._specs(run, *args))(state, batch)
@@ -228,7 +228,7 @@ class TrainStep:
             loss_scale = next_loss_scale(policy, loss_scale, finite)
         new_state = TrainState(
             step=state.step + 1,
-            params=self._written(state.params, updated.params),
+            params=hold(self._written(unwrapped(state.params), updated.params), self.layout),
             masters=updated.masters,
             opt_state=updated.opt_state,
             loss_scale=loss_scale,
@@ -261,7 +261,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree
     ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
         """Return `(loss, aux, model_state)` and the gradients of the scaled loss."""
-        params, layout, recipe = state.params, self.layout, self.recipe
+        params, layout, recipe = unwrapped(state.params), self.layout, self.recipe
         given = self._given(state, batch)
         count, dtype = recipe.accumulate, recipe.accumulator
         if self._reduction == "once":

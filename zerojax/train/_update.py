@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax._tree import unwrapped
 from zerojax._types import PyTree
 from zerojax.collectives import shard, store, view
 from zerojax.layout import Layout, LeafLayout
@@ -63,7 +64,7 @@ class Update:
             list(
                 map(
                     self._logical,
-                    flat(state.masters if self._has_masters else state.params),
+                    flat(state.masters if self._has_masters else unwrapped(state.params)),
                     leaves,
                     hosted.masters,
                 )
@@ -140,7 +141,7 @@ class Update:
         self, state: TrainState, given: tuple[Any, ...], *, on_host: bool
     ) -> tuple[jax.Array, list[Any], list[Any], list[Any]]:
         """Run leaf by leaf, each where its states are or come to; parameters are cast there."""
-        dtypes = [x.dtype for x in self._layout.structure.flatten_up_to(state.params)]
+        dtypes = [x.dtype for x in self._layout.structure.flatten_up_to(unwrapped(state.params))]
         clip_norm = self._recipe.clip_norm
         if clip_norm is None and on_host:
             # A scale of one that is known only when all gradients are there holds the transfers
