@@ -152,6 +152,12 @@ def import_safetensors(
     return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])
 
 
+def weights_of(path: str | os.PathLike[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of the weights in safetensors files, by path; reads headers only."""
+    reader = SafetensorsReader(path)
+    return {leaf: reader.tensors[name] for leaf, name in _tensor_names(reader).items()}
+
+
 def _tensor_names(reader: SafetensorsReader) -> dict[str, str]:
     """Return the tensor that each leaf is read from, by the leaf's path."""
     paths: Mapping[str, str] = json.loads(reader.metadata.get(PATHS, "{}"))

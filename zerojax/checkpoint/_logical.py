@@ -19,15 +19,19 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey
 
 from zerojax._tree import flatten_with_names, num_elements, path_name, unwrapped
-from zerojax._types import PyTree, Shape
+from zerojax._types import Kind, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout
 
 #: The parts of a train state that hold parameters: the paths begin so.
 COPIES = ("params", "masters")
 PARAMS, MASTERS = (f"{name}/" for name in COPIES)
+#: All of its parts that are placed, with their kinds.
+KINDS: dict[str, Kind] = {"params": "parameter", "masters": "master", "opt_state": "optimizer"}
+REMEDY = "pass the layout that the state was made under: step.layout"
 #: A key path and what is there.
 Node = tuple[tuple[Any, ...], Any]
 
@@ -66,6 +70,29 @@ def logical_shapes(
     return found
 
 
+def check_placement(tree: PyTree, layout: Layout) -> None:
+    """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not.
+
+    Raises:
+        ValueError: with the first such leaf; the manifest would tell of another stage.
+    """
+    for path, node in nodes(tree):
+        if layout.num_shards == 1 or not _is_train_state(node):
+            continue
+        for name, kind in KINDS.items():
+            pairs, _ = jax.tree_util.tree_flatten_with_path(unwrapped(getattr(node, name)))
+            for step, x in pairs:
+                placed = layout.optimizer_leaves(path_name(step), jnp.shape(x))
+                wanted = {layout.partitions(kind) and leaf.dim is not None for leaf in placed}
+                is_placed = isinstance(getattr(x, "sharding", None), NamedSharding)
+                if is_placed and (is_cut := _is_cut(x, layout)) not in wanted:
+                    words = ("partitioned", "whole") if is_cut else ("whole", "partitioned")
+                    raise ValueError(
+                        f"leaf {path_name((*path, GetAttrKey(name), *step))!r} is {words[0]}; at "
+                        f"the layout's stage {layout.stage} it is {words[1]}; {REMEDY}"
+                    )
+
+
 def nodes(tree: PyTree) -> Iterator[Node]:
     """Yield every node of a tree that is not a leaf, with its key path, from the root down."""
 
@@ -85,7 +112,7 @@ def _as_train_states_say(
 ) -> dict[str, Shape]:
     """Add to what is known the leaves of every train state, of which none is in doubt."""
     for path, node in below:
-        if not (hasattr(node, "opt_state") and hasattr(node, "padded")):
+        if not _is_train_state(node):
             continue
         known = _stored(path, node) | known
         for name in COPIES:
@@ -98,6 +125,10 @@ def _as_train_states_say(
         names = list(shapes)
         known |= shapes | {names[number]: shape for number, shape in node.padded}
     return known
+
+
+def _is_train_state(node: Any) -> bool:
+    return hasattr(node, "opt_state") and hasattr(node, "padded")
 
 
 def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoReturn:
@@ -119,7 +150,7 @@ def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoRetu
                 f"{shapes[1]}"
             )
             break
-    raise ValueError(f"{fault}; pass the layout that the state was made under: step.layout")
+    raise ValueError(f"{fault}; {REMEDY}")
 
 
 def is_key(x: Any) -> bool:

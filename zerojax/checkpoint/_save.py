@@ -21,6 +21,7 @@ from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._digests import digest_files, read_parts, write_part
 from zerojax.checkpoint._leaves import placed_leaves
+from zerojax.checkpoint._logical import check_placement
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
 from zerojax.checkpoint._orbax import barrier, require_orbax, start_writing
 from zerojax.checkpoint._paths import REMOVED, local_path, remove, sync_folder
@@ -131,9 +132,10 @@ def start_save(
     root = local_path(directory)
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-    state = placed_leaves(state, layout.sharding(P()))
+    given, state = state, placed_leaves(state, layout.sharding(P()))
     step = None if step is None else check_step(step)
     manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
+    check_placement(given, layout)
     arrays = {
         path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
         for path, x in leaves_by_path(state).items()

@@ -1,4 +1,4 @@
-"""`zerojax checkpoint`: look at checkpoints, check them, turn them into weights."""
+"""`zerojax checkpoint`: look at checkpoints, check them, turn them into weights and back."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import typer
 from rich.filesize import decimal
 from rich.text import Text
 
-from zerojax.checkpoint import export_safetensors, read_manifest, verify
+from zerojax.checkpoint import (
+    export_safetensors,
+    import_safetensors,
+    read_manifest,
+    save,
+    verify,
+    weights_of,
+)
 from zerojax.cli.checkpoint._screen import CheckpointScreen
 from zerojax.cli.shared._checkpoints import find_checkpoint, list_checkpoints
 from zerojax.cli.shared._command import CommandOptions, argument, command, option
 from zerojax.cli.shared._errors import Failure, refusing
+from zerojax.layout import make_layout, make_mesh
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Inspect, verify and export checkpoints; needs no accelerator.",
+    help="Inspect, verify, export and import checkpoints; needs no accelerator.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,6 +63,16 @@ class ExportOptions(CheckpointOptions):
     `opt_state/0/mu`."""
     max_file: float = option(5.0, min=1e-6, metavar="GB")
     """GB of a file beyond which there are several."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportOptions(CommandOptions):
+    """What `zerojax checkpoint import` was asked for."""
+
+    file: Path = argument("FILE")
+    """A safetensors file, an index of several, or the folder that holds them."""
+    directory: Path = argument("DIR")
+    """The checkpoint to make."""
 
 
 @checkpoint.command()
@@ -135,3 +154,25 @@ def export(options: ExportOptions) -> None:
             )
     for file in written:
         screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")
+
+
+@checkpoint.command(name="import")
+@command
+def import_(options: ImportOptions) -> None:
+    """Make a checkpoint of the weights in safetensors files.
+
+    It holds parameters and nothing else. `zerojax train --init DIR` starts from it, and
+    `zerojax.restore(DIR, layout, {"params": ...})` places it on any mesh.
+
+    ```
+    zerojax checkpoint import books.safetensors weights/books
+    ```
+    """
+    with refusing():
+        shapes = weights_of(options.file)
+        mesh = make_mesh({"data": 1}, devices=jax.devices("cpu")[:1])
+        layout = make_layout(shapes, mesh, stage=0)
+        params = import_safetensors(options.file, layout, shapes)
+        save(options.directory, {"params": params}, layout, metadata={"source": str(options.file)})
+        manifest = read_manifest(options.directory)
+    CheckpointScreen().manifest(options.directory, manifest, {}, leaves=False)
