@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import Axes
@@ -104,10 +105,15 @@ class PerDevice:
             x: a device's own term, of the stored shape.
             dim: the partitioned dim.
         """
+        dtype = x.dtype
+        if self._layout.platform == "cpu" and dtype.itemsize == 2:
+            # XLA sums 16-bit numbers in fp32 on a CPU, but its own conversion aborts the process
+            # where another axis of the mesh is left to the partitioner (seen in jaxlib 0.10.2).
+            x = x.astype(jnp.float32)
         for phase in self._phases:
             x = jax.lax.psum_scatter(x, phase, scatter_dimension=dim, tiled=True)
         rest = tuple(name for name in self.axes if name not in self._names)
-        return jax.lax.psum(x, rest) if rest else x
+        return (jax.lax.psum(x, rest) if rest else x).astype(dtype)
 
     def spec(self, dim: int) -> P:
         """Return the spec of what `sum_over` returns."""

@@ -225,8 +225,10 @@ class _Retracer:
 
         if self.saved or not self.opening.gathers:
             return use(*values)
-        # A plain operation has nothing inside worth keeping; a user's custom derivative may.
-        policy = never_saves_gathered(None) if has_inside(eqn) else None
+        # A plain operation has nothing inside worth keeping; a user's custom derivative may. What
+        # was recorded is run on a whole weight, of which no result is to be kept.
+        recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
+        policy = never_saves_gathered(None) if has_inside(eqn) and not recorded else None
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)(*values)
 
     def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:

@@ -93,7 +93,8 @@ def _fits(operand: Any, result: Any) -> bool:
 def waits_elementwise(boxed: Boxed) -> bool:
     """Whether all that was recorded is elementwise, so that it can run on shards and on slices."""
     return all(
-        is_elementwise(waiting.eqn) and not any(isinstance(x, Boxed) for x in waiting.operands)
+        is_elementwise(waiting.eqn)
+        and not any(isinstance(x, Boxed) or jnp.ndim(x) for x in waiting.operands if x is not None)
         for waiting in boxed.recorded
     )
 
@@ -145,11 +146,21 @@ def _lies_as(one: Boxed, other: Boxed) -> bool:
 
 
 def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | None:
-    """Let an equation of boxes and scalars wait until they are opened, if it is cheap."""
-    others = [v for v in values if not isinstance(v, Boxed)]
-    if len(eqn.outvars) > 1 or any(map(jnp.ndim, others)):
+    """Let an equation wait until its boxes are opened, if it is cheap and needs nothing larger.
+
+    A mask or a constant of the weight's shape may wait with it: of `select_n mask w zeros`, `zeros`
+    is no box. Activations that a weight is broadcast to may not.
+    """
+    has_arrays = any(jnp.ndim(v) for v in values if not isinstance(v, Boxed))
+    if len(eqn.outvars) > 1:
         return None
-    if eqn.primitive.name not in _MOVES | _JOINS and not is_elementwise(eqn):
+    if is_elementwise(eqn):
+        whole = {
+            x.aval.shape for x, v in zip(eqn.invars, values, strict=True) if isinstance(v, Boxed)
+        }
+        if has_arrays and eqn.outvars[0].aval.shape not in whole:
+            return None
+    elif has_arrays or eqn.primitive.name not in _MOVES | _JOINS:
         return None
     return [boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])]
 
