@@ -26,16 +26,6 @@ OPAQUE = frozenset(
     select_and_scatter_add random_bits threefry2x32 custom_call ffi_call pure_callback pallas_call
     """.split()
 )
-#: Operations that compute each element from the same element of their operands.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
-    convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow
-    real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()
-)
 #: What `jax.checkpoint` is called in a trace.
 REMATERIALISED = "remat2"
 #: Calls that say nothing of derivatives, memory or devices: what they hold can run in their place.
@@ -119,6 +109,32 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Whether each element of the result comes of the same element of the operands, or of scalars.
+
+    Such an equation takes scalars for all of its operands as well. `cumsum` along a dim, `rev` or
+    `transpose` don't.
+    """
+    if len(eqn.outvars) != 1 or not all(_fits(x.aval, eqn.outvars[0].aval) for x in eqn.invars):
+        return False
+    if eqn.primitive.name == "custom_jvp_call" or eqn.primitive.name in PLAIN_CALLS:
+        return all(map(is_elementwise, opened(called(eqn))[0].eqns))
+    if eqn.primitive.name in OPAQUE | {"sharding_constraint"} or has_inside(eqn):
+        return False
+    scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in eqn.invars]
+    try:
+        (out,) = jax.eval_shape(lambda *xs: bind(eqn, xs), *scalars)
+    except (TypeError, ValueError, IndexError):
+        return False
+    return out.shape == ()
+
+
+def _fits(operand: Any, result: Any) -> bool:
+    """Whether an operand is a scalar, or has the result's sizes or 1."""
+    sizes = zip(operand.shape, result.shape, strict=False)
+    return operand.ndim in (0, result.ndim) and all(a in (1, b) for a, b in sizes)
 
 
 #: Runs one equation on values: `(eqn, values) -> results`.

@@ -8,34 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from zerojax._types import PyTree, Shape, TreeDef
 
-
-def key_name(key: Any) -> str:
-    """Name one step of a key path as a user would write it."""
-    match key:
-        case DictKey():
-            return str(key.key)
-        case GetAttrKey():
-            return key.name
-        case SequenceKey():
-            return str(key.idx)
-        case FlattenedIndexKey():
-            return str(key.key)
-        case _:
-            return str(key)
-
-
-class _Unnamed:
-    """The step of a key path into a node that holds one tree and has no name for it."""
-
-    def __str__(self) -> str:
-        return ""
-
-
-UNNAMED = _Unnamed()
+#: The step of a key path into a node that holds one tree and has no name for it.
+UNNAMED = jax.tree_util.GetAttrKey("")
 
 
 def unwrapped(tree: PyTree) -> PyTree:
@@ -46,7 +23,8 @@ def unwrapped(tree: PyTree) -> PyTree:
 
 def path_name(path: tuple[Any, ...]) -> str:
     """Join a key path with slashes; the path of a bare array is ``.``."""
-    return "/".join(key_name(key) for key in path if key is not UNNAMED) or "."
+    named = tuple(key for key in path if key is not UNNAMED)
+    return jax.tree_util.keystr(named, simple=True, separator="/") or "."
 
 
 def path_ends(path: str) -> Iterator[str]:

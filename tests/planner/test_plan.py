@@ -194,18 +194,6 @@ def test_an_optimizer_on_the_host_is_there_and_not_here():
     assert there.step_time >= there.time.waiting
 
 
-def test_states_that_visit_the_device_move_there_and_back():
-    """Muon is no elementwise optimizer: the device updates, one leaf's states there at a time."""
-    here = plan_mix()
-    there = plan_mix(offload=dataclasses.replace(HOSTED, update="device"))
-    assert there.bytes.host == here.bytes.optimizer
-    # 24 bytes a parameter for Adam with masters.
-    assert there.time.waiting == 2 * there.bytes.host / HARDWARE["h100"].host_bandwidth
-    largest = 4 * (4 * WIDTH * 4 * WIDTH * 3) / 8
-    assert there.bytes.total <= here.bytes.total - here.bytes.optimizer + largest
-    assert there.time.memory == here.time.memory, "states are read and written there all the same"
-
-
 def test_values_that_a_policy_keeps_are_kept():
     def layer(h, w):
         return h + jnp.sin(checkpoint_name(h @ w, "product")), None

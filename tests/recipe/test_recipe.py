@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ RECIPES = (
     Recipe(
         precision=zerojax.Precision(params=jnp.bfloat16, master=jnp.float32, reduce=jnp.float32),
         remat=zerojax.RematPolicy(keep=("a",), offload=("layer_input",), partition="model"),
-        offload=zerojax.OffloadPolicy(kinds=("optimizer",), update="device"),
+        offload=zerojax.OffloadPolicy(kinds=("optimizer",)),
     ),
 )
 
@@ -42,7 +43,7 @@ def test_names_stand_for_policies():
 
 
 def test_a_recipe_can_not_be_changed_but_replaced():
-    recipe = Recipe(precision="bf16", accumulate=2)
+    recipe: Any = Recipe(precision="bf16", accumulate=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.accumulate = 4
     assert dataclasses.replace(recipe, accumulate=4) == Recipe(precision="bf16", accumulate=4)
@@ -78,7 +79,8 @@ def test_a_precision_takes_floating_dtypes_only():
 
 
 def test_numbers_of_numpy_are_plain_numbers():
-    recipe = Recipe(clip_norm=np.float32(1), accumulate=np.int64(2))
+    numbers: Any = {"clip_norm": np.float32(1), "accumulate": np.int64(2)}
+    recipe = Recipe(**numbers)
     assert recipe == Recipe(clip_norm=1.0, accumulate=2)
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
@@ -108,8 +110,9 @@ def test_unknown_names_in_json_are_refused():
 
 
 def test_what_is_no_recipe_is_refused():
+    precision: Any = zerojax.Precision()
     with pytest.raises(TypeError, match="a Recipe is expected, got Precision"):
-        as_recipe(zerojax.Precision())
+        as_recipe(precision)
 
 
 @pytest.mark.parametrize("kinds", [(), ("optimizer", "master")])

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zerojax._tree import key_name, num_bytes, path_name
+from zerojax._tree import num_bytes, path_name
 from zerojax._types import Shape
 
 #: Names under which programs keep the state of an optimizer.
@@ -147,7 +147,7 @@ def _inputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
         aval = getattr(info, "_aval", info)
         # The path begins with 0 and a position, or with 1 and a keyword.
         held = any(path[: len(prefix)] == prefix for prefix in roles)
-        held = held or any(key_name(key) in OPTIMIZER_NAMES for key in path)
+        held = held or not OPTIMIZER_NAMES.isdisjoint(path_name(path).split("/"))
         yield dataclasses.replace(
             _leaf(path_name(path[1:]), info, aval, sharding, places),
             number=numbers[index],

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax._jaxpr import ELEMENTWISE
+from zerojax._jaxpr import is_elementwise
 
 _SAME = "convert_element_type copy name optimization_barrier reduce_precision sharding_constraint"
 _MOVES = "broadcast_in_dim expand_dims reshape squeeze"
@@ -186,7 +186,7 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
     name, params, first = eqn.primitive.name, eqn.params, dims[0]
     if not any(dim is not None for dim in dims):
         return out is None or name == "broadcast_in_dim"
-    if name in ELEMENTWISE or name in _APART:
+    if name in _APART or is_elementwise(eqn):
         return True
     if out is None:
         return False

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import OPAQUE, PLAIN_CALLS, bind, called, has_inside, opened
+from zerojax._jaxpr import bind, is_elementwise
 from zerojax.collectives._boxed import Boxed, Opening
 
 #: Operations that only move the elements of their first operand: what was recorded before can run
@@ -62,32 +62,6 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
         return bind(eqn, values)
     kept = _on_shards(eqn, values, boxes, opening)
     return _recorded(eqn, values, boxes) if kept is None else kept
-
-
-def is_elementwise(eqn: Any) -> bool:
-    """Whether each element of the result comes of the same element of the operands, or of scalars.
-
-    Such an equation takes scalars for all of its operands as well. `cumsum` along a dim, `rev` or
-    `transpose` don't.
-    """
-    if len(eqn.outvars) != 1 or not all(_fits(x.aval, eqn.outvars[0].aval) for x in eqn.invars):
-        return False
-    if eqn.primitive.name == "custom_jvp_call" or eqn.primitive.name in PLAIN_CALLS:
-        return all(map(is_elementwise, opened(called(eqn))[0].eqns))
-    if eqn.primitive.name in OPAQUE | {"sharding_constraint"} or has_inside(eqn):
-        return False
-    scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in eqn.invars]
-    try:
-        (out,) = jax.eval_shape(lambda *xs: bind(eqn, xs), *scalars)
-    except (TypeError, ValueError, IndexError):
-        return False
-    return out.shape == ()
-
-
-def _fits(operand: Any, result: Any) -> bool:
-    """Whether an operand is a scalar, or has the result's sizes or 1."""
-    sizes = zip(operand.shape, result.shape, strict=False)
-    return operand.ndim in (0, result.ndim) and all(a in (1, b) for a, b in sizes)
 
 
 def waits_elementwise(boxed: Boxed) -> bool:

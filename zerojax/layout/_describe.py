@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,70 +112,65 @@ def describe(
     layout: TreeLayout, state: OptimizerLayout, precision: Precision, stored: bool
 ) -> Description:
     """Count what every leaf takes on one device and compare it with the stage's formula."""
-    owned: dict[int | None, list[_Held]] = {}
-    for leaf in state.leaves:
-        owned.setdefault(leaf.parameter, []).append(("optimizer", leaf, leaf.dtype))
-    held, rows = [], []
-
-    def add(path: str, leaf: LeafLayout, holds: list[_Held]) -> None:
-        counted = {key: 0 for kind, key in KINDS if kind in {"optimizer", *(x[0] for x in holds)}}
-        for kind, of, dtype in holds:
-            counted[dict(KINDS)[kind]] += _held_bytes(kind, of, dtype, stored)
-        held.extend(holds)
-        rows.append(_row(path, leaf, holds[0][2], counted))
-
-    for number, leaf in enumerate(layout.leaves):
-        low = floating_dtype(leaf.dtype, precision.params)
-        holds: list[_Held] = [("parameter", leaf, low), ("gradient", leaf, low)]
-        if precision.master is not None:
-            holds.append(("master", leaf, floating_dtype(leaf.dtype, precision.master)))
-        add(leaf.path, leaf, holds + owned.get(number, []))
-    others = owned.get(None, [])
-    scalars = [one for one in others if num_elements(one[1].shape) <= 1]
-    for one in others:
-        if one not in scalars:
-            add(f"optimizer: {one[1].path}", one[1], [one])
-    if scalars:
-        names = ", ".join(x.path for _, x, _ in scalars[:3]) + (", ..." if scalars[3:] else "")
-        count = f"{len(scalars)} scalar{'s' if scalars[1:] else ''}"
-        add(f"optimizer: {count} ({names})", scalars[0][1], scalars)
+    groups = list(_groups(layout, state, precision))
+    rows = tuple(_row(path, held, stored) for path, held in groups)
     total = {key: sum(row.bytes.get(key, 0) for row in rows) for _, key in KINDS}
-    theory = {
-        key: sum(x.whole_bytes(dtype) for of, x, dtype in held if of == kind)
-        // (layout.num_shards if layout.partitions(kind) else 1)
-        for kind, key in KINDS
-    }
+    theory = dict.fromkeys(total, 0)
+    padding = 0
+    for kind, leaf, dtype in itertools.chain.from_iterable(held for _, held in groups):
+        theory[dict(KINDS)[kind]] += leaf.whole_bytes(dtype)
+        if kind in leaf.kinds and leaf.is_padded and (stored or kind != "parameter"):
+            padding += leaf.bytes_per_device(kind, dtype=dtype)
+            padding -= leaf.whole_bytes(dtype) // leaf.num_shards
+    for kind, key in KINDS:
+        theory[key] //= layout.num_shards if layout.partitions(kind) else 1
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
-    padding = sum(_padding(kind, x, dtype, stored) for kind, x, dtype in held)
-    notes = _notes(layout, padding, state.unmatched_rules)
-    return Description(_title(layout), tuple(rows), total, theory, padding, notes)
-
-
-def _held_bytes(kind: Kind, leaf: LeafLayout, dtype: Any, stored: bool) -> int:
-    return leaf.bytes_per_device(kind, stored=stored or kind != "parameter", dtype=dtype)
-
-
-def _padding(kind: Kind, leaf: LeafLayout, dtype: Any, stored: bool) -> int:
-    """Count the bytes of one device that hold padding."""
-    if kind not in leaf.kinds or not leaf.is_padded or not (stored or kind != "parameter"):
-        return 0
-    logical = leaf.whole_bytes(dtype) // leaf.num_shards
-    return _held_bytes(kind, leaf, dtype, stored) - logical
-
-
-def _row(path: str, leaf: LeafLayout, dtype: Any, held: dict[str, int]) -> Row:
-    spec = str(leaf.shard_spec).removeprefix("PartitionSpec")
-    kind = jnp.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
-    return Row(path, leaf.shape, leaf.stored_shape, kind, spec, held, leaf.reason)
-
-
-def _title(layout: TreeLayout) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
-    return (
+    title = (
         f"ZeRO stage {layout.stage} over {' x '.join(layout.axis)} (N = {layout.num_shards}) "
         f"on a mesh of {axes}; {layout.num_params:,} parameters"
     )
+    notes = _notes(layout, padding, state.unmatched_rules)
+    return Description(title, rows, total, theory, padding, notes)
+
+
+def _groups(
+    layout: TreeLayout, state: OptimizerLayout, precision: Precision
+) -> Iterator[tuple[str, list[_Held]]]:
+    """Yield the name of each row and what it counts, the leaf that it shows first."""
+    owned: dict[int | None, list[_Held]] = {}
+    for leaf in state.leaves:
+        owned.setdefault(leaf.parameter, []).append(("optimizer", leaf, leaf.dtype))
+    for number, leaf in enumerate(layout.leaves):
+        low = floating_dtype(leaf.dtype, precision.params)
+        held: list[_Held] = [("parameter", leaf, low), ("gradient", leaf, low)]
+        if precision.master is not None:
+            held.append(("master", leaf, floating_dtype(leaf.dtype, precision.master)))
+        yield leaf.path, held + owned.get(number, [])
+    scalars = []
+    for one in owned.get(None, []):
+        if num_elements(one[1].shape) <= 1:
+            scalars.append(one)
+        else:
+            yield f"optimizer: {one[1].path}", [one]
+    if scalars:
+        names = ", ".join(x.path for _, x, _ in scalars[:3]) + (", ..." if scalars[3:] else "")
+        count = f"{len(scalars)} scalar{'s' if scalars[1:] else ''}"
+        yield f"optimizer: {count} ({names})", scalars
+
+
+def _row(path: str, held: list[_Held], stored: bool) -> Row:
+    _, first, dtype = held[0]
+    counted = {"optimizer": 0}
+    for kind, leaf, own in held:
+        key = dict(KINDS)[kind]
+        is_stored = stored or kind != "parameter"
+        size = leaf.bytes_per_device(kind, stored=is_stored, dtype=own)
+        counted[key] = counted.get(key, 0) + size
+    spec = str(first.shard_spec).removeprefix("PartitionSpec")
+    name = jnp.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
+    return Row(path, first.shape, first.stored_shape, name, spec, counted, first.reason)
 
 
 def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> tuple[str, ...]:

@@ -192,8 +192,7 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
     matching = [rule for rule in layout.rules if rule.kind == "parameter" and rule.matches(path)]
     stacked = next((r.stacked for r in matching if r.stacked is not None), stacked)
     rule = next((r for r in matching if r.whole or r.dim is not None), None)
-    own = [name for names in entries for name in names]
-    taken = sorted(set(own) & set(layout.axis))
+    taken = sorted({name for names in entries for name in names} & set(layout.axis))
     cut = None
     if not layout.kinds:
         reason = f"whole: stage {layout.stage} partitions nothing"
@@ -204,17 +203,8 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
     else:
         wanted = None if rule is None else rule.dim_of(path, leaf.shape)
         cut, reason = layout.cut(leaf.shape, entries, stacked=stacked, wanted=wanted)
-    return LeafLayout(
-        path=path,
-        shape=leaf.shape,
-        dtype=leaf.dtype,
-        entries=entries,
-        own_parts=layout.num_parts(own),
-        cut=cut,
-        kinds=layout.kinds if cut is not None else frozenset(),
-        stacked=stacked,
-        reason=reason,
-    )
+    kinds = layout.kinds if cut is not None else frozenset()
+    return layout.placed(path, leaf, reason, entries, cut=cut, kinds=kinds, stacked=stacked)
 
 
 def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

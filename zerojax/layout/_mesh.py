@@ -90,11 +90,6 @@ def num_devices(mesh: AnyMesh, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[name] for name in axes)
 
 
-def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """Return the same mesh with Auto axes."""
-    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
 def devices_of(mesh: AnyMesh) -> np.ndarray:
     """Return the devices of a mesh, or raise a ValueError where it has none."""
     if isinstance(mesh, AbstractMesh):

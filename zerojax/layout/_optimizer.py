@@ -16,7 +16,7 @@ from zerojax._tree import (
     path_name,
 )
 from zerojax._types import PyTree, Shape, TreeDef
-from zerojax.layout._leaf import Cut, Entries, LeafLayout
+from zerojax.layout._leaf import Cut, LeafLayout
 from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
 from zerojax.layout._rule import Rule
 from zerojax.layout._transformation import as_transformation
@@ -75,7 +75,7 @@ class OptimizerLayout:
 
 
 def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> OptimizerLayout:
-    """Match the state of an optimizer to the parameters of a layout, leaf by leaf.
+    """Match the state of an optimizer to the parameters of a layout; see `Layout.optimizer`.
 
     Which parameter a leaf belongs to is told by structure: `tx.init` is traced with every parameter
     inside a numbered pytree node, and with optax's own placeholders (`optax.tree_map_params`). A
@@ -83,9 +83,6 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
     in front) and a factored leaf (dims removed) live with what is left of it; which dims are left
     is told by tracing `tx.init` once more with all sizes distinct. Any other leaf is placed by its
     own shape.
-
-    Raises:
-        ValueError: the leaf fits more than one placement; its path and the remedy are named.
     """
     tx = as_transformation(tx)
     shapes = layout.map_leaves(
@@ -133,7 +130,8 @@ def _place(
 ) -> LeafLayout:
     """Place one leaf of the state."""
     if num_elements(leaf.shape) <= 1:
-        return _leaf(layout, path, leaf, "whole: a scalar" if not leaf.shape else "whole", owner)
+        reason = "whole" if leaf.shape else "whole: a scalar"
+        return layout.placed(path, leaf, reason, parameter=owner)
     if owner is not None:
         source = layout.leaves[owner]
         options = [_inherit(path, leaf, owner, way, layout) for way in ways]
@@ -180,7 +178,7 @@ def _inherit(path: str, leaf: Any, owner: int, way: Way, layout: TreeLayout) -> 
     elif cut is not None:
         cut, why = layout.cut(leaf.shape, entries)
         reason = f"{relation}; {why}"
-    return _leaf(layout, path, leaf, reason, owner, entries, cut)
+    return _cut(layout.placed(path, leaf, reason, entries, parameter=owner), cut)
 
 
 def _by_own_shape(
@@ -193,31 +191,13 @@ def _by_own_shape(
     """Place a leaf that has no dims in common with a parameter, or as a rule says."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if is_key or not layout.partitions("optimizer") or (rule is not None and rule.whole):
-        return _leaf(layout, path, leaf, f"whole: {why}")
+        return layout.placed(path, leaf, f"whole: {why}")
     wanted, stacked = (None, 0) if rule is None else (rule.dim_of(path, leaf.shape), rule.stacked)
-    entries = ((),) * len(leaf.shape)
-    cut, reason = layout.cut(leaf.shape, entries, stacked=stacked or 0, wanted=wanted)
-    return _leaf(layout, path, leaf, f"{why}; {reason}", cut=cut)
+    free = ((),) * len(leaf.shape)
+    cut, reason = layout.cut(leaf.shape, free, stacked=stacked or 0, wanted=wanted)
+    return _cut(layout.placed(path, leaf, f"{why}; {reason}"), cut)
 
 
-def _leaf(
-    layout: TreeLayout,
-    path: str,
-    leaf: Any,
-    reason: str,
-    owner: int | None = None,
-    entries: Entries | None = None,
-    cut: Cut | None = None,
-) -> LeafLayout:
-    entries = ((),) * len(leaf.shape) if entries is None else entries
-    return LeafLayout(
-        path=path,
-        shape=leaf.shape,
-        dtype=leaf.dtype,
-        entries=entries,
-        own_parts=layout.num_parts([name for names in entries for name in names]),
-        cut=cut,
-        kinds=frozenset() if cut is None else frozenset({"optimizer"}),
-        reason=reason,
-        parameter=owner,
-    )
+def _cut(leaf: LeafLayout, cut: Cut | None) -> LeafLayout:
+    kinds = frozenset() if cut is None else frozenset({"optimizer"})
+    return dataclasses.replace(leaf, cut=cut, kinds=kinds)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_like, num_elements, path_ends
@@ -76,6 +76,21 @@ class TreeLayout:
             wanted=wanted,
         )
 
+    def placed(
+        self, path: str, leaf: Any, reason: str, entries: Entries | None = None, **fields: Any
+    ) -> LeafLayout:
+        """Describe a leaf that is placed so; `leaf` has its shape and dtype."""
+        entries = ((),) * len(leaf.shape) if entries is None else entries
+        return LeafLayout(
+            path=path,
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            reason=reason,
+            entries=entries,
+            own_parts=self.num_parts([name for names in entries for name in names]),
+            **fields,
+        )
+
     def local_shape(self, leaf: LeafLayout, shape: Shape) -> Shape:
         """Return the part of a leaf that the user's own axes leave to a device."""
         parts = map(self.num_parts, leaf.entries)
@@ -98,7 +113,7 @@ class TreeLayout:
     @cached_property
     def auto_mesh(self) -> AnyMesh:
         """The mesh with Auto axes, in which constraints are written."""
-        return _mesh.auto_mesh(self.mesh)
+        return self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
 
     @cached_property
     def phases(self) -> Phases:

@@ -1,8 +1,8 @@
 """The update of states that live in the host's memory, leaf by leaf.
 
-Each leaf's gradient goes to its states, or its states come to the gradient, and a barrier holds
-back the next leaf until this one's new parameter is there. So the device holds the states of one
-leaf at most, and beside the gradients no more than one leaf's copies.
+Each leaf's gradient goes down to its states, and a barrier holds back the next leaf until this
+one's new parameter is there. So the device holds, beside the gradients, no more than one leaf's
+copies.
 
 Source: ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.
 """
@@ -10,8 +10,8 @@ Source: ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from zerojax._jaxpr import bind
 from zerojax._tree import num_elements
 from zerojax.collectives import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
-from zerojax.memory import memory_kinds, offloaded_kinds
+from zerojax.memory import offloaded_kinds
 from zerojax.optim._slices import Slice, Traced, is_fill
 from zerojax.recipe import OffloadPolicy
 
@@ -54,8 +54,6 @@ def hosted_leaves(
 ) -> Hosted:
     """Decide which leaves live in the host's memory; ValueError where the backend has none."""
     kinds = frozenset() if policy is None else offloaded_kinds(policy, layout.devices.flat)
-    if policy is not None and policy.update == "device" and {"optimizer", "master"} & kinds:
-        _check_told(layout)
 
     def is_large(leaf: LeafLayout) -> bool:
         return num_elements(leaf.shape) >= max(layout.min_size, 2) and not leaf.is_padded
@@ -73,36 +71,21 @@ def hosted_leaves(
     )
 
 
-def _check_told(layout: Layout) -> None:
-    """Refuse to bring states to devices that do not tell where arguments lie."""
-    if not memory_kinds(layout.devices.flat[0]):
-        raise ValueError(
-            f"OffloadPolicy(update='device') brings states from the host's memory, and a mesh of "
-            f"{layout.platform} devices that are not here names no memories, so that its compiler "
-            "takes the states for the device's own; compile update='host' for it, or "
-            "update='device' where the devices are"
-        )
+class _Place(NamedTuple):
+    """Which parameter an input or result belongs to, if any, and whether it lives on the host."""
+
+    owner: int | None
+    is_far: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Hold one leaf's part of the update: its equations, and which results stay on the host."""
+    """One leaf's part of the update: its equations, and which results stay on the host."""
 
     leaf: LeafLayout
     slice: Slice
     positions: tuple[int, ...]  # among all results
     to_host: tuple[bool, ...]
-    replaced: tuple[Any, ...]  # per result, the input whose place it takes
-
-    def is_layered(self, shapes: Sequence[Any]) -> bool:
-        """Return whether it can be done layer by layer: elementwise, on stacks of layers alone."""
-        of_results = [x.aval.shape for x in self.slice.outputs]
-        return (
-            self.leaf.stacked > 0
-            and not self.slice.not_elementwise()
-            and all(shape in ((), self.leaf.shape) for shape in shapes)
-            and all(shape == self.leaf.shape for shape in of_results)
-        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,14 +99,12 @@ class OffloadedUpdate:
         layout: the placement.
         placed: the placement of the state.
         hosted: the leaves that live on the host.
-        on_host: whether the host computes; else the device does.
     """
 
     function: Callable[..., tuple[Any, list[Any], list[Any], list[Any]]]
     layout: Layout
     placed: OptimizerLayout
     hosted: Hosted
-    on_host: bool
 
     def __call__(
         self, grads: list[Any], held: list[Any], state: list[Any], loss: Any
@@ -131,34 +112,32 @@ class OffloadedUpdate:
         """Run it; arrays on the host come and go there.
 
         Raises:
-            ValueError: the optimizer mixes leaves, or on the host elements, through more than
-                scalars of the gradients; what to write instead is named.
+            ValueError: the optimizer mixes leaves or elements through more than scalars of the
+                gradients; what to write instead is named.
         """
         args = (grads, held, state, loss)
         traced = Traced(self.function, args)
+        sources, places = self._places(len(traced.outputs))
         given = dict(zip(traced.inputs, jax.tree.leaves(args), strict=True)) | traced.consts
-        owners = self._owners(traced)
-        far = {
-            var
-            for var, is_far in zip(traced.inputs, self._far(), strict=True)
-            if is_far
-        }  # fmt: skip
+        source = dict(zip(traced.inputs, sources, strict=True))
+        far = {var for var, place in source.items() if place.is_far}
         behind = traced.depending(far)
 
         def is_shared(var: Any) -> bool:
             return traced.is_scalar(var) and var not in behind
 
-        parts = [self._part(traced, index, is_shared) for index in self._indices()]
+        hosted = {x.owner for x in sources if x.is_far and x.owner is not None}
+        parts = [self._part(traced, index, places, is_shared) for index in sorted(hosted)]
         for part in parts:
-            self._check(part, owners)
+            self._check(part, source)
         shared = list(dict.fromkeys(x for p in parts for x in p.slice.inputs if is_shared(x)))
         taken = {position for part in parts for position in part.positions}
-        rest = [n for n in range(len(traced.outputs)) if n not in taken]
+        rest = [n for n in range(len(places)) if n not in taken]
         near = traced.slice([*(traced.outputs[n] for n in rest), *shared], lambda _: False)
         if mixed := far.intersection(near.inputs):
-            raise ValueError(
-                f"{self._fault('computes something for all leaves from states that live there')} "
-                f"(those of {', '.join(sorted(self._name(owners[x]) for x in mixed)[:3])})"
+            raise _mixes(
+                "computes something for all leaves from states that live there "
+                f"(those of {self._names(source[x].owner for x in mixed)})"
             )
         found = near.run([given[var] for var in near.inputs])
         results = dict(zip(rest, found, strict=False))
@@ -166,84 +145,53 @@ class OffloadedUpdate:
         token = None
         for part in parts:
             values = [given[var] for var in part.slice.inputs]
-            is_far = [var in far for var in part.slice.inputs]
-            run = self._run_on_host if self.on_host else self._run_on_device
-            out = run(part, values, is_far, token)
+            out = self._run(part, values, [var in far for var in part.slice.inputs], token)
             results.update(zip(part.positions, out, strict=True))
-            token = next(
-                (x for x, far_ in zip(out, part.to_host, strict=True) if not far_), token
-            )  # fmt: skip
-        flat = [results[n] for n in range(len(traced.outputs))]
-        return jax.tree.unflatten(traced.out_tree, flat)
+            here = [x for x, is_far in zip(out, part.to_host, strict=True) if not is_far]
+            token = here[0] if here else token
+        return jax.tree.unflatten(traced.out_tree, [results[n] for n in range(len(places))])
 
-    def _indices(self) -> list[int]:
-        """List the parameters of which something lives on the host."""
-        found = {n for n, is_far in enumerate(self.hosted.masters) if is_far}
-        found |= {
-            leaf.parameter
+    def _places(self, num_results: int) -> tuple[list[_Place], list[_Place]]:
+        """Return the place of each input leaf and of each result."""
+        low = [_Place(number, False) for number in range(len(self.layout.leaves))]
+        held = [_Place(number, is_far) for number, is_far in enumerate(self.hosted.masters)]
+        state = [
+            _Place(leaf.parameter, is_far)
             for leaf, is_far in zip(self.placed.leaves, self.hosted.state, strict=True)
-            if is_far and leaf.parameter is not None
-        }
-        return sorted(found)
+        ]
+        scalar = [_Place(None, False)]
+        has_low = num_results > len(scalar + held + state)
+        return low + held + state + scalar, scalar + held + low * has_low + state
 
-    def _far(self) -> list[bool]:
-        """Return for every input leaf whether it lives on the host."""
-        return [False] * len(self.layout.leaves) + [*self.hosted.masters, *self.hosted.state, False]
-
-    def _owners(self, traced: Traced) -> dict[Any, int | None]:
-        count = len(self.layout.leaves)
-        owners = [*range(count), *range(count), *(x.parameter for x in self.placed.leaves), None]
-        return dict(zip(traced.inputs, owners, strict=True))
-
-    def _part(self, traced: Traced, index: int, stop: Callable[[Any], bool]) -> _Part:
-        count, num_states = len(self.layout.leaves), len(self.placed.leaves)
-        places = {1 + index: self.hosted.masters[index]}
-        replaced = [traced.inputs[count + index]]
-        first = len(traced.outputs) - num_states
-        if first > 1 + count:
-            places[1 + count + index] = False
-            replaced.append(None)
-        for number, leaf in enumerate(self.placed.leaves):
-            if leaf.parameter == index:
-                places[first + number] = self.hosted.state[number]
-                replaced.append(traced.inputs[2 * count + number])
-        outputs = [traced.outputs[n] for n in places]
+    def _part(
+        self, traced: Traced, index: int, places: list[_Place], stop: Callable[[Any], bool]
+    ) -> _Part:
+        positions = tuple(n for n, place in enumerate(places) if place.owner == index)
         return _Part(
             leaf=self.layout.leaves[index],
-            slice=traced.slice(outputs, stop),
-            positions=tuple(places),
-            to_host=tuple(places.values()),
-            replaced=tuple(replaced),
+            slice=traced.slice([traced.outputs[n] for n in positions], stop),
+            positions=positions,
+            to_host=tuple(places[n].is_far for n in positions),
         )
 
-    def _check(self, part: _Part, owners: dict[Any, int | None]) -> None:
-        found = {owners[x] for x in part.slice.inputs if x in owners} - {None}
+    def _check(self, part: _Part, source: dict[Any, _Place]) -> None:
+        found = {source[x].owner for x in part.slice.inputs if x in source} - {None}
         others = [n for n in found if self.layout.leaves[n or 0] is not part.leaf]
         if others:
-            raise ValueError(
-                f"{self._fault('computes the update of one leaf from others')} "
-                f"({part.leaf.path!r} from {', '.join(self._name(n) for n in others[:3])})"
+            raise _mixes(
+                "computes the update of one leaf from others "
+                f"({part.leaf.path!r} from {self._names(others)})"
             )
-        names = part.slice.not_elementwise() if self.on_host else []
-        if names:
-            raise ValueError(
-                f"OffloadPolicy(update='host') needs an optimizer that computes every element for "
-                f"itself, and the update of leaf {part.leaf.path!r} uses {', '.join(names)} on "
-                "what may be on other devices; write OffloadPolicy(update='device'), which moves "
-                "the states instead"
+        if names := part.slice.not_elementwise():
+            raise _mixes(
+                f"uses {', '.join(names)} for leaf {part.leaf.path!r}, on elements that may be on "
+                "other devices"
             )
 
-    def _fault(self, does: str) -> str:
-        return (
-            "states in the host's memory are updated leaf by leaf, and this optimizer "
-            f"{does}: use one that treats leaves one by one (what it computes of gradients alone, "
-            "such as a global norm, may span leaves), or leave OffloadPolicy out"
-        )
+    def _names(self, owners: Iterable[Any]) -> str:
+        return ", ".join([repr(self.layout.leaves[n].path) for n in sorted(owners)][:3])
 
-    def _name(self, index: int | None) -> str:
-        return "no leaf" if index is None else repr(self.layout.leaves[index].path)
-
-    def _run_on_host(
+    def _run(
         self, part: _Part, values: Sequence[Any], is_far: Sequence[bool], token: Any
     ) -> list[Any]:
         """Send the gradient down, compute there, bring the parameter up."""
@@ -264,67 +212,21 @@ class OffloadedUpdate:
 
         spaces = [_HOST if far else _DEVICE for far in part.to_host]
         out = _run_on(compute, compute_type="device_host", out_memory_spaces=spaces)(*there)
-        return self._placed(part, out)
-
-    def _run_on_device(
-        self, part: _Part, values: Sequence[Any], is_far: Sequence[bool], token: Any
-    ) -> list[Any]:
-        """Bring the states up, compute here, send them back."""
-        values = [
-            jax.device_put(x, _HOST) if far and jax.typeof(x).memory_space != _HOST else x
-            for x, far in zip(_after(list(values), token), is_far, strict=True)
-        ]
-        if part.is_layered([jnp.shape(x) for x in values]):
-            return self._placed(part, _layer_by_layer(part, values, is_far))
-        here = [
-            jax.device_put(x, _DEVICE) if far else x for x, far in zip(values, is_far, strict=True)
-        ]
-        out = self._placed(part, part.slice.run(here))
         return [
-            jax.device_put(x, _HOST) if far else x for x, far in zip(out, part.to_host, strict=True)
-        ]
-
-    def _placed(self, part: _Part, out: Sequence[Any]) -> list[Any]:
-        """Cut the results that are on the device into shards."""
-        like = part.leaf
-        return [
-            x if jax.typeof(x).memory_space == _HOST or x.shape != like.shape
-            else shard(x, like, self.layout)
+            x
+            if jax.typeof(x).memory_space == _HOST or x.shape != part.leaf.shape
+            else shard(x, part.leaf, self.layout)
             for x in out
-        ]  # fmt: skip
-
-
-def _layer_by_layer(part: _Part, values: Sequence[Any], is_far: Sequence[bool]) -> list[Any]:
-    """Bring up one layer of the states at a time, and write it back into their own buffers."""
-    given = dict(zip(part.slice.inputs, values, strict=True))
-    first = [
-        given[was] if far else jnp.zeros(out.aval.shape, out.aval.dtype)
-        for was, far, out in zip(part.replaced, part.to_host, part.slice.outputs, strict=True)
-    ]
-    place = {was: n for n, was in enumerate(part.replaced) if part.to_host[n]}
-
-    def step(eqn: Any, operands: list[Any]) -> list[Any]:
-        if is_fill(eqn):
-            shape = (1, *eqn.outvars[0].aval.shape[1:])
-            return [jnp.full(shape, operands[0], eqn.outvars[0].aval.dtype)]
-        return bind(eqn, operands)
-
-    def update(layer: Any, held: list[Any]) -> list[Any]:
-        layers = []
-        for var, x, far in zip(part.slice.inputs, values, is_far, strict=True):
-            x = held[place[var]] if var in place else x
-            if jnp.shape(x):
-                x = jax.lax.dynamic_slice_in_dim(x, layer, 1)
-            layers.append(jax.device_put(x, _DEVICE) if far else x)
-        out = part.slice.run(layers, step)
-        return [
-            jax.lax.dynamic_update_slice_in_dim(
-                was, jax.device_put(x, _HOST) if far else x, layer, 0
-            )
-            for was, x, far in zip(held, out, part.to_host, strict=True)
         ]
 
-    return jax.lax.fori_loop(0, part.leaf.shape[0], update, first)
+
+def _mixes(does: str) -> ValueError:
+    return ValueError(
+        "states in the host's memory are updated there leaf by leaf, element by element, and this "
+        f"optimizer {does}: use one that computes every element for itself, such as Adam (what it "
+        "computes of gradients alone, a global norm say, may span leaves), or leave OffloadPolicy "
+        "out"
+    )
 
 
 def _after(values: list[Any], token: Any) -> list[Any]:

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from zerojax._jaxpr import (
-    ELEMENTWISE,
     EquationRunner,
     bind,
     called,
     depending,
+    is_elementwise,
     opened,
     run,
     run_equations,
@@ -50,9 +50,7 @@ class Slice:
     def not_elementwise(self) -> list[str]:
         """Name the operations that look at other elements than the one they compute."""
         found = (
-            eqn.primitive.name
-            for eqn in self.eqns
-            if eqn.primitive.name not in ELEMENTWISE and not is_fill(eqn)
+            eqn.primitive.name for eqn in self.eqns if not is_fill(eqn) and not is_elementwise(eqn)
         )
         return list(dict.fromkeys(found))
 

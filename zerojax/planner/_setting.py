@@ -111,30 +111,20 @@ class Setting:
         return self.states.bytes["masters"] + self.states.bytes["optimizer"]
 
     @property
-    def visits(self) -> bool:
-        """Whether states come from the host to the device for their update, leaf by leaf."""
-        offload = self.recipe.offload
-        return self.hosted > 0 and offload is not None and offload.update == "device"
-
-    @property
     def update_bytes(self) -> float:
         """The optimizer's traffic with the device's memory: states are read and written."""
         gradients = sum(leaf.gradient for leaf in self.leaves)
-        states = self.optimizer + (self.hosted if self.visits else 0)
-        return 2 * states + gradients + self.states.bytes["parameters"]
+        return 2 * self.optimizer + gradients + self.states.bytes["parameters"]
 
     @property
     def update_traffic(self) -> float:
         """The bytes between device and host for the update.
 
         Two bytes of every gradient go there and two of every parameter come back, the least of all
-        ways to cut Adam between the two (ZeRO-Offload, arXiv 2101.06840, section 3); or states come
-        here and go back.
+        ways to cut Adam between the two (ZeRO-Offload, arXiv 2101.06840, section 3).
         """
         if not self.hosted:
             return 0.0
-        if self.visits:
-            return 2.0 * self.hosted
         moved = 4 * self.layout.num_params / self.devices.model_axis
         return moved / (self.devices.num_shards if self.layout.partitions("optimizer") else 1)
 
@@ -144,11 +134,7 @@ class Setting:
 
         The update reads every gradient, those of parameters that the loss leaves out too.
         """
-        held = max(sum(leaf.held for leaf in self.leaves), sum(x.gradient for x in self.leaves))
-        if not self.visits:
-            return held
-        kinds = ("optimizer", "masters")
-        return held + max(sum(row.bytes.get(x, 0) for x in kinds) for row in self.states.rows)
+        return max(sum(leaf.held for leaf in self.leaves), sum(x.gradient for x in self.leaves))
 
     @property
     def sums(self) -> int:

@@ -15,14 +15,13 @@ OffloadKind = Literal["optimizer", "master", "activation"]
 class OffloadPolicy:
     """Name the tensors that live in the host's memory.
 
+    The host updates the states there: gradients go down and new parameters come up, 4 bytes a
+    parameter with bf16. It computes every element for itself, as Adam, Lion and SGD do; other
+    optimizers are refused.
+
     Attributes:
         kinds: "optimizer" states, "master" parameters, and "activation" checkpoints, those that
             rematerialisation keeps (Pa+cpu).
-        update: where the optimizer works. "host": gradients go down and new parameters come up,
-            4 bytes a parameter with bf16 (ZeRO-Offload); for optimizers that compute every
-            element for itself, such as Adam. "device": each leaf's states come up and go back, 24
-            bytes a parameter for Adam with fp32 masters; for any optimizer that treats leaves one
-            by one.
         missing: what a backend without such memory gets. "refuse": an error. "device": a warning,
             and everything stays on the device.
 
@@ -33,7 +32,6 @@ class OffloadPolicy:
     """
 
     kinds: tuple[OffloadKind, ...] = ("optimizer", "master")
-    update: Literal["host", "device"] = "host"
     missing: Literal["refuse", "device"] = "refuse"
 
     def __post_init__(self) -> None:
@@ -49,9 +47,7 @@ class OffloadPolicy:
                 f"OffloadPolicy.kinds names {unknown}; these can live in the host's memory: "
                 f"{', '.join(get_args(OffloadKind))}"
             )
-        for name, known in (("update", ("host", "device")), ("missing", ("refuse", "device"))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"OffloadPolicy.{name} must be {' or '.join(map(repr, known))}, "
-                    f"got {getattr(self, name)!r}"
-                )
+        if self.missing not in ("refuse", "device"):
+            raise ValueError(
+                f"OffloadPolicy.missing must be 'refuse' or 'device', got {self.missing!r}"
+            )

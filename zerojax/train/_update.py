@@ -72,11 +72,8 @@ class Update:
             list(map(self._logical, jax.tree.leaves(state.opt_state), placed.leaves, hosted.state)),
             loss,
         )
-        offload = self._recipe.offload
-        if hosted and offload is not None:
-            norm, new, low, opt_state = self._offloaded(
-                state, given, on_host=offload.update == "host"
-            )
+        if hosted:
+            norm, new, low, opt_state = self._offloaded(state, given)
         else:
             norm, new, opt_state = self._run(
                 *given,
@@ -138,16 +135,13 @@ class Update:
         return norm, place(new), self.placed.flatten(state)
 
     def _offloaded(
-        self, state: TrainState, given: tuple[Any, ...], *, on_host: bool
+        self, state: TrainState, given: tuple[Any, ...]
     ) -> tuple[jax.Array, list[Any], list[Any], list[Any]]:
-        """Run leaf by leaf, each where its states are or come to; parameters are cast there."""
+        """Run leaf by leaf with the host, where parameters are cast too."""
         dtypes = [x.dtype for x in self._layout.structure.flatten_up_to(unwrapped(state.params))]
-        clip_norm = self._recipe.clip_norm
-        if clip_norm is None and on_host:
-            # A scale of one that is known only when all gradients are there holds the transfers
-            # back until then; among the backward pass's work, compilers would copy whole stacks
-            # for them.
-            clip_norm = math.inf
+        # A scale of one that is known only when all gradients are there holds the transfers back
+        # until then; among the backward pass's work, compilers would copy whole stacks for them.
+        clip_norm = math.inf if self._recipe.clip_norm is None else self._recipe.clip_norm
 
         def run(*given: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
             norm, new, opt_state = self._run(
@@ -158,7 +152,7 @@ class Update:
             low = [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
             return norm, new, low, opt_state
 
-        return OffloadedUpdate(run, self._layout, self.placed, self.hosted, on_host)(*given)
+        return OffloadedUpdate(run, self._layout, self.placed, self.hosted)(*given)
 
     def _logical(self, x: jax.Array, leaf: LeafLayout, is_far: bool = False) -> jax.Array:
         """View a leaf as logical shards; what lives with the host stays as it is."""

@@ -79,6 +79,11 @@ class StepOptions(CommandOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.offload if name not in OFFLOADS]:
             raise ValueError(f"--offload {unknown[0]}: the host can keep {' and '.join(OFFLOADS)}")
+        if "optimizer" in self.offload and not self.chosen_optimizer.elementwise:
+            raise ValueError(
+                f"--offload optimizer: the host updates element by element, and {self.optimizer} "
+                "does not; ask for --optimizer adamw, lion or sgd, or leave --offload optimizer out"
+            )
         self.recipe()  # refuses what contradicts itself
         found = self.configuration
         if found is not None and self.stage not in (None, found.stage):
@@ -126,15 +131,13 @@ class StepOptions(CommandOptions):
         """Return how the step is computed, its gradients clipped to a largest norm if at all."""
         asked = [kinds for name, kinds in OFFLOADS.items() if name in self.offload]
         kinds: Any = tuple(kind for kinds in asked for kind in kinds)
-        # A host updates what an optimizer computes element by element.
-        update = "host" if self.chosen_optimizer.elementwise else "device"
         return Recipe(
             precision=self.precision,
             accumulate=self.accumulate,
             reduce=self.reduce,
             clip_norm=clip_norm,
             remat=self._remat_policy(),
-            offload=OffloadPolicy(kinds=kinds, update=update) if kinds else None,
+            offload=OffloadPolicy(kinds=kinds) if kinds else None,
         )
 
     def _remat_policy(self) -> RematPolicy | None:
