@@ -15,6 +15,7 @@ from zerojax.audit._traffic import Move, moves_of
 from zerojax.hlo import (
     Carry,
     Module,
+    arguments_of,
     find_carries,
     host_parameters,
     parse_collectives,
@@ -43,7 +44,6 @@ class Evidence:
     program: Program  # the facts
     layout: Layout  # the placement
     module: Module  # the program's text as a structure
-    theory: Theory  # what the step has to move
     recipe: Recipe  # how the step is computed
     has_recipe: bool  # whether the recipe was given, and is no default
     held: tuple[Held, ...]  # every argument leaf with its kind
@@ -62,7 +62,6 @@ class Evidence:
             program=program,
             layout=layout,
             module=module,
-            theory=theory_of(layout, recipe),
             recipe=recipe,
             has_recipe=has_recipe,
             held=held,
@@ -102,12 +101,35 @@ class Evidence:
 
     @cached_property
     def partitioned_elements(self) -> int:
-        """Count the elements per device of the leaves that the layout partitions, stored."""
-        return sum(
-            math.prod(self.layout.local_shape(leaf, leaf.stored_shape))
-            for leaf in self.layout.leaves
-            if leaf.dim is not None
+        """Count the elements per device of all leaves that the layout partitions, gathered."""
+        return self.gathered_elements(range(len(self.layout.leaves)))
+
+    @cached_property
+    def theory(self) -> Theory:
+        """Count what the step has to move."""
+        return theory_of(self.layout, self.recipe, frozen=self.frozen)
+
+    @cached_property
+    def frozen(self) -> frozenset[int]:
+        """Return the leaves that the loss does not train: they have no gradient to reduce.
+
+        The new parameter of such a leaf is made of its own states and of scalars. Where a reduction
+        is forgotten it is made of the batch, or of what the batch went through. A program that
+        trains no leaf is a part of a step, which is judged as if it trained all.
+        """
+        results, outputs = self.module.entry.root.operands, self.program.outputs
+        own: dict[int | None, set[int | None]] = {}
+        for one in self.held:
+            own.setdefault(one.parameter, set()).add(one.argument.number)
+        frozen = frozenset(
+            one.parameter
+            for one, new in self.pairs
+            if one.kind == "parameter"
+            and one.parameter is not None
+            and len(results) == len(outputs)
+            if arguments_of(self.module, results[outputs.index(new)]) <= own[one.parameter]
         )
+        return frozen if len(frozen) < len(self.layout.leaves) else frozenset()
 
     @cached_property
     def parameter_bits(self) -> dict[int, int]:
@@ -128,6 +150,12 @@ class Evidence:
         """Name the parts of zerojax that the step was written with, as its source lines tell."""
         files = "\n".join(self.module.tables["FileNames"].values())
         return frozenset(tool for tool, file in TOOLS.items() if file in files)
+
+    def gathered_elements(self, indices: Iterable[int]) -> int:
+        """Count the elements per device of some leaves, of those that the layout partitions."""
+        leaves = [self.layout.leaves[index] for index in indices]
+        local = (self.layout.local_shape(x, x.stored_shape) for x in leaves if x.dim is not None)
+        return sum(map(math.prod, local))
 
     def states(self, *kinds: str) -> list[Held]:
         """List the arguments of some kinds."""

@@ -33,8 +33,9 @@ class Move:
     # device keeps one part), reduce (an all-reduce), or shuffle (all else)
     role: Role
     match: Match | None  # the leaves that the tensor may be; None for an activation
-    # elements as they are judged: without padding, and where the backend has no reduce-scatter, an
-    # all-reduce of which a part is kept counts as one
+    # elements as they are judged: without padding, and as other backends would move them where a
+    # CPU has no reduce-scatter (an all-reduce of which a part is kept counts as one) and does not
+    # add up what it reduces (two gradients of a tied embedding count once)
     judged: float
     padding: float = 0.0  # elements that the compiler adds to fit its tiles
 
@@ -72,8 +73,8 @@ def moves_of(
     for record, spans in found:
         role = role_of(record)
         scale = windows.get((record.op_name, record.elements), 1.0)
-        if role == "sliced" and program.platform == "cpu":
-            scale = 0.5
+        if program.platform == "cpu" and role in ("sliced", "reduce"):
+            scale = 0.0 if record.is_added else 0.5 if role == "sliced" else 1.0
         moves.append(
             Move(
                 record=record,

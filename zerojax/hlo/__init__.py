@@ -9,7 +9,7 @@ from zerojax.hlo._loops import Loop
 from zerojax.hlo._memory import Result, largest_results
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import parse_collectives
-from zerojax.hlo._values import Use, is_widened, uses_of
+from zerojax.hlo._values import Use, arguments_of, is_widened, uses_of
 
 __all__ = [
     "Carry",
@@ -21,6 +21,7 @@ __all__ = [
     "Module",
     "Result",
     "Use",
+    "arguments_of",
     "element_bits",
     "find_carries",
     "find_host_moves",

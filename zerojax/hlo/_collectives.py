@@ -33,6 +33,7 @@ class Collective:
     loops: tuple[Loop, ...] = ()  # outermost first
     branches: tuple[tuple[str, int], ...] = ()  # (conditional, branch), outermost first
     is_async: bool = False
+    is_added: bool = False  # whether it could have been added to another all-reduce's operand
     combined: int = 1  # how many tensors the instruction carries
     part: int = 0  # which of them this is
     computation: str = ""  # where the instruction stands

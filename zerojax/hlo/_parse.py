@@ -9,7 +9,7 @@ from zerojax.hlo._collectives import Collective, Collectives
 from zerojax.hlo._groups import Groups, parse_groups, parse_pairs
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor, parse_module
 from zerojax.hlo._spellings import SPELLINGS, having
-from zerojax.hlo._values import Frame, is_sliced, is_zero, source_of
+from zerojax.hlo._values import KEEPS, Frame, is_sliced, is_zero, source_of
 from zerojax.hlo._walk import Site, walk
 
 OPS = having("moves")
@@ -35,7 +35,10 @@ def parse_collectives(program: str | Module) -> Collectives:
     module = parse_module(program) if isinstance(program, str) else program
     records: list[Collective] = []
     read: set[tuple[str, str]] = set()
+    added: set[tuple[str, str, int]] = set()
     for site, line in walk(module):
+        if line.opcode == "add":
+            added.update(_sums(module, site.frame, line.name)[1:])
         if not _is_collective(line) or _is_end(line):
             continue
         role, _ = _async_role(site.frame.computation, line)
@@ -46,8 +49,11 @@ def parse_collectives(program: str | Module) -> Collectives:
         if found is not None:
             read.add((site.frame.computation.name, line.name))
             records += found
-    unread = _unread_lines(module, read)
-    return Collectives(records=tuple(_name_windows(records)), unread=tuple(unread))
+    records = [
+        dataclasses.replace(one, is_added=(one.computation, one.name, one.part) in added)
+        for one in _name_windows(records)
+    ]
+    return Collectives(records=tuple(records), unread=tuple(_unread_lines(module, read)))
 
 
 # ------------------------------------------------------------------ which lines count
@@ -258,6 +264,28 @@ def _is_placed(module: Module, frame: Frame, name: str) -> bool:
     if found is None or found[1].opcode != "dynamic-update-slice":
         return False
     return is_zero(module, found[0], found[1].operands[0])
+
+
+def _sums(module: Module, frame: Frame, name: str) -> list[tuple[str, str, int]]:
+    """List the all-reduces that a value is the sum of, none where it is made of anything else.
+
+    %a = f32[8] all-reduce(%x);  %own_a = f32[1] dynamic-slice(%a, %at)
+    %b = f32[8] all-reduce(%y);  %own_b = f32[1] dynamic-slice(%b, %at)
+    %g = f32[1] add(%own_a, %own_b)       one all-reduce of x + y would do
+    """
+    found = source_of(module, frame, name, through=KEEPS | {"dynamic-slice", "transpose"})
+    if found is None:
+        return []
+    frame, line = found
+    if line.opcode == "add":
+        left, right = (_sums(module, frame, operand) for operand in line.operands)
+        return left + right if left and right else []
+    part = 0
+    if line.opcode == "get-tuple-element":
+        part = int(line.attribute("index") or 0)
+        line = frame.computation.by_name[line.operands[0]]
+    is_sum = line.opcode in ("all-reduce", "all-reduce-done")
+    return [(frame.computation.name, line.name, part)] if is_sum else []
 
 
 def _widen(tensor: Tensor, dim: int, size: int) -> Tensor:

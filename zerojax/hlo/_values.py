@@ -12,6 +12,7 @@ from zerojax.hlo._spellings import having
 KEEPS = having("keeps")
 _ZEROS = ("0", "-0", "false")
 _HANDS_ON, _WHOLE = having("hands on"), having("whole")
+_ENTERED = ("fusion", "call", "while")
 #: A walk that has come to more places than this has gone astray.
 MOST_PLACES = 2000
 
@@ -105,27 +106,49 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     %sum = f32[4096] all-reduce(%g)
     %own = f32[512] dynamic-slice(%sum, %at)     the only user: each device keeps its part
     """
-    computation = frame.computation
-    if computation.by_name[name].is_root and frame.caller is not None and frame.parent is not None:
-        return is_sliced(module, frame.parent, frame.caller.name)
-    users = computation.users.get(name, [])
-    if index is not None:
-        users = [user for user in users if user.attribute("index") == str(index)]
-    return bool(users) and all(_slices(module, frame, user, name) for user in users)
+    walk = Uses(module, through=KEEPS, into=("fusion", "call"))
+    uses = list(walk.follow(Value(frame, name, index)))
+    return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
 
 
-def _slices(module: Module, frame: Frame, user: Instruction, name: str) -> bool:
-    if user.opcode == "dynamic-slice":
-        return user.operands[0] == name
-    if user.opcode in KEEPS or user.opcode == "get-tuple-element":
-        return is_sliced(module, frame, user.name)
-    if user.opcode == "tuple" and user.is_root and frame.caller is not None and frame.parent:
-        position = user.operands.index(name)
-        return _is_fused(frame) and is_sliced(module, frame.parent, frame.caller.name, position)
-    inner = frame.enter(module, user) if user.opcode in ("fusion", "call") else None
-    return inner is not None and all(
-        is_sliced(module, inner, parameter.name) for parameter in _parameters(inner, name)
-    )
+def arguments_of(module: Module, name: str) -> set[int]:
+    """Return the numbers of the program's parameters of which a value of the entry is made.
+
+    What comes through scalars does not count. Of an update `w - rate * (g + decay * w)`, these are
+    those of `w`, and whatever the gradient `g` was computed from.
+    """
+    found: set[int] = set()
+    waiting = [Value(Frame(computation=module.entry), name, None)]
+    seen: set[tuple[str, str, int | None]] = set()
+    while waiting:
+        value = waiting.pop()
+        if value.key in seen:
+            continue
+        seen.add(value.key)
+        line = value.line
+        if line.opcode == "parameter" and value.frame.parent is None:
+            found.add(int(line.literal))
+        elif value.index is not None or [one.elements > 1 for one in line.shapes] != [False]:
+            waiting += _made_of(module, value)
+    return found
+
+
+def _made_of(module: Module, value: Value) -> Iterator[Value]:
+    """List the values of which one is computed, one step back."""
+    line, frame, index = value.line, value.frame, value.index
+    inner = frame.enter(module, line) if line.opcode in _ENTERED else None
+    if inner is not None:
+        yield Value(inner, inner.computation.root.name, index)
+    elif line.opcode == "get-tuple-element":
+        yield Value(frame, line.operands[0], int(line.attribute("index") or 0))
+    elif line.opcode == "tuple" and index is not None:
+        yield Value(frame, line.operands[index], None)
+    elif line.opcode == "parameter" and frame.caller is not None and frame.parent is not None:
+        yield Value(frame.parent, frame.caller.operands[int(line.literal)], index)
+        if frame.caller.opcode == "while":  # or of what the turn before made
+            yield Value(frame, frame.computation.root.name, index)
+    else:
+        yield from (Value(frame, operand, None) for operand in line.operands)
 
 
 def uses_of(module: Module, name: str, computation: str, index: int | None = None) -> list[Use]:
@@ -138,11 +161,11 @@ def uses_of(module: Module, name: str, computation: str, index: int | None = Non
     %b: %y = bf16[8,128] dot(%x, %element_0)      the one use, with the cast ("bf16",)
     """
     frame = Frame(computation=module.computations[computation])
-    return list(_Walk(module).follow(_Value(frame, name, index)))
+    return list(Uses(module).follow(Value(frame, name, index)))
 
 
 @dataclass(frozen=True)
-class _Value:
+class Value:
     """Hold an instruction's result, or one part of a tuple, and the casts on the way to it."""
 
     frame: Frame
@@ -150,50 +173,64 @@ class _Value:
     index: int | None
     casts: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """Return what tells values apart."""
+        return self.frame.computation.name, self.name, self.index
 
-class _Walk:
-    """Follow a value through a module, past each place once."""
+    @property
+    def line(self) -> Instruction:
+        """Return the instruction."""
+        return self.frame.computation.by_name[self.name]
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
+
+class Uses:
+    """Follow a value through a module, past each place once.
+
+    Args:
+        module: the program.
+        through: opcodes that hand a value on.
+        into: opcodes whose computations are entered.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        through: Collection[str] = _HANDS_ON,
+        into: Collection[str] = _ENTERED,
+    ) -> None:
+        self._module, self._through, self._into = module, through, into
         self._seen: set[tuple[str, str, int | None]] = set()
 
-    def follow(self, value: _Value) -> Iterator[Use]:
-        """Yield the real consumers of a value."""
-        key = (value.frame.computation.name, value.name, value.index)
-        if key in self._seen or len(self._seen) > MOST_PLACES:
+    def follow(self, value: Value) -> Iterator[Use]:
+        """Yield the real consumers of a value; returning it from a program or a loop is one."""
+        if value.key in self._seen or len(self._seen) > MOST_PLACES:
             return
-        self._seen.add(key)
+        self._seen.add(value.key)
         for user in value.frame.computation.users.get(value.name, []):
-            if user.opcode in ("fusion", "call", "while"):
-                yield from self._enter(value, user)
-            elif user.opcode in _HANDS_ON or user.opcode in ("tuple", "get-tuple-element"):
+            if user.opcode in self._through or user.opcode in ("tuple", "get-tuple-element"):
                 for handed in _handed_on(value, user):
                     yield from self.follow(handed)
-            else:
+                continue
+            inner = value.frame.enter(self._module, user) if user.opcode in self._into else None
+            if inner is None:
                 yield Use(user, value.casts)
-        yield from self._leave(value)
+            for parameter in _parameters(inner, value.name) if inner else ():
+                yield from self.follow(replace(value, frame=inner, name=parameter.name))
+        if value.frame.computation.root.name == value.name:
+            yield from self._leave(value)
 
-    def _enter(self, value: _Value, user: Instruction) -> Iterator[Use]:
-        """Follow a value into a fusion or a loop's body."""
-        inner = value.frame.enter(self._module, user)
-        if inner is None:
-            yield Use(user, value.casts)
-            return
-        for parameter in _parameters(inner, value.name):
-            yield from self.follow(replace(value, frame=inner, name=parameter.name))
-
-    def _leave(self, value: _Value) -> Iterator[Use]:
+    def _leave(self, value: Value) -> Iterator[Use]:
         """Follow a fusion's result to those who use the fusion."""
         caller, parent = value.frame.caller, value.frame.parent
-        root = value.frame.computation.root
-        if caller is None or parent is None or caller.opcode == "while" or root.name != value.name:
+        if caller is None or parent is None or caller.opcode == "while":
+            yield Use(value.line, value.casts)
             return
-        index = value.index if root.opcode == "tuple" else None
+        index = value.index if value.line.opcode == "tuple" else None
         yield from self.follow(replace(value, frame=parent, name=caller.name, index=index))
 
 
-def _handed_on(value: _Value, user: Instruction) -> Iterator[_Value]:
+def _handed_on(value: Value, user: Instruction) -> Iterator[Value]:
     """Return what an instruction that computes nothing makes of a value."""
     after = replace(value, name=user.name)
     if user.opcode == "get-tuple-element":

@@ -57,15 +57,15 @@ def check_kept(evidence: Evidence) -> Iterator[Finding]:
     for key, moves in _by_leaf(evidence).items():
         match = moves[0].match
         assert match is not None
-        stored = _stored(evidence, match) * evidence.recipe.accumulate
+        stored = evidence.gathered_elements(match.leaves) * evidence.recipe.accumulate
         gathered = sum(move.handled for move in moves)
         if sure.intersection(match.leaves):
-            kept.append((moves[0], _stored(evidence, match)))
+            kept.append((moves[0], evidence.gathered_elements(match.leaves)))
         if sure.intersection(match.leaves) or gathered > 1.5 * stored:
             continue
         layers = match.form == "layer"
         if layers and stacked.intersection(match.leaves):
-            kept.append((moves[0], _stored(evidence, match)))
+            kept.append((moves[0], evidence.gathered_elements(match.leaves)))
         elif not layers and _is_reduced(evidence, match):
             both = [move for move in moves if _is_used_in_both(evidence, move)]
             kept += [(move, math.prod(key)) for move in both]
@@ -200,12 +200,6 @@ def _by_leaf(evidence: Evidence) -> dict[tuple, list[Move]]:
     return found
 
 
-def _stored(evidence: Evidence, match: Match) -> int:
-    """Count the elements per device of the leaves that a tensor may be of, gathered."""
-    leaves = [evidence.layout.leaves[index] for index in match.leaves]
-    return sum(math.prod(evidence.layout.local_shape(leaf, leaf.stored_shape)) for leaf in leaves)
-
-
 def _is_reduced(evidence: Evidence, match: Match) -> bool:
     """Return whether gradients of the leaves are reduced, so that there is a backward pass."""
     reduced = sum(
@@ -215,7 +209,7 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
         and move.match is not None
         and set(move.match.leaves) & set(match.leaves)
     )
-    return reduced >= 0.5 * _stored(evidence, match)
+    return reduced >= 0.5 * evidence.gathered_elements(match.leaves)
 
 
 def _stacks(evidence: Evidence) -> tuple[set[int], set[int]]:

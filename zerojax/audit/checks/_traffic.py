@@ -35,7 +35,9 @@ def check_unread(evidence: Evidence) -> Iterator[Finding]:
 
 def check_scatter(evidence: Evidence) -> Iterator[Finding]:
     """Check that gradients of partitioned leaves are reduce-scattered, from stage 1 on."""
-    layout, partitioned = evidence.layout, evidence.partitioned_elements
+    layout = evidence.layout
+    trained = {*range(len(layout.leaves))} - evidence.frozen
+    partitioned = evidence.gathered_elements(trained)
     summed = set(layout.axis) & set(layout.batch_axes)
     if not evidence.is_step or not summed or not layout.partitions("optimizer"):
         return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from zerojax._types import Axes
@@ -61,7 +61,11 @@ class Theory:
 
 
 def theory_of(
-    layout: Layout, recipe: Recipe, *, scatters: Callable[[LeafLayout], bool] = lambda leaf: True
+    layout: Layout,
+    recipe: Recipe,
+    *,
+    scatters: Callable[[LeafLayout], bool] = lambda leaf: True,
+    frozen: Collection[int] = (),
 ) -> Theory:
     """Count what a step of the layout's stage moves.
 
@@ -70,12 +74,13 @@ def theory_of(
         recipe: how many microbatches there are, and when gradients are summed over devices.
         scatters: whether a partitioned leaf's gradient can be reduce-scattered; where it can't, it
             is all-reduced.
+        frozen: indices of leaves without a gradient.
 
     Raises:
         ValueError: gradients are to be summed once where parameters are partitioned.
     """
     kinds = layout.kinds
-    reductions = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
+    per_step = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
     gathers = 2 * recipe.accumulate if "parameter" in kinds else int("optimizer" in kinds)
     gathered: dict[Axes, float] = {}
     scattered: dict[Axes, float] = {}
@@ -88,7 +93,8 @@ def theory_of(
         if moved := elements * ring(axes):
             to[axes] = to.get(axes, 0.0) + moved
 
-    for leaf in layout.leaves:
+    for index, leaf in enumerate(layout.leaves):
+        reductions = 0 if index in frozen else per_step
         own = {name for names in leaf.entries for name in names}
         batch = tuple(axis for axis in layout.batch_axes if axis not in own)
         whole = math.prod(layout.local_shape(leaf, leaf.shape))
@@ -112,4 +118,4 @@ def theory_of(
     # the forward and for the backward pass. With nothing partitioned both are an all-reduce.
     moved = 3 if "parameter" in kinds else 2
     paper = moved * local * ring(layout.axis if kinds else layout.batch_axes)
-    return Theory(gathered, scattered, summed, paper, gathers, reductions)
+    return Theory(gathered, scattered, summed, paper, gathers, per_step)

@@ -1,0 +1,71 @@
+"""Which gradients have to be reduced: those of trained leaves, each once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.audit.audit_programs import WIDTH, compile_step, only, pair_loss
+from zerojax.audit import audit
+
+SHAPES = {
+    "frozen": jax.ShapeDtypeStruct((4, WIDTH, WIDTH), jnp.float32),
+    "head": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+}
+BATCH = jax.ShapeDtypeStruct((96, WIDTH), jnp.float32)
+
+
+def frozen_loss(params, x):
+    weights = jax.lax.stop_gradient(params["frozen"])
+    y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights)
+    return jnp.mean((y @ params["head"] - x) ** 2)
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), (2, 2), (3, 1)])
+def test_frozen_leaves_have_no_gradient_to_reduce(mesh8, stage, accumulate):
+    layout = zerojax.make_layout(SHAPES, mesh8, stage=stage)
+    recipe = zerojax.Recipe(accumulate=accumulate, clip_norm=1.0)
+    report = zerojax.make_train_step(frozen_loss, optax.adamw(1e-3), layout, recipe).audit(BATCH)
+    assert report.problems == ()
+    # Both are gathered, of which the head is a fifth; only the head's gradient is reduced. The
+    # frozen layers need no backward pass, so that stage 3 gathers them once.
+    reductions = 1 if stage == 1 else accumulate
+    gathers = {1: 1, 2: 1, 3: 2}[stage]
+    assert report.theory_volume == pytest.approx((gathers + reductions / 5) * 7 / 8)
+    assert report.judged_volume == pytest.approx((1 + reductions / 5) * 7 / 8, rel=0.05)
+
+
+def test_a_forgotten_reduction_is_no_frozen_leaf(make, mesh8):
+    """Each device trains on its own examples alone."""
+
+    def loss(params, x):
+        own = jax.shard_map(
+            jax.grad(pair_loss),
+            mesh=mesh8,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=False,
+        )(jax.lax.stop_gradient(params), x)
+        return sum(map(jnp.vdot, jax.tree.leaves(own), jax.tree.leaves(params)))
+
+    layout = make(2)
+    problem = only(audit(compile_step(loss, layout), layout), "reduce-scatter")
+    assert "missing (0 elements)" in problem.seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_gradient_of_a_tied_weight_counts_once_where_a_cpu_sums_its_uses(mesh8, accumulate):
+    def loss(params, tokens):
+        x = params[tokens[:, :-1]]
+        return optax.softmax_cross_entropy_with_integer_labels(x @ params.T, tokens[:, 1:]).mean()
+
+    embed, tokens = jax.ShapeDtypeStruct((128, 64), jnp.float32), jnp.zeros((32, 9), jnp.int32)
+    layout = zerojax.make_layout(embed, mesh8, stage=2)
+    recipe = zerojax.Recipe(accumulate=accumulate, precision="bf16")
+    report = zerojax.make_train_step(loss, optax.adamw(1e-3), layout, recipe).audit(tokens)
+    assert report.problems == ()
+    assert report.judged_volume == pytest.approx((accumulate + 1) * 7 / 8, rel=0.01)
