@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerojax.layout import DIMS
 from zerojax.planner import HARDWARE
 from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
 
@@ -56,7 +57,7 @@ def test_axes_take_every_place_of_a_torus_once(shape, cuts):
     assert list(laid) == list(axes)
     for axis, stretches in laid.items():
         assert math.prod(stretch.size for stretch in stretches) == axes[axis]
-    for dim, size in enumerate(shape):
+    for dim, size in zip((*DIMS[: len(shape) - 1], DIMS[-1]), shape, strict=True):
         along = sorted((s for found in laid.values() for s in found if s.dim == dim), key=_stride)
         place = 1
         for stretch in along:
@@ -71,10 +72,14 @@ def _stride(stretch):
 
 def test_axes_lie_on_whole_dims_where_they_can():
     assert lay_axes((4, 4, 4, 1), {"data": 16, "model": 4}) == {
-        "data": (Stretch("data", 0, 4, 1), Stretch("data", 1, 4, 1)),
-        "model": (Stretch("model", 2, 4, 1),),
+        "data": (Stretch("data", "x", 4, 1), Stretch("data", "y", 4, 1)),
+        "model": (Stretch("model", "z", 4, 1),),
     }
     assert lay_axes((4, 4, 4, 1), {"data": 32, "model": 2}) == {
-        "data": (Stretch("data", 0, 2, 2), Stretch("data", 1, 4, 1), Stretch("data", 2, 4, 1)),
-        "model": (Stretch("model", 0, 2, 1),),
+        "data": (
+            Stretch("data", "x", 2, 2),
+            Stretch("data", "y", 4, 1),
+            Stretch("data", "z", 4, 1),
+        ),
+        "model": (Stretch("model", "x", 2, 1),),
     }

@@ -46,21 +46,13 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """Keep what a compiler answered: a program, or that it would not fit.
+    """Keep what a compiler answered: a program, or that it would not fit."""
 
-    Attributes:
-        program: the compiled program; None where the compiler refused it.
-        shortage: why it was refused; None where it was not.
-        seconds: what the compiler took.
-        compiled_at: when, in UTC, as ISO 8601 has it.
-        is_cached: whether it was kept from an earlier time.
-    """
-
-    program: Program | None
-    shortage: Shortage | None = None
-    seconds: float
-    compiled_at: str
-    is_cached: bool = False
+    program: Program | None  # the compiled program; None where the compiler refused it
+    shortage: Shortage | None = None  # why it was refused; None where it was not
+    seconds: float  # what the compiler took
+    compiled_at: str  # when, in UTC, as ISO 8601 has it
+    is_cached: bool = False  # whether it was kept from an earlier time
 
 
 class ProgramCache:

@@ -58,11 +58,7 @@ def verify_plans(choices: Choices, *, count: int = 3, topology: str | None = Non
 
 
 def topology_name(hardware: Hardware, num_devices: int) -> str:
-    """Name the topology of some devices: whole nodes, or the slice that one would rent.
-
-    Raises:
-        ValueError: no compiler knows the hardware, or the devices are no whole nodes or slices.
-    """
+    """Name the topology of some devices: whole nodes, or the slice that one would rent."""
     chip = {"v7": "tpu7x"}.get(hardware.name, hardware.name)  # as libtpu calls it
     known = (*TPU_CHIPS, *GPU_CHIPS)
     if chip not in known:

@@ -23,22 +23,14 @@ LOSS_SCALE_LEAVES = (f"{LOSS_SCALE}scale", f"{LOSS_SCALE}good_steps")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-        shape: logical shape.
-        stored_shape: shape with padding, as the arrays on disk have it.
-        dtype: its name; of typed PRNG keys `key<...>`, whose integers are what is stored.
-        num_bytes: bytes of the logical leaf.
-        spec: how it was placed, a `PartitionSpec` in words.
-        same_as: path of the leaf that is the very same array, which alone is stored; or None.
-    """
-
-    shape: Shape
-    stored_shape: Shape
-    dtype: str
-    num_bytes: int
-    spec: str | None = None
+    shape: Shape  # logical shape
+    stored_shape: Shape  # shape with padding, as the arrays on disk have it
+    dtype: str  # its name; of typed PRNG keys `key<...>`, whose integers are what is stored
+    num_bytes: int  # bytes of the logical leaf
+    spec: str | None = None  # how it was placed, a `PartitionSpec` in words
+    #: path of the leaf that is the very same array, which alone is stored; or None
     same_as: str | None = None
 
     @property
@@ -81,12 +73,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
-    """Place the leaves that are no JAX arrays yet: NumPy's, and Python's numbers.
-
-    Raises:
-        TypeError: a leaf is no array and no number.
-        ValueError: a NumPy leaf has 64 bits that JAX would cut off; or a key of a path is empty.
-    """
+    """Place the leaves that are no JAX arrays yet: NumPy's, and Python's numbers."""
 
     def place(path: str, x: Any) -> jax.Array:
         if not all(path.split("/")):

@@ -39,17 +39,7 @@ Node = tuple[tuple[Any, ...], Any]
 def logical_shapes(
     tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
 ) -> dict[str, Shape]:
-    """Return the logical shape of every leaf of a tree of arrays or shapes, by path.
-
-    Args:
-        tree: a state in its stored form, or a part of one.
-        layout: the placement that the leaves are stored under.
-        tx: the optimizer whose state is in the tree.
-
-    Raises:
-        ValueError: a leaf may be padded or not, and `tx` is needed to tell; or a train state was
-            made under another layout.
-    """
+    """Return the logical shape of every leaf of a tree of arrays or shapes, by path."""
     below = list(nodes(tree))
     of_tx = {} if tx is None else _like(below, layout.optimizer(tx))
     known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
@@ -71,11 +61,7 @@ def logical_shapes(
 
 
 def check_placement(tree: PyTree, layout: Layout) -> None:
-    """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not.
-
-    Raises:
-        ValueError: with the first such leaf; the manifest would tell of another stage.
-    """
+    """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not."""
     for path, node in nodes(tree):
         if layout.num_shards == 1 or not _is_train_state(node):
             continue

@@ -92,12 +92,7 @@ def make_manifest(
     data: Any = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Describe a state and the layout that it lives under.
-
-    Raises:
-        TypeError: `data` or `metadata` is not fit for JSON.
-        ValueError: a leaf may be padded or not, and `tx` is needed to tell.
-    """
+    """Describe a state and the layout that it lives under."""
     manifest = Manifest(
         stage=layout.stage,
         axis=layout.axis,

@@ -30,11 +30,7 @@ BARRIER_MS = 20 * 60 * 1000
 
 
 def require_orbax() -> None:
-    """Check that the extra `checkpoint` is installed, before anything is written or read.
-
-    Raises:
-        ImportError: a package is missing; the message has the pip line.
-    """
+    """Check that the extra `checkpoint` is installed, before anything is written or read."""
     with extra("checkpoint", "a checkpoint"):
         for package in ("orbax.checkpoint", "tensorstore", "xxhash"):
             importlib.import_module(package)

@@ -24,19 +24,13 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What is to be written.
+    """What is to be written."""
 
-    Attributes:
-        name: unlike any other in the same files.
-        shape: of the whole.
-        dtype: as NumPy and JAX name it: "float32", "bfloat16".
-        blocks: returns consecutive blocks of rows, [rows, *shape[1:]], or one without dims; called
-            once, when its turn comes.
-    """
-
-    name: str
-    shape: Shape
-    dtype: str
+    name: str  # unlike any other in the same files
+    shape: Shape  # of the whole
+    dtype: str  # as NumPy and JAX name it: "float32", "bfloat16"
+    #: returns consecutive blocks of rows, [rows, *shape[1:]], or one without dims; called once,
+    #: when its turn comes
     blocks: Callable[[], Iterable[np.ndarray]]
 
     @property

@@ -156,12 +156,7 @@ def start_save(
 
 
 def check_step(step: Any) -> int:
-    """Return a number of steps as a plain int.
-
-    Raises:
-        TypeError: it is no whole number.
-        ValueError: it is negative.
-    """
+    """Return a number of steps as a plain int."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(f"step is a {type(step).__name__}; give a whole number")
     if operator.index(step) < 0:

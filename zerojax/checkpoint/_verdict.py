@@ -60,12 +60,7 @@ def find_sources(
     partial: bool = False,
     cast: bool = False,
 ) -> dict[str, str]:
-    """Return the saved leaf that each wanted one is read from; a fresh loss scale is from nowhere.
-
-    Raises:
-        IncompatibleCheckpointError: a leaf is missing, left over, of another shape, of a dtype that
-            would lose values, or belongs to another optimizer.
-    """
+    """Return the saved leaf that each wanted one is read from; a fresh loss scale has none."""
     wanted = saved_leaves(like, layout, tx)
     given = {path for path, x in leaves_by_path(like).items() if isinstance(x, jax.Array)}
     fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
@@ -84,11 +79,7 @@ def find_sources(
 
 
 def check_leaves(found: Leaves, wanted: Leaves, path: Path, *, cast: bool) -> None:
-    """Refuse weights that are not those that are wanted, leaf by leaf.
-
-    Raises:
-        IncompatibleCheckpointError: a leaf is missing, left over, or of another shape or dtype.
-    """
+    """Refuse weights that are not those that are wanted, leaf by leaf."""
     _, lines = _compare(found, wanted, cast)
     if lines:
         raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")

@@ -8,7 +8,16 @@ from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
-from zerojax.layout._torus import DIMS, LANES, SPANS, Phases, Span, in_order
+from zerojax.layout._torus import (
+    DIMS,
+    LANES,
+    SPANS,
+    Digit,
+    Phases,
+    Span,
+    group_digits,
+    in_order,
+)
 from zerojax.layout._transformation import WRAPPED, as_transformation
 
 __all__ = [
@@ -20,6 +29,7 @@ __all__ = [
     "WRAPPED",
     "Cut",
     "Description",
+    "Digit",
     "Entries",
     "Layout",
     "LeafLayout",
@@ -31,6 +41,7 @@ __all__ = [
     "as_transformation",
     "check_layout",
     "check_stage",
+    "group_digits",
     "in_order",
     "make_layout",
     "make_mesh",

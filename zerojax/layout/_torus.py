@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -71,6 +71,9 @@ class Digit:
     axis: str
     dim: str
     size: int
+
+
+SomeDigit = TypeVar("SomeDigit", bound=Digit)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +153,7 @@ def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:
             "order; zerojax.make_mesh places them so"
         )
         return dataclasses.replace(at_once, reason=reason)
-    groups = _group(span, [digit for found in digits for digit in found or ()])
+    groups = group_digits(span, [digit for found in digits for digit in found or ()])
     return _cut(mesh, groups)
 
 
@@ -192,14 +195,20 @@ def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:
     return digits if math.prod(digit.size for digit in digits) == size else None
 
 
-def _group(span: Span, digits: Sequence[Digit]) -> list[list[Digit]]:
+def group_digits(span: Span, digits: Sequence[SomeDigit]) -> list[list[SomeDigit]]:
     """Part the digits into phases, the first as large as it may be: it moves the most."""
-    groups: list[list[Digit]] = [[]]
-    for digit in digits:
+
+    def fit(members: Sequence[Digit]) -> bool:
         sizes: dict[str, int] = {}
-        for member in (*groups[-1], digit):
+        for member in members:
             sizes[member.dim] = sizes.get(member.dim, 1) * member.size
-        if _fits(span, sizes):
+        return _fits(span, sizes)
+
+    if fit(digits):
+        return [list(digits)]
+    groups: list[list[SomeDigit]] = [[]]
+    for digit in digits:
+        if fit((*groups[-1], digit)):
             groups[-1].append(digit)
         else:
             groups.append([digit])

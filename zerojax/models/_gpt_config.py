@@ -75,11 +75,7 @@ class Config:
 
 
 def check_parts(config: Config, num_parts: int) -> None:
-    """Refuse a model axis of that many devices if it does not cut this model into equal parts.
-
-    Raises:
-        ValueError: it does not divide the heads or the embedding's rows.
-    """
+    """Refuse a model axis of that many devices if it does not cut this model into equal parts."""
     if config.num_heads % num_parts:
         fits = [str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise ValueError(

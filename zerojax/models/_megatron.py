@@ -24,15 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass(frozen=True)
 class ModelParallel:
-    """Places the activations of a model along one axis of the mesh.
+    """Places the activations of a model along one axis of the mesh."""
 
-    Attributes:
-        axis: the mesh axis; None places nothing.
-        sequence: whether the residual stream is cut along the tokens.
-    """
-
-    axis: str | None
-    sequence: bool = False
+    axis: str | None  # the mesh axis; None places nothing
+    sequence: bool = False  # whether the residual stream is cut along the tokens
 
     @property
     def num_parts(self) -> int:
@@ -74,11 +69,7 @@ class ModelParallel:
         return gather(x)
 
     def residual(self, x: jax.Array) -> jax.Array:
-        """Place the residual stream [B, T, D].
-
-        Raises:
-            ValueError: it is cut along the tokens, which the axis does not divide.
-        """
+        """Place the residual stream [B, T, D]."""
         parts = self.num_parts
         if self.sequence and x.shape[1] % parts:
             raise ValueError(

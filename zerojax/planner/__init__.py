@@ -1,7 +1,7 @@
 """Bytes, volume and time of a training step, from shapes alone."""
 
 from zerojax.planner._arguments import as_amount, as_count, as_given
-from zerojax.planner._choices import Choices, Rejected, Verified
+from zerojax.planner._choices import Choices, Verified
 from zerojax.planner._devices import Placement
 from zerojax.planner._plan import plan, sweep
 from zerojax.planner._report import Plan, PlannedBytes
@@ -35,7 +35,6 @@ __all__ = [
     "Placement",
     "Plan",
     "PlannedBytes",
-    "Rejected",
     "SearchRequest",
     "Space",
     "StepTime",

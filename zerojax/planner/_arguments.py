@@ -12,12 +12,8 @@ Noun = TypeVar("Noun")
 def as_count(name: str, value: Any) -> int:
     """Return a whole number of at least 1 as an int; 7.5e9 is one.
 
-    Args:
-        name: what the message calls it.
-        value: an int or a float that has no fraction.
-
     Raises:
-        ValueError: the value is no number, a bool, fractional, not finite, zero or negative.
+        ValueError: it is anything else; the message calls it by `name`.
     """
     if not _is_finite(value) or value < 1 or value != math.floor(value):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -25,15 +21,10 @@ def as_count(name: str, value: Any) -> int:
 
 
 def as_amount(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """Return a finite number of at least 0, fractions allowed: bytes, seconds, bytes a second.
-
-    Args:
-        name: what the message calls it.
-        value: an int or a float.
-        above_zero: refuse 0 too.
+    """Return a finite number of at least 0, fractions allowed; `above_zero` refuses 0 too.
 
     Raises:
-        ValueError: the value is no number, a bool, not finite or negative.
+        ValueError: it is anything else; the message calls it by `name`.
     """
     if not _is_finite(value) or value < 0 or (above_zero and value == 0):
         least = "above 0" if above_zero else "of at least 0"
@@ -48,16 +39,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def as_given(noun: type[Noun], given: Any, example: str, default: Noun | None = None) -> Noun:
-    """Return what was given, or the default for None.
-
-    Args:
-        noun: the class that is expected.
-        given: the argument.
-        example: how one is made.
-        default: what None stands for; without it None is refused too.
+    """Return what was given, or the default for None; `example` tells how one is made.
 
     Raises:
-        TypeError: something of another class was given.
+        TypeError: it is no `noun`.
     """
     value = default if given is None else given
     if isinstance(value, noun):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.planner._report import Plan
+from zerojax.planner._report import Plan, as_text, make_table
 from zerojax.planner._space import SearchRequest
 
 #: Rows that a table shows.
@@ -19,40 +18,11 @@ _ROWS = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Rejected:
-    """A family that no microbatch makes fit: its smallest plan, beside the limit.
-
-    Attributes:
-        plan: the plan of its family that needs least.
-        limit: bytes per device that there were.
-    """
-
-    plan: Plan
-    limit: float
-
-    @property
-    def needed(self) -> int:
-        """Bytes per device that it would have needed."""
-        return self.plan.bytes.total
-
-    def __str__(self) -> str:
-        """Describe it in one line."""
-        plan, remat = self.plan, f", remat={self.plan.remat!r}" if self.plan.remat else ""
-        needs = f"needs {gigabytes(self.needed)} of {gigabytes(self.limit)}"
-        return f"stage {plan.stage}, {plan.ways}{remat}: {needs}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a compiler said of a choice.
+    """What a compiler said of a choice."""
 
-    Attributes:
-        peak: bytes of a device that the compiled step takes; None where it was not compiled.
-        note: the audit's verdict, or why there is none.
-    """
-
-    peak: int | None
-    note: str
+    peak: int | None  # bytes of a device that the compiled step takes; None if it was not compiled
+    note: str  # the audit's verdict, or why there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +32,14 @@ class Choices:
     Attributes:
         plans: the choices.
         tried: all that was planned, microbatches that were not chosen included.
-        rejected: families that do not fit, the nearest first.
+        rejected: of each family that no microbatch makes fit its smallest plan, the nearest first.
         asked: what was searched for.
         verified: what the compiler said, by the index of the choice.
     """
 
     plans: tuple[Plan, ...]
     tried: tuple[Plan, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[Plan, ...]
     asked: SearchRequest
     verified: dict[int, Verified] = dataclasses.field(default_factory=dict)
 
@@ -99,13 +69,22 @@ class Choices:
                 front.append(plan)
         return tuple(front)
 
+    @property
+    def refusals(self) -> list[str]:
+        """What each rejected family would have needed, in a line."""
+        limit = gigabytes(self.limit)
+        return [
+            f"stage {one.stage}, {one.ways}: needs {gigabytes(one.bytes.total)} of {limit}"
+            for one in self.rejected
+        ]
+
     def to_json(self) -> str:
         """Write choices, front and rejected families as JSON."""
         data = {
             "limit": self.limit,
             "choices": [plan.to_dict() for plan in self.plans],
             "pareto": [plan.to_dict() for plan in self.pareto],
-            "rejected": [str(one) for one in self.rejected],
+            "rejected": self.refusals,
             "verified": {number: dataclasses.asdict(one) for number, one in self.verified.items()},
         }
         return json.dumps(data, indent=2)
@@ -119,16 +98,14 @@ class Choices:
                 yield Text(f"choice {number + 1}: {gigabytes(one.peak)} compiled: {one.note}")
             elif number < _ROWS:
                 yield Text(f"choice {number + 1}: {one.note}")
-        for one in self.rejected[:_ROWS]:
-            yield Text(f"rejected: {one}")
+        for refusal in self.refusals[:_ROWS]:
+            yield Text(f"rejected: {refusal}")
         if len(self.rejected) > _ROWS:
             yield Text(f"and {len(self.rejected) - _ROWS} more")
 
     def __str__(self) -> str:
         """Render the tables as plain text."""
-        out = io.StringIO()
-        Console(file=out, width=140, color_system=None).print(self)
-        return out.getvalue()
+        return as_text(self, width=140)
 
     def _compiled(self, number: int) -> str:
         """Write a compiled peak beside the planned one."""
@@ -138,14 +115,10 @@ class Choices:
         return f"{one.peak / 1e9:,.3f} ({one.peak / self.plans[number].bytes.total:.3f})"
 
     def _table(self, title: str, plans: Sequence[Plan], *, verified: bool = True) -> Table:
-        table = Table(title=title, title_justify="left")
-        for name in ("stage", "N", "groups", "model", "remat", "on the host"):
-            table.add_column(name)
-        for name in ("microbatch", "GB", "ms", "bound by", "volume"):
-            table.add_column(name, justify="right")
-        shows = verified and bool(self.verified)
-        if shows:
-            table.add_column("compiled GB", justify="right")
+        names = ["stage", "N", "groups", "model", "remat", "on the host"]
+        figures = [">microbatch", ">GB", ">ms", ">bound by", ">volume"]
+        compiled = [">compiled GB"] if verified and self.verified else []
+        table = make_table(*names, *figures, *compiled, title=title)
         for number, plan in enumerate(plans[:_ROWS]):
             row = [f"{plan.stage}", f"{plan.num_shards:,}", f"{plan.num_groups:,}"]
             row.append(f"{plan.model_axis}")
@@ -153,9 +126,7 @@ class Choices:
             row.append(", ".join(plan.offload) or "-")
             row += [f"{plan.accumulate} x {plan.count:g}", f"{plan.bytes.total / 1e9:,.3f}"]
             row += [f"{1e3 * plan.step_time:,.3f}", plan.bound_by, f"{plan.volume:.3f}"]
-            if shows:
-                row.append(self._compiled(number))
-            table.add_row(*row)
+            table.add_row(*row, *(self._compiled(number) for _ in compiled))
         return table
 
 

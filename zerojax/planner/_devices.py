@@ -43,17 +43,11 @@ def as_placement(placement: Placement | None) -> Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """How devices are shared out.
+    """How devices are shared out."""
 
-    Attributes:
-        num_devices: all of them.
-        num_shards: N, devices that ZeRO partitions over.
-        model_axis: devices that model parallelism cuts over.
-    """
-
-    num_devices: int
-    num_shards: int
-    model_axis: int
+    num_devices: int  # all of them
+    num_shards: int  # N, devices that ZeRO partitions over
+    model_axis: int  # devices that model parallelism cuts over
 
     @property
     def num_replicas(self) -> int:
@@ -77,11 +71,7 @@ ALONE = Devices(1, 1, 1)
 
 
 def share_out(num_devices: Any, num_shards: Any = None, model_axis: Any = 1) -> Devices:
-    """Check how devices are shared out; `num_shards` None is all that the model axis leaves.
-
-    Raises:
-        ValueError: a number is no count, or they don't divide each other.
-    """
+    """Check how devices are shared out; `num_shards` None is all that the model axis leaves."""
     devices = as_count("num_devices", num_devices)
     model = as_count("model_axis", model_axis)
     if devices % model:

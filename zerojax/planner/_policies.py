@@ -10,11 +10,7 @@ from zerojax.recipe import LAYER_INPUT, OffloadKind, Recipe, RematPolicy
 
 
 def remat_of(recipe: Recipe) -> RematPolicy | None:
-    """Return what is rematerialised; an offload of activations is one of every layer's input.
-
-    Raises:
-        ValueError: activations go to the host, and nothing is computed again.
-    """
+    """Return what is rematerialised; an offload of activations is one of every layer's input."""
     offload, remat = recipe.offload, recipe.remat
     if offload is None or "activation" not in offload.kinds:
         return remat
@@ -28,11 +24,7 @@ def remat_of(recipe: Recipe) -> RematPolicy | None:
 
 
 def hosts_states(recipe: Recipe) -> bool:
-    """Return whether optimizer states, and masters with them, live in the host's memory.
-
-    Raises:
-        ValueError: one of the two is to stay on the device.
-    """
+    """Return whether optimizer states, and masters with them, live in the host's memory."""
     wanted = () if recipe.offload is None else recipe.offload.kinds
     states = {"optimizer"} if recipe.precision.master is None else {"optimizer", "master"}
     hosted = states.intersection(wanted)
@@ -45,12 +37,7 @@ def hosts_states(recipe: Recipe) -> bool:
 
 
 def check_recipe(recipe: Recipe, model_axis: int) -> None:
-    """Refuse what a plan can't count.
-
-    Raises:
-        ValueError: checkpoints are cut over a model axis of one device, one of optimizer states and
-            masters is to stay on the device, or values other than layer inputs go to the host.
-    """
+    """Refuse what a plan can't count."""
     hosts_states(recipe)
     remat = remat_of(recipe)
     if remat is None:
@@ -79,12 +66,7 @@ def offloaded(recipe: Recipe) -> tuple[OffloadKind, ...]:
 
 
 def where_meant(recipe: Recipe, kinds: Collection[Kind]) -> Recipe:
-    """Return the recipe, its `reduce` left to the default where "once" can't be meant.
-
-    Args:
-        recipe: meant for several stages.
-        kinds: what one of them partitions.
-    """
+    """Return the recipe, its `reduce` left to the default where "once" can't be meant."""
     if recipe.reduce == "once" and "parameter" in kinds:
         return dataclasses.replace(recipe, reduce=None)
     return recipe

@@ -24,25 +24,15 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedBytes:
-    """Count bytes on one device.
+    """Count bytes on one device."""
 
-    Attributes:
-        parameters: as the step holds them between steps.
-        gradients: as the stage partitions them; they live while the step runs.
-        optimizer: optimizer states with the masters, as the paper's K counts them.
-        masters: the masters' part of it.
-        total: the peak of the step.
-        host: what the host keeps for the device.
-        theory: model states by the stage's formula, whole / N for what it partitions.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    masters: int
-    total: int
-    host: int
-    theory: int
+    parameters: int  # as the step holds them between steps
+    gradients: int  # as the stage partitions them; they live while the step runs
+    optimizer: int  # optimizer states with the masters, as the paper's K counts them
+    masters: int  # the masters' part of it
+    total: int  # the peak of the step
+    host: int  # what the host keeps for the device
+    theory: int  # model states by the stage's formula, whole / N for what it partitions
 
     @property
     def states(self) -> int:
@@ -157,6 +147,8 @@ class Plan:
             parts.append(f"model axis {self.model_axis}")
         if self.accumulate > 1:
             parts.append(f"{self.accumulate} microbatches")
+        if self.remat:
+            parts.append(f"remat={self.remat!r}")
         if self.partitions_activations:
             parts.append("checkpoints partitioned")
         if self.offload:
@@ -220,12 +212,10 @@ class Plan:
 
     def __str__(self) -> str:
         """Render the plan as plain text."""
-        out = io.StringIO()
-        Console(file=out, width=120, color_system=None).print(self)
-        return out.getvalue()
+        return as_text(self, width=120)
 
     def _bytes_table(self) -> Table:
-        table = _table("one device holds", "GB (1e9)", "GiB", "of its memory")
+        table = make_table("one device holds", ">GB (1e9)", ">GiB", ">of its memory")
         memory = self.hardware.memory
 
         def add(name: str, size: int, of: int = memory, style: str = "") -> None:
@@ -244,8 +234,7 @@ class Plan:
         return table
 
     def _time_table(self) -> Table:
-        table = _table("a step", "ms")
-        table.add_column()
+        table = make_table("a step", ">ms", "")
         one = self.hardware
         rates = {
             "compute": f"{self.flops / 1e12:,.3g} TFLOP at {one.flops / 1e12:,.0f} TFLOP/s",
@@ -284,9 +273,16 @@ class Plan:
         return f"{held}; compute-bound from {self.compute_bound_at:,.3g} on"
 
 
-def _table(name: str, *numbers: str) -> Table:
-    table = Table()
-    table.add_column(name)
-    for number in numbers:
-        table.add_column(number, justify="right")
+def make_table(*columns: str, title: str | None = None) -> Table:
+    """Make a table; the name of a column of numbers begins with ">"."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left")
     return table
+
+
+def as_text(shown: Any, width: int) -> str:
+    """Render what prints itself as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(shown)
+    return out.getvalue()

@@ -12,7 +12,7 @@ import optax
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._arguments import as_amount, as_count, as_given
-from zerojax.planner._choices import Choices, Rejected, gigabytes
+from zerojax.planner._choices import Choices, gigabytes
 from zerojax.planner._demand import Demand, DescribedGpt, TracedLoss, Unknown
 from zerojax.planner._devices import ALONE, MODEL, Devices, Placement, share_out
 from zerojax.planner._estimate import estimate
@@ -106,7 +106,7 @@ class _Hunt:
         limit = self.asked.memory_limit
         found: list[Plan] = []
         tried: list[Plan] = []
-        rejected: list[Rejected] = []
+        rejected: list[Plan] = []
         for devices in self._meshes():
             for stage, recipe in self._families(devices):
                 family = list(self._microbatches(devices, stage, recipe))
@@ -115,20 +115,19 @@ class _Hunt:
                 if fitting:
                     found.append(min(fitting, key=_rank))
                 elif family:
-                    rejected.append(Rejected(min(family, key=_size), limit))
+                    rejected.append(min(family, key=_size))
         if not tried:
             raise ValueError(self._indivisible())
         if not found:
             least = min(tried, key=_size)
-            remat = f", remat={least.remat!r}" if least.remat else ""
             raise ValueError(
                 f"nothing fits {gigabytes(limit)} per device; the smallest need is "
-                f"{gigabytes(least.bytes.total)}: {least.title}{remat}"
+                f"{gigabytes(least.bytes.total)}: {least.title}"
             )
         return Choices(
             plans=tuple(sorted(found, key=_rank)),
             tried=tuple(tried),
-            rejected=tuple(sorted(rejected, key=lambda one: one.needed)),
+            rejected=tuple(sorted(rejected, key=_size)),
             asked=self.asked,
         )
 

@@ -24,23 +24,14 @@ from zerojax.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Setting:
-    """What the figures of a plan depend on, besides activations and products.
+    """What the figures of a plan depend on, besides activations and products."""
 
-    Attributes:
-        devices: how devices are shared out.
-        network: the links of the mesh, and the hardware.
-        layout: the placement of parameters.
-        states: what model states take on one device.
-        leaves: what each parameter takes while a gradient is computed.
-        recipe: how the step is computed; `dataclasses.replace` changes all but its precision.
-    """
-
-    devices: Devices
-    network: Network
-    layout: Layout
-    states: Description
-    leaves: tuple[HeldLeaf, ...]
-    recipe: Recipe
+    devices: Devices  # how devices are shared out
+    network: Network  # the links of the mesh, and the hardware
+    layout: Layout  # the placement of parameters
+    states: Description  # what model states take on one device
+    leaves: tuple[HeldLeaf, ...]  # what each parameter takes while a gradient is computed
+    recipe: Recipe  # how the step is computed; `dataclasses.replace` changes all but its precision
 
     @property
     def hardware(self) -> Hardware:
@@ -165,11 +156,7 @@ def place(
     recipe: Recipe,
     stage: int,
 ) -> Setting:
-    """Place model states; a bare vector stands for parameters of which the number is all we know.
-
-    Raises:
-        ValueError: the model axis does not divide a bare number of parameters.
-    """
+    """Place model states; a bare vector stands for parameters of which only the number is known."""
     axes = devices.axes
     specs = placement.specs
     if specs is None and devices.model_axis > 1:

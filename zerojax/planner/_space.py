@@ -49,11 +49,7 @@ class Space:
                 )
 
     def check_against(self, recipe: Recipe) -> None:
-        """Refuse a space that leaves out what the recipe chooses.
-
-        Raises:
-            ValueError: remats or offloads are listed, and the recipe's own is not among them.
-        """
+        """Refuse a space that leaves out what the recipe chooses."""
         remats = [as_remat(one) for one in self.remats or ()]
         for name, tried in (("remat", remats), ("offload", self.offloads or ())):
             chosen = getattr(recipe, name)

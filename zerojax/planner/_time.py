@@ -16,8 +16,9 @@ import math
 from collections.abc import Mapping
 
 from zerojax._types import Axes
-from zerojax.planner.formulas import Theory
-from zerojax.planner.hardware import Collective, Network, Seconds
+from zerojax.planner._devices import MODEL
+from zerojax.planner._setting import Setting
+from zerojax.planner.hardware import Collective, Seconds
 from zerojax.planner.traced import Work
 
 #: What a step waits for, in words, by the fields of `StepTime`.
@@ -32,79 +33,57 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step."""
 
-    Attributes:
-        compute: products at the peak rate.
-        memory: all traffic with the device's memory, the optimizer's included.
-        busy: each operation's longer of the two, added up, and the optimizer's update.
-        fast: links within a node or slice.
-        slow: links between nodes or slices.
-        host: the link to the host.
-        waiting: the part of it that nothing can run beside: the host's update.
-        step: all of it, overlapped as far as is assumed.
-        bound_by: what takes longest.
-    """
-
-    compute: float
-    memory: float
-    busy: float
-    fast: float
-    slow: float
-    host: float
-    waiting: float
-    step: float
-    bound_by: str
+    compute: float  # products at the peak rate
+    memory: float  # all traffic with the device's memory, the optimizer's included
+    busy: float  # each operation's longer of the two, added up, and the optimizer's update
+    fast: float  # links within a node or slice
+    slow: float  # links between nodes or slices
+    host: float  # the link to the host
+    waiting: float  # the part of it that nothing can run beside: the host's update
+    step: float  # all of it, overlapped as far as is assumed
+    bound_by: str  # what takes longest
 
 
-def step_time(
-    work: Work, update: float, links: Seconds, host: float, waiting: float, overlap: float
-) -> StepTime:
+def step_time(given: Setting, work: Work, model: float, checkpoints: float) -> StepTime:
     """Add up the parts of a step.
 
-    Args:
-        work: of all microbatches.
-        update: seconds of the optimizer's traffic with the device's memory.
-        links, host: seconds that links, and the link to the host, are busy.
-        waiting: those of the host in which the device waits: gradients go there when they are all
-            there, and the next step needs the parameters that come back.
-        overlap: the share of the shorter that is hidden behind the longer.
+    `work` and the bytes of `checkpoints` on the host are those of one microbatch; `model` is the
+    elements that model parallelism moves in a step.
     """
+    one, times = given.hardware, given.recipe.accumulate
+    work, update = work.times(times), given.update_bytes / one.hbm_bandwidth
+    links = _link_seconds(given, model)
+    host = (2 * checkpoints * times + given.update_traffic) / one.host_bandwidth
+    # The device waits: gradients go when all are there, the next step needs what comes back.
+    waiting = given.update_traffic / one.host_bandwidth
     busy = work.seconds + update
-    times = {
+    parts = {
         "compute": work.flops_seconds,
         "memory": work.hbm_seconds + update,
         "fast": links.fast,
         "slow": links.slow,
         "host": host,
     }
-    moving = _beside(links.fast, links.slow, overlap)
-    step = _beside(_beside(busy, moving, overlap), host - waiting, overlap) + waiting
-    bound_by = NAMES[max(times, key=lambda part: times[part])]
-    return StepTime(**times, busy=busy, waiting=waiting, step=step, bound_by=bound_by)
+    moving = _beside(links.fast, links.slow, one.overlap)
+    step = _beside(_beside(busy, moving, one.overlap), host - waiting, one.overlap) + waiting
+    bound_by = NAMES[max(parts, key=lambda part: parts[part])]
+    return StepTime(**parts, busy=busy, waiting=waiting, step=step, bound_by=bound_by)
 
 
 def _beside(one: float, other: float, overlap: float) -> float:
     return one + other - overlap * min(one, other)
 
 
-def link_seconds(
-    theory: Theory, network: Network, widths: tuple[float, float], model: Mapping[Axes, float]
-) -> Seconds:
-    """Add up the time of a step's collectives.
-
-    Args:
-        theory: elements by axes, as a device moves them.
-        network: the links.
-        widths: bytes of a parameter's element that is gathered, and of a gradient's.
-        model: the bytes that a device moves along the axis of model parallelism.
-    """
-    gathered, reduced = widths
+def _link_seconds(given: Setting, model: float) -> Seconds:
+    """Add up the time of the collectives; theory counts elements as a device moves them."""
+    theory, network, (gathered, reduced) = given.theory, given.network, given.item_bytes
     parts: tuple[tuple[Mapping[Axes, float], float, Collective], ...] = (
         (theory.gathered, gathered, "all-gather"),
         (theory.scattered, reduced, "reduce-scatter"),
         (theory.summed, reduced, "all-reduce"),
-        (model, 1.0, "all-reduce"),
+        ({(MODEL,): model} if model else {}, gathered, "all-reduce"),
     )
     seconds = Seconds()
     for moved, width, op in parts:
@@ -116,21 +95,17 @@ def link_seconds(
     return seconds
 
 
-def compute_bound_count(few: StepTime, many: StepTime, counts: tuple[float, float]) -> float:
-    """Return the count from which on products take longest; infinite where they never do.
+def compute_bound_count(few: StepTime, many: StepTime, count: float) -> float:
+    """Return the units in a microbatch from which on products take longest; infinite for never.
 
-    Every part of a step is a line in the count.
-
-    Args:
-        few, many: the times of a step for two counts of units in a microbatch.
-        counts: the two.
+    Every part of a step is a line in the units; `few` is the time for `count` of them, `many` for
+    twice as many.
     """
-    width = counts[1] - counts[0]
 
     def line(part: str) -> tuple[float, float]:
         one, two = getattr(few, part), getattr(many, part)
-        each = (two - one) / width
-        return one - each * counts[0], each
+        each = (two - one) / count
+        return one - each * count, each
 
     fixed, each = line("compute")
     needed = 0.0

@@ -60,19 +60,12 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is planned.
+    """What is planned."""
 
-    Attributes:
-        params: shapes; a bare vector where their number is all that is known.
-        tx: the optimizer.
-        workload: what a device computes.
-        is_implied: whether the transformer is one that the number of parameters implies.
-    """
-
-    params: PyTree
-    tx: optax.GradientTransformation
-    workload: Workload
-    is_implied: bool = False
+    params: PyTree  # shapes; a bare vector where their number is all that is known
+    tx: optax.GradientTransformation  # the optimizer
+    workload: Workload  # what a device computes
+    is_implied: bool = False  # whether the transformer is one that the number of parameters implies
 
 
 def read_model(
@@ -81,13 +74,7 @@ def read_model(
     recipe: Recipe | None,
     workload: Workload | None,
 ) -> tuple[Model, Recipe]:
-    """Read parameters, or their number, which implies a GPT and, by default, mixed precision.
-
-    Raises:
-        ValueError: the number is no count, there are no parameters, or tokens are counted of
-            shapes alone.
-        TypeError: the workload or the recipe is something else.
-    """
+    """Read parameters, or their number, which implies a GPT and, by default, mixed precision."""
     example = "zerojax.Workload(loss_fn=loss_fn, batch=batch)"
     load = as_given(Workload, workload, example, Workload())
     if isinstance(params, numbers.Number):
@@ -108,12 +95,7 @@ def read_model(
 
 
 def find_demand(model: Model, devices: Devices, recipe: Recipe) -> tuple[Demand, float]:
-    """Find the best source of activations, and the units in a device's microbatch.
-
-    Raises:
-        ValueError: the devices and microbatches don't divide the batch, or the recipe's
-            rematerialisation is not known of this source.
-    """
+    """Find the best source of activations, and the units in a device's microbatch."""
     load = model.workload
     remat = remat_of(recipe)
     if load.loss_fn is not None:

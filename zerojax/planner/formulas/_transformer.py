@@ -20,19 +20,12 @@ _LOGIT_BYTES = 4 + 2  # fp32 for the loss, 16 bits out of the product
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """Count the bytes of activations per device, at the most that a step needs.
+    """Count the bytes of activations per device, at the most that a step needs."""
 
-    Attributes:
-        kept: what every layer keeps from the forward to the backward pass, on the device.
-        working: what the layer whose gradient is computed has beside it.
-        logits: in fp32 and in 16 bits.
-        host: what is kept in the host's memory instead.
-    """
-
-    kept: float
-    working: float
-    logits: float
-    host: float = 0.0
+    kept: float  # what every layer keeps from the forward to the backward pass, on the device
+    working: float  # what the layer whose gradient is computed has beside it
+    logits: float  # in fp32 and in 16 bits
+    host: float = 0.0  # what is kept in the host's memory instead
 
     @property
     def total(self) -> float:

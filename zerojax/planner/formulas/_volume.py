@@ -27,23 +27,17 @@ def ring_share(num_parts: int) -> float:
 
 @dataclass(frozen=True)
 class Theory:
-    """Count what a step has to move, in elements per device.
+    """Count what a step has to move, in elements per device."""
 
-    Attributes:
-        gathered: elements of parameters by the mesh axes along which they are gathered.
-        scattered: elements of gradients by the mesh axes along which they are reduce-scattered.
-        summed: elements of gradients by the mesh axes along which they are all-reduced.
-        paper: Psi (N-1)/N times the paper's number, for one microbatch.
-        gathers: how often a step gathers each partitioned parameter.
-        reductions: how often a step reduces each gradient.
-    """
-
+    #: elements of parameters by the mesh axes along which they are gathered
     gathered: dict[Axes, float]
+    #: elements of gradients by the mesh axes along which they are reduce-scattered
     scattered: dict[Axes, float]
+    #: elements of gradients by the mesh axes along which they are all-reduced
     summed: dict[Axes, float]
-    paper: float
-    gathers: int
-    reductions: int
+    paper: float  # Psi (N-1)/N times the paper's number, for one microbatch
+    gathers: int  # how often a step gathers each partitioned parameter
+    reductions: int  # how often a step reduces each gradient
 
     @property
     def by_axes(self) -> dict[Axes, float]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from zerojax._types import Axes
-from zerojax.layout import SPANS, Span
+from zerojax.layout import DIMS, SPANS, group_digits
 from zerojax.planner.hardware._hardware import Hardware
 from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
 
@@ -22,15 +22,10 @@ Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """For how long links are busy.
+    """For how long links are busy."""
 
-    Attributes:
-        fast: those within a domain: a node, a slice.
-        slow: those between domains.
-    """
-
-    fast: float = 0.0
-    slow: float = 0.0
+    fast: float = 0.0  # those within a domain: a node, a slice
+    slow: float = 0.0  # those between domains
 
     def __add__(self, other: Seconds) -> Seconds:
         """Add the times of one collective after another."""
@@ -43,45 +38,33 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a collective that goes along some torus dims, or through a switch, at once.
+    """A part of a collective that goes along some torus dims, or through a switch, at once."""
 
-    Attributes:
-        num_devices: devices that take part.
-        bandwidth: bytes/s that each of them receives.
-        dims: the torus dims, in words; empty for a switch.
-    """
-
-    num_devices: int
-    bandwidth: float
-    dims: tuple[str, ...] = ()
+    num_devices: int  # devices that take part
+    bandwidth: float  # bytes/s that each of them receives
+    dims: tuple[str, ...] = ()  # the torus dims, in words; empty for a switch
 
 
 class Network:
-    """The links that a mesh of devices has.
+    """The links that a mesh of devices has; `axes` are its sizes, major first.
 
     Devices are numbered row by row over the axes, major first, and a domain (a node, a slice) takes
     consecutive ones: minor axes lie within it, major ones cross. Where an axis does both, each
     domain takes the largest divisor of it that fits, so 12 devices are two nodes' 6 of 8.
-
-    Args:
-        hardware: the device.
-        axes: sizes of the mesh axes, major first.
-
-    Attributes:
-        within: how many devices along each axis a domain has.
-        across: how many domains each axis crosses.
-        torus: chips along each dim of a slice; empty where a switch joins the devices.
     """
 
     def __init__(self, hardware: Hardware, axes: Mapping[str, int]) -> None:
         self.hardware, self.axes = hardware, axes
+        #: how many devices along each axis a domain has, and how many domains the axis crosses
         self.within = _within(hardware.domain, axes)
         self.across = {name: size // self.within[name] for name, size in axes.items()}
         num_devices = math.prod(self.within.values())
+        #: chips along each dim of a slice; empty where a switch joins the devices
         self.torus = torus_shape(hardware, num_devices)
         cores = num_devices // math.prod(self.torus) if self.torus else 1
-        self._dims = (*self.torus, cores)
-        self._stretches = lay_axes(self._dims, self.within) if self.torus else {}
+        self._extents: dict[str, int] = dict(zip(DIMS, self.torus, strict=False))
+        self._stretches = lay_axes((*self.torus, cores), self.within) if self.torus else {}
+        self._span = next((SPANS[kind] for kind in hardware.device_kinds if kind in SPANS), None)
 
     def seconds(
         self, axes: Axes, num_bytes: float, collective: Collective = "all-gather"
@@ -93,12 +76,8 @@ class Network:
         S (n - 1) / n / m each (nccl-tests, doc/PERFORMANCE.md). On a torus a phase over p devices
         takes S (p - 1) / p over the bandwidth of its dims together (`gather_time`) and leaves S / p
         to the next; the network between slices has what the last one leaves. An all-reduce is both,
-        a reduce-scatter and a gather, and on a torus needs no phases.
-
-        Args:
-            axes: mesh axes, major first.
-            num_bytes: S: the whole tensor, gathered or before it is scattered.
-            collective: "all-gather", "reduce-scatter" (which takes the same) or "all-reduce".
+        a reduce-scatter and a gather, and on a torus needs no phases. `num_bytes` is S, the whole
+        tensor.
         """
         phases = self.phases(axes, collective)
         within = math.prod(self.within[name] for name in axes)
@@ -129,7 +108,9 @@ class Network:
             n = math.prod(self.within[name] for name in axes)
             return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
         stretches = [stretch for name in axes for stretch in self._stretches[name]]
-        groups = [stretches] if collective == "all-reduce" else self._group(stretches)
+        groups = [stretches]
+        if collective != "all-reduce" and self._span is not None:
+            groups = group_digits(self._span, stretches)
         return tuple(self._phase(group) for group in groups if group)
 
     def describe(self) -> str:
@@ -152,20 +133,6 @@ class Network:
             lines.append(f"{name} ({length}): {', '.join(links) or 'no links'}")
         return "\n".join(lines)
 
-    def _group(self, stretches: Sequence[Stretch]) -> list[list[Stretch]]:
-        """Part stretches into phases, the first as large as it may be: it moves the most."""
-        kinds = self.hardware.device_kinds
-        span = next((SPANS[kind] for kind in kinds if kind in SPANS), None)
-        if span is None or _fits(span, stretches):
-            return [list(stretches)]
-        groups: list[list[Stretch]] = [[]]
-        for stretch in stretches:
-            if _fits(span, (*groups[-1], stretch)):
-                groups[-1].append(stretch)
-            else:
-                groups.append([stretch])
-        return groups
-
     def _phase(self, group: Sequence[Stretch]) -> Phase:
         """Find the bandwidth of a phase that goes along some dims at once."""
         sizes, rates, words = [], [], []
@@ -178,17 +145,17 @@ class Network:
         n = math.prod(sizes)
         return Phase(n, (1 - 1 / n) / gather_time(sizes, rates), tuple(words))
 
-    def _along(self, dim: int, stretches: Sequence[Stretch]) -> tuple[float, str]:
+    def _along(self, dim: str, stretches: Sequence[Stretch]) -> tuple[float, str]:
         """Return what a device receives along one dim, and the dim in words."""
-        if dim == len(self.torus):
+        if dim == DIMS[-1]:
             return self.hardware.chip_bandwidth, "the chip"
         members = math.prod(stretch.size for stretch in stretches)
         extent = max(stretch.stride * stretch.size for stretch in stretches)
-        ring = extent == self._dims[dim] and extent % self.hardware.wrap == 0
+        ring = extent == self._extents[dim] and extent % self.hardware.wrap == 0
         # The end of a line has one neighbour and receives everything from there. Groups that lie
         # between each other's members share the links: extent / members of them.
         share = members / extent / (1 if ring else 2)
-        return self.hardware.link_bandwidth * share, "xyz"[dim] + (" (ring)" if ring else "")
+        return self.hardware.link_bandwidth * share, dim + (" (ring)" if ring else "")
 
 
 def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:
@@ -203,9 +170,7 @@ def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:
     Example: 4 x 4 devices, 1 byte/s along each dim: 15/16 of the tensor come over both, 15/32 s for
     each byte. With 4 and 1/2 bytes/s the narrow dim alone brings 3/16 of it: 3/8 s.
 
-    Args:
-        sizes: devices along each dim.
-        bandwidths: bytes/s that a device receives along each.
+    `sizes` are devices, `bandwidths` the bytes/s that a device receives, along each dim.
     """
     dims = range(len(sizes))
     return max(
@@ -213,15 +178,6 @@ def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:
         for count in range(1, len(sizes) + 1)
         for few in itertools.combinations(dims, count)
     ) / math.prod(sizes)
-
-
-def _fits(span: Span, stretches: Sequence[Stretch]) -> bool:
-    """Return whether one collective may span these stretches."""
-    sizes: dict[int, int] = {}
-    for stretch in stretches:
-        sizes[stretch.dim] = sizes.get(stretch.dim, 1) * stretch.size
-    held = tuple(sorted(sizes.values()))
-    return len(held) <= span.num_dims or held in span.sizes
 
 
 def _within(domain: int, axes: Mapping[str, int]) -> dict[str, int]:

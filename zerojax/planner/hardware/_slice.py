@@ -8,24 +8,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zerojax.layout import DIMS, Digit
 from zerojax.planner.hardware._hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of a mesh axis that runs along one dim of a torus.
+class Stretch(Digit):
+    """A part of a mesh axis that runs along one dim of a torus."""
 
-    Attributes:
-        axis: the mesh axis.
-        dim: the number of the torus dim.
-        size: members along it.
-        stride: places from one member to the next.
-    """
-
-    axis: str
-    dim: int
-    size: int
-    stride: int
+    stride: int  # places from one member to the next
 
 
 def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
@@ -60,12 +51,8 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[S
     On 4 x 4 chips, {"data": 8, "model": 2} takes parts: model pairs of neighbours along x, data
     every second chip along x, and y.
 
-    Args:
-        shape: chips along each dim, and devices of a chip.
-        axes: sizes of mesh axes, major first, whose product is that of `shape`.
-
-    Returns:
-        The stretches of each axis, major first.
+    `shape` is chips along each dim, and devices of a chip; the product of `axes`, major first, is
+    that of `shape`. Stretches come back major first.
     """
     found = _lay_whole(shape, axes)
     return found if found is not None else _lay_parts(shape, axes)
@@ -115,8 +102,13 @@ def _lay_whole(
         if dims is None:
             return None
         free = [dim for dim in free if dim not in dims]
-        found[axis] = tuple(Stretch(axis, dim, shape[dim], 1) for dim in sorted(dims))
+        names = _names(shape)
+        found[axis] = tuple(Stretch(axis, names[dim], shape[dim], 1) for dim in sorted(dims))
     return {axis: found[axis] for axis in axes}
+
+
+def _names(shape: Sequence[int]) -> tuple[str, ...]:
+    return (*DIMS[: len(shape) - 1], DIMS[-1])
 
 
 def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
@@ -131,8 +123,8 @@ def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple
         for dim in (len(shape) - 1, *range(len(shape) - 1)):
             part = math.gcd(left, shape[dim] // taken[dim])
             if part > 1:
-                pieces.append(Stretch(axis, dim, part, taken[dim]))
+                pieces.append(Stretch(axis, _names(shape)[dim], part, taken[dim]))
                 taken[dim] *= part
                 left //= part
-        found[axis] = tuple(sorted(pieces, key=lambda piece: piece.dim))
+        found[axis] = tuple(sorted(pieces, key=lambda piece: DIMS.index(piece.dim)))
     return {axis: found[axis] for axis in axes}

@@ -8,24 +8,20 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """How a compiler departs from the plain rules.
+    """How a compiler departs from the plain rules."""
 
-    Attributes:
-        fuses_operands: whether an elementwise operation is merged into the one dot product that
-            reads it (TPU); else operands of a dot product lie in memory (GPU, CPU).
-        fuses_lookups: whether what a gather reads is merged into it (GPU, CPU).
-        fuses_one_hot: whether a scatter of one element per row is merged into the sum that it goes
-            to, as a comparison with an index (TPU); else it is written in the sum's place.
-        splits_contraction: output tiles below which a dot product is split along what it sums over
-            to keep all cores busy; where that does not divide, padded copies of both operands are
-            made first (GPU; 0 elsewhere).
-        prefetches: whether the gather of the next weight is under way while one is used (GPU).
-    """
-
+    #: whether an elementwise operation is merged into the one dot product that reads it (TPU); else
+    #: operands of a dot product lie in memory (GPU, CPU)
     fuses_operands: bool = False
-    fuses_lookups: bool = True
+    fuses_lookups: bool = True  # whether what a gather reads is merged into it (GPU, CPU)
+    #: whether a scatter of one element per row is merged into the sum that it goes to, as a
+    #: comparison with an index (TPU); else it is written in the sum's place
     fuses_one_hot: bool = False
+    #: output tiles below which a dot product is split along what it sums over to keep all cores
+    #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
+    #: elsewhere)
     splits_contraction: int = 0
+    #: whether the gather of the next weight is under way while one is used (GPU)
     prefetches: bool = False
 
 

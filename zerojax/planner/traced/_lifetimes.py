@@ -25,33 +25,17 @@ from zerojax.planner.traced._operations import Op, Operations
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """An operation that runs by itself.
+    """An operation that runs by itself."""
 
-    Attributes:
-        op: its index.
-        results: values that it leaves in memory.
-        dies: values that are freed after it.
-        takes_over: those of them whose buffers its results may take.
-        reads: buffers and parameters that it reads.
-    """
-
-    op: int
-    results: tuple[int, ...]
-    dies: tuple[int, ...]
-    takes_over: tuple[int, ...]
-    reads: frozenset[int]
+    op: int  # its index
+    results: tuple[int, ...]  # values that it leaves in memory
+    dies: tuple[int, ...]  # values that are freed after it
+    takes_over: tuple[int, ...]  # those of them whose buffers its results may take
+    reads: frozenset[int]  # buffers and parameters that it reads
 
 
 class Lifetimes:
-    """Decides what of a program lies in memory, and when it is read last.
-
-    Attributes:
-        launches: the operations that run, in order.
-        owner: values that are a parameter seen in another way, with that parameter.
-        gradients: values that become a gradient by elementwise operations, with that gradient.
-        uses: parameter, first and last operation of each stretch in which it has to be whole.
-        padded: dot products whose operands may be padded, from when on the copies can be made.
-    """
+    """Decides what of a program lies in memory, and when it is read last."""
 
     def __init__(
         self,
@@ -64,6 +48,7 @@ class Lifetimes:
         self.program = program
         self.backend = backend
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
+        #: values that are a parameter seen in another way, with that parameter
         self.owner = self._owners(parameters)
         self.root = self._roots()
         self.readers = self._readers()
@@ -71,6 +56,7 @@ class Lifetimes:
         self.summed = self._sums()
         #: sums that a scatter is written into, in memory
         self.written = set() if backend.fuses_one_hot else set(self.summed.values())
+        #: values that become a gradient by elementwise operations, with that gradient
         self.gradients = self._gradients(gradients)
         self.differentiated = self._differentiated(pairs)
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
@@ -78,23 +64,19 @@ class Lifetimes:
         self._trace_sources()
         reads = {t: self._reads(t) for t in range(len(program.ops)) if self._runs(t)}
         self.launches = self._launches(reads)
+        #: parameter, first and last operation of each stretch in which it has to be whole
         self.uses = self._uses(reads)
-        splits = backend.splits_contraction > 0
-        products = [t for t in reads if splits and program.ops[t].name == "dot_general"]
-        self.padded = tuple((self._ready(t), t) for t in products)
+        products = [t for t in reads if program.ops[t].name == "dot_general"]
+        #: dot products whose operands may be padded, from when on the copies can be made
+        self.padded = [(self._ready(t), t) for t in products if backend.splits_contraction]
 
     def root_of(self, value: int) -> int:
-        """Follow views to the buffer."""
-        while value in self.root:
-            value = self.root[value]
-        return value
+        """Return the buffer that a value is seen of."""
+        return self.root.get(value, value)
 
     def _launches(self, reads: Mapping[int, frozenset[int]]) -> tuple[Launch, ...]:
         """List the operations that run, and what each leaves and frees."""
-        last: dict[int, int] = {}
-        for t, values in reads.items():
-            for v in values:
-                last[v] = t
+        last = {v: t for t, values in reads.items() for v in values}
         for parameter, t in self.differentiated.items():
             last[parameter] = max(t, last.get(parameter, 0))
         dies: dict[int, list[int]] = {}
@@ -136,13 +118,13 @@ class Lifetimes:
         return math.prod(self.program.values[value].shape)
 
     def _roots(self) -> dict[int, int]:
-        return {
-            result: operand
-            for op in self.program.ops
-            if op.kind == "view"
-            for operand, result in zip(op.inputs, op.outputs, strict=False)
-            if operand is not None
-        }
+        roots: dict[int, int] = {}
+        for op in self.program.ops:
+            if op.kind == "view":
+                for operand, result in zip(op.inputs, op.outputs, strict=False):
+                    if operand is not None:
+                        roots[result] = roots.get(operand, operand)
+        return roots
 
     def _readers(self) -> dict[int, list[int]]:
         """List the operations that read each buffer, views left out."""

@@ -61,35 +61,24 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: the primitive's.
-        kind: "view", "fused" (an elementwise operation that compilers merge with its neighbours),
-            "reduce" (merged with what comes before it), "gather", "scatter", "kernel" or "loop".
-        inputs: indices of values; None for a literal.
-        outputs: indices of values.
-        bodies: of a scan, a while loop or the branches of a cond.
-        length: how often a scan runs; of a while loop nobody knows, and 1 is taken.
-        num_consts, num_carry: of a scan.
-        region: the rematerialised call that it was written out of, None outside of any.
-        flops: floating-point operations of dot products and convolutions; multiply and add are two.
-        is_wide: whether these are in fp32 or wider.
-        contracted: the elements that a dot product sums over; 0 for anything else.
-    """
-
-    name: str
+    name: str  # the primitive's
+    #: "view", "fused" (an elementwise operation that compilers merge with its neighbours), "reduce"
+    #: (merged with what comes before it), "gather", "scatter", "kernel" or "loop"
     kind: str
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int, ...]
-    bodies: tuple[Operations, ...] = ()
-    length: Line = Line(1.0)
-    num_consts: int = 0
+    inputs: tuple[int | None, ...]  # indices of values; None for a literal
+    outputs: tuple[int, ...]  # indices of values
+    bodies: tuple[Operations, ...] = ()  # of a scan, a while loop or the branches of a cond
+    length: Line = Line(1.0)  # how often a scan runs; of a while loop nobody knows, and 1 is taken
+    num_consts: int = 0  # of a scan
     num_carry: int = 0
+    #: the rematerialised call that it was written out of, None outside of any
     region: int | None = None
+    #: floating-point operations of dot products and convolutions; multiply and add are two
     flops: Line = Line(0.0)
-    is_wide: bool = False
-    contracted: Line = Line(0.0)
+    is_wide: bool = False  # whether these are in fp32 or wider
+    contracted: Line = Line(0.0)  # the elements that a dot product sums over; 0 for anything else
 
     @property
     def read(self) -> tuple[int, ...]:

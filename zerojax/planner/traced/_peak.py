@@ -41,16 +41,9 @@ def peak_of(
 ) -> float:
     """Find the most bytes that lie in memory while a gradient is computed.
 
-    Parameters and gradients are included.
-
-    Args:
-        simulation: of the gradient.
-        leaves: one per parameter.
-        examples: examples in a device's microbatch.
-        frees: whether a parameter's buffer may be used for other things after its last use, as
-            it may where the step gets it back from a master.
-        accumulate: microbatches, all of which lie there from the beginning to the end.
-        sharing: what other devices and the host keep; None is nothing.
+    Parameters and gradients are included, and the batch: `examples` in each of `accumulate`
+    microbatches, all of which lie there from the beginning. `frees` says whether a parameter's
+    buffer serves other things after its last use, as where the step gets it back from a master.
     """
     program, scope = simulation.program, simulation.scope(leaves)
     batch = {
@@ -68,8 +61,8 @@ class _Clock:
 
     def __init__(self, scope: Scope, examples: float, sharing: Sharing) -> None:
         self.scope, self.examples, self.sharing = scope, examples, sharing
-        self.program, self.parameters, self.marked = scope.program, scope.parameters, scope.marked
-        self.lifetimes, self.simulation = scope.lifetimes, scope.simulation
+        self.program, self.lifetimes, self.marked = scope.program, scope.lifetimes, scope.marked
+        self.backend = scope.simulation.backend
         self.sizes = self._sizes()
 
     def peak(
@@ -80,14 +73,15 @@ class _Clock:
         `held` lies there from the beginning; what of it is `kept` is never freed nor written over.
         """
         alive = dict(held)
-        starts, ends = _by_time([*self._gathers(), *self._copies()])
+        change = _changes([*self._gathers(), *self._copies()])
         total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
         for launch in self.lifetimes.launches:
             op = self.program.ops[launch.op]
             while clock <= launch.op:  # what starts before this operation or with it
-                beside += starts.get(clock, 0.0) - ends.get(clock, 0.0)
+                beside += change.get(clock, 0.0)
                 clock += 1
-            within = max((self._inside(body) for body in self.scope.bodies(op)), default=0.0)
+            inside = (_Clock(one, self.examples, self.sharing) for one in self.scope.bodies(op))
+            within = max((one.peak() for one in inside), default=0.0)
             wanted = {v: self._result(v, op) for v in launch.results}
             reused = _reused(launch, alive, wanted, kept)
             worst = max(worst, total + sum(wanted.values()) - reused + within + beside)
@@ -101,9 +95,6 @@ class _Clock:
                 if v in alive and v not in kept:
                     total -= alive.pop(v)
         return worst
-
-    def _inside(self, body: Scope) -> float:
-        return _Clock(body, self.examples, self.sharing).peak()
 
     def _sizes(self) -> Sequence[float]:
         """Count the bytes of every value on this device."""
@@ -121,7 +112,7 @@ class _Clock:
                 sizes[v] = size * kept / parts
             elif v in self.marked:
                 sizes[v] = size / self.marked[v].parts
-            elif value.shape not in self.simulation.handed_on:
+            elif value.shape not in self.scope.simulation.handed_on:
                 sizes[v] = size / sharing.model_axis
         return sizes
 
@@ -138,11 +129,11 @@ class _Clock:
         """List when parameters are whole: first and last operation, bytes."""
         found = []
         for owner, first, last in self.lifetimes.uses:
-            leaf = self.parameters[owner]
+            leaf = self.scope.parameters[owner]
             if leaf.is_gathered and leaf.gathered > _SMALL:
                 found.append((first, last, leaf.gathered))
         found.sort()
-        if not self.simulation.backend.prefetches:
+        if not self.backend.prefetches:
             return found
         return [
             (found[number - 1][0] if number else first, last, size)
@@ -158,28 +149,25 @@ class _Clock:
         for first, last in self.lifetimes.padded:
             op = self.program.ops[last]
             operands = op.read[:2]
-            owners = {self.lifetimes.owner.get(v) for v in operands} - {None}
-            waits = any(self.parameters[owner].is_gathered for owner in owners if owner is not None)
+            owners = [self.lifetimes.owner[v] for v in operands if v in self.lifetimes.owner]
+            waits = any(self.scope.parameters[owner].is_gathered for owner in owners)
             out = self.program.values[op.outputs[0]]
             tiles = self.sizes[op.outputs[0]] / out.dtype.itemsize / _TILE
             fits = op.contracted.at(self.examples) % _MULTIPLE == 0
-            if fits or tiles >= self.simulation.backend.splits_contraction:
+            if fits or tiles >= self.backend.splits_contraction:
                 continue
             size = sum(self.sizes[v] for v in operands)
             found.append((last if waits else first, last, size))
         return found
 
 
-def _by_time(
-    passing: Sequence[tuple[int, int, float]],
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Add up what starts at each operation, and what has ended before each."""
-    starts: dict[int, float] = {}
-    ends: dict[int, float] = {}
+def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
+    """Add up what starts at each operation, less what has ended before it."""
+    found: dict[int, float] = {}
     for first, last, size in passing:
-        starts[first] = starts.get(first, 0.0) + size
-        ends[last + 1] = ends.get(last + 1, 0.0) + size
-    return starts, ends
+        found[first] = found.get(first, 0.0) + size
+        found[last + 1] = found.get(last + 1, 0.0) - size
+    return found
 
 
 def _reused(

@@ -17,11 +17,7 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 def read_operations(
     jaxpr: core.ClosedJaxpr, other: core.ClosedJaxpr, batches: tuple[int, int]
 ) -> Operations:
-    """Flatten a jaxpr that was traced twice, for two numbers of examples, the smaller first.
-
-    Raises:
-        ValueError: the two are not the same operations, or an array grows with more than one dim.
-    """
+    """Flatten a jaxpr that was traced twice, for two numbers of examples, the smaller first."""
     return _Reader(batches).read((jaxpr.jaxpr, other.jaxpr))
 
 

@@ -14,23 +14,14 @@ from zerojax.planner.traced._operations import Op, Operations, Value
 
 @dataclasses.dataclass(frozen=True)
 class HeldLeaf:
-    """What a parameter takes on one device.
+    """What a parameter takes on one device."""
 
-    Attributes:
-        number: which one, in flattening order.
-        held: bytes that lie there between steps.
-        gathered: bytes when it is whole (along the ZeRO axes); equal to `held` below stage 3.
-        gradient: bytes of its gradient when it has been reduced.
-        is_gathered: whether it is made whole for each use.
-        parts: parts that model parallelism cuts it into.
-    """
-
-    number: int
-    held: float
-    gathered: float
-    gradient: float
-    is_gathered: bool
-    parts: int = 1
+    number: int  # which one, in flattening order
+    held: float  # bytes that lie there between steps
+    gathered: float  # bytes when it is whole (along the ZeRO axes); equal to `held` below stage 3
+    gradient: float  # bytes of its gradient when it has been reduced
+    is_gathered: bool  # whether it is made whole for each use
+    parts: int = 1  # parts that model parallelism cuts it into
 
     def sliced(self, outer: Value, inner: Value) -> HeldLeaf:
         """Return what one iteration of a loop sees of a stacked leaf."""
@@ -45,18 +36,15 @@ ByValue = Mapping[int, HeldLeaf]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the devices of a model axis share activations, and what the host keeps of them.
+    """How the devices of a model axis share activations, and what the host keeps of them."""
 
-    Attributes:
-        model_axis: devices that share the values within layers, all but those of the shape that
-            layers hand on to each other, which Megatron-LM has whole on every device.
-        partitions: whether these devices share what layers hand on to each other as well, where a
-            loop stacks it for its backward pass (Pa).
-        offloads: whether that goes to the host's memory, all but two layers of it (Pa+cpu).
-    """
-
+    #: devices that share the values within layers, all but those of the shape that layers hand on
+    #: to each other, which Megatron-LM has whole on every device
     model_axis: int = 1
+    #: whether these devices share what layers hand on to each other as well, where a loop stacks it
+    #: for its backward pass (Pa)
     partitions: bool = False
+    #: whether that goes to the host's memory, all but two layers of it (Pa+cpu)
     offloads: bool = False
 
     @property
@@ -66,12 +54,7 @@ class Sharing:
 
 
 class Simulation:
-    """The gradient of a loss as one kind of backend runs it.
-
-    Args:
-        program: `loss, *gradients = f(*parameters, *batch)`, flattened.
-        platform: "gpu", "tpu" or "cpu".
-    """
+    """The gradient of a loss as a platform runs it: `loss, *gradients = f(*parameters, *batch)`."""
 
     def __init__(self, program: Operations, platform: str) -> None:
         self.program = program
@@ -121,19 +104,14 @@ class Simulation:
 
 
 class Scope:
-    """A program, or the body of a loop in it, with what parameters and gradients take there.
-
-    Attributes:
-        parameters: leaves by the values that they are.
-        marked: leaves by the values that become their gradients by elementwise operations.
-        lifetimes: what lies in memory from when to when.
-    """
+    """A program, or the body of a loop in it, with what parameters and gradients take there."""
 
     def __init__(
         self, simulation: Simulation, program: Operations, parameters: ByValue, gradients: ByValue
     ) -> None:
         self.simulation, self.program, self.parameters = simulation, program, parameters
         self.lifetimes = simulation.lifetimes(program, parameters, gradients)
+        #: leaves by the values that become their gradients by elementwise operations
         self.marked = {v: gradients[g] for v, g in self.lifetimes.gradients.items()}
 
     def bodies(self, op: Op) -> Iterator[Scope]:

@@ -21,23 +21,15 @@ from zerojax.recipe import RematPolicy
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """The gradient of a loss as operations on shapes.
+    """The gradient of a loss as operations on shapes."""
 
-    Attributes:
-        loss_fn: `loss_fn(params, batch)`, as the train step takes it.
-        params: shapes of the parameters in the dtype that the loss reads.
-        batch: shapes of a batch; the leading dim of each leaf counts examples.
-        num_examples: that dim.
-        remat: what is computed again in the backward pass; None is as the model has it.
-        has_aux: whether `loss_fn` returns more than the loss.
-    """
-
-    loss_fn: LossFn
-    params: PyTree
-    batch: PyTree
-    num_examples: int
+    loss_fn: LossFn  # `loss_fn(params, batch)`, as the train step takes it
+    params: PyTree  # shapes of the parameters in the dtype that the loss reads
+    batch: PyTree  # shapes of a batch; the leading dim of each leaf counts examples
+    num_examples: int  # that dim
+    #: what is computed again in the backward pass; None is as the model has it
     remat: RematPolicy | None
-    has_aux: bool
+    has_aux: bool  # whether `loss_fn` returns more than the loss
 
     @cached_property
     def operations(self) -> Operations:
@@ -88,12 +80,7 @@ def trace_loss(
     remat: RematPolicy | None = None,
     has_aux: bool = False,
 ) -> Trace:
-    """Trace a loss for planning; `dtype` is that of the parameters it reads, None their own.
-
-    Raises:
-        ValueError: leaves of the batch have different leading dims, or the model has no layers to
-            rematerialise.
-    """
+    """Trace a loss for planning; `dtype` is that of the parameters it reads, None their own."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
     sizes = {path_name(path): x.shape[0] for path, x in pairs if has_examples(x)}
     if len(set(sizes.values())) != 1:

@@ -15,18 +15,12 @@ class Work(NamedTuple):
 
     Example: 6 FLOPs and 4 bytes at 2 FLOP/s and 1 byte/s are 3 s of products and 4 s of traffic,
     which takes 4 s.
-
-    Attributes:
-        flops: of products.
-        flops_seconds: the products at the peak rate.
-        hbm_seconds: the traffic with the device's memory at the peak rate.
-        seconds: each operation's longer of the two times, added up.
     """
 
-    flops: float = 0.0
-    flops_seconds: float = 0.0
-    hbm_seconds: float = 0.0
-    seconds: float = 0.0
+    flops: float = 0.0  # of products
+    flops_seconds: float = 0.0  # the products at the peak rate
+    hbm_seconds: float = 0.0  # the traffic with the device's memory at the peak rate
+    seconds: float = 0.0  # each operation's longer of the two times, added up
 
     @classmethod
     def of(cls, flops: float, hbm_bytes: float, *, rate: float, bandwidth: float) -> Work:
