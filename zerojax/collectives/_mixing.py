@@ -13,17 +13,14 @@ from zerojax._jaxpr import is_elementwise
 
 _SAME = "convert_element_type copy name optimization_barrier reduce_precision sharding_constraint"
 _MOVES = "broadcast_in_dim expand_dims reshape squeeze"
-#: The parameter of operations that names the dims which they mix.
-_MIXED_DIMS = {
-    name: parameter
-    for parameter, names in {
-        "axes": "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod",
-        "axis": "cumlogsumexp cummax cummin cumprod cumsum split top_k",
-        "dimension": "concatenate sort",
-        "dimensions": "rev",
-    }.items()
-    for name in names.split()
-}
+#: Operations that mix the elements along the dims that a parameter names: the first of `_DIMS`.
+_MIXES = frozenset(
+    """
+    argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum reduce_and reduce_max
+    reduce_min reduce_or reduce_prod rev sort split top_k
+    """.split()
+)
+_DIMS = ("axes", "axis", "dimension", "dimensions")
 #: Operations that keep examples apart, whatever their parameters are.
 _APART = frozenset(f"{_SAME} {_MOVES} bitcast_convert_type dot_general reduce_sum".split())
 #: Operations that keep an example's place if their result is as long as what they are given.
@@ -64,7 +61,16 @@ class Value:
 
 
 class Refused(Exception):
-    """Why a value is not separable, and the operation once it is known."""
+    """Why a value is not separable; the operation and the user's line once they are known."""
+
+    name = where = ""
+
+    def __str__(self) -> str:
+        return (
+            super().__str__()
+            + (self.name and f": {self.name}")
+            + (self.where and f" at {self.where}")
+        )
 
 
 def result_of(
@@ -190,8 +196,8 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
         return True
     if out is None:
         return False
-    if name in _MIXED_DIMS:
-        mixed = params.get(_MIXED_DIMS[name])
+    if name in _MIXES:
+        mixed = next((params[key] for key in _DIMS if key in params), None)
         return not any(d in (mixed if isinstance(mixed, tuple) else (mixed,)) for d in dims)
     size = eqn.outvars[0].aval.shape[out]
     if name in _CUTS:

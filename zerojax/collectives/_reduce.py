@@ -58,25 +58,34 @@ def accumulate(
             params, microbatch(batch, index, count), carried
         )
         grads = jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
-        return (loss, jax.tree.leaves(aux), grads), (aux, carried)
+        return (loss, grads), (aux, carried)
 
-    shapes, (aux, _) = jax.eval_shape(one, 0, carried)
+    sums, (aux, _) = jax.eval_shape(one, 0, carried)
     first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
     is_row = row_leaves(loss_fn, params, first, carried, aux)
 
-    def add(total: tuple[Any, PyTree], index: jax.Array) -> tuple[tuple[Any, PyTree], list[Any]]:
-        (loss, aux, grads), (_, carried) = one(index, total[1])
-        terms = (loss, _where(is_row, aux, False), grads)
-        return (jax.tree.map(jnp.add, total[0], terms), carried), _where(is_row, aux, True)
+    def add(total: tuple[Any, PyTree], index: jax.Array) -> tuple[tuple[Any, PyTree], PyTree]:
+        terms, (aux, carried) = one(index, total[1])
+        return (jax.tree.map(jnp.add, total[0], terms), carried), aux
 
     # Started from zeros, the loop is the only place where the model is compiled.
-    terms = (shapes[0], _where(is_row, shapes[1], False), shapes[2])
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), terms)
-    (sums, carried), rows = jax.lax.scan(add, (zeros, carried), jnp.arange(count))
-    loss, others = jax.tree.map(lambda x: _mean(x, count), sums[:2])
-    found = {True: map(in_order, rows), False: iter(others)}
-    aux = jax.tree.unflatten(jax.tree.structure(aux), [next(found[row]) for row in is_row])
-    return (loss, aux, carried), jax.tree.map(lambda g: g / count, sums[2])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+    (sums, carried), aux = jax.lax.scan(add, (zeros, carried), jnp.arange(count))
+    (loss, grads) = jax.tree.map(lambda x: x / count, sums)
+    return (loss, _joined(aux, is_row, in_order), carried), grads
+
+
+def _joined(aux: PyTree, is_row: list[bool], join: Callable[[Any], Any]) -> PyTree:
+    """Join the rows of several parts, and average the rest: [parts, ...]; counts are summed."""
+
+    def one(x: jax.Array, is_row: bool) -> jax.Array:
+        if is_row:
+            return join(x)
+        total = x.sum(0, dtype=x.dtype)
+        return total / len(x) if jnp.issubdtype(x.dtype, jnp.inexact) else total
+
+    leaves, structure = jax.tree.flatten(aux)
+    return structure.unflatten(map(one, leaves, is_row))
 
 
 def row_leaves(
@@ -106,15 +115,6 @@ def row_leaves(
                 f"{2 * size}: return it with one row per example, as [examples, ...]"
             )
     return [x.shape != y.shape for x, y in zip(leaves, twice, strict=True)]
-
-
-def _where(mask: list[bool], leaves: list[Any], wanted: bool) -> list[Any]:
-    return [x for x, is_row in zip(leaves, mask, strict=True) if is_row is wanted]
-
-
-def _mean(x: jax.Array, count: Any) -> jax.Array:
-    """Average a metric; whole numbers are counts and stay sums."""
-    return x / count if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def reduce_once(
@@ -175,11 +175,7 @@ def reduce_once(
     in_specs = (P(), map_batch(lambda _: P(axes), batch, lambda _: P()))
     out_specs = ((P(), P(axes)), layout.map_leaves(spec))
     (loss, aux), grads = devices.run(local, in_specs, out_specs, params, batch)
-    leaves, structure = jax.tree.flatten(aux)
-    aux = structure.unflatten(
-        x if row else _mean(x.sum(0, dtype=x.dtype), num_parts)
-        for x, row in zip(leaves, is_row, strict=True)
-    )
+    aux = _joined(aux, is_row, lambda rows: rows)
 
     def join(leaf: LeafLayout, g: jax.Array) -> jax.Array:
         if scatters(leaf):

@@ -43,36 +43,33 @@ def check_mean_over_examples(
         ValueError: with the operation, where it stands and the remedy.
     """
     few = max(num_examples(batch) or 0, 2)
-    programs = []
-    for size in (few, 2 * few):
-        try:
-            traced = jax.make_jaxpr(loss_fn)(params, resized(batch, size))
-        except Exception as error:
-            if size == num_examples(batch):
-                raise
-            raise _error(f"it can't be traced for {size} examples: {error}") from error
-        wanted = [number == 0 for number in range(len(traced.jaxpr.outvars))]
-        jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
-        programs.append(core.ClosedJaxpr(jaxpr, traced.consts))
     values = [
         *(Value() for _ in jax.tree.leaves(params)),
         *jax.tree.leaves(map_batch(lambda _: Value(1), batch, lambda x: Value(fresh=is_key(x)))),
     ]
     try:
-        (loss,) = _Reader(few).run(programs[0], programs[1], values)
+        one, two = (_traced(loss_fn, params, batch, size) for size in (few, 2 * few))
+        (loss,) = _Reader(few).run(one, two, values)
+        if loss.degree:
+            raise Refused(f"it grows with the number of examples (to the power {loss.degree:g})")
     except Refused as refused:
-        raise _error(*refused.args) from None
-    if loss.degree:
-        raise _error(f"it grows with the number of examples (to the power {loss.degree:g})")
+        raise ValueError(
+            "with reduce='once' each device computes the loss of its own examples, and "
+            f"{refused}; write Recipe(reduce='each'), or a loss that is a mean over examples"
+        ) from refused.__cause__
 
 
-def _error(why: str, name: str = "", where: str = "") -> ValueError:
-    operation = (name and f": {name}") + (where and f" at {where}")
-    return ValueError(
-        f"with reduce='once' each device computes the loss of its own examples, and {why}"
-        f"{operation}; write "
-        "Recipe(reduce='each'), or a loss that is a mean over examples"
-    )
+def _traced(loss_fn: Any, params: PyTree, batch: PyTree, size: int) -> core.ClosedJaxpr:
+    """Trace the loss alone, without what else is returned, for some number of examples."""
+    try:
+        traced = jax.make_jaxpr(loss_fn)(params, resized(batch, size))
+    except Exception as error:
+        if size == num_examples(batch):
+            raise
+        raise Refused(f"it can't be traced for {size} examples: {error}") from error
+    wanted = [number == 0 for number in range(len(traced.jaxpr.outvars))]
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, traced.consts)
 
 
 def _varying(one: Any, two: Any) -> int | None:
@@ -94,7 +91,7 @@ def _constant(one: Any, two: Any) -> Value:
         return Value(zero=not a.any())
     if a.size == b.size == 1 and a != 0 and b / a > 0:
         return Value(degree=round(math.log2(float(b / a)), 6))
-    raise _error("a constant in it has entries that depend on the number of examples")
+    raise Refused("a constant in it has entries that depend on the number of examples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,17 +117,15 @@ class _Reader:
             ]
 
         if len(one.eqns) != len(two.eqns):
-            raise _error("it is another program for another number of examples")
+            raise Refused("it is another program for another number of examples")
         for eqn, other in zip(one.eqns, two.eqns, strict=True):
             try:
                 results = self._step(eqn, other, read(eqn.invars, other.invars))
             except Refused as refused:
                 # What JAX's own functions hold has no line of the user's; what calls them has.
-                why, *name = refused.args
-                where = source_info_util.summarize(eqn.source_info)
-                operation = name[0] if name else eqn.primitive.name
-                found = _error(why, operation, where) if where else Refused(why, operation)
-                raise found from None
+                refused.name = refused.name or eqn.primitive.name
+                refused.where = refused.where or source_info_util.summarize(eqn.source_info)
+                raise
             known.update(zip(eqn.outvars, results, strict=True))
         return read(one.outvars, two.outvars)
 

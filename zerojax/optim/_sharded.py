@@ -45,24 +45,19 @@ def sharded(
         out = jax.tree.map(layout.sharding, state_layout(tx, layout, params).specs)
         return jax.jit(functools.partial(init_state, tx, layout), out_shardings=out)(params)
 
-    @jax.jit
-    def update_whole(updates: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
-        return _update(tx, layout, updates, state, params, extra)
+    compiled = jax.jit(functools.partial(_update, tx, layout, {}))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         grads = _as_gradients(updates, layout)
         params = None if params is None else as_params(params, layout, "params", within=True)
-        functions = {k: v for k, v in extra.items() if _holds_functions(v)}
-        arrays = {k: v for k, v in extra.items() if k not in functions}
-        if is_traced((grads, state, params)):
-            new, state = _update(tx, layout, grads, state, params, extra)
-        elif functions:
-            run = jax.jit(lambda g, s, p, e: _update(tx, layout, g, s, p, {**e, **functions}))
-            new, state = run(grads, state, params, arrays)
-        else:
-            new, state = update_whole(grads, state, params, arrays)
+        functions = {name: value for name, value in extra.items() if _holds_functions(value)}
+        arrays = {name: value for name, value in extra.items() if name not in functions}
+        run = functools.partial(_update, tx, layout, functions)
+        if not is_traced((grads, state, params)):
+            run = jax.jit(run) if functions else compiled
+        new, state = run(grads, state, params, arrays)
         return _in_place_of(updates, new, layout), state
 
     setattr(init, WRAPPED, tx)
@@ -165,16 +160,15 @@ def _holds_functions(tree: Any) -> bool:
 def _update(
     tx: optax.GradientTransformationExtraArgs,
     layout: Layout,
+    functions: dict[str, Any],
     updates: PyTree,
     state: PyTree,
     params: PyTree,
-    extra: dict[str, Any],
+    arrays: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     """Update on shards and bring the updates into the parameters' layout."""
     like = layout.shapes if params is None else params
     placed = state_layout(tx, layout, like)
-    arrays = {k: v for k, v in extra.items() if not _holds_functions(v)}
-    functions = {k: v for k, v in extra.items() if k not in arrays}
 
     def run(updates: PyTree, leaves: list[Any], params: PyTree, arrays: dict[str, Any]) -> Any:
         shards = None if params is None else shard_tree(params, layout)
