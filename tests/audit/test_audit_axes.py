@@ -227,14 +227,13 @@ def matcher():
 )
 def test_a_tensor_leads_to_its_leaf(shape, form, leaf):
     match = matcher().match(shape)
-    assert match is not None
     assert match.form == form
     assert match.leaves[:1] == (() if leaf is None else (leaf,))
 
 
 @pytest.mark.parametrize("shape", [(96, 1536), (8, 100, 512), (64, 50, 512), (512, 5000), ()])
 def test_an_activation_leads_to_none(shape):
-    assert matcher().match(shape) is None
+    assert matcher().match(shape).form == ""
 
 
 def test_in_a_loop_over_layers_a_layer_is_likelier():

@@ -161,9 +161,13 @@ class Evidence:
         """List the arguments of some kinds."""
         return [one for one in self.held if one.kind in kinds]
 
-    def leaf_names(self, indices: Iterable[int]) -> str:
+    def leaf_names(self, *moves: Move) -> str:
+        """Name the leaves that some collectives may move, the first two of many."""
+        return self.paths(index for move in moves for index in move.match.leaves)
+
+    def paths(self, indices: Iterable[int]) -> str:
         """Name leaves of the layout, the first two of many."""
-        return some([self.layout.leaves[index].path for index in indices], 2)
+        return some([self.layout.leaves[index].path for index in dict.fromkeys(indices)], 2)
 
 
 def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
@@ -206,9 +210,8 @@ def describe_move(move: Move) -> str:
 
 def whose(evidence: Evidence, move: Move) -> str:
     """Name the leaves that a collective probably moves."""
-    if move.match is None:
-        return "of no leaf"
+    form = move.match.form
     if not move.match.leaves:
-        return "of the optimizer"
-    names = evidence.leaf_names(move.match.leaves)
-    return f"probably {'a ' + move.match.form + ' of ' if move.match.form != 'leaf' else ''}{names}"
+        return "of the optimizer" if form else "of no leaf"
+    part = f"a {form} of " if form != "leaf" else ""
+    return f"probably {part}{evidence.leaf_names(move)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,14 @@ class Match:
 
     # "leaf" (whole, or the part of it that the user's own axes leave), "layer" of a stack, "half",
     # "stage" (what a step of a staged gather or reduction moves) or "optimizer" (a leaf of the
-    # optimizer's state with dims of its own)
+    # optimizer's state with dims of its own); empty for an activation
     form: str
     leaves: tuple[int, ...]  # indices of the layout's leaves; several where they look the same
     key: Key  # the dims that were found, above 1 and sorted
     alike: tuple[int, ...]  # leaves that it may be in any form
+
+
+UNMATCHED = Match("", (), (), ())
 
 
 class Matcher:
@@ -44,11 +48,11 @@ class Matcher:
 
     def __init__(self, layout: Layout, others: Iterable[Shape] = ()) -> None:
         self._layout = layout
-        self._found: dict[tuple[Shape, bool], Match | None] = {}
+        self._found: dict[tuple[Shape, bool], Match] = {}
         self._others = [key_of(shape) for shape in others]
 
-    def match(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match | None:
-        """Return what a tensor is, or None where it is no part of a leaf.
+    def match(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match:
+        """Return what a tensor is, `UNMATCHED` where it is no part of a leaf.
 
         Args:
             shape: of the tensor.
@@ -61,34 +65,23 @@ class Matcher:
             self._found[shape, in_layers] = self._match(key_of(shape), forms)
         return self._found[shape, in_layers]
 
-    def _match(self, key: Key, forms: Sequence[str]) -> Match | None:
-        for form in forms:
-            if key in self._forms[form]:
-                return self._forms[form][key]
-        size = math.prod(key)
-        for form in forms:
-            for other in self._by_size[form].get(size, ()):
-                if regroups(key, other) or regroups(other, key):
-                    return self._forms[form][other]
-        for form in forms:
-            for other, match in self._forms[form].items():
-                if pads(key, other):
-                    return match
-        return None
+    def _match(self, key: Key, forms: Sequence[str]) -> Match:
+        for fits in (operator.eq, regroups, pads):
+            for form in forms:
+                for other, match in self._forms[form].items():
+                    if fits(key, other):
+                        return match
+        return UNMATCHED
 
-    def match_longer(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match | None:
+    def match_longer(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match:
         """Return the leaf whose dims a tensor has but for one, which is up to twice as long."""
-        key = key_of(shape)
         forms = ("layer", "leaf") if self._heights.intersection(trips) else ("leaf", "layer")
-        found: list[tuple[int, Match]] = []
-        for form in (*forms, "stage"):
-            for other, match in self._forms[form].items():
-                left, right = Counter(key) - Counter(other), Counter(other) - Counter(key)
-                if left.total() == right.total() == 1:
-                    longer, size = next(iter(left)), next(iter(right))
-                    if size < longer <= 2 * size:
-                        found.append((math.prod(other), match))
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+        found = [UNMATCHED]
+        for match in (x for form in (*forms, "stage") for x in self._forms[form].values()):
+            longer, size = difference(key_of(shape), match.key)
+            if size < longer <= 2 * size:
+                found.append(match)
+        return max(found, key=lambda match: math.prod(match.key))
 
     @cached_property
     def _heights(self) -> set[int | None]:
@@ -121,35 +114,37 @@ class Matcher:
             forms[form][key] = Match(form, found, key, tuple(sorted(alike[key])))
         return forms
 
-    @cached_property
-    def _by_size(self) -> dict[str, dict[int, list[Key]]]:
-        sizes: dict[str, dict[int, list[Key]]] = {form: {} for form in FORMS}
-        for form, keys in self._forms.items():
-            for key in keys:
-                sizes[form].setdefault(math.prod(key), []).append(key)
-        return sizes
-
 
 def key_of(shape: Shape) -> Key:
     """Return the dims above 1, sorted."""
     return tuple(sorted(size for size in shape if size > 1))
 
 
-def regroups(parts: Sequence[int], wholes: Sequence[int]) -> bool:
-    """Return whether some dims can be multiplied together to give others."""
+def difference(key: Key, other: Key) -> tuple[int, int]:
+    """Return the one dim in which two tensors differ; infinite where they differ in more."""
+    left, right = Counter(key) - Counter(other), Counter(other) - Counter(key)
+    if left.total() != 1 or right.total() != 1:
+        return 2**63, 1
+    return next(iter(left)), next(iter(right))
+
+
+def regroups(key: Key, of: Key) -> bool:
+    """Return whether the dims of one can be multiplied together to give those of the other."""
+    return math.prod(key) == math.prod(of) and (_joins(key, of) or _joins(of, key))
+
+
+def _joins(parts: Key, wholes: Key) -> bool:
     if not wholes:
         return not parts
-    whole, rest = wholes[0], wholes[1:]
     for count in range(1, len(parts) + 1):
         for chosen in itertools.combinations(range(len(parts)), count):
-            if math.prod(parts[i] for i in chosen) == whole:
-                left = [size for i, size in enumerate(parts) if i not in chosen]
-                if regroups(left, rest):
-                    return True
+            left = tuple(size for i, size in enumerate(parts) if i not in chosen)
+            if math.prod(left) * wholes[0] == math.prod(parts) and _joins(left, wholes[1:]):
+                return True
     return False
 
 
-def pads(key: Sequence[int], of: Sequence[int]) -> bool:
+def pads(key: Key, of: Key) -> bool:
     """Return whether dims are others with a little padding: a TPU rounds shards up to its tiles."""
     return len(key) == len(of) and all(
         size <= longer <= size * (1 + PADDING) for longer, size in zip(key, of, strict=True)

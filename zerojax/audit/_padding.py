@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from zerojax.audit._match import Key, Matcher, key_of
+from zerojax.audit._match import Key, Matcher, difference, key_of
 from zerojax.audit._traffic import Move
 
 #: How much longer a scattered dim may be than a leaf's, where no permute tells that it is padded.
@@ -30,11 +30,11 @@ def find_padding(moves: Sequence[Move], matcher: Matcher) -> tuple[Move, ...]:
 def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
     """Count how much of a move is padding."""
     match = move.match
-    if match is None and move.role == "scatter" and move.is_ours:
+    if not match.form and move.role == "scatter" and move.is_ours:
         longer = matcher.match_longer(move.record.shape, move.record.trips)
-        if longer is not None and _is_padded(move, longer.key, permutes):
+        if longer.form and _is_padded(move, longer.key, permutes):
             match = longer
-    if match is None:
+    if not match.form:
         return move
     share = 1 - math.prod(match.key) / max(move.record.elements, 1)
     return dataclasses.replace(
@@ -44,7 +44,7 @@ def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
 
 def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
     """Return whether a scatter is a leaf's, by its size or by the permute that belongs to it."""
-    longer, size = _difference(key_of(move.record.shape), of)
+    longer, size = difference(key_of(move.record.shape), of)
     if longer <= size * (1 + LONGER):
         return True
     rows = _displaced(move, of)
@@ -60,8 +60,7 @@ def _follow(move: Move, padded: Sequence[Move]) -> Move:
     key = key_of(move.record.shape)
     for scatter in padded:
         whole = key_of(scatter.record.shape)
-        rows, size = _difference(key, whole)
-        assert scatter.match is not None
+        rows, size = difference(key, whole)
         most = max(size // scatter.record.group_size, _displaced(scatter, scatter.match.key))
         if (
             rows <= most
@@ -75,18 +74,10 @@ def _follow(move: Move, padded: Sequence[Move]) -> Move:
 
 def _displaced(move: Move, of: Key) -> int:
     """Count the rows by which the last shard of a padded scatter lies from its place."""
-    longer, size = _difference(key_of(move.record.shape), of)
+    longer, size = difference(key_of(move.record.shape), of)
     if longer > 2 * size:
         return 0
     return (longer - size) // move.record.group_size * (move.record.group_size - 1)
-
-
-def _difference(key: Key, other: Key) -> tuple[int, int]:
-    """Return the one dim in which two tensors differ; infinite where they differ in more."""
-    left, right = Counter(key) - Counter(other), Counter(other) - Counter(key)
-    if left.total() != 1 or right.total() != 1:
-        return 2**63, 1
-    return next(iter(left)), next(iter(right))
 
 
 def _is_permute(move: Move) -> bool:

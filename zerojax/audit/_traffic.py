@@ -32,7 +32,7 @@ class Move:
     # gather, scatter (any spelling of a reduce-scatter), sliced (an all-reduce of which each
     # device keeps one part), reduce (an all-reduce), or shuffle (all else)
     role: Role
-    match: Match | None  # the leaves that the tensor may be; None for an activation
+    match: Match  # the leaves that the tensor may be; of no form for an activation
     # elements as they are judged: without padding, and as other backends would move them where a
     # CPU has no reduce-scatter (an all-reduce of which a part is kept counts as one) and does not
     # add up what it reduces (two gradients of a tied embedding count once)

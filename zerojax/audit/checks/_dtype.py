@@ -71,7 +71,7 @@ def _is_relevant(evidence: Evidence, moves: list[Move]) -> bool:
 
 def _own_bits(evidence: Evidence, move: Move) -> int:
     """Return the bits of the parameters that a move may be of, 0 where that is not known."""
-    if move.match is None or not move.record.dtype.startswith(("f", "bf")):
+    if not move.record.dtype.startswith(("f", "bf")):
         return 0
     found = [evidence.parameter_bits.get(index, 0) for index in move.match.leaves]
     return max(found, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerojax.audit._evidence import Evidence, describe_move, hint, name_move
-from zerojax.audit._match import Match
+from zerojax.audit._match import Key, Match
 from zerojax.audit._problems import Finding
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._memory import whole_carries
@@ -25,22 +26,16 @@ AHEAD = 4
 
 def check_hoisted(evidence: Evidence) -> Iterator[Finding]:
     """Check that weights are gathered within the loop over layers, not all of them before."""
-    if not evidence.layout.partitions("parameter"):
-        return
-    found = [move for move in _gathers(evidence) if _is_whole_stack(evidence, move)]
-    if not found:
-        return
-    # Libtpu gathers a small leaf along a new dim, which can look like a stack of layers.
+    found = _whole_stacks(evidence) if evidence.layout.partitions("parameter") else []
     total = sum(move.record.elements for move in found)
-    if total < HOISTED_SHARE * evidence.partitioned_elements:
+    # Libtpu gathers a small leaf along a new dim, which can look like a stack of layers.
+    if not found or total < HOISTED_SHARE * evidence.partitioned_elements:
         return
     largest = max(found, key=lambda move: move.record.elements)
-    assert largest.match is not None
-    index = largest.match.leaves[0]
-    leaf = evidence.layout.leaves[index]
+    leaf = evidence.layout.leaves[largest.match.leaves[0]]
     size = sum(move.record.elements * move.record.item_bits // 8 for move in found)
     yield Finding(
-        where=f"{evidence.leaf_names(largest.match.leaves)}: {describe_move(largest)}",
+        where=f"{evidence.leaf_names(largest)}: {describe_move(largest)}",
         expected=f"one layer gathered at a time, {list(leaf.shape[leaf.stacked :])}",
         seen=f"all {leaf.shape[0]} layers gathered at once: {size:,} B of temporaries",
         remedy="gather within the scanned, rematerialised layer, and don't compute with the whole "
@@ -56,30 +51,24 @@ def check_kept(evidence: Evidence) -> Iterator[Finding]:
     stacked, sure = _stacks(evidence)
     for key, moves in _by_leaf(evidence).items():
         match = moves[0].match
-        assert match is not None
-        stored = evidence.gathered_elements(match.leaves) * evidence.recipe.accumulate
+        stored = evidence.gathered_elements(match.leaves)
         gathered = sum(move.handled for move in moves)
         if sure.intersection(match.leaves):
-            kept.append((moves[0], evidence.gathered_elements(match.leaves)))
-        if sure.intersection(match.leaves) or gathered > 1.5 * stored:
+            kept.append((moves[0], stored))
+        elif gathered > 1.5 * stored * evidence.recipe.accumulate:
             continue
-        layers = match.form == "layer"
-        if layers and stacked.intersection(match.leaves):
-            kept.append((moves[0], evidence.gathered_elements(match.leaves)))
-        elif not layers and _is_reduced(evidence, match):
+        elif match.form == "layer":
+            kept += [(moves[0], stored)] if stacked.intersection(match.leaves) else []
+        elif _is_reduced(evidence, match):
             both = [move for move in moves if _is_used_in_both(evidence, move)]
             kept += [(move, math.prod(key)) for move in both]
-    if not kept:
-        return
-    largest = max(kept, key=lambda pair: pair[1])
-    stays = 0 if largest[0].match and largest[0].match.form == "layer" else largest[1]
+    largest, most = max(kept, key=lambda pair: pair[1], default=(None, 0))
+    stays = 0 if largest is None or largest.match.form == "layer" else most
     total = sum(size for _, size in kept)
-    if total - stays < KEPT_SHARE * evidence.partitioned_elements:
+    if largest is None or total - stays < KEPT_SHARE * evidence.partitioned_elements:
         return
-    leaves = [index for move, _ in kept if move.match for index in move.match.leaves]
-    names = evidence.leaf_names(dict.fromkeys(leaves))
     yield Finding(
-        where=f"{names}: {describe_move(largest[0])}",
+        where=f"{evidence.leaf_names(*(move for move, _ in kept))}: {describe_move(largest)}",
         expected="two gathers per microbatch, for the forward and for the backward pass",
         seen=f"weights gathered once and kept for the backward pass: {total:,} elements stay whole "
         "on every device",
@@ -128,9 +117,7 @@ def _largest_layer(evidence: Evidence) -> int:
 
 def note_stacks(evidence: Evidence) -> Iterator[str]:
     """Report where stages 1 and 2 gather all layers of a leaf at once."""
-    if evidence.layout.partitions("parameter"):
-        return
-    found = [move for move in _gathers(evidence) if _is_whole_stack(evidence, move)]
+    found = [] if evidence.layout.partitions("parameter") else _whole_stacks(evidence)
     if found:
         largest = max(found, key=lambda move: move.record.elements)
         yield (
@@ -142,25 +129,15 @@ def note_stacks(evidence: Evidence) -> Iterator[str]:
 
 def note_microbatches(evidence: Evidence) -> Iterator[str]:
     """Report which weights stay whole from one microbatch to the next."""
-    if not evidence.layout.partitions("parameter") or evidence.recipe.accumulate == 1:
+    count = evidence.recipe.accumulate
+    if not evidence.layout.partitions("parameter") or count == 1:
         return
-    kept = [
-        moves[0]
-        for moves in _by_leaf(evidence).values()
-        if any(_count(move, evidence.recipe.accumulate) == 0 for move in moves)
-    ]
-    if kept:
-        leaves = [index for move in kept if move.match for index in move.match.leaves]
-        names = evidence.leaf_names(dict.fromkeys(leaves))
+    moves = itertools.chain.from_iterable(_by_leaf(evidence).values())
+    if kept := [move for move in moves if count not in move.record.trips]:
         yield (
-            f"{names}: gathered before the loop over microbatches and kept through it, which saves "
-            "volume and costs the memory of whole weights"
+            f"{evidence.leaf_names(*kept)}: gathered before the loop over microbatches and kept "
+            "through it, which saves volume and costs the memory of whole weights"
         )
-
-
-def _count(move: Move, length: int) -> int:
-    """Count the loops of a length that a collective stands in."""
-    return [loop.trip_count for loop in move.record.loops].count(length)
 
 
 def users(evidence: Evidence, move: Move) -> list[Use]:
@@ -173,29 +150,26 @@ def users(evidence: Evidence, move: Move) -> list[Use]:
 
 
 def _gathers(evidence: Evidence) -> list[Move]:
+    return [move for move in evidence.large if move.role == "gather" and move.match.leaves]
+
+
+def _whole_stacks(evidence: Evidence) -> list[Move]:
+    """List the gathers that give all layers of a stacked leaf, and can be of no other leaf."""
+    leaves = evidence.layout.leaves
+    stacks = {i for i, leaf in enumerate(leaves) if leaf.stacked and leaf.shape[0] > 1}
     return [
         move
-        for move in evidence.large
-        if move.role == "gather" and move.match is not None and move.match.leaves
+        for move in _gathers(evidence)
+        if move.match.form == "leaf" and stacks.issuperset(move.match.leaves)
     ]
 
 
-def _is_whole_stack(evidence: Evidence, move: Move) -> bool:
-    """Return whether a gather gives all layers of a stacked leaf, and can be of no other leaf."""
-    match = move.match
-    if match is None or match.form != "leaf" or not match.leaves:
-        return False
-    return all(
-        evidence.layout.leaves[index].stacked and evidence.layout.leaves[index].shape[0] > 1
-        for index in match.leaves
-    )
-
-
-def _by_leaf(evidence: Evidence) -> dict[tuple, list[Move]]:
-    found: dict[tuple, list[Move]] = {}
+def _by_leaf(evidence: Evidence) -> dict[Key, list[Move]]:
+    """Group the gathers of single leaves and layers by what they give."""
+    found: dict[Key, list[Move]] = {}
+    stacks = _whole_stacks(evidence)
     for move in _gathers(evidence):
-        assert move.match is not None
-        if move.match.form in ("leaf", "layer") and not _is_whole_stack(evidence, move):
+        if move.match.form in ("leaf", "layer") and move not in stacks:
             found.setdefault(move.match.key, []).append(move)
     return found
 
@@ -206,7 +180,6 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
         move.handled
         for move in evidence.large
         if move.role in ("scatter", "sliced", "reduce")
-        and move.match is not None
         and set(move.match.leaves) & set(match.leaves)
     )
     return reduced >= 0.5 * evidence.gathered_elements(match.leaves)

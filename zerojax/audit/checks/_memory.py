@@ -33,8 +33,7 @@ def check_accumulator(evidence: Evidence) -> Iterator[Finding]:
     sums = [carry for _, carry in found if carry.is_sum]
     what = "a sum over microbatches" if sums else "a stack over layers"
     yield Finding(
-        where=f"{evidence.leaf_names(dict.fromkeys(i for i, _ in found))}: {largest.loop} "
-        f"({largest.op_name})",
+        where=f"{evidence.paths(i for i, _ in found)}: {largest.loop} ({largest.op_name})",
         expected=f"shards of gradients, 1 / {evidence.layout.num_shards} of each on a device, as "
         f"stage {evidence.layout.stage} has them",
         seen=f"{what} holds whole gradients on every device: "

@@ -69,7 +69,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Finding]:
 
 def check_activation(evidence: Evidence) -> Iterator[Finding]:
     """Check that activations stay where they are: ZeRO moves parameters and gradients."""
-    strange = [move for move in evidence.large if move.match is None]
+    strange = [move for move in evidence.large if not move.match.form]
     gathered = [move for move in strange if move.role == "gather"]
     reduced = [move for move in strange if move.role in ("reduce", "scatter", "sliced")]
     heavy = sum_moved(reduced, "judged") >= SHARE * _local_elements(evidence)
@@ -115,7 +115,9 @@ def note_traffic(evidence: Evidence) -> Iterator[str]:
             f"{len(sliced)} all-reduce + slice count as reduce-scatters: a CPU's partitioner makes "
             "no others; TPU and GPU have them"
         )
-    strange = [m for m in evidence.large if m.match is None and m.role not in ("gather", "shuffle")]
+    strange = [
+        m for m in evidence.large if not m.match.form and m.role not in ("gather", "shuffle")
+    ]
     if strange:
         largest = max(strange, key=lambda move: move.moved)
         yield (

@@ -35,7 +35,7 @@ def tolerance(evidence: Evidence) -> float:
     ours = set(evidence.layout.axis)
     staged = any(
         move.role in ("gather", "scatter", "sliced")
-        and move.match is not None
+        and move.match.form
         and set(move.axes) <= ours
         and (any("[" in span for span in move.spans) or set(move.axes) != ours)
         for move in evidence.large
@@ -74,8 +74,8 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     if sliced and evidence.program.platform == "tpu":
         if tolerance(evidence) in TOLERANCE["at once"]:
             return STAGED
-        leaf = evidence.layout.leaves[sliced[0].match.leaves[0]] if sliced[0].match else None
-        if leaf is not None and leaf.dim is not None and leaf.dim > leaf.stacked:
+        leaves = [evidence.layout.leaves[index] for index in sliced[0].match.leaves]
+        if leaves and (leaf := leaves[0]).dim is not None and leaf.dim > leaf.stacked:
             unit, size = 16 * leaf.num_shards, leaf.shape[leaf.stacked]
             return (
                 f"make the first dim of {leaf.path} a multiple of {unit} "
@@ -118,7 +118,7 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
     """Name the microbatches that the program's loops show, where the recipe has others."""
     layout, recipe = evidence.layout, evidence.recipe
     judged = sum_moved(evidence.large, "judged")
-    found = [move.record.trips for move in evidence.large if move.match is not None]
+    found = [move.record.trips for move in evidence.large if move.match.form]
     if not evidence.is_step or not found:
         return
     if _is_too_much(evidence):
@@ -156,7 +156,7 @@ def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
     seen: dict[tuple[Any, bool], list[Move]] = {}
     for move in evidence.large:
         group: Any = (move.record.shape, move.record.op)
-        if move.match is not None and move.match.leaves and move.role != "shuffle":
+        if move.match.leaves and move.role != "shuffle":
             group = groups[move.match.leaves[0]]
         seen.setdefault((group, move.role == "gather"), []).append(move)
     theory: dict[tuple[Any, bool], float] = {}
@@ -178,7 +178,7 @@ def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
 def _lookalikes(evidence: Evidence) -> list[int]:
     """Return every leaf the number of a group: leaves that some tensor may be of share one."""
     groups = list(range(len(evidence.layout.leaves)))
-    for leaves in {move.match.alike for move in evidence.large if move.match is not None}:
+    for leaves in {move.match.alike for move in evidence.large if move.match.form}:
         ids = {groups[index] for index in leaves}
         groups = [min(ids) if number in ids else number for number in groups]
     return groups
