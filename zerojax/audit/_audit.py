@@ -5,11 +5,8 @@ from __future__ import annotations
 import jax
 
 from zerojax.audit._evidence import Evidence
-from zerojax.audit._host import traffic_of
-from zerojax.audit._memory import memory_of
 from zerojax.audit._program import Program
 from zerojax.audit._report import AuditReport, build_report
-from zerojax.audit.checks import NOTES, find_problems
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe
 
@@ -39,7 +36,4 @@ def audit(
     """
     check_layout(layout, "audit(compiled, layout, recipe)")
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
-    evidence = Evidence.gather(program, layout, recipe)
-    notes = tuple(note for find in NOTES for note in find(evidence))
-    problems = find_problems(evidence)
-    return build_report(evidence, memory_of(evidence), traffic_of(evidence), problems, notes)
+    return build_report(Evidence.gather(program, layout, recipe))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +93,13 @@ class Program:
         held = json.loads(text)
         if not isinstance(held, dict) or held.pop("format", None) != FORMAT:
             raise ValueError(f"this is not a program of format {FORMAT}; compile it again")
-        held["device_ids"] = tuple(held["device_ids"])
         for key in ("inputs", "outputs"):
-            held[key] = tuple(map(_leaf_of, held[key]))
-        return cls(**held)
+            held[key] = tuple(Argument(**_with_tuples(leaf)) for leaf in held[key])
+        return cls(**_with_tuples(held))
+
+
+def _with_tuples(held: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(x) if isinstance(x, list) else x for key, x in held.items()}
 
 
 class _Placements:
@@ -222,9 +225,3 @@ def _statistics(compiled: jax.stages.Compiled) -> dict[str, int]:
         return {}
     names = [name for name in dir(found) if name.endswith("_in_bytes")]
     return {name: int(getattr(found, name)) for name in names}
-
-
-def _leaf_of(held: Mapping[str, Any]) -> Argument:
-    return Argument(
-        **{**held, "shape": tuple(held["shape"]), "shard_shape": tuple(held["shard_shape"])}
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from zerojax.audit._evidence import Evidence
-from zerojax.audit._host import HostTraffic
-from zerojax.audit._memory import MemoryReport
+from zerojax.audit._host import HostTraffic, traffic_of
+from zerojax.audit._memory import MemoryReport, memory_of
 from zerojax.audit._problems import Problem
 from zerojax.audit._tables import (
     AxisVolume,
@@ -26,8 +25,8 @@ from zerojax.audit._tables import (
     volume_table,
 )
 from zerojax.audit._traffic import Move
+from zerojax.audit.checks import NOTES, find_problems
 from zerojax.hlo import Collective, sum_moved
-from zerojax.layout import Layout
 
 #: The volumes of a report, in elements moved per parameter.
 VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume", "paper_volume")
@@ -139,33 +138,30 @@ class AuditError(Exception):
         super().__init__("\n".join([report.verdict, *map(str, report.problems)]))
 
 
-def build_report(
-    evidence: Evidence,
-    memory: MemoryReport,
-    host_traffic: HostTraffic,
-    problems: tuple[Problem, ...],
-    notes: Iterable[str],
-) -> AuditReport:
-    """Put a report together."""
+def build_report(evidence: Evidence) -> AuditReport:
+    """Run every check and put a report together."""
     psi = max(evidence.layout.num_params, 1)
+    names = ("moved", "judged", "padding")
+    volume, judged, padding = (sum_moved(evidence.ours, name) / psi for name in names)
     return AuditReport(
-        title=_title(evidence.layout, evidence),
-        volume=sum_moved(evidence.ours, "moved") / psi,
-        judged_volume=sum_moved(evidence.ours, "judged") / psi,
-        padding_volume=sum_moved(evidence.ours, "padding") / psi,
+        title=_title(evidence),
+        volume=volume,
+        judged_volume=judged,
+        padding_volume=padding,
         theory_volume=evidence.theory.elements / psi,
         paper_volume=evidence.theory.paper / psi,
         volume_by_axis=_by_axis(evidence, psi),
-        memory=memory,
-        host_traffic=host_traffic,
-        problems=problems,
-        notes=tuple(notes),
+        memory=memory_of(evidence),
+        host_traffic=traffic_of(evidence),
+        problems=find_problems(evidence),
+        notes=tuple(note for find in NOTES for note in find(evidence)),
         unread=evidence.unread,
         moves=evidence.moves,
     )
 
 
-def _title(layout: Layout, evidence: Evidence) -> str:
+def _title(evidence: Evidence) -> str:
+    layout = evidence.layout
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     return (
         f"ZeRO stage {layout.stage} over {' x '.join(layout.axis)} (N = {layout.num_shards}) on "

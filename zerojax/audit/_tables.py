@@ -9,12 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.audit._host import HostTraffic
-from zerojax.audit._memory import NAMES, MemoryReport
+from zerojax.audit._memory import MemoryReport
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
-
-#: The part of the peak from which on something small has a row of its own.
-LEAST = 0.001
 
 
 @dataclass(frozen=True)
@@ -82,12 +79,8 @@ def memory_table(memory: MemoryReport) -> Table:
     if memory.gradients:
         table.add_row("gradients", f"{memory.gradients:,}")
     table.add_row("gradients of a step", "", f"{memory.theory['gradients']:,}")
-    rest = {name: getattr(memory, name) for name in (NAMES["batch"], NAMES["other"], "outputs")}
-    small = {name: count for name, count in rest.items() if 0 < count < LEAST * memory.peak}
-    if small:
-        rest[", ".join(small)] = sum(small.values())
-    for name, count in rest.items():
-        if count and name not in small:
+    for name in ("batch", "other", "outputs"):
+        if count := getattr(memory, name):
             table.add_row(name, f"{count:,}")
     table.add_row("temporaries, with gradients", f"{memory.temporaries:,}")
     table.add_row("peak", *_beside(memory.peak, memory.theory["total"]))

@@ -90,11 +90,8 @@ def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
         return left + right if line.opcode == "add" else left - right
     if line.opcode != "get-tuple-element":
         return None
-    # An element of the loop's state, or of a tuple that was made within its body.
     index = int(line.attribute("index") or 0)
     frame, source = source_of(module, frame, line.operands[0]) or (frame, line)
-    if source.opcode == "tuple":
-        return _value(module, frame, source.operands[index], turn)
     is_loop = frame.caller is not None and frame.caller.opcode == "while"
     return _state(module, frame, index, turn) if is_loop and source.opcode == "parameter" else None
 

@@ -55,31 +55,20 @@ def source_of(
         name: of the value.
         through: opcodes whose first operand is followed.
     """
-    while (line := frame.computation.by_name.get(name)) is not None:
-        inner = frame.enter(module, line) if line.opcode == "fusion" else None
-        if line.opcode in through:
-            name = line.operands[0]
-        elif part := _part(module, frame, line):
-            frame, name = part
-        elif inner is not None:
-            frame, name = inner, inner.computation.root.name
-        elif line.opcode == "parameter" and frame.parent is not None and _is_fused(frame):
-            assert frame.caller is not None
-            frame, name = frame.parent, frame.caller.operands[int(line.literal)]
+    value = found = Value(frame, name, None)
+    while (line := value.frame.computation.by_name.get(value.name)) is not None:
+        if value.index is None:
+            found = value
+        is_part = line.opcode == "tuple" and value.index is not None
+        is_input = line.opcode == "parameter" and _is_fused(value.frame)
+        is_element = line.opcode == "get-tuple-element" and value.index is None
+        if line.opcode in (through if value.index is None else _WHOLE.intersection(through)):
+            value = replace(value, name=line.operands[0])
+        elif is_part or is_input or is_element or line.opcode == "fusion":
+            value = next(_made_of(module, value))
         else:
-            return frame, line
+            return found.frame, found.line
     return None
-
-
-def _part(module: Module, frame: Frame, line: Instruction) -> tuple[Frame, str] | None:
-    """Step from an element of a fusion's result to what makes it."""
-    made = frame.computation.by_name.get(line.operands[0]) if line.operands else None
-    if line.opcode != "get-tuple-element" or made is None or made.opcode != "fusion":
-        return None
-    inner = frame.enter(module, made)
-    if inner is None or inner.computation.root.opcode != "tuple":
-        return None
-    return inner, inner.computation.root.operands[int(line.attribute("index") or 0)]
 
 
 def is_zero(module: Module, frame: Frame, name: str) -> bool:

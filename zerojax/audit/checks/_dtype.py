@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from zerojax.audit._arguments import item_bits
-from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
+from zerojax.audit._evidence import SHARE, Evidence, describe_move, whose
 from zerojax.audit._problems import Finding
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._gather import users
@@ -44,13 +44,8 @@ def check_dtype(evidence: Evidence) -> Iterator[Finding]:
 def note_dtypes(evidence: Evidence) -> Iterator[str]:
     """Report which dtypes were not judged, and which are wide on purpose."""
     wide = _wide_reductions(evidence)
-    if wide and evidence.has_scatter and not _is_relevant(evidence, wide):
-        largest = max(wide, key=lambda move: move.moved)
-        yield (
-            f"{len(wide)} reductions of small tensors in {largest.record.dtype}, the largest "
-            f"{name_move(largest)}"
-        )
-    elif wide and _may_reduce_wide(evidence) and evidence.has_scatter:
+    is_relevant = evidence.has_scatter and _is_relevant(evidence, wide)
+    if is_relevant and _may_reduce_wide(evidence):
         yield (
             f"gradients are reduced in {wide[0].record.dtype} ({len(wide)} reductions) while the "
             "parameters are narrower: exact sums for twice the bytes"

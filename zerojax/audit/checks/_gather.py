@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -124,19 +123,6 @@ def note_stacks(evidence: Evidence) -> Iterator[str]:
             f"{len(found)} stacked leaves are gathered whole, the largest {name_move(largest)}:"
             " a temporary of that size; apply_updates(params, updates, layout) gathers layer by "
             "layer"
-        )
-
-
-def note_microbatches(evidence: Evidence) -> Iterator[str]:
-    """Report which weights stay whole from one microbatch to the next."""
-    count = evidence.recipe.accumulate
-    if not evidence.layout.partitions("parameter") or count == 1:
-        return
-    moves = itertools.chain.from_iterable(_by_leaf(evidence).values())
-    if kept := [move for move in moves if count not in move.record.trips]:
-        yield (
-            f"{evidence.leaf_names(*kept)}: gathered before the loop over microbatches and kept "
-            "through it, which saves volume and costs the memory of whole weights"
         )
 
 

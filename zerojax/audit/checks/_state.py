@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence, hint, some
 from zerojax.audit._problems import Finding
-from zerojax.audit._program import Argument
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
@@ -22,25 +21,20 @@ _PLACE = {
 _OF_OPTIMIZER = ("master", "optimizer")
 _MAKERS = ("make_train_step", "sharded(tx, layout)")
 
-#: What may differ from one step to the next: the field of an argument, its name, how it is shown,
-#: and what to do.
-_DIFFERENCES: tuple[tuple[str, str, Callable[[Argument], str], str], ...] = (
+#: What may differ from one step to the next: the field of an argument, its name, the field that
+#: shows it, and what to do.
+_DIFFERENCES = (
     (
         "placement",
         "sharding",
-        lambda leaf: leaf.spec,
-        "give jit the same tree as out_shardings that it has as in_shardings",
+        "spec",
+        "give jit the same out_shardings that it has as in_shardings",
     ),
-    (
-        "dtype",
-        "dtype",
-        lambda leaf: leaf.dtype,
-        "cast the new state to the old one's dtype before it is returned",
-    ),
+    ("dtype", "dtype", "dtype", "cast the new state to the old one's dtype before it is returned"),
     (
         "weak_type",
         "weak type",
-        lambda leaf: ("weak " if leaf.weak_type else "") + leaf.dtype,
+        "weak_type",
         "start from an array with a dtype (jnp.zeros((), jnp.float32)), not a Python number",
     ),
 )
@@ -125,7 +119,7 @@ def _lost(group: list[Held]) -> tuple[str, str]:
 def check_recompile(evidence: Evidence) -> Iterator[Finding]:
     """Check that states come back as they went in: else the second step compiles anew."""
     placed = [pair for pair in evidence.pairs if pair[0].argument.placement >= 0]
-    for field, name, show, remedy in _DIFFERENCES:
+    for field, name, shown, remedy in _DIFFERENCES:
         found = [x for x in placed if getattr(x[0].argument, field) != getattr(x[1], field)]
         if not found:
             continue
@@ -133,26 +127,11 @@ def check_recompile(evidence: Evidence) -> Iterator[Finding]:
         kinds = dict.fromkeys(one.kind for one, _ in found)
         yield Finding(
             where=f"{', '.join(kinds)}: {_where([one for one, _ in found])}",
-            expected=f"the {name} that the argument has: {show(first.argument)}",
-            seen=f"the step returns another {name}: {show(result)}; the second step would be "
-            "compiled anew, or refused",
+            expected=f"the {name} that the argument has: {getattr(first.argument, shown)}",
+            seen=f"the step returns another {name}: {getattr(result, shown)}; the second step "
+            "would be compiled anew, or refused",
             remedy=remedy,
         )
-
-
-def note_placement(evidence: Evidence) -> Iterator[str]:
-    """Report which states live elsewhere than the layout says, at no cost."""
-    judged = _judged(evidence)
-    moved = [x for x in judged if not _excess(x) and x.argument.shard_shape not in x.shards]
-    for kind, group in _by_kind(moved):
-        yield (
-            f"{kind}: {_where(group)}: cut along another dim than the layout says "
-            f"({list(group[0].argument.shard_shape)} for {list(group[0].shards[0])}), of the same "
-            "size"
-        )
-    partitioned = [one for one in judged if evidence.layout.partitions(_stage_kind(one))]
-    for kind, group in _by_kind([one for one in partitioned if _excess(one) < 0]):
-        yield f"{kind}: {_where(group)}: partitioned, where the layout keeps the leaf whole"
 
 
 def note_dropped(evidence: Evidence) -> Iterator[str]:

@@ -41,7 +41,6 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Finding]]] = {
 
 #: What is worth knowing and no failure.
 NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
-    _state.note_placement,
     _state.note_dropped,
     _traffic.note_traffic,
     _volume.note_recipe,
@@ -49,7 +48,6 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _dtype.note_dtypes,
     _gather.note_stacks,
     _gather.note_alive,
-    _gather.note_microbatches,
 )
 
 

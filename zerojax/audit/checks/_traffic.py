@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import SHARE, Evidence, describe_move, hint, name_move
+from zerojax.audit._evidence import SHARE, Evidence, describe_move, hint
 from zerojax.audit._problems import Finding
 from zerojax.audit.checks._volume import STAGED, TOLERANCE, tolerance
 from zerojax.hlo import sum_moved
@@ -114,15 +114,6 @@ def note_traffic(evidence: Evidence) -> Iterator[str]:
         yield (
             f"{len(sliced)} all-reduce + slice count as reduce-scatters: a CPU's partitioner makes "
             "no others; TPU and GPU have them"
-        )
-    strange = [
-        m for m in evidence.large if not m.match.form and m.role not in ("gather", "shuffle")
-    ]
-    if strange:
-        largest = max(strange, key=lambda move: move.moved)
-        yield (
-            f"{len(strange)} reductions of tensors that no leaf looks like, the largest "
-            f"{name_move(largest)}"
         )
     if tolerance(evidence) not in TOLERANCE["at once"]:
         yield f"gathers and reductions run in stages; up to {tolerance(evidence)} of theory passes"
