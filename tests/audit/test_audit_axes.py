@@ -215,6 +215,7 @@ def matcher():
         ((1536, 512), "layer", 0),  # turned
         ((8, 64, 1536), "layer", 0),  # split where it is gathered
         ((512, 12, 128), "layer", 0),  # as heads
+        ((48, 64, 1536), "leaf", 0),  # shard after shard, as a GPU gathers along dim 1
         ((786432,), "layer", 0),  # flat
         ((128, 1536), "stage", 0),  # gathered over a part of the axis
         ((6, 512), "leaf", 1),

@@ -165,8 +165,16 @@ def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
         yield from pieces
         if leaf.dim is None:
             continue
-        for _, piece in pieces:
+        for form, piece in pieces:
             size = piece[leaf.dim]
+            if leaf.dim and size % leaf.num_shards == 0:
+                # A GPU gathers [3, 3, 256, 256], cut along dim 2, as [24, 3, 32, 256], shard after
+                # shard, and transposes that.
+                front = next(dim for dim in range(len(piece)) if piece[dim] > 1)
+                tall = [*piece]
+                tall[leaf.dim] //= leaf.num_shards
+                tall[front] *= leaf.num_shards
+                yield form, tuple(tall)
             for parts in range(2, leaf.num_shards + 1):
                 if leaf.num_shards % parts == size % parts == 0:
                     yield "stage", (*piece[: leaf.dim], size // parts, *piece[leaf.dim + 1 :])

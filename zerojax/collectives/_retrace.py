@@ -41,8 +41,15 @@ from zerojax._jaxpr import (
 from zerojax._tree import as_shapes, leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, never_saves_gathered
+from zerojax.collectives._copies import (
+    Copied,
+    copied,
+    copied_if_tied,
+    count_uses,
+    is_phased_lookup,
+    use_copies,
+)
 from zerojax.collectives._forms import auto_region
-from zerojax.collectives._lookup import is_lookup, look_up
 from zerojax.collectives._structural import keep_boxed, keeps_parts, waits_elementwise
 from zerojax.layout import Layout, check_layout
 
@@ -90,6 +97,7 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
             )(logical, *args)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
+        boxes = [copied_if_tied(box, count_uses(traced, i), opening) for i, box in enumerate(boxes)]
         flat = _Retracer(opening).run(traced, [*boxes, *jax.tree.leaves(args)])
         return jax.tree.unflatten(jax.tree.structure(out), map(opening.opened, flat))
 
@@ -118,13 +126,18 @@ class _Retracer:
 
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         """Run one equation, whose inputs may be boxes."""
-        if not any(isinstance(v, Boxed) for v in values):
+        if not any(isinstance(v, Boxed | Copied) for v in values):
             return bind(eqn, values)
         name = eqn.primitive.name
         if name in PLAIN_CALLS and _is_unplaced(eqn.params):
             return self.run(called(eqn), values)
         if name == REMATERIALISED:
             return self._remat(eqn, values)
+        if any(isinstance(v, Copied) for v in values):
+            used = use_copies(eqn, values, self.opening)
+            if used is not None:
+                return used
+            values = [v.box if isinstance(v, Copied) else v for v in values]
         if name == "scan":
             return self._scan(eqn, values)
         if name == "cond":
@@ -233,9 +246,10 @@ class _Retracer:
 
     def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
-        if is_lookup(eqn, values, self.opening.layout):
-            table, indices = values
-            return [look_up(eqn, table, indices, self.opening)]
+        if is_phased_lookup(eqn, values, self.opening.layout):
+            found = use_copies(eqn, [copied(values[0], self.opening), values[1]], self.opening)
+            if found is not None:
+                return found
         out = self.opening.open_and_bind(eqn, values)
         return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 

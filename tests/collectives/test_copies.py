@@ -1,0 +1,78 @@
+"""A weight of several uses: below stage 3 its gradients are added up before devices sum them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax.collectives import gather_where_used
+
+VOCABULARY, WIDTH = 512, 32
+PARAMS = {"emb": jax.random.normal(jax.random.key(0), (VOCABULARY, WIDTH)) * 0.1}
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (16, 8)).astype(np.int32)
+
+HEADS = {
+    "transposed": lambda x, w: x @ w.T,
+    "einsum": lambda x, w: jnp.einsum("btd,vd->btv", x, w),
+    "cast": lambda x, w: (x.astype(jnp.bfloat16) @ w.T.astype(jnp.bfloat16)).astype(jnp.float32),
+    "rematerialised": jax.checkpoint(lambda x, w: jnp.tanh(x @ w.T)),
+    "flat": lambda x, w: (x.reshape(-1, WIDTH) @ w.T).reshape(*x.shape[:2], -1),
+    "jit": jax.jit(lambda x, w: x @ w.T),
+}
+#: Uses that are not of examples: each takes the weight as it is.
+OTHERS = {
+    "penalty": lambda x, w: x @ w.T + jnp.sum(w**2),
+    "turned": lambda x, w: jnp.moveaxis(jnp.einsum("vd,btd->vbt", w, x), 0, -1),
+    "with itself": lambda x, w: x @ (w.T @ w) @ w.T,
+    "scanned": lambda x, w: jax.lax.scan(lambda c, _: (c + x @ w.T, None), 0.0 * x @ w.T, None, 2)[
+        0
+    ],
+    "branch": lambda x, w: jax.lax.cond(x[0, 0, 0] > 0, lambda: x @ w.T, lambda: 2 * x @ w.T),
+}
+
+
+def loss_of(head, params, tokens):
+    logits = head(jnp.tanh(params["emb"][tokens]), params["emb"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tied_embedding_is_reduced_once(head, stage, mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=stage)
+    loss = functools.partial(loss_of, HEADS[head])
+    report = zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(TOKENS)
+    report.raise_if_problems()
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("head", HEADS | OTHERS)
+def test_gradients_are_those_of_the_plain_loss(head, stage, mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=stage)
+    loss = functools.partial(loss_of, (HEADS | OTHERS)[head])
+    tokens = jax.device_put(TOKENS, layout.batch)
+    got = jax.jit(jax.value_and_grad(gather_where_used(loss, layout)))(PARAMS, tokens)
+    want = jax.jit(jax.value_and_grad(loss))(PARAMS, TOKENS)
+    bound = 2.0**-8 if head == "cast" else 2.0**-18
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=bound, atol=bound * 0.1), got, want
+    )
+
+
+def test_the_sum_of_both_gradients_has_the_dtype_that_was_asked_for(mesh8):
+    """In bf16 each of many small terms would be lost beside the first one."""
+    params = {"emb": PARAMS["emb"].astype(jnp.bfloat16)}
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+    loss = functools.partial(loss_of, HEADS["transposed"])
+    gathered = gather_where_used(loss, layout, reduce_dtype=jnp.float32)
+    text = jax.jit(jax.grad(gathered)).lower(params, TOKENS).as_text()
+    sums = [line for line in text.splitlines() if "reduce_scatter" in line]
+    assert sums
+    assert all("bf16" not in line for line in sums)
