@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -120,13 +120,6 @@ def named_tuples(tree: PyTree) -> list[str]:
 
     jax.tree.flatten(tree, is_leaf=see)
     return found
-
-
-def map_with_name(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Map ``function(path, leaf, *other_leaves)`` over a tree."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
-    )
 
 
 def num_elements(shape: Shape) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax._tree import leaves_by_path, map_with_name, num_bytes, path_name
+from zerojax._tree import leaves_by_path, num_bytes, path_name
 from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._logical import MASTERS, PARAMS, is_key, logical_shapes, nodes
 from zerojax.layout import Layout
@@ -75,7 +75,8 @@ def dtype_of(x: Any) -> Any:
 def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
     """Place the leaves that are no JAX arrays yet: NumPy's, and Python's numbers."""
 
-    def place(path: str, x: Any) -> jax.Array:
+    def place(keys: tuple[Any, ...], x: Any) -> jax.Array:
+        path = path_name(keys)
         if not all(path.split("/")):
             raise ValueError(f"the path {path!r} has a part without a name; rename that key")
         if isinstance(x, jax.Array):
@@ -94,7 +95,7 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
             "yourself, or enable jax_enable_x64"
         )
 
-    return map_with_name(place, tree)
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def named_tuples(tree: PyTree) -> dict[str, str]:

@@ -19,9 +19,7 @@ from zerojax.layout import Entries, Layout, as_spec
 
 def shard_spec(layout: Layout, entries: Entries, dim: int) -> P:
     """Return the spec of shards along `dim`; the user's own axes stay the major ones."""
-    cut = list(entries)
-    cut[dim] = (*cut[dim], *layout.axis)
-    return as_spec(tuple(cut))
+    return as_spec(entries, dim, layout.axis)
 
 
 def gather(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> jax.Array:

@@ -44,15 +44,10 @@ def write_back(old: PyTree, new: PyTree, layout: Layout, bucket_bytes: int | Non
             stacks.setdefault(leaf.shape[0], []).append(number)
         else:
             out[number] = _write_leaf(olds[number], news[number], leaf, layout)
-    for num_layers, numbers in stacks.items():
-        written = _write_stack(
-            [olds[n] for n in numbers],
-            [news[n] for n in numbers],
-            [layout.leaves[n] for n in numbers],
-            num_layers,
-            layout,
-            bucket_bytes,
-        )
+    for numbers in stacks.values():
+        held, given = ([x[n] for n in numbers] for x in (olds, news))
+        leaves = [layout.leaves[n] for n in numbers]
+        written = _write_stack(held, given, leaves, layout, bucket_bytes)
         for number, x in zip(numbers, written, strict=True):
             out[number] = x
     return layout.structure.unflatten(out)
@@ -62,11 +57,11 @@ def _write_stack(
     olds: Sequence[jax.Array],
     news: Sequence[jax.Array],
     leaves: Sequence[LeafLayout],
-    num_layers: int,
     layout: Layout,
     bucket_bytes: int | None,
 ) -> list[jax.Array]:
     """Gather leaves that are stacked equally high, some layers at a time."""
+    num_layers = leaves[0].shape[0]
     stored = [store(x, leaf, layout) for x, leaf in zip(news, leaves, strict=True)]
     count = layers_per_bucket(leaves, [x.dtype.itemsize for x in olds], bucket_bytes)
 

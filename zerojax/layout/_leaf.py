@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -74,11 +75,7 @@ class LeafLayout:
     @property
     def shard_spec(self) -> P:
         """The spec of the cut leaf; the user's axes stay the major ones."""
-        if self.cut is None:
-            return self.whole_spec
-        entries = list(self.entries)
-        entries[self.cut.dim] = (*entries[self.cut.dim], *self.cut.axes)
-        return as_spec(tuple(entries))
+        return as_spec(self.entries, self.dim, self.axes)
 
     @property
     def dim(self) -> int | None:
@@ -146,9 +143,10 @@ def as_entries(spec: P | None, ndim: int) -> Entries:
     return tuple(as_axes) + ((),) * (ndim - len(given))
 
 
-def as_spec(entries: Entries) -> P:
-    """Return the PartitionSpec of axis names per dim, without trailing Nones."""
-    given: list[Any] = [None if not e else e[0] if len(e) == 1 else e for e in entries]
+def as_spec(entries: Entries, dim: int | None = None, axes: Iterable[str] = ()) -> P:
+    """Return the PartitionSpec of axis names per dim, `axes` added to one as the minor ones."""
+    full = [(*names, *axes) if d == dim else names for d, names in enumerate(entries)]
+    given: list[Any] = [None if not e else e[0] if len(e) == 1 else e for e in full]
     while given and given[-1] is None:
         given.pop()
     return P(*given)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax._types import AnyMesh, Axes
@@ -88,14 +87,3 @@ def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:
 def num_devices(mesh: AnyMesh, axes: Sequence[str]) -> int:
     """Count the devices along some axes."""
     return math.prod(mesh.shape[name] for name in axes)
-
-
-def devices_of(mesh: AnyMesh) -> np.ndarray:
-    """Return the devices of a mesh, or raise a ValueError where it has none."""
-    if isinstance(mesh, AbstractMesh):
-        raise ValueError(
-            f"the layout's mesh {dict(mesh.shape)} is an AbstractMesh, which has no devices and "
-            "serves to place, count and describe; to compile or audit a step, give make_layout a "
-            "mesh of zerojax.make_mesh, or of zerojax.aot.topology_mesh for absent hardware"
-        )
-    return mesh.devices

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
-from zerojax._jaxpr import bodies, called, opened, scan_parts
+from zerojax._jaxpr import bodies, called, run, scan_parts
 from zerojax._tree import as_shapes, leaves_by_path, num_elements
 from zerojax._types import LossFn, PyTree, Shape
 from zerojax.layout._rule import Rule
 
-#: The number of a leaf, and how many scans have sliced it.
-_Origin = tuple[int, int]
+
+class _Origin(NamedTuple):
+    """The leaf that a value is, and how many scans have sliced it."""
+
+    number: int
+    depth: int
 
 
 def stacked_from_shapes(shapes: Mapping[str, Shape]) -> list[int]:
@@ -68,10 +71,10 @@ def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule,
         one that says of all others that they have no layer dims.
     """
     names = list(leaves_by_path(params))
-    traced, _ = opened(jax.make_jaxpr(loss_fn)(as_shapes(params), as_shapes(batch)))
+    traced = jax.make_jaxpr(loss_fn)(as_shapes(params), as_shapes(batch))
     depths = [0] * len(names)
-    origins = {var: (number, 0) for number, var in enumerate(traced.invars[: len(names)])}
-    _follow(traced, origins, depths)
+    rest = [None] * (len(traced.jaxpr.invars) - len(names))
+    _follow(traced, [*(_Origin(number, 0) for number in range(len(names))), *rest], depths)
     scanned = (
         Rule(path=f"^{re.escape(name)}$", stacked=depth)
         for name, depth in zip(names, depths, strict=True)
@@ -80,7 +83,7 @@ def stacked_rules(loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Rule,
     return (*scanned, Rule(path="", stacked=0))
 
 
-def _follow(jaxpr: core.Jaxpr, origins: dict[Any, _Origin], depths: list[int]) -> None:
+def _follow(program: Any, args: Sequence[_Origin | None], depths: list[int]) -> list[Any]:
     """Follow leaves through calls and casts to the loops that slice them.
 
     With `w` leaf 0, `{ lambda w:f32[4,8,8] x. y = scan[jaxpr={lambda h wi. ...}] x w in (y,) }`
@@ -88,39 +91,44 @@ def _follow(jaxpr: core.Jaxpr, origins: dict[Any, _Origin], depths: list[int]) -
     `wi:f32[1,8,8] = dynamic_slice[slice_sizes=(1, 8, 8)] w i 0 0`.
 
     Args:
-        jaxpr: what is looked through.
-        origins: the variables that are leaves: a leaf's number, and how often it was sliced.
+        program: what is looked through.
+        args: its inputs, those that are leaves.
         depths: the largest number of times that each leaf is sliced; updated.
+
+    Returns:
+        Its results, those that are leaves.
     """
-    for eqn in jaxpr.eqns:
-        sources = [None if isinstance(a, core.Literal) else origins.get(a) for a in eqn.invars]
-        if not any(sources):
-            continue
-        name = eqn.primitive.name
+
+    def sliced(leaf: _Origin | None) -> _Origin | None:
+        if leaf is None:
+            return None
+        depths[leaf.number] = max(depths[leaf.number], leaf.depth + 1)
+        return _Origin(leaf.number, leaf.depth + 1)
+
+    def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        name, inner = eqn.primitive.name, called(eqn)
+        leaves = [x if isinstance(x, _Origin) else None for x in values]
+        nothing = [None] * len(eqn.outvars)
+        if not any(leaves):
+            return nothing
         if name in ("convert_element_type", "squeeze"):
-            _note(origins, eqn.outvars, sources)
-        elif name == "scan":
+            return leaves
+        if name == "scan":
             first = sum(scan_parts(eqn.params))
-            inside = [*sources[:first], *(_sliced(x, depths) for x in sources[first:])]
-            _enter(eqn.params["jaxpr"], inside, depths)
+            inside = [*leaves[:first], *map(sliced, leaves[first:])]
+            _follow(eqn.params["jaxpr"], inside, depths)
         elif name == "while":
-            _enter(eqn.params["body_jaxpr"], sources[eqn.params["cond_nconsts"] :], depths)
+            _follow(eqn.params["body_jaxpr"], leaves[eqn.params["cond_nconsts"] :], depths)
         elif name == "cond":
             for branch in bodies(eqn):
-                _enter(branch, sources[1:], depths)
-        elif (inner := called(eqn)) is not None:
-            _note(origins, eqn.outvars, _enter(inner, sources, depths))
+                _follow(branch, leaves[1:], depths)
+        elif inner is not None:
+            return _follow(inner, leaves, depths)
         elif _takes_layer(eqn):
-            _note(origins, eqn.outvars, [_sliced(sources[0], depths)])
+            return [sliced(leaves[0])]
+        return nothing
 
-
-def _sliced(source: _Origin | None, depths: list[int]) -> _Origin | None:
-    """Return what a slice of a leaf is, and count it."""
-    if source is None:
-        return None
-    number, depth = source[0], source[1] + 1
-    depths[number] = max(depths[number], depth)
-    return number, depth
+    return run(program, args, step)
 
 
 def _takes_layer(eqn: Any) -> bool:
@@ -136,22 +144,3 @@ def _takes_layer(eqn: Any) -> bool:
             return False
     one = len(shape) > 2 and taken == (1, *shape[1:])
     return one and eqn.outvars[0].aval.size == num_elements(taken)  # not a batch of rows
-
-
-def _enter(
-    program: Any, sources: Sequence[_Origin | None], depths: list[int]
-) -> list[_Origin | None]:
-    """Follow leaves into an inner jaxpr; return what its results are."""
-    inner, _ = opened(program)
-    origins: dict[Any, _Origin] = {}
-    _note(origins, inner.invars, sources)
-    _follow(inner, origins, depths)
-    return [None if isinstance(a, core.Literal) else origins.get(a) for a in inner.outvars]
-
-
-def _note(
-    origins: dict[Any, _Origin], variables: Sequence[Any], sources: Sequence[_Origin | None]
-) -> None:
-    """Add the variables that are leaves."""
-    pairs = zip(variables, sources, strict=True)
-    origins.update({var: source for var, source in pairs if source is not None})

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zerojax._types import AnyMesh, Axes
+from zerojax.layout._leaf import Entries, as_spec
 
 #: Names of torus dims; several devices on one chip (TPU7x) are a dim of their own.
 DIMS = ("x", "y", "z", "core")
@@ -117,19 +117,15 @@ class Phases:
         minor = dim == len(shape) - 1 and len(shape) > 1
         return len(self.axes) > 1 and not (minor and shape[dim] % (first * LANES))
 
-    def between(self, entries: Sequence[Axes], dim: int) -> tuple[NamedSharding, ...]:
+    def between(self, entries: Entries, dim: int) -> tuple[NamedSharding, ...]:
         """Return the shardings that a leaf has between whole and shards, in a reduction's order.
 
         Args:
             entries: the user's own axes per dim.
             dim: the partitioned dim.
         """
-        found = []
-        for count in range(1, len(self.axes)):
-            cut = list(entries)
-            cut[dim] = (*cut[dim], *itertools.chain.from_iterable(self.axes[:count]))
-            found.append(NamedSharding(self.mesh, P(*(names or None for names in cut))))
-        return tuple(found)
+        names = itertools.accumulate(self.axes[:-1])
+        return tuple(NamedSharding(self.mesh, as_spec(entries, dim, axes)) for axes in names)
 
 
 def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_like, num_elements, path_ends
@@ -123,7 +123,14 @@ class TreeLayout:
     @property
     def devices(self) -> np.ndarray:
         """The devices of the mesh, in its shape; a ValueError where the mesh has none."""
-        return _mesh.devices_of(self.mesh)
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(
+                f"the layout's mesh {dict(self.mesh.shape)} is an AbstractMesh, which has no "
+                "devices and serves to place, count and describe; to compile or audit a step, give "
+                "make_layout a mesh of zerojax.make_mesh, or of zerojax.aot.topology_mesh for "
+                "absent hardware"
+            )
+        return self.mesh.devices
 
     @property
     def platform(self) -> str:
