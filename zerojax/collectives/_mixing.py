@@ -66,11 +66,8 @@ class Refused(Exception):
     name = where = ""
 
     def __str__(self) -> str:
-        return (
-            super().__str__()
-            + (self.name and f": {self.name}")
-            + (self.where and f" at {self.where}")
-        )
+        operation = (self.name and f": {self.name}") + (self.where and f" at {self.where}")
+        return super().__str__() + operation
 
 
 def result_of(
