@@ -58,11 +58,14 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     owners: list[int | None] = [None] * len(leaves)
     for number, leaf in enumerate(leaves):
         if leaf.role == "optimizer":
-            owners[number] = _owner(leaf, layout)
+            owners[number] = layout.optimizer_leaves(leaf.path, leaf.shape)[0].parameter
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
-    runs = [range(start, start + len(layout.leaves)) for start in find_trees(leaves, layout)]
-    trees = [list(run) for run in runs if all(kinds[number] is None for number in run)]
+    trees = [
+        list(range(start, start + len(layout.leaves)))
+        for start in find_trees(leaves, layout)
+        if not any(kinds[start : start + len(layout.leaves)])
+    ]
     if layout.leaves[0].path == ".":  # any array of its shape looks like it, a batch too
         returned = len(find_trees(program.outputs, layout))
         returned -= sum(leaf.role == "optimizer" for leaf in leaves if _is_tree([leaf], layout))
@@ -180,11 +183,6 @@ def item_bits(dtype: str) -> int:
     return element_bits(dtype) or 32
 
 
-def _owner(leaf: Argument, layout: Layout) -> int | None:
-    """Return the parameter that a leaf of an optimizer's state belongs to."""
-    return layout.optimizer_leaves(leaf.path, leaf.shape)[0].parameter
-
-
 def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
     if not leaf.shape or leaf.dtype.startswith("key<"):
         return "other"
@@ -239,21 +237,20 @@ def pairs(program: Program, held: Sequence[Held], layout: Layout) -> list[tuple[
             (one.argument.path.removeprefix(name).removeprefix("/") or ".", (one.argument.shape,))
             for one in group
         ]
-        best: tuple[tuple[int, bool, bool], int] | None = None
+        ranks: dict[range, tuple[int, bool, bool]] = {}
         for start in range(len(program.outputs) - len(group) + 1):
-            run = program.outputs[start : start + len(group)]
+            place = range(start, start + len(group))
+            run = [program.outputs[number] for number in place]
             prefix = _common_prefix(wanted, run)
-            if prefix is None or any(start + i in taken for i in range(len(group))):
+            if prefix is None or taken.intersection(place):
                 continue
             same = all(a.argument.dtype == b.dtype for a, b in zip(group, run, strict=True))
             # The moments of an optimizer look like its parameters, and lie deeper.
-            rank = (-prefix.count("/") if prefix else 1, same, prefix == name)
-            if best is None or rank > best[0]:
-                best = (rank, start)
-        if best is not None:
-            taken |= {best[1] + i for i in range(len(group))}
-            run = program.outputs[best[1] : best[1] + len(group)]
-            found += list(zip(group, run, strict=True))
+            ranks[place] = (-prefix.count("/") if prefix else 1, same, prefix == name)
+        if ranks:
+            place = max(ranks, key=ranks.__getitem__)
+            taken.update(place)
+            found += zip(group, [program.outputs[number] for number in place], strict=True)
     if not found and _is_flat(program.inputs):
         both = zip(
             find_trees_by_order(program.inputs, layout),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import Evidence, some
 from zerojax.audit._problems import Finding
-from zerojax.hlo import HostMove, find_host_moves
+from zerojax.hlo import find_host_moves
 
 #: More than this share above what the update has to move is a problem.
 TOLERANCE = 0.05
@@ -24,22 +24,16 @@ class HostTraffic:
     # bytes that this update has to move: gradients down and parameters up, 4 Psi / N with 16 bits
     # (ZeRO-Offload); 0 where no state lives in the host's memory
     theory: int
-    moves: tuple[HostMove, ...]  # one by one
 
     @property
     def total(self) -> int:
         """Add both ways."""
         return self.to_host + self.from_host
 
-    def to_dict(self) -> dict[str, int]:
-        """Return the counts as plain data."""
-        names = ("to_host", "from_host", "total", "updated", "theory")
-        return {name: getattr(self, name) for name in names}
-
 
 def traffic_of(evidence: Evidence) -> HostTraffic:
     """Count what a program moves to and from the host; an unknown loop counts once."""
-    moves = tuple(find_host_moves(evidence.module))
+    moves = list(find_host_moves(evidence.module))
     down = [move.to_host * (move.trips or 1) for move in moves]
     up = [move.from_host * (move.trips or 1) for move in moves]
     both = zip(moves, down, up, strict=True)
@@ -48,7 +42,6 @@ def traffic_of(evidence: Evidence) -> HostTraffic:
         from_host=sum(up),
         updated=sum(x + y for move, x, y in both if move.is_computed),
         theory=_theory(evidence),
-        moves=moves,
     )
 
 
@@ -75,7 +68,7 @@ def check_host_traffic(evidence: Evidence) -> Iterator[Finding]:
     traffic = traffic_of(evidence)
     if not traffic.theory or traffic.updated <= traffic.theory * (1 + TOLERANCE):
         return
-    computed = (m for m in traffic.moves if m.is_computed)
+    computed = (m for m in find_host_moves(evidence.module) if m.is_computed)
     worst = sorted(computed, key=lambda m: -(m.to_host + m.from_host))
     yield Finding(
         where=some([m.name for m in worst], 2),

@@ -94,7 +94,8 @@ class AuditReport:
         return {name: getattr(self, name) for name in ("title", "verdict", *VOLUMES)} | {
             "volume_by_axis": {k: dataclasses.asdict(v) for k, v in self.volume_by_axis.items()},
             "memory": dataclasses.asdict(self.memory),
-            "host_traffic": self.host_traffic.to_dict(),
+            "host_traffic": dataclasses.asdict(self.host_traffic)
+            | {"total": self.host_traffic.total},
             "problems": [problem.to_dict() for problem in self.problems],
             "notes": list(self.notes),
             "collectives": [_record(move) for move in self.moves],
