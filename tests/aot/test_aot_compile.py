@@ -259,12 +259,8 @@ def spoil_middle(path):
     path.write_bytes(data[:30] + b"\xff" * 30 + data[60:])
 
 
-def spoil_format(path):
-    path.write_bytes(gzip.compress(json.dumps({"format": 0}).encode()))
-
-
 def spoil_fields(path):
-    path.write_bytes(gzip.compress(json.dumps({"format": cache_module.FORMAT}).encode()))
+    path.write_bytes(gzip.compress(json.dumps({}).encode()))
 
 
 def spoil_program(path):
@@ -274,7 +270,7 @@ def spoil_program(path):
 
 @pytest.mark.parametrize(
     "spoil",
-    [spoil_torn, spoil_empty, spoil_middle, spoil_other, spoil_format, spoil_fields, spoil_program],
+    [spoil_torn, spoil_empty, spoil_middle, spoil_other, spoil_fields, spoil_program],
 )
 def test_an_entry_that_cannot_be_read_is_told_and_compiled_again(mesh8, folder, compiled, spoil):
     compile_step(lower(mesh8))
@@ -323,15 +319,6 @@ def test_those_that_nobody_asked_for_are_dropped_first(tmp_path):
     cache.max_bytes = 0
     cache.keep("e", compilation())
     assert {path.name for path in tmp_path.iterdir()} == {"e.json.gz"}, "the newest stays"
-
-
-def test_a_reference_to_what_was_dropped_is_nothing(tmp_path):
-    cache = ProgramCache(tmp_path)
-    cache.refer("question", "program")
-    assert cache.find("question") is None
-    assert not cache.notes
-    cache.keep("program", compilation())
-    assert cache.find("question") is not None
 
 
 def test_the_digest_counts_the_sources_that_are_named(tmp_path, monkeypatch):

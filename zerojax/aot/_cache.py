@@ -22,7 +22,6 @@ from zerojax.audit import Program
 VARIABLE = "ZEROJAX_CACHE"
 #: When the folder holds more than this, programs that were not asked for longest are dropped.
 MAX_BYTES = 500_000_000
-FORMAT = 1
 
 #: What decides how a step is traced and compiled.
 _PACKAGES = (
@@ -59,77 +58,51 @@ class ProgramCache:
     """Keeps compilations in a folder, each under the digest of its question.
 
     An entry that can't be read counts as absent, and a folder that can't be written to as full;
-    `notes` tells of both.
-
-    Args:
-        folder: by default what the variable `ZEROJAX_CACHE` names, else `zerojax/programs` in the
-            user's cache folder (`XDG_CACHE_HOME`, `~/.cache`).
-        max_bytes: size that the folder is kept under.
+    `notes` tells of both. By default the folder is what the variable `ZEROJAX_CACHE` names, else
+    `zerojax/programs` in the user's cache folder (`XDG_CACHE_HOME`, `~/.cache`).
     """
 
-    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
-        self.folder = default_folder() if folder is None else folder
-        self.max_bytes = max_bytes
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = _default_folder() if folder is None else folder
+        self.max_bytes = MAX_BYTES
         self.notes: list[str] = []
 
     def find(self, key: str) -> Compilation | None:
         """Return what was kept under a key, None for nothing."""
-        held = self._read(key)
-        if held is not None and "see" in held:
-            held = self._read(key := held["see"])
-        if held is None:
-            return None
+        path = self._path(key)
         try:
-            program, shortage = held["program"], held["shortage"]
-            return Compilation(
-                program=None if program is None else Program.from_json(program),
-                shortage=None if shortage is None else Shortage(**shortage),
-                seconds=float(held["seconds"]),
-                compiled_at=str(held["compiled_at"]),
-                is_cached=True,
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            self._note_unreadable(key, error)
+            held = json.loads(gzip.decompress(path.read_bytes()))
+            if held["program"] is not None:
+                held["program"] = Program.from_json(held["program"])
+            if held["shortage"] is not None:
+                held["shortage"] = Shortage(**held["shortage"])
+            found = Compilation(**held | {"is_cached": True})
+            os.utime(path)  # the oldest are those that nobody asked for
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self.notes.append(f"the cached {path} can't be read ({reason}); compiling anew")
+            return None
+        return found
 
     def keep(self, key: str, compilation: Compilation) -> None:
         """Keep a compilation, and drop others where the folder gets too large."""
         held = dataclasses.asdict(dataclasses.replace(compilation, program=None))
         if compilation.program is not None:
             held["program"] = compilation.program.to_json()
-        self._write(key, held)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder) as own:
+                partial = Path(own) / key
+                partial.write_bytes(gzip.compress(json.dumps(held).encode(), compresslevel=6))
+                partial.replace(self._path(key))
+        except OSError as error:
+            self.notes.append(f"the program can't be kept in {self.folder}: {error.strerror}")
         self._drop_oldest(spared=key)
-
-    def refer(self, question: str, key: str) -> None:
-        """Let a second key stand for one under which something is kept."""
-        self._write(question, {"see": key})
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json.gz"
-
-    def _read(self, key: str) -> dict[str, Any] | None:
-        path = self._path(key)
-        try:
-            held = json.loads(gzip.decompress(path.read_bytes()))
-            if not isinstance(held, dict) or held.get("format") != FORMAT:
-                raise ValueError(f"it is not of format {FORMAT}")
-            os.utime(path)  # the oldest are those that nobody asked for
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            self._note_unreadable(key, error)
-            return None
-        return held
-
-    def _write(self, key: str, held: dict[str, Any]) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            data = gzip.compress(json.dumps({"format": FORMAT, **held}).encode(), compresslevel=6)
-            with tempfile.TemporaryDirectory(dir=self.folder) as own:
-                (Path(own) / key).write_bytes(data)
-                (Path(own) / key).replace(self._path(key))
-        except OSError as error:
-            self.notes.append(f"the program can't be kept in {self.folder}: {error.strerror}")
 
     def _drop_oldest(self, spared: str) -> None:
         found = []
@@ -144,12 +117,8 @@ class ProgramCache:
                 path.unlink(missing_ok=True)
                 total -= size
 
-    def _note_unreadable(self, key: str, error: Exception) -> None:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        self.notes.append(f"the cached {self._path(key)} can't be read ({reason}); compiling anew")
 
-
-def default_folder() -> Path:
+def _default_folder() -> Path:
     """Return the folder that programs are kept in."""
     if named := os.environ.get(VARIABLE):
         return Path(named).expanduser()
@@ -160,9 +129,7 @@ def default_folder() -> Path:
 def digest(facts: Mapping[str, Any], *sources: str) -> str:
     """Hash a question with all that decides its answer: versions, variables, zerojax's sources.
 
-    Args:
-        facts: the question, fit for JSON.
-        *sources: files of zerojax that count, relative to it; none named, all of them.
+    `sources` are the files of zerojax that count, relative to it; none named, all of them.
     """
     whole = {
         "facts": facts,
@@ -180,7 +147,7 @@ def _is_deciding(variable: str) -> bool:
 
 def _hash_sources(names: tuple[str, ...]) -> str:
     found = hashlib.sha256()
-    every = (*_HOME.rglob("*.py"), *_HOME.rglob("*.toml"))  # code, and figures of hardware
+    every = [path for kind in ("py", "toml", "pbtxt") for path in _HOME.rglob(f"*.{kind}")]
     for path in [_HOME / name for name in names] or sorted(every):
         found.update(f"{path.relative_to(_HOME).as_posix()}\0".encode())
         found.update(path.read_bytes())

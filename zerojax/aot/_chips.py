@@ -10,9 +10,10 @@ from typing import Any
 
 from zerojax.planner import Hardware, find_hardware
 
+_FILES = resources.files("zerojax.aot")
 #: What XLA asks of a GPU beside what the planner knows of it; see chips.toml.
 GPU_CHIPS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    tomllib.loads(resources.files("zerojax.aot").joinpath("chips.toml").read_text(encoding="utf-8"))
+    tomllib.loads(_FILES.joinpath("chips.toml").read_text(encoding="utf-8"))
 )
 #: libtpu knows TPUs itself; memory and slices are the planner's.
 TPU_CHIPS: Mapping[str, Hardware] = MappingProxyType(
@@ -23,38 +24,7 @@ TPU_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"v4": {"chip_config_name": "megacore"}}
 )
 #: A GPU as XLA's GpuTargetConfigProto; limits that no chip differs in are CUDA's own.
-_TARGET_CONFIG = """
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {shared_memory_per_block}
-  shared_memory_per_core: {shared_memory_per_core}
-  core_count: {cores}
-  fpus_per_core: {fpus_per_core}
-  clock_rate_ghz: {clock_ghz}
-  memory_bandwidth: {bandwidth}
-  l2_cache_size: {l2_cache}
-  device_memory_size: {memory}
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
-  device_interconnect_info {{ active_links: {links} }}
-  device_vendor: "NVIDIA Corporation"
-  ecc_enabled: true
-  name: "{name}"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{name}"
-"""
+_TARGET_CONFIG = _FILES.joinpath("target_config.pbtxt").read_text(encoding="utf-8")
 
 
 def device_memory(chip: str) -> int:

@@ -23,8 +23,10 @@ _REFUSALS = (
 )
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
 _SOURCES = (
+    "aot/_cache.py",
     "aot/_chips.py",
     "aot/chips.toml",
+    "aot/target_config.pbtxt",
     "aot/_compile.py",
     "aot/_plugin.py",
     "audit/_program.py",
@@ -39,8 +41,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 class DoesNotFit(RuntimeError):
     """Raised where a compiler refuses a program that exceeds the memory of a device.
 
-    Attributes:
-        shortage: the bytes that it needs and those that there are, where the compiler tells.
+    `shortage` has the bytes that it needs and those that there are, where the compiler tells.
     """
 
     def __init__(self, shortage: Shortage) -> None:
@@ -78,12 +79,9 @@ def compile_step(lowered: jax.stages.Lowered, *, use_cache: bool = True) -> Prog
 def compile_lowered(
     lowered: jax.stages.Lowered, cache: ProgramCache | None = None, question: str | None = None
 ) -> Compilation:
-    """Compile a lowered step, or take it from the cache.
+    """Compile a lowered step, or take it from the cache; None compiles in any case.
 
-    Args:
-        lowered: the step.
-        cache: None compiles in any case.
-        question: a second key under which the cache shall know the answer without the lowering.
+    `question` is a second key under which the cache knows the answer without the lowering.
     """
     key = _key(lowered) if cache is not None else None
     if cache is None or key is None:
@@ -93,7 +91,7 @@ def compile_lowered(
         compilation = _compile(lowered)
         cache.keep(key, compilation)
     if question is not None:
-        cache.refer(question, key)
+        cache.keep(question, compilation)
     return compilation
 
 

@@ -29,12 +29,7 @@ class FileDigest:
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not what was saved.
-
-    Attributes:
-        path: the checkpoint's folder.
-        damages: what is wrong, one line each, with the file.
-    """
+    """The checkpoint in `path` is not what was saved; `damages` are lines, each with the file."""
 
     def __init__(self, path: Path, damages: Iterable[str]) -> None:
         self.path = path

@@ -19,7 +19,7 @@ from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_sizes
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from zerojax.checkpoint._orbax import barrier, require_orbax
 from zerojax.checkpoint._paths import REMOVED, local_path, remove
-from zerojax.checkpoint._restore import gather_texts, read_agreed, read_state
+from zerojax.checkpoint._restore import gather_texts, read_state
 from zerojax.checkpoint._save import PendingSave, check_step, start_save
 from zerojax.layout import Layout
 
@@ -29,18 +29,12 @@ DAMAGE = (DamagedCheckpointError, OSError)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was restored.
+    """What was restored."""
 
-    Attributes:
-        state: in the structure and placement that were asked for.
-        manifest: of the checkpoint; it has the step and the position in the data.
-        path: the checkpoint's folder.
-        passed_over: what is wrong with newer folders, damaged or cut short; they were left alone.
-    """
-
-    state: PyTree
-    manifest: Manifest
-    path: Path
+    state: PyTree  # in the structure and placement that were asked for
+    manifest: Manifest  # of the checkpoint; it has the step and the position in the data
+    path: Path  # the checkpoint's folder
+    #: what is wrong with newer folders, damaged or cut short; they were left alone
     passed_over: Mapping[Path, str]
 
 
@@ -139,8 +133,7 @@ class Checkpoints:
         for name in reversed(gather_texts(names)[0].split()):  # as the first process sees them
             path = self.directory / name
             try:
-                manifest = read_agreed(path)
-                state = read_state(path, manifest, layout, like, tx=self._tx, cast=cast)
+                manifest, state = read_state(path, layout, like, tx=self._tx, cast=cast)
             except DAMAGE as error:
                 passed_over[path] = str(error) if _is_saved(path) else _cut_short(path)
                 self._damaged |= {path} if _is_saved(path) else set()

@@ -47,35 +47,22 @@ NO_DIGEST = "0" * 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Attributes:
-        stage: the ZeRO stage that it was saved under.
-        axis: the mesh axes that ZeRO partitioned over.
-        mesh: axis name to number of devices.
-        optimizer: path to type of every NamedTuple of the state, as optax makes its chains of.
-        leaves: path to what is known of the leaf without reading it.
-        step: steps done, where the state or the caller tells.
-        data: the position in the data, as the caller gave it.
-        metadata: what else the caller gave along.
-        versions: of Python and of the packages that wrote it.
-        written: when, in UTC (ISO 8601).
-        files: path below the checkpoint to size and digest.
-        format: version of the files' arrangement.
-    """
-
-    stage: int
-    axis: tuple[str, ...]
-    mesh: Mapping[str, int]
+    stage: int  # the ZeRO stage that it was saved under
+    axis: tuple[str, ...]  # the mesh axes that ZeRO partitioned over
+    mesh: Mapping[str, int]  # axis name to number of devices
+    #: path to type of every NamedTuple of the state, as optax makes its chains of
     optimizer: Mapping[str, str]
-    leaves: Mapping[str, SavedLeaf]
-    step: int | None
-    data: Any
-    metadata: Mapping[str, Any]
-    versions: Mapping[str, str]
-    written: str
+    leaves: Mapping[str, SavedLeaf]  # path to what is known of the leaf without reading it
+    step: int | None  # steps done, where the state or the caller tells
+    data: Any  # the position in the data, as the caller gave it
+    metadata: Mapping[str, Any]  # what else the caller gave along
+    versions: Mapping[str, str]  # of Python and of the packages that wrote it
+    written: str  # when, in UTC (ISO 8601)
+    #: path below the checkpoint to size and digest
     files: Mapping[str, FileDigest] = dataclasses.field(default_factory=dict)
-    format: int = FORMAT
+    format: int = FORMAT  # version of the files' arrangement
 
     @property
     def num_bytes(self) -> int:

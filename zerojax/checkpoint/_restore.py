@@ -69,10 +69,10 @@ def restore(
     """
     require_orbax()
     root = local_path(directory)
-    return read_state(root, read_agreed(root), layout, like, tx=tx, partial=partial, cast=cast)
+    return read_state(root, layout, like, tx=tx, partial=partial, cast=cast)[1]
 
 
-def read_agreed(root: Path) -> Manifest:
+def _read_agreed(root: Path) -> Manifest:
     """Read the manifest; raises on every process where one can't read it, or reads another."""
     manifest, error = None, None
     try:
@@ -88,15 +88,15 @@ def read_agreed(root: Path) -> Manifest:
 
 def read_state(
     root: Path,
-    manifest: Manifest,
     layout: Layout,
     like: PyTree,
     *,
     tx: optax.GradientTransformation | None = None,
     partial: bool = False,
     cast: bool = False,
-) -> PyTree:
-    """Restore from a manifest that was read; arguments and errors are those of `restore`."""
+) -> tuple[Manifest, PyTree]:
+    """Read what `restore` does, and the manifest with it."""
+    manifest = _read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)
     _agree(root, wrong_sizes(root, manifest.files).values())
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
@@ -115,7 +115,7 @@ def read_state(
         else found.get(path, x)
         for path, x in leaves_by_path(like).items()
     ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return manifest, jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def gather_texts(text: str) -> list[str]:

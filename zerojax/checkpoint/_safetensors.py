@@ -57,20 +57,8 @@ Place = tuple[jax.ShapeDtypeStruct, Path, int]
 class SafetensorsReader:
     """Reads the tensors of one file, of the several that an index names, or of a folder's only one.
 
-    Opening it reads and checks headers only.
-
-    Args:
-        path: the file, the index or the folder.
-
-    Attributes:
-        path: the file or the index that was found.
-        tensors: name to shape and dtype.
-        metadata: text by name; an index's own before that of its files.
-
-    Raises:
-        FileNotFoundError: there is no such file, or a file that the index names is missing.
-        ValueError: a file is damaged, has a dtype that JAX has not, or does not hold
-            what the index says; or a folder holds several to choose from.
+    Opening it reads and checks headers only. `metadata` has an index's own before that of its
+    files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -56,9 +56,6 @@ class PendingSave:
 
     The state may be donated meanwhile: what is to be written has been copied from the devices, or
     is kept from being overwritten.
-
-    Attributes:
-        path: the checkpoint's folder.
     """
 
     def __init__(self, path: Path, finish: Callable[[], None]) -> None:

@@ -34,12 +34,7 @@ Leaves = Mapping[str, SavedLeaf]
 
 
 class IncompatibleCheckpointError(ValueError):
-    """A checkpoint does not hold what is wanted.
-
-    Attributes:
-        path: the checkpoint's folder.
-        differences: what differs, one line each, with the leaf's path.
-    """
+    """The checkpoint in `path` is not what is wanted; `differences` are lines, each with a leaf."""
 
     def __init__(self, path: Path, differences: Iterable[str], remedy: str) -> None:
         self.path = path

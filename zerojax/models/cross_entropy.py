@@ -104,36 +104,21 @@ def chunked_cross_entropy(
 
     Source: the running maximum and sum are those of arXiv 1805.02867.
     """
-    _check(hidden, embed, targets, chunk, num_shards, num_groups)
     rows = embed.shape[0]
-    if vocab_size is not None and not 0 < vocab_size <= rows:
-        raise ValueError(
-            f"chunked_cross_entropy: vocab_size is {vocab_size}, and the embedding has {rows} rows"
-        )
     chunks = _Chunks(num_groups, num_shards, rows, vocab_size or rows, chunk)
-    return _cross_entropy(chunks, hidden, embed, targets)
-
-
-def _check(
-    hidden: jax.Array, embed: jax.Array, targets: jax.Array, chunk: int, shards: int, groups: int
-) -> None:
-    for name, number in (("chunk", chunk), ("num_shards", shards), ("num_groups", groups)):
-        if number < 1:
-            raise ValueError(f"chunked_cross_entropy: {name} is {number}; give at least 1")
+    sizes = {"chunk": chunk, "num_shards": num_shards, "num_groups": num_groups}
+    wrong = [f"{name} is {size}; give at least 1" for name, size in sizes.items() if size < 1]
     if hidden.ndim != 3 or embed.shape[1:] != hidden.shape[2:]:
-        raise ValueError(
-            f"chunked_cross_entropy: hidden {hidden.shape} and embed {embed.shape} must be "
-            "[B, T, D] and [V, D]"
-        )
+        wrong.append(f"hidden {hidden.shape} and embed {embed.shape} must be [B, T, D] and [V, D]")
     if targets.shape != hidden.shape[:2]:
-        raise ValueError(
-            f"chunked_cross_entropy: targets {targets.shape} must be [B, T], {hidden.shape[:2]}"
-        )
-    if hidden.shape[0] % groups:
-        raise ValueError(
-            f"chunked_cross_entropy: num_groups={groups} does not divide the batch of "
-            f"{hidden.shape[0]}"
-        )
+        wrong.append(f"targets {targets.shape} must be [B, T], {hidden.shape[:2]}")
+    if vocab_size is not None and not 0 < vocab_size <= rows:
+        wrong.append(f"vocab_size is {vocab_size}, and the embedding has {rows} rows")
+    if num_groups > 0 and hidden.shape[0] % num_groups:
+        wrong.append(f"num_groups={num_groups} does not divide the batch of {hidden.shape[0]}")
+    if wrong:
+        raise ValueError(f"chunked_cross_entropy: {wrong[0]}")
+    return _cross_entropy(chunks, hidden, embed, targets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

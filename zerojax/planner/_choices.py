@@ -27,20 +27,14 @@ class Verified:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Plans that fit, fastest first: one for each family, with its fastest microbatch.
+    """Plans that fit, fastest first: one for each family, with its fastest microbatch."""
 
-    Attributes:
-        plans: the choices.
-        tried: all that was planned, microbatches that were not chosen included.
-        rejected: of each family that no microbatch makes fit its smallest plan, the nearest first.
-        asked: what was searched for.
-        verified: what the compiler said, by the index of the choice.
-    """
-
-    plans: tuple[Plan, ...]
-    tried: tuple[Plan, ...]
+    plans: tuple[Plan, ...]  # the choices
+    tried: tuple[Plan, ...]  # all that was planned, microbatches that were not chosen included
+    #: of each family that no microbatch makes fit its smallest plan, the nearest first
     rejected: tuple[Plan, ...]
-    asked: SearchRequest
+    asked: SearchRequest  # what was searched for
+    #: what the compiler said, by the index of the choice
     verified: dict[int, Verified] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:

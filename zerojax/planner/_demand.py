@@ -7,20 +7,18 @@ nothing is counted but parameters and gradients, which is said.
 from __future__ import annotations
 
 import abc
+import functools
 
 from zerojax.planner._setting import Setting
 from zerojax.planner.formulas import ActivationBytes, Transformer
-from zerojax.planner.traced import Simulation, Trace, Work, peak_of, work_of
+from zerojax.planner.traced import HeldLeaf, Simulation, Trace, Work, peak_of, work_of
 from zerojax.recipe import Remat
 
 
 class Demand(abc.ABC):
     """A source of demands; `count` is a number of its units in a device's microbatch.
 
-    Attributes:
-        unit: what `count` counts: "example", "sequence" or "token".
-        source: where activations and products are known from.
-        remat: what is computed again in the backward pass; None is as the model has it.
+    A unit is an "example", a "sequence" or a "token"; `remat` None is as the model has it.
     """
 
     def __init__(self, unit: str, source: str, remat: Remat | None) -> None:
@@ -60,40 +58,28 @@ class TracedLoss(Demand):
             if trace.remat.keep:
                 source += f", keeping {', '.join(trace.remat.keep)}"
         super().__init__("example", source, remat)
-        self._simulations: dict[str, Simulation] = {}
-        self._peaks: dict[object, float] = {}
-        self._works: dict[object, Work] = {}
+        self._simulations = functools.cache(functools.partial(Simulation, trace.operations))
+        self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
 
     def _simulation(self, given: Setting) -> Simulation:
-        platform = given.hardware.platform
-        if platform not in self._simulations:
-            self._simulations[platform] = Simulation(self.trace.operations, platform)
-        return self._simulations[platform]
+        return self._simulations(given.hardware.platform)
 
     def peak(self, given: Setting, count: float) -> float:
         """Run the clock over the program."""
-        simulation, accumulate = self._simulation(given), given.recipe.accumulate
-        key = (simulation, given.leaves, count, given.frees, accumulate, given.sharing)
-        if key not in self._peaks:
-            self._peaks[key] = peak_of(
-                simulation,
-                given.leaves,
-                count,
-                frees=given.frees,
-                accumulate=accumulate,
-                sharing=given.sharing,
-            )
-        return self._peaks[key]
+        return self._peaks(
+            self._simulation(given),
+            given.leaves,
+            count,
+            frees=given.frees,
+            accumulate=given.recipe.accumulate,
+            sharing=given.sharing,
+        )
 
     def work(self, given: Setting, count: float) -> Work:
         """Add up the operations: the same for stages that gather the same bytes of each leaf."""
+        leaves = tuple(HeldLeaf(x.number, 0, x.gathered, 0, False) for x in given.leaves)
         parts = given.sharing.model_axis
-        key = (given.hardware, tuple(leaf.gathered for leaf in given.leaves), count, parts)
-        if key not in self._works:
-            self._works[key] = work_of(
-                self._simulation(given), given.leaves, count, given.hardware, model_axis=parts
-            )
-        return self._works[key]
+        return self._works(self._simulation(given), leaves, count, given.hardware, model_axis=parts)
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count what loops stack and layers hand on to each other."""

@@ -51,45 +51,27 @@ class PlannedBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A planned training step.
+    """A planned training step."""
 
-    Attributes:
-        stage: 0 to 3.
-        num_params: Psi.
-        num_devices: all devices.
-        num_shards: N; fewer than the devices that the model axis leaves are hybrid sharding.
-        model_axis: devices of model parallelism.
-        hardware: the device.
-        network: how the mesh lies on its links, in words.
-        recipe: how the step is computed.
-        count: units in a device's microbatch.
-        unit: what they are: examples, sequences or tokens.
-        source: where activations and products are known from.
-        remat: what is computed again in the backward pass; None is as the model has it.
-        bytes: of one device.
-        volume_by_axes: elements that a device moves per step, over Psi, by mesh axes.
-        flops: of products, per device and step.
-        time: of a step.
-        compute_bound_at: units in a device's microbatch from which on products take longest;
-            infinite where they never do.
-    """
-
-    stage: int
-    num_params: int
-    num_devices: int
-    num_shards: int
-    model_axis: int
-    hardware: Hardware
-    network: str
-    recipe: Recipe
-    count: float
-    unit: str
-    source: str
-    remat: Remat | None
-    bytes: PlannedBytes
+    stage: int  # 0 to 3
+    num_params: int  # Psi
+    num_devices: int  # all devices
+    num_shards: int  # N; fewer than the devices that the model axis leaves are hybrid sharding
+    model_axis: int  # devices of model parallelism
+    hardware: Hardware  # the device
+    network: str  # how the mesh lies on its links, in words
+    recipe: Recipe  # how the step is computed
+    count: float  # units in a device's microbatch
+    unit: str  # what they are: examples, sequences or tokens
+    source: str  # where activations and products are known from
+    remat: Remat | None  # what is computed again in the backward pass; None is as the model has it
+    bytes: PlannedBytes  # of one device
+    #: elements that a device moves per step, over Psi, by mesh axes
     volume_by_axes: dict[Axes, float]
-    flops: float
-    time: StepTime
+    flops: float  # of products, per device and step
+    time: StepTime  # of a step
+    #: units in a device's microbatch from which on products take longest; infinite where they never
+    #: do
     compute_bound_at: float
 
     @property
@@ -260,17 +242,15 @@ class Plan:
                 f"moves per device and step, in elements per parameter: {', '.join(moved)}"
             )
         if self.flops:
-            lines.append(self._batch_note())
+            held = f"{self.count:,.6g} {self.unit}{'s' if self.count != 1 else ''} in a microbatch"
+            bound = f"compute-bound from {self.compute_bound_at:,.3g} on"
+            if math.isinf(self.compute_bound_at):
+                bound = "no batch makes it compute-bound: what it waits for grows as fast"
+            lines.append(f"{held}; {bound}")
         if not self.fits:
             excess = self.bytes.total - self.hardware.memory
             lines.append(f"does not fit: {excess / GIB:,.2f} GiB too much")
         return [*lines, *self.assumptions]
-
-    def _batch_note(self) -> str:
-        held = f"{self.count:,.6g} {self.unit}{'s' if self.count != 1 else ''} in a microbatch"
-        if math.isinf(self.compute_bound_at):
-            return f"{held}; no batch makes it compute-bound: what it waits for grows as fast"
-        return f"{held}; compute-bound from {self.compute_bound_at:,.3g} on"
 
 
 def make_table(*columns: str, title: str | None = None) -> Table:

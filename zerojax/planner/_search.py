@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,20 +53,13 @@ def search_plans(
     `zerojax.aot.verify_plans` compiles the winners.
 
     Args:
-        params: the parameters as arrays or shapes; or their number.
-        tx: the optimizer; its real state is counted.
-        num_devices: devices, as JAX counts them.
-        hardware: what they are: a name ("h100") or a `Hardware`.
+        params, tx, num_devices, hardware: as for `plan`.
         recipe: what it chooses holds; what it leaves open (remat, offload, microbatches) is
             searched. Its default is that of `plan`.
         workload: as for `plan`, but `tokens_per_device` counts the tokens of a device's whole step,
             all microbatches together.
         memory_limit: bytes per device that a step may take; the device's memory by default.
         space: what to go through.
-
-    Returns:
-        The choices, fastest first; `.pareto` is the front of time against memory, `.rejected` what
-        did not fit.
 
     Raises:
         ValueError: nothing meets the limit, where the smallest need and how it is met are named, or
@@ -94,9 +88,9 @@ class _Hunt:
     def __init__(self, asked: SearchRequest) -> None:
         self.asked = asked
         self.model, self.recipe, self.space = asked.model, asked.recipe, asked.space
-        self._demands: dict[Any, Demand] = {}
-        self._placed: dict[tuple[Devices, int], Setting] = {}
-        self.any, whole = self._find_demand(asked.recipe)
+        self._demands: dict[Any, tuple[Demand, float]] = {}
+        self._placed = functools.cache(self._place)
+        self.any, whole = self._demand(asked.recipe)
         # A batch is global; tokens and sequences are a device's.
         is_global = self.model.workload.loss_fn is not None
         self.total = whole * (1 if is_global else asked.num_devices)
@@ -204,7 +198,7 @@ class _Hunt:
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""
-        placed, demand = self._place(devices, stage), self._demand(recipe)
+        placed, (demand, _) = self._placed(devices, stage), self._demand(recipe)
         beyond = False
         for accumulate in self._splits(self._amount(devices)):
             one = dataclasses.replace(recipe, accumulate=accumulate)
@@ -231,30 +225,18 @@ class _Hunt:
         """Return the units of a device's step."""
         return self.total / devices.num_batch_parts
 
-    def _find_demand(self, recipe: Recipe) -> tuple[Demand, float]:
-        return find_demand(self.model, ALONE, dataclasses.replace(recipe, accumulate=1))
-
-    def _demand(self, recipe: Recipe) -> Demand:
+    def _demand(self, recipe: Recipe) -> tuple[Demand, float]:
         remat = remat_of(recipe)
         key = None if remat is None else (remat.recompute, remat.keep)
         if key not in self._demands:
-            self._demands[key] = self._find_demand(recipe)[0]
+            alone = dataclasses.replace(recipe, accumulate=1)
+            self._demands[key] = find_demand(self.model, ALONE, alone)
         return self._demands[key]
 
     def _place(self, devices: Devices, stage: int) -> Setting:
-        key, space, model = (devices, stage), self.space, self.model
-        if key not in self._placed:
-            placement = Placement(specs=space.specs, rules=space.rules, min_size=space.min_size)
-            self._placed[key] = place(
-                model.params,
-                model.tx,
-                self.asked.hardware,
-                devices,
-                placement,
-                self.recipe,
-                stage,
-            )
-        return self._placed[key]
+        model, space, one = self.model, self.space, self.asked.hardware
+        placement = Placement(specs=space.specs, rules=space.rules, min_size=space.min_size)
+        return place(model.params, model.tx, one, devices, placement, self.recipe, stage)
 
     def _indivisible(self) -> str:
         """Return why no mesh takes the batch."""

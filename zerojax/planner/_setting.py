@@ -135,16 +135,11 @@ class Setting:
         """
         if self.recipe.accumulate == 1:
             return 0
-        once = self.theory.reductions == 1
-
-        def held(leaf: LeafLayout) -> int:
-            wanted = self.recipe.accumulator or self.recipe.precision.params
-            dtype = floating_dtype(leaf.dtype, wanted)
-            if once:
-                return leaf.whole_bytes(dtype)
-            return leaf.bytes_per_device("optimizer", dtype=dtype)
-
-        return sum(map(held, self.layout.leaves))
+        wanted = self.recipe.accumulator or self.recipe.precision.params
+        held = [(leaf, floating_dtype(leaf.dtype, wanted)) for leaf in self.layout.leaves]
+        if self.theory.reductions == 1:
+            return sum(leaf.whole_bytes(dtype) for leaf, dtype in held)
+        return sum(leaf.bytes_per_device("optimizer", dtype=dtype) for leaf, dtype in held)
 
 
 def place(

@@ -12,33 +12,24 @@ from types import MappingProxyType
 from zerojax.recipe import LAYER_INPUT, RematPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Configuration:
     """Choose what is partitioned and where activation checkpoints lie.
 
     All five have constant-size buffers (CB) and no fragmentation (MD) as well. Under XLA the first
     is `Recipe(bucket_bytes=)`, and the second holds for every step: buffers are assigned before it
     runs.
-
-    Attributes:
-        stage: the ZeRO stage.
-        partitioned_checkpoints: Pa: checkpoints are partitioned over the model axis.
-        offloaded_checkpoints: the `+cpu` of Pa+cpu: checkpoints lie in the host's memory.
-        reported_params: the largest model that the paper trained with it, in parameters; None where
-            it does not say.
     """
 
-    stage: int
-    partitioned_checkpoints: bool = False
+    stage: int  # the ZeRO stage
+    partitioned_checkpoints: bool = False  # Pa: checkpoints are partitioned over the model axis
+    #: the `+cpu` of Pa+cpu: checkpoints lie in the host's memory
     offloaded_checkpoints: bool = False
+    #: the largest model that the paper trained with it, in parameters; None where it does not say
     reported_params: float | None = None
 
     def remat(self, model_axis: str) -> RematPolicy:
-        """Return the policy of a recipe: `Recipe(remat=)`.
-
-        Args:
-            model_axis: the mesh axis over which Pa partitions checkpoints.
-        """
+        """Return the policy of a recipe; Pa partitions checkpoints over the mesh axis."""
         return RematPolicy(
             partition=model_axis if self.partitioned_checkpoints else None,
             offload=(LAYER_INPUT,) if self.offloaded_checkpoints else (),
@@ -49,15 +40,12 @@ class Configuration:
 #: That of C3 is read off the figure; the text names the others.
 CONFIGURATIONS: Mapping[str, Configuration] = MappingProxyType(
     {
-        "C1": Configuration(stage=1, reported_params=40e9),
-        "C2": Configuration(stage=1, partitioned_checkpoints=True, reported_params=60e9),
-        "C3": Configuration(stage=2, reported_params=50e9),
-        "C4": Configuration(stage=2, partitioned_checkpoints=True, reported_params=140e9),
+        "C1": Configuration(1, reported_params=40e9),
+        "C2": Configuration(1, partitioned_checkpoints=True, reported_params=60e9),
+        "C3": Configuration(2, reported_params=50e9),
+        "C4": Configuration(2, partitioned_checkpoints=True, reported_params=140e9),
         "C5": Configuration(
-            stage=2,
-            partitioned_checkpoints=True,
-            offloaded_checkpoints=True,
-            reported_params=150e9,
+            2, partitioned_checkpoints=True, offloaded_checkpoints=True, reported_params=150e9
         ),
     }
 )

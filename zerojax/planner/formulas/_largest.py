@@ -71,8 +71,7 @@ def max_transformer(
         like: the GPT; its number of layers is what changes.
         num_shards: N; devices are N times the model axis.
         batch: sequences in the microbatch of a device, or of its group along the model axis.
-        model_axis: devices over which model parallelism cuts every parameter.
-        bytes_per_param: as for `model_state_bytes`.
+        model_axis, bytes_per_param: as for `max_params`.
 
     Raises:
         ValueError: a count is not whole and positive, hardware or configuration is unknown, or
@@ -106,9 +105,8 @@ def max_transformer(
     if layers:
         return dataclasses.replace(like, num_layers=layers)
     device, host = taken(1)
-    where, room, needed = ("device", limit, device)
-    if device <= limit:
-        where, room, needed = ("host", host_limit, host)
+    fits = device <= limit
+    where, room, needed = ("host", host_limit, host) if fits else ("device", limit, device)
     raise ValueError(
         f"no GPT of width {like.width} fits in {room:g} of the {where}'s bytes: one layer takes "
         f"{math.ceil(needed):,}; give more memory or shards, or a smaller batch"

@@ -16,18 +16,13 @@ from zerojax.planner._arguments import as_amount, as_count
 class BytesPerParam:
     """Count the bytes of one parameter; the defaults are Adam in mixed precision.
 
-    Attributes:
-        parameter: what the loss reads.
-        gradient: 0 where none is kept.
-        optimizer: K, masters included: an fp32 master and two fp32 moments are 12.
-
     Raises:
         ValueError: a figure is negative or not finite, or a parameter takes nothing.
     """
 
-    parameter: float = 2
-    gradient: float = 2
-    optimizer: float = 12
+    parameter: float = 2  # what the loss reads
+    gradient: float = 2  # 0 where none is kept
+    optimizer: float = 12  # K, masters included: an fp32 master and two fp32 moments are 12
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():

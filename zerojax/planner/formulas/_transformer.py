@@ -37,22 +37,15 @@ class ActivationBytes:
 class Transformer:
     """Describe a GPT: pre-LN, a feed-forward part of 4h, learned positions, a tied head.
 
-    Attributes:
-        num_layers: L.
-        width: h.
-        num_heads: a; it divides the width.
-        context: C, the tokens of a sequence.
-        vocab_size: V.
-
     Raises:
         ValueError: a count is not whole and positive, or the heads do not divide the width.
     """
 
-    num_layers: int
-    width: int
-    num_heads: int
-    context: int = 1024
-    vocab_size: int = 50257
+    num_layers: int  # L
+    width: int  # h
+    num_heads: int  # a; it divides the width
+    context: int = 1024  # C, the tokens of a sequence
+    vocab_size: int = 50257  # V
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -82,18 +75,11 @@ class Transformer:
 
     @classmethod
     def of(cls, num_params: float, *, context: int | None = None) -> Transformer:
-        """Return a plausible GPT of about that many parameters.
+        """Return a plausible GPT of about that many parameters; `context` None is the member's.
 
         It has width and heads of the member of FAMILY whose size is nearest (by ratio), and the
         number of layers that brings it nearest to `num_params`: within 5% from 1e8 parameters on,
         coarser below, and never smaller than one layer of the narrowest.
-
-        Args:
-            num_params: the size to reach.
-            context: tokens of a sequence; None takes the member's.
-
-        Raises:
-            ValueError: a count is not whole and positive.
         """
         psi = as_count("num_params", num_params)
         member = min(FAMILY, key=lambda known: abs(math.log(known.num_params / psi)))
@@ -126,14 +112,11 @@ class Transformer:
         Args:
             batch: b, sequences in a device's microbatch; with a model axis, in that of its group.
             num_tokens: s, tokens in a sequence; None is the context.
-            remat: what is computed again.
-            model_axis: t, devices along the model axis.
-            partitioned: Pa, keep each checkpoint (a layer's input) in t parts.
-            offloaded: the cpu of Pa+cpu, keep checkpoints in the host's memory.
+            remat, model_axis: what is computed again; t, devices along the model axis.
+            partitioned, offloaded: Pa and +cpu: checkpoints in t parts, in the host's memory.
 
         Raises:
-            ValueError: a count is not whole and positive, no such `remat`, or checkpoints are to be
-                partitioned or offloaded where nothing is computed again.
+            ValueError: no such `remat`, or one without checkpoints to partition or offload.
         """
         as_remat(remat)  # refuses an unknown one
         if remat == "none" and (partitioned or offloaded):
@@ -163,16 +146,10 @@ class Transformer:
         A forward pass multiplies a token by 12 L h^2 + V h weights and by s keys and values in each
         layer (all of them: masked scores are computed too); the backward pass computes twice that.
         Recomputation adds the layers' forward pass (`full`) or its scores (`dots`). Biases, norms
-        and the look-up of words count nothing, for which 6 Psi would count 0.1%.
-
-        Args:
-            num_tokens: s, tokens in a sequence; None is the context.
-            remat: what is computed again.
+        and the look-up of words count nothing, for which 6 Psi would count 0.1%. `num_tokens` is s;
+        None is the context.
 
         Source: arXiv 2104.04473, section 3 and appendix: 96 L h^2 (1 + s/6h + V/16Lh) for `full`.
-
-        Raises:
-            ValueError: a count is not whole and positive, or no such `remat`.
         """
         as_remat(remat)  # refuses an unknown one
         s = self.context if num_tokens is None else as_count("num_tokens", num_tokens)
@@ -183,36 +160,21 @@ class Transformer:
         return float(3 * (weights + scores + head) + again[remat])
 
 
-def _bytes_gpt(num_layers: int, width: int, num_heads: int) -> Transformer:
-    """Make a small GPT that reads bytes: a vocabulary of words would outweigh its layers."""
-    return Transformer(
-        num_layers=num_layers, width=width, num_heads=num_heads, context=64, vocab_size=256
-    )
-
+# Layers, width and heads; small ones read bytes: a vocabulary of words would outweigh the layers.
+_OF_BYTES = ((1, 32, 2), (2, 64, 2), (4, 128, 4), (8, 256, 4), (12, 384, 6))
+_OF_WORDS = (
+    *((12, 768, 12), (24, 1024, 16), (36, 1280, 20), (48, 1600, 25)),
+    *((72, 3072, 24), (62, 4096, 32), (88, 6144, 32), (132, 6144, 32), (100, 8192, 64)),
+    *((212, 8192, 64), (124, 18432, 144), (128, 25600, 160), (174, 49152, 384)),
+    *((200, 65536, 512), (205, 90112, 704)),
+)
 
 #: Sizes that were trained, from which `Transformer.of` reads how wide a GPT of a given size is; of
 #: each width the fewest and the most layers. Small ones of bytes, GPT-2, ZeRO's figure 2 and its
 #: table 4 (whose 4096 for 40B and 60B is a slip for 6144: 12 L h^2), and ZeRO-Infinity's table 1
 #: with heads that divide the width.
-FAMILY: tuple[Transformer, ...] = (
-    _bytes_gpt(1, 32, 2),
-    _bytes_gpt(2, 64, 2),
-    _bytes_gpt(4, 128, 4),
-    _bytes_gpt(8, 256, 4),
-    _bytes_gpt(12, 384, 6),
-    Transformer(num_layers=12, width=768, num_heads=12),
-    Transformer(num_layers=24, width=1024, num_heads=16),
-    Transformer(num_layers=36, width=1280, num_heads=20),
-    Transformer(num_layers=48, width=1600, num_heads=25),
-    Transformer(num_layers=72, width=3072, num_heads=24),
-    Transformer(num_layers=62, width=4096, num_heads=32),
-    Transformer(num_layers=88, width=6144, num_heads=32),
-    Transformer(num_layers=132, width=6144, num_heads=32),
-    Transformer(num_layers=100, width=8192, num_heads=64),
-    Transformer(num_layers=212, width=8192, num_heads=64),
-    Transformer(num_layers=124, width=18432, num_heads=144),
-    Transformer(num_layers=128, width=25600, num_heads=160),
-    Transformer(num_layers=174, width=49152, num_heads=384),
-    Transformer(num_layers=200, width=65536, num_heads=512),
-    Transformer(num_layers=205, width=90112, num_heads=704),
+FAMILY: tuple[Transformer, ...] = tuple(
+    Transformer(num_layers=layers, width=width, num_heads=heads, **ends)
+    for members, ends in ((_OF_BYTES, {"context": 64, "vocab_size": 256}), (_OF_WORDS, {}))
+    for layers, width, heads in members
 )

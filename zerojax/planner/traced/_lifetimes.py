@@ -19,8 +19,33 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from zerojax.planner.traced._backends import Backend
 from zerojax.planner.traced._operations import Op, Operations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """How a compiler departs from the plain rules."""
+
+    #: whether an elementwise operation is merged into the one dot product that reads it (TPU); else
+    #: operands of a dot product lie in memory (GPU, CPU)
+    fuses_operands: bool = False
+    fuses_lookups: bool = True  # whether what a gather reads is merged into it (GPU, CPU)
+    #: whether a scatter of one element per row is merged into the sum that it goes to, as a
+    #: comparison with an index (TPU); else it is written in the sum's place
+    fuses_one_hot: bool = False
+    #: output tiles below which a dot product is split along what it sums over to keep all cores
+    #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
+    #: elsewhere)
+    splits_contraction: int = 0
+    #: whether the gather of the next weight is under way while one is used (GPU)
+    prefetches: bool = False
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "gpu": Backend(splits_contraction=132, prefetches=True),
+    "tpu": Backend(fuses_operands=True, fuses_lookups=False, fuses_one_hot=True),
+    "cpu": Backend(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +91,12 @@ class Lifetimes:
         self.launches = self._launches(reads)
         #: parameter, first and last operation of each stretch in which it has to be whole
         self.uses = self._uses(reads)
-        products = [t for t in reads if program.ops[t].name == "dot_general"]
         #: dot products whose operands may be padded, from when on the copies can be made
-        self.padded = [(self._ready(t), t) for t in products if backend.splits_contraction]
+        self.padded = [
+            (max(self.maker.get(self.root_of(v), 0) for v in program.ops[t].read[:2]), t)
+            for t in reads
+            if program.ops[t].name == "dot_general" and backend.splits_contraction
+        ]
 
     def root_of(self, value: int) -> int:
         """Return the buffer that a value is seen of."""
@@ -92,11 +120,6 @@ class Lifetimes:
             launches.append(Launch(t, results, gone + unread, self._takes_over(op, gone), read))
         return tuple(launches)
 
-    def _ready(self, t: int) -> int:
-        """Return the operation that makes the later operand of another."""
-        operands = self.program.ops[t].read[:2]
-        return max((self.maker.get(self.root_of(v), 0) for v in operands), default=0)
-
     def _owners(self, parameters: tuple[int, ...]) -> dict[int, int]:
         """Find which values are a parameter and no other array, elementwise: cast, sliced, viewed.
 
@@ -106,13 +129,10 @@ class Lifetimes:
         for op in self.program.ops:
             if op.kind not in ("view", "fused"):
                 continue
-            found = {owner.get(v) for v in op.read if self._is_array(v)}
+            found = {owner.get(v) for v in op.read if self._elements(v) > 1}
             if len(found) == 1 and (one := found.pop()) is not None:
                 owner |= {v: one for v in op.outputs if self._elements(v) <= self._elements(one)}
         return owner
-
-    def _is_array(self, value: int) -> bool:
-        return self._elements(value) > 1
 
     def _elements(self, value: int) -> int:
         return math.prod(self.program.values[value].shape)
@@ -150,10 +170,10 @@ class Lifetimes:
 
     def _is_constant(self, value: int) -> bool:
         t = self.maker.get(self.root_of(value))
-        if t is None:
-            return False
-        op = self.program.ops[t]
-        return op.kind == "fused" and not any(map(self._is_array, op.read))
+        op = None if t is None else self.program.ops[t]
+        return (
+            op is not None and op.kind == "fused" and all(self._elements(v) == 1 for v in op.read)
+        )
 
     def _gradients(self, gradients: tuple[int, ...]) -> dict[int, int]:
         """Go back from each gradient through operations that keep its elements."""
@@ -234,14 +254,12 @@ class Lifetimes:
     def _reads(self, t: int) -> frozenset[int]:
         """List the buffers and parameters that an operation that runs reads."""
         op = self.program.ops[t]
-        found: set[int] = set()
-        for v in op.read:
-            found |= self._behind(v, merges=op.kind in ("fused", "reduce"))
+        behind = [self._behind(v, merges=op.kind in ("fused", "reduce")) for v in op.read]
         for scatter, add in self.summed.items():
             if add == t:
-                for v in self.program.ops[scatter].read[1:]:
-                    found |= self._behind(v, merges=True)
-        return frozenset(found)
+                values = self.program.ops[scatter].read[1:]
+                behind += [self._behind(v, merges=True) for v in values]
+        return frozenset().union(*behind)
 
     def _behind(self, value: int, *, merges: bool) -> frozenset[int]:
         """List what is read for a value: its buffer, or where it has none, what it is made from.
@@ -266,12 +284,9 @@ class Lifetimes:
     def _trace_sources(self) -> None:
         """List for every value the buffers that it is made from, in order."""
         for op in self.program.ops:
-            if op.kind == "loop":
-                continue
-            found: set[int] = set()
-            for v in op.read:
-                found |= self._behind(v, merges=True)
-            self.sources |= dict.fromkeys(op.outputs, frozenset(found))
+            if op.kind != "loop":
+                behind = [self._behind(v, merges=True) for v in op.read]
+                self.sources |= dict.fromkeys(op.outputs, frozenset().union(*behind))
 
     def _size(self, value: int) -> float:
         line = self.program.values[value].bytes

@@ -45,28 +45,27 @@ class _Reader:
 
     def _enter(self, env: Env, pair: tuple[Any, Any], name: str) -> tuple[int, ...]:
         """Make values of the variables that a jaxpr starts with."""
-        found = {one: self._new(one, two) for one, two in _zip(pair, name)}
+        found = [(one, self._new(one, two)) for one, two in _zip(pair, name)]
         env.update(found)
-        return tuple(found.values())
+        return tuple(value for _, value in found)
 
     def _run(self, pair: tuple[Any, Any], env: Env, region: int | None) -> None:
         for one, two in _zip(pair, "eqns"):
             name = one.primitive.name
             if name != two.primitive.name:
                 raise ValueError(f"{name} for one batch is {two.primitive.name} for another")
-            if (held := _called(one, two)) is not None:
+            if (held := called(one)) is not None:
                 self._num_regions += name == REMATERIALISED
                 inner = self._num_regions if name == REMATERIALISED else region
-                self._call(one, held, env, inner)
+                self._call(one, (opened(held)[0], opened(called(two))[0]), env, inner)
             else:
                 self._op(one, two, env, region)
 
     def _call(self, eqn: Any, pair: tuple[Any, Any], env: Env, region: int | None) -> None:
         """Write a call out in its place."""
-        inner: Env = {}
+        given = zip(pair[0].invars, eqn.invars, strict=True)
+        inner: Env = {var: _read(env, one) for var, one in given}
         self._enter(inner, pair, "constvars")
-        for var, given in zip(pair[0].invars, eqn.invars, strict=True):
-            inner[var] = _read(env, given)
         self._run(pair, inner, region)
         for var, result in zip(eqn.outvars, pair[0].outvars, strict=True):
             env[var] = _read(inner, result)
@@ -74,11 +73,11 @@ class _Reader:
     def _op(self, one: Any, two: Any, env: Env, region: int | None) -> None:
         name, params = one.primitive.name, one.params
         inputs = tuple(_read(env, var) for var in one.invars)
-        outputs = []
-        for var, twin in zip(one.outvars, two.outvars, strict=True):
-            env[var] = self._new(var, twin)
-            outputs.append(env[var])
-        held = tuple(map(self._body, bodies(one), bodies(two)))
+        outputs = self._enter(env, (one, two), "outvars")
+        held = tuple(
+            _Reader(self._batches).read((opened(body)[0], opened(twin)[0]))
+            for body, twin in zip(bodies(one), bodies(two), strict=True)
+        )
         consts, carry = 0, 0
         if name == "scan":
             consts, carry = scan_parts(params)
@@ -90,20 +89,18 @@ class _Reader:
                 name=name,
                 kind=_kind(name, bool(held)),
                 inputs=inputs,
-                outputs=tuple(outputs),
+                outputs=outputs,
                 bodies=held,
-                length=self._line(_length(one), _length(two)),
+                length=self._line(params.get("length", 1), two.params.get("length", 1)),
                 num_consts=consts,
                 num_carry=carry,
                 region=region,
                 flops=self._line(_flops(one), _flops(two)),
                 contracted=self._line(_contracted(one), _contracted(two)),
-                is_wide=_is_wide(one),
+                is_wide=name in _PRODUCTS
+                and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
             )
         )
-
-    def _body(self, one: Any, two: Any) -> Operations:
-        return _Reader(self._batches).read((opened(one)[0], opened(two)[0]))
 
     def _new(self, var: Any, twin: Any) -> int:
         aval = var.aval
@@ -138,12 +135,6 @@ def _read(env: Env, atom: Any) -> int | None:
     return None if isinstance(atom, core.Literal) else env[atom]
 
 
-def _called(one: Any, two: Any) -> tuple[Any, Any] | None:
-    """Return the jaxprs that an equation calls once, None where it is no plain call."""
-    held = called(one)
-    return None if held is None else (opened(held)[0], opened(called(two))[0])
-
-
 def _kind(name: str, is_loop: bool) -> str:
     if is_loop:
         return "loop"
@@ -164,15 +155,6 @@ def _num_bytes(aval: Any) -> float:
     dtype = getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
     return math.prod(getattr(aval, "shape", ())) * size
-
-
-def _length(eqn: Any) -> int:
-    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
-
-
-def _is_wide(eqn: Any) -> bool:
-    is_product = eqn.primitive.name in _PRODUCTS
-    return is_product and any(x.aval.dtype.itemsize >= 4 for x in eqn.invars[:2])
 
 
 def _contracted(eqn: Any) -> int:

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from zerojax.planner.traced._backends import BACKENDS
-from zerojax.planner.traced._lifetimes import Lifetimes
+from zerojax.planner.traced._lifetimes import BACKENDS, Lifetimes
 from zerojax.planner.traced._operations import Op, Operations, Value
 
 
