@@ -202,14 +202,12 @@ def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
     Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the
     optimizer reads no more of them.
     """
-    precision = recipe.precision
-    gathers = layout.partitions("parameter")
-
-    def leaf(number: int, placed: Any) -> HeldLeaf:
-        dtype = floating_dtype(placed.dtype, precision.params)
-        reduced = dtype if precision.reduce is None else floating_dtype(dtype, precision.reduce)
+    gathers, found = layout.partitions("parameter"), []
+    for number, placed in enumerate(layout.leaves):
+        dtype = floating_dtype(placed.dtype, recipe.precision.params)
+        reduced = floating_dtype(dtype, recipe.precision.reduce)
         shape = placed.stored_shape if gathers else placed.shape
-        return HeldLeaf(
+        leaf = HeldLeaf(
             number=number,
             held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=num_bytes(layout.local_shape(placed, shape), dtype),
@@ -217,8 +215,8 @@ def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
             is_gathered=gathers and placed.dim is not None,
             parts=placed.own_parts,
         )
-
-    return tuple(leaf(number, placed) for number, placed in enumerate(layout.leaves))
+        found.append(leaf)
+    return tuple(found)
 
 
 def _scatters(leaf: LeafLayout, network: Network) -> bool:
