@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -102,6 +103,15 @@ def test_groups_of_layers_write_what_single_layers_write(layout, monkeypatch, co
         assert {c.shape[0] for c in gathers} == {1}
         assert sum(c.trip_count for c in gathers) == NUM_LAYERS
         assert len(gathers) == count + rest
+
+
+def test_a_barrier_stands_between_every_cast_and_its_gather(layout):
+    """Without it a compiler may cast what it has gathered: twice the bytes move."""
+    new = init(jax.random.key(2))
+    old = jax.tree.map(lambda x: x.astype(jnp.bfloat16), new)
+    text = jax.jit(lambda old, new: write_back(old, new, layout)).lower(old, new).as_text()
+    barriers = re.findall(r"optimization_barrier .*x(bf16|f32)>", text)
+    assert barriers == ["bf16" for leaf in layout.leaves if leaf.dim is not None]
 
 
 @pytest.mark.parametrize(

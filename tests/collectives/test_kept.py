@@ -133,6 +133,11 @@ def scan_of_remat(stack, x):
     return jax.lax.scan(jax.checkpoint(step), x, stack)[0]
 
 
+def scan_of_saving_remat(stack, x):
+    policy = jax.checkpoint_policies.everything_saveable
+    return jax.lax.scan(jax.checkpoint(step, policy=policy), x, stack)[0]
+
+
 def frozen(stack, x):
     return scan_of_remat(fixed(stack), x * (1 + stack["w"].sum((1, 2)).mean()))
 
@@ -167,6 +172,7 @@ def stacked_in_the_loss(stack, x):
 LOOPS = {
     "scan": scan,
     "scan of remat": scan_of_remat,
+    "scan of saving remat": scan_of_saving_remat,
     "remat of scan": jax.checkpoint(scan),
     "frozen": frozen,
     "fori": fori,

@@ -191,6 +191,10 @@ OTHERS = {
         lambda p, b: jnp.mean(b["x"] @ p["out"]) ** 2,
         "not linear .*: (square|integer_pow)",
     ),
+    "square of a mean, in the next turn of a loop": (
+        lambda p, b: jax.lax.fori_loop(0, 3, lambda i, m: m * m + jnp.mean(logits(p, b)), 0.0),
+        "not linear.*: mul",
+    ),
     "product of means": (
         lambda p, b: jnp.mean(b["x"] @ p["out"]) * jnp.mean(b["x"]),
         "not linear .*: mul",

@@ -85,6 +85,28 @@ def test_what_waits_for_the_gather_is_summed_wide_too(name, mesh8):
     assert set(reduced) == {"f32"}
 
 
+@pytest.mark.parametrize("use", [lambda w, x: x @ w, lambda w, x: w @ x], ids=["right", "left"])
+def test_the_gradient_of_a_product_is_accumulated_wide(use, mesh8):
+    """Not rounded to bf16 between the product and the sum over devices."""
+    w = jnp.ones((SIZE, SIZE), BF16)
+    layout = zerojax.make_layout(w, mesh8, stage=2, min_size=1)
+    wide = gather_where_used(lambda w, x: jnp.sum(use(w, x)), layout, reduce_dtype=jnp.float32)
+    text = jax.jit(jax.grad(wide)).lower(w, w).as_text()
+    assert re.findall(r"dot_general .*-> tensor<16x16x(bf16|f32)>", text)[-1] == "f32"
+
+
+def test_what_waits_for_the_gather_is_rounded_as_the_program_has_it(mesh8):
+    s, x = jax.random.normal(jax.random.key(0), (2, SIZE), BF16)
+    layout = zerojax.make_layout(s, mesh8, stage=2, min_size=1)
+
+    def outer(s, x):
+        return jnp.broadcast_to(s[:, None], (SIZE, SIZE)) * 0.3 * x
+
+    # Not compiled as one program, as below.
+    got = gather_where_used(outer, layout, reduce_dtype=jnp.float32)(s, x)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(outer(s, x)))
+
+
 CASTS = [
     (jnp.float16, jnp.bfloat16, jnp.float32),
     (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32),

@@ -158,6 +158,8 @@ def test_specs_stay_and_zero_takes_another_axis():
     assert by_path["mine"].shard_spec == P("data")
     assert by_path["mine"].reason.startswith("as the user's spec says")
     assert [by_path[x].own_parts * by_path[x].num_shards for x in ("up", "down")] == [8, 8]
+    held = 2 * (64 * 256 // 8) + 2 * 1012 * 3 // 8 + 64 * 64 // 4
+    assert layout.bytes_per_device(optax.sgd(1e-3))["parameters"] == 4 * held
     prefix = zerojax.make_layout(params, mesh, stage=1, specs=P())
     assert {leaf.whole_spec for leaf in prefix.leaves} == {P()}
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zerojax
+from zerojax.train._clipping import global_norm
 
 TX = optax.adamw(1e-2)
 X = jax.random.normal(jax.random.key(1), (32, 64))
@@ -51,6 +52,34 @@ def test_masters_are_wide_and_parameters_keep_each_its_dtype(stage, mesh8):
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
         assert held == step.layout.bytes_per_device(TX, recipe)["parameters"]
         state, _ = step(state, X)
+
+
+def test_masters_begin_with_all_digits_of_the_parameters(mesh8):
+    params = init(jax.random.key(0))
+    state = make(mesh8, 2, zerojax.Recipe(precision="bf16"))[0].init(params)
+    np.testing.assert_array_equal(np.asarray(state.masters["a"]), params["a"])
+
+
+def test_the_norm_of_narrow_leaves_is_computed_wide():
+    leaf = jnp.full(4, 300, jnp.float16)
+    assert float(global_norm({"w": leaf})) == 600, "fp16 has no 300**2"
+
+
+@pytest.mark.parametrize(("stage", "reduce"), [(1, "once"), (2, "each"), (3, "each")])
+def test_microbatches_add_up_in_the_masters_dtype(stage, reduce, mesh8):
+    """Gradients of 1 and 2**-10: bf16 has each, and not their sum."""
+    params = {"w": jnp.zeros((64, 16))}
+    layout = zerojax.make_layout(params, mesh8, stage=stage)
+    recipe = zerojax.Recipe(precision="bf16", accumulate=2, reduce=reduce)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]).astype(jnp.float32).sum(1))
+
+    step = zerojax.make_train_step(loss, optax.sgd(1.0), layout, recipe)
+    # Examples of one device are dealt to its microbatches in turn.
+    x = jnp.tile(jnp.array([[1.0], [2.0**-10]], jnp.bfloat16), (16, 64))
+    state, _ = step(step.init(params), x)
+    np.testing.assert_array_equal(np.asarray(state.masters["w"]), -(1 + 2.0**-10) / 2)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
