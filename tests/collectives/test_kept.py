@@ -262,3 +262,16 @@ def test_a_loop_holds_one_layer(name, mesh8):
     """Temporaries: shards of gradients, and a layer's weights and gradients in both passes."""
     weights, memory = memory_of(LOOPS[name], name, mesh8, lambda loss, p, x: jax.grad(loss)(p, x))
     assert memory.temp_size_in_bytes < weights * (2 / NUM_DEVICES + 3 / NUM_LAYERS)
+
+
+def test_a_stack_that_a_loop_indexes_along_its_cut_dim_is_told_of(mesh8):
+    """No dim of a layer divides, so the layers are cut: a slice needs all devices' parts."""
+    params = {"w": jnp.ones((8, 3, 3))}
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1)
+    assert layout.leaves[0].dim == 0
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.fori_loop(0, 8, lambda i, x: x @ params["w"][i], x))
+
+    with pytest.warns(UserWarning, match=r"'w' are gathered before the loop.*stacked=1"):
+        jax.make_jaxpr(gather_where_used(loss, layout))(params, jnp.ones((16, 3)))

@@ -50,7 +50,7 @@ from zerojax.collectives._copies import (
     use_copies,
 )
 from zerojax.collectives._forms import auto_region
-from zerojax.collectives._structural import keep_boxed, keeps_parts, waits_elementwise
+from zerojax.collectives._structural import is_slice, keep_boxed, keeps_parts, waits_elementwise
 from zerojax.layout import Layout, check_layout
 
 _CALL = "gather_where_used(loss_fn, layout)"
@@ -162,10 +162,7 @@ class _Retracer:
         num_consts, num_carry = scan_parts(eqn.params)
         first = num_consts + num_carry
         program = eqn.params["jaxpr"]
-        consts = [
-            v if self._is_sliced(program, i, v) else self.opening.opened(v)
-            for i, v in enumerate(values[:num_consts])
-        ]
+        consts = [self._constant(program, i, v) for i, v in enumerate(values[:num_consts])]
         carry = map(self.opening.opened, values[num_consts:first])
         stacks = [self._sliceable(v) for v in values[first:]]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
@@ -182,35 +179,31 @@ class _Retracer:
         arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
         return run_scan(eqn, [*consts, *carry, *arrays], body)
 
-    def _is_sliced(self, program: Any, index: int, value: Any) -> bool:
-        """Whether a loop's body reads a box, one of its constants, in slices only.
+    def _constant(self, program: Any, index: int, value: Any) -> Any:
+        """Keep a constant of a loop boxed if the body reads slices of it, else open it before.
 
-        As in `h @ dynamic_index_in_dim(stack, i)`: then a layer is gathered, inside the loop. What
-        is read whole is gathered once, before it.
+        Of `h @ dynamic_index_in_dim(stack, i)` a layer is gathered, inside the loop.
         """
-        if not isinstance(value, Boxed):
-            return False
-        jaxpr, _ = opened(program)
-        var = jaxpr.invars[index]
-        for eqn in jaxpr.eqns:
-            for place in (i for i, atom in enumerate(eqn.invars) if atom is var):
-                name = eqn.primitive.name
-                if name in PLAIN_CALLS or name == REMATERIALISED:
-                    if not self._is_sliced(called(eqn), place, value):
-                        return False
-                elif not keeps_parts(eqn, value, self.opening):
-                    return False
-        return var not in jaxpr.outvars
+        slices = _slices(program, index) if isinstance(value, Boxed) else None
+        if slices is None:
+            return self.opening.opened(value)
+        if all(keeps_parts(eqn, value, self.opening) for eqn in slices):
+            return value
+        return self._gathered_before(value)
 
     def _sliceable(self, value: Any) -> Any:
         """Open a box whose leading dim can't be sliced while it is partitioned."""
         if not isinstance(value, Boxed) or not (0 in value.held or not waits_elementwise(value)):
             return value
+        return self._gathered_before(value)
+
+    def _gathered_before(self, value: Boxed) -> jax.Array:
+        """Open a stack ahead of the loop that slices it, with a warning."""
         if self.opening.gathers and value.dim is not None:
             why = "the loss computes with the whole stack; do that in the scanned layer"
             if value.dim == 0:
                 why = (
-                    "it is partitioned along the dim that the scan slices; make the layout with "
+                    "it is partitioned along the dim that the loop slices; make the layout with "
                     f"rules=[Rule(path={value.path!r}, stacked=1)], or "
                     "rules=zerojax.stacked_rules(loss_fn, params, batch)"
                 )
@@ -275,3 +268,18 @@ def _is_unplaced(params: dict[str, Any]) -> bool:
     """Whether a nested jit says nothing of placement, so that it can run in its place."""
     given = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     return all(type(s).__name__ == "UnspecifiedValue" for s in given)
+
+
+def _slices(program: Any, index: int) -> list[Any] | None:
+    """List the equations of a loop's body that slice a constant; None where it is read whole."""
+    jaxpr, _ = opened(program)
+    var = jaxpr.invars[index]
+    found: list[Any] = []
+    for eqn in jaxpr.eqns:
+        for place in (i for i, atom in enumerate(eqn.invars) if atom is var):
+            enters = eqn.primitive.name in PLAIN_CALLS or eqn.primitive.name == REMATERIALISED
+            inner = _slices(called(eqn), place) if enters else [eqn] if is_slice(eqn) else None
+            if inner is None:
+                return None
+            found += inner
+    return None if var in jaxpr.outvars else found

@@ -73,10 +73,14 @@ def waits_elementwise(boxed: Boxed) -> bool:
     )
 
 
+def is_slice(eqn: Any) -> bool:
+    """Whether an equation takes a slice of its first operand."""
+    return eqn.primitive.name in ("slice", "dynamic_slice", "gather")
+
+
 def keeps_parts(eqn: Any, boxed: Boxed, opening: Opening) -> bool:
-    """Whether an equation takes a slice of a box that needs no other device's part."""
-    sliced = eqn.primitive.name in ("slice", "dynamic_slice", "gather")
-    return sliced and _dims_after(eqn, boxed, opening) is not None
+    """Whether a slice of a box needs no other device's part."""
+    return _dims_after(eqn, boxed, opening) is not None
 
 
 def _is_scalar(value: Any) -> bool:
