@@ -13,7 +13,7 @@ Where 4 leaves a doubt, an error asks for `tx`: a wrong guess would drop values,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -69,8 +69,11 @@ def check_placement(tree: PyTree, layout: Layout) -> None:
             pairs, _ = jax.tree_util.tree_flatten_with_path(unwrapped(getattr(node, name)))
             for step, x in pairs:
                 placed = layout.optimizer_leaves(path_name(step), jnp.shape(x))
-                wanted = {layout.partitions(kind) and leaf.dim is not None for leaf in placed}
+                cut = layout.partitions(kind)
+                specs = [leaf.shard_spec if cut else leaf.whole_spec for leaf in placed]
+                wanted = {_cuts(spec, layout) for spec in specs}
                 is_placed = isinstance(getattr(x, "sharding", None), NamedSharding)
+                is_placed &= all(leaf.parameter is not None for leaf in placed)
                 if is_placed and (is_cut := _is_cut(x, layout)) not in wanted:
                     words = ("partitioned", "whole") if is_cut else ("whole", "partitioned")
                     raise ValueError(
@@ -182,8 +185,9 @@ def _options(path: str, x: Any, layout: Layout, tuples: tuple[str, ...]) -> set[
 def _is_cut(x: Any, layout: Layout) -> bool | None:
     """Return whether an array is partitioned over ZeRO's axes; None if its placement is unknown."""
     sharding = getattr(x, "sharding", None)
-    if sharding is None:
-        return None
-    spec = getattr(sharding, "spec", ())
+    return None if sharding is None else _cuts(getattr(sharding, "spec", ()), layout)
+
+
+def _cuts(spec: Iterable[Any], layout: Layout) -> bool:
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return any(set(entry) & set(layout.axis) for entry in names)
