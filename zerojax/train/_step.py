@@ -157,12 +157,14 @@ class TrainStep:
             raise
 
     def _jitted(self, what: str, batch: PyTree) -> Any:
-        """Return the jitted step or evaluation for a batch of this structure."""
+        """Return the jitted step or evaluation for a batch of these shapes."""
         leaves, structure = jax.tree.flatten(batch)
-        key = (what, structure, tuple(jnp.ndim(x) for x in leaves))
+        # Checked once for these shapes and dtypes: a check takes as long as a small step's call.
+        kinds = ((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
+        key = (what, structure, tuple(kinds))
         steps = what == "step"
-        check_batch(batch, self.layout, self.recipe.accumulate if steps else 1)
         if key not in self._compiled:
+            check_batch(batch, self.layout, self.recipe.accumulate if steps else 1)
             whole = self.layout.sharding(P())
             placed = map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
             self._compiled[key] = jax.jit(
