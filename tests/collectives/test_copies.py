@@ -76,3 +76,17 @@ def test_the_sum_of_both_gradients_has_the_dtype_that_was_asked_for(mesh8):
     sums = [line for line in text.splitlines() if "reduce_scatter" in line]
     assert sums
     assert all("bf16" not in line for line in sums)
+
+
+def test_only_what_is_looked_up_is_copied(mesh8):
+    """Else each device would hold the whole gradient of a stack until its last layer."""
+    params = {"w": jnp.ones((4, 64, 64))}
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+
+    def loss(params, x):
+        for i in range(4):
+            x = x @ params["w"][i]
+        return jnp.mean(x)
+
+    traced = jax.make_jaxpr(gather_where_used(loss, layout))(params, jnp.ones((16, 64)))
+    assert "f32[8,4,64,64]" not in str(traced), "a copy of the stack per device"

@@ -8,9 +8,9 @@ nothing, and both uses read the device's own:
     x = copies[ids]                                           each device its own, [8,2,32,64]
 
 The transpose of the broadcast sums over devices, once and straight into shards. Below stage 3 that
-is done for weights of several uses; at stage 3 each use gathers and reduces for itself. A lookup
-whose gradient is reduced in phases reads copies at any stage: the partitioner may gather the
-activations' gradients instead, or sum whole tables over all devices.
+is done for weights that are looked up and used again; at stage 3 each use gathers and reduces for
+itself. A lookup whose gradient is reduced in phases reads copies at any stage: the partitioner may
+gather the activations' gradients instead, or sum whole tables over all devices.
 """
 
 from __future__ import annotations
@@ -79,18 +79,29 @@ def copied(box: Boxed, opening: Opening) -> Copied:
     return Copied(box, copies(stored))
 
 
-def copied_if_tied(box: Any, num_uses: int, opening: Opening) -> Any:
-    """Open a box that is used more than once, where uses need not gather; pass others on."""
+def copied_if_tied(box: Any, uses: list[Any], opening: Opening) -> Any:
+    """Open a box that is looked up and used again, where uses need not gather; pass others on.
+
+    Other weights of several uses are not copied: until the last of them, each device would hold the
+    whole gradient, of a stack that is indexed in a loop for instance.
+    """
     is_plain = isinstance(box, Boxed) and box.value.ndim > 1 and not any(box.entries)
-    return copied(box, opening) if is_plain and num_uses > 1 and not opening.gathers else box
+    is_tied = len(uses) > 1 and any(map(_is_lookup, uses))
+    return copied(box, opening) if is_plain and is_tied and not opening.gathers else box
 
 
-def count_uses(program: Any, index: int) -> int:
-    """Count the equations that read an input of a program, in calls too."""
+def uses_of(program: Any, index: int) -> list[Any]:
+    """List the equations that read an input of a program, in calls too."""
     jaxpr, _ = opened(program)
     var, enters = jaxpr.invars[index], PLAIN_CALLS | {REMATERIALISED}
     uses = [(eqn, i) for eqn in jaxpr.eqns for i, atom in enumerate(eqn.invars) if atom is var]
-    return sum(count_uses(called(e), i) if e.primitive.name in enters else 1 for e, i in uses)
+    inner = [uses_of(called(e), i) if e.primitive.name in enters else [e] for e, i in uses]
+    return [eqn for found in inner for eqn in found]
+
+
+def _is_lookup(eqn: Any) -> bool:
+    """Whether an equation looks up rows of its first operand: many, or it would be an index."""
+    return eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 1
 
 
 def is_phased_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:

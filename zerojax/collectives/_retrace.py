@@ -45,9 +45,9 @@ from zerojax.collectives._copies import (
     Copied,
     copied,
     copied_if_tied,
-    count_uses,
     is_phased_lookup,
     use_copies,
+    uses_of,
 )
 from zerojax.collectives._forms import auto_region
 from zerojax.collectives._structural import is_slice, keep_boxed, keeps_parts, waits_elementwise
@@ -97,7 +97,7 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
             )(logical, *args)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
-        boxes = [copied_if_tied(box, count_uses(traced, i), opening) for i, box in enumerate(boxes)]
+        boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
         flat = _Retracer(opening).run(traced, [*boxes, *jax.tree.leaves(args)])
         return jax.tree.unflatten(jax.tree.structure(out), map(opening.opened, flat))
 
