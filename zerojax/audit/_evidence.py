@@ -115,8 +115,11 @@ class Evidence:
 
         The new parameter of such a leaf is made of its own states and of scalars. Where a reduction
         is forgotten it is made of the batch, or of what the batch went through. A program that
-        trains no leaf is a part of a step, which is judged as if it trained all.
+        trains no leaf is a part of a step, which is judged as if it trained all. One reduction a
+        step sums all gradients, also those that do not depend on the batch, as of a penalty.
         """
+        if self.recipe.reduction(self.layout.kinds) == "once":
+            return frozenset()
         results, outputs = self.module.entry.root.operands, self.program.outputs
         own: dict[int | None, set[int | None]] = {}
         for one in self.held:
