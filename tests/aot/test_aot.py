@@ -205,7 +205,7 @@ def test_a_shape_that_libtpu_refuses_lists_those_known():
 @pytest.mark.parametrize("chip", GPU_CHIPS)
 def test_the_last_axis_of_a_gpu_mesh_stays_within_a_node(chip):
     mesh = topology_mesh(f"{chip}:2x8", {"data": 2, "model": 8})
-    assert {d.device_kind for d in mesh.devices.ravel()} == {*find_hardware(chip).device_kinds}
+    assert {d.device_kind for d in mesh.devices.ravel()} <= {*find_hardware(chip).device_kinds}
     assert [d.process_index for d in mesh.devices.ravel()] == [0] * 8 + [1] * 8
 
 
