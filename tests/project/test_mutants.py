@@ -22,9 +22,13 @@ LOADER.exec_module(script)
 MUTANTS = script.read_mutants()
 
 
-def test_every_mutant_finds_its_text_once_and_is_python():
+def test_every_mutant_finds_its_text_once_and_is_another_program():
     for mutant in MUTANTS:
-        ast.parse(mutant.plant(ROOT))
+        tree, planted = (
+            ast.dump(ast.parse(text))
+            for text in ((ROOT / mutant.file).read_text(), mutant.plant(ROOT))
+        )
+        assert planted != tree, mutant.promise
 
 
 def test_every_mutant_names_tests_that_are_there():

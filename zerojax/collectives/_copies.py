@@ -50,7 +50,8 @@ class Copied:
 def copied(box: Boxed, opening: Opening) -> Copied:
     """Open a fresh box into copies."""
     layout, dim, stored = opening.layout, box.dim, box.value
-    devices, batch = PerDevice(layout), P(PerDevice(layout).axes)
+    devices = PerDevice(layout)
+    batch = P(devices.axes)
 
     @jax.custom_vjp
     def copies(value: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,53 +18,48 @@ from zerojax.train._state import TrainState
 _REMEDY = "make it with this step's init, or restore it like step.abstract_state()"
 
 
-def check_structure(
-    state: TrainState, shardings: TrainState, like: Callable[[], TrainState]
-) -> None:
-    """Refuse a state of another structure, or one that was donated, before jit does.
-
-    Args:
-        state: what the step was given.
-        shardings: those of the step's own states.
-        like: returns the shapes of those; asked only for what to say.
-    """
+def check_usable(state: TrainState) -> None:
+    """Refuse what is no state, or one that was donated: jaxlib 0.10 can crash on it."""
     if not isinstance(state, TrainState):
         returned = ": a step returns (state, metrics)" if isinstance(state, tuple) else ""
         raise TypeError(
             f"step(state, batch) takes a TrainState first, got {type(state).__name__}{returned}"
         )
-    if jax.tree.structure(state) == jax.tree.structure(shardings):
-        # jaxlib 0.10 can crash on a donated array; one leaf tells for all.
-        if getattr(state.step, "is_deleted", bool)():
-            raise ValueError(
-                "the state was donated to an earlier step; use the state that the step returned"
-            )
+    if getattr(state.step, "is_deleted", bool)():  # one leaf tells for all
+        raise ValueError(
+            "the state was donated to an earlier step; use the state that the step returned"
+        )
+
+
+def check_state(state: TrainState, like: TrainState) -> None:
+    """Refuse a state of another structure, or with leaves of another shape, dtype or placement.
+
+    Args:
+        state: arrays, traced or not; placements of traced ones are not looked at.
+        like: shapes with shardings.
+    """
+    if jax.tree.structure(state) == jax.tree.structure(like):
+        _check_leaves(state, like)
         return
     for name, what in (("masters", "masters"), ("loss_scale", "a loss scale")):
-        found, wanted = (getattr(s, name, None) is not None for s in (state, shardings))
+        found, wanted = (getattr(s, name, None) is not None for s in (state, like))
         if found != wanted:
             raise ValueError(
                 f"the state {'holds' if found else 'lacks'} {what} and the step's recipe "
                 f"{'asks for' if wanted else 'has'} {what if wanted else 'none'}: make the "
                 "state with this step's init, or the step with the state's precision"
             )
-    found, wanted = (set(flatten_with_names(s)[0]) for s in (state, shardings))
+    found, wanted = (set(flatten_with_names(s)[0]) for s in (state, like))
     differs = f"missing {sorted(wanted - found)[:5]}, unexpected {sorted(found - wanted)[:5]}"
     if found == wanted:  # other shapes, or other containers: adam's and adabelief's, say
-        check_leaves(state, like())
-        differs = f"{jax.tree.structure(state)} where {jax.tree.structure(shardings)} is expected"
+        _check_leaves(state, like)
+        differs = f"{jax.tree.structure(state)} where {jax.tree.structure(like)} is expected"
     raise ValueError(
         f"the state is not of this step's layout, recipe and optimizer: {differs}; {_REMEDY}"
     )
 
 
-def check_leaves(state: TrainState, like: TrainState) -> None:
-    """Refuse leaves of another shape, dtype or placement.
-
-    Args:
-        state: arrays, traced or not; placements of traced ones are not looked at.
-        like: shapes with shardings.
-    """
+def _check_leaves(state: TrainState, like: TrainState) -> None:
     names, wanted, _ = flatten_with_names(like)
     wrong = [
         text

@@ -30,10 +30,10 @@ from zerojax.memory import activation_policy, rematerialised
 from zerojax.recipe import Recipe, as_recipe
 from zerojax.train._checks import (
     check_batch,
-    check_leaves,
     check_placement,
-    check_structure,
+    check_state,
     check_trainable,
+    check_usable,
 )
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
@@ -126,7 +126,8 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays or shapes, as `jax.jit(...).lower` does."""
-        check_structure(state, self.shardings, self.abstract_state)
+        check_usable(state)
+        check_state(state, self.abstract_state())
         return self._jitted("step", batch).lower(state, batch)
 
     def audit(self, batch: PyTree) -> AuditReport:
@@ -146,13 +147,13 @@ class TrainStep:
         )
 
     def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
-        check_structure(state, self.shardings, self.abstract_state)
+        check_usable(state)
         jitted = self._jitted(what, batch)
         try:
             return jitted(state, batch)
         except ValueError:
             # What jit says of leaves and placements names neither; the good path pays nothing.
-            check_leaves(state, self.abstract_state())
+            check_state(state, self.abstract_state())
             check_placement(batch, self.layout)
             raise
 
@@ -177,14 +178,14 @@ class TrainStep:
         return self._compiled[key]
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        check_leaves(state, self.abstract_state())
+        check_state(state, self.abstract_state())
         held = jax.tree.map(lambda s: s.spec, self.shardings)
         return auto_region(
             self._run, self.layout, lambda *args: (held, self._specs(self._run, *args)[1])
         )(state, batch)
 
     def _evaluate(self, state: TrainState, batch: PyTree) -> Any:
-        check_leaves(state, self.abstract_state())
+        check_state(state, self.abstract_state())
 
         def run(state: TrainState, batch: PyTree) -> Any:
             loss_fn = gather_where_used(self._loss.without_noise(), self.layout)
