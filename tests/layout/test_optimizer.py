@@ -70,3 +70,24 @@ def test_a_bare_array_owns_every_leaf_of_its_shape(mesh8):
     assert (leaf.parameter, leaf.shape) == (0, (1009, 3))
     (other,) = layout.optimizer_leaves("0/count", ())
     assert (other.parameter, other.dim) == (None, None)
+
+
+def test_masks_that_read_paths_tell_owners_by_the_placeholders_of_optax():
+    """The keys of a numbered node's path are no dict keys, so such a mask fails on nodes."""
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    specs = {"a": {"w": P("model"), "b": P()}, "c": {"w": P(None, "model")}}
+    layers = {"a": shapes(w=(64, 64), b=(64,)), "c": shapes(w=(64, 64))}
+
+    def mask(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "w", params)
+
+    layout = zerojax.make_layout(layers, mesh, stage=1, specs=specs)
+    masked, plain = (
+        {leaf.path.partition("mu/")[2]: leaf for leaf in layout.optimizer(tx).leaves}
+        for tx in (optax.masked(optax.adam(1e-3), mask), optax.adam(1e-3))
+    )
+    for name in ("a/w", "c/w"):
+        assert layout.leaves[masked[name].parameter].path == name
+        assert masked[name].cut == plain[name].cut
+    assert "a/b" in plain
+    assert "a/b" not in masked
