@@ -1,11 +1,10 @@
-"""Buckets: what each backend is asked for, and groups of layers that are written back together."""
+"""Buckets: what compilers combine, and groups of layers that are written back together."""
 
 from __future__ import annotations
 
 import functools
 import math
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +14,11 @@ import pytest
 
 import zerojax
 from zerojax.collectives import compiler_options, shard_tree, write_back
-from zerojax.collectives._buckets import BUCKET_BYTES, layers_per_bucket
+from zerojax.collectives._buckets import layers_per_bucket
 from zerojax.hlo import parse_collectives
 
 NUM_LAYERS, WIDTH, ODD = 5, 16, 19
 LAYER_BYTES = 4 * (WIDTH * WIDTH + 24 * ODD)  # the odd leaf is padded
-GPU_OPTIONS = {f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")}
-ALL_REDUCE = "xla_gpu_all_reduce_combine_threshold_bytes"
-TPU_OPTIONS = [f"xla_{op}_combiner_threshold_in_bytes" for op in ("jf_crs", "tpu_ars")]
-
-
-def platform(name, stage):
-    return SimpleNamespace(platform=name, partitions=lambda kind: stage == 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "stage", "bucket_bytes", "wanted"),
-    [
-        ("gpu", 2, None, {}),
-        ("gpu", 3, None, dict.fromkeys(GPU_OPTIONS, BUCKET_BYTES)),
-        ("gpu", 1, 5000, dict.fromkeys([*GPU_OPTIONS, ALL_REDUCE], 5000)),
-        ("tpu", 3, None, {}),
-        ("tpu", 2, 5000, dict.fromkeys(TPU_OPTIONS, 5000)),
-        ("cpu", 3, 5000, {}),
-    ],
-)
-def test_each_backend_is_asked_in_its_own_words(name, stage, bucket_bytes, wanted):
-    options = compiler_options(platform(name, stage), bucket_bytes)
-    assert options == {key: str(value) for key, value in wanted.items()}
 
 
 def init(key):

@@ -1,6 +1,5 @@
 """How bytes move."""
 
-from zerojax.collectives._buckets import compiler_options
 from zerojax.collectives._examples import (
     Whole,
     has_examples,
@@ -20,11 +19,13 @@ from zerojax.collectives._forms import (
     to_stored,
     view,
 )
+from zerojax.collectives._options import OPTIONS, compiler_options
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once
 from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._writeback import write_back
 
 __all__ = [
+    "OPTIONS",
     "StepLoss",
     "Whole",
     "accumulate",

@@ -12,33 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from zerojax.layout import Layout, LeafLayout
+from zerojax.layout import LeafLayout
 
-#: Small leaves are combined up to this size where nothing else is asked for and a GPU partitions
-#: parameters; larger ones travel alone.
-BUCKET_BYTES = 1_000_000
-
-_GPU = ("all_gather", "reduce_scatter", "all_reduce")
+_GPU = tuple(
+    f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter", "all_reduce")
+)
 #: libtpu combines all-reduces and the reduce-scatters it makes of them; it leaves gathers alone.
 _TPU = ("xla_jf_crs_combiner_threshold_in_bytes", "xla_tpu_ars_combiner_threshold_in_bytes")
 
 
-def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[str, str]:
+def bucket_options(platform: str, bucket_bytes: int) -> dict[str, str]:
     """Return the compiler options that bound what is combined into one collective.
 
     Args:
-        layout: the placement; its platform decides the options, and a CPU has none.
-        bucket_bytes: most bytes of a collective that is made of several; None leaves it to the
-            compiler, but for stage 3 on a GPU, which would gather several layers at once.
+        platform: "gpu" or "tpu"; others have none.
+        bucket_bytes: most bytes of a collective that is made of several.
     """
-    if layout.platform == "gpu":
-        if bucket_bytes is not None:
-            return {_combines(op): str(bucket_bytes) for op in _GPU}
-        if layout.partitions("parameter"):
-            return {_combines(op): str(BUCKET_BYTES) for op in _GPU[:2]}
-    if layout.platform == "tpu" and bucket_bytes is not None:
-        return dict.fromkeys(_TPU, str(bucket_bytes))
-    return {}
+    return dict.fromkeys({"gpu": _GPU, "tpu": _TPU}.get(platform, ()), str(bucket_bytes))
 
 
 def layers_per_bucket(
@@ -58,7 +48,3 @@ def layers_per_bucket(
         for leaf, size in zip(leaves, item_sizes, strict=True)
     )
     return min(max(bucket_bytes // max(layer, 1), 1), leaves[0].shape[0])
-
-
-def _combines(op: str) -> str:
-    return f"xla_gpu_{op}_combine_threshold_bytes"

@@ -1,0 +1,89 @@
+"""Compiler options: what each backend is asked for, what a user's own do, and what is unknown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from zerojax.collectives import OPTIONS, _options, compiler_options
+
+GPU = [
+    f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter", "all_reduce")
+]
+TPU = [f"xla_{op}_combiner_threshold_in_bytes" for op in ("jf_crs", "tpu_ars")]
+
+
+@pytest.fixture
+def everything_known(monkeypatch):
+    """No environment, and a compiler that refuses nothing."""
+    monkeypatch.setattr(_options, "_known", lambda mesh, options: options)
+    for name in _options._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def layout_on(platform, stage):
+    device = SimpleNamespace(device_kind=platform)
+    return SimpleNamespace(
+        platform=platform,
+        mesh=None,
+        devices=np.array([device]),
+        partitions=lambda kind: stage == 3,
+    )
+
+
+def rows_of(platform, stage):
+    return {
+        name: row["value"]
+        for name, row in OPTIONS.items()
+        if row["platform"] == platform and (stage == 3 or "partitions" not in row)
+    }
+
+
+@pytest.mark.parametrize(
+    ("platform", "stage", "bucket_bytes", "buckets"),
+    [
+        ("gpu", 2, None, ()),
+        ("gpu", 3, None, ()),
+        ("gpu", 1, 5000, GPU),
+        ("gpu", 3, 5000, GPU),
+        ("tpu", 3, None, ()),
+        ("tpu", 2, 5000, TPU),
+        ("cpu", 3, 5000, ()),
+    ],
+)
+@pytest.mark.usefixtures("everything_known")
+def test_each_backend_is_asked_in_its_own_words(platform, stage, bucket_bytes, buckets):
+    wanted = rows_of(platform, stage) | dict.fromkeys(buckets, str(bucket_bytes))
+    assert compiler_options(layout_on(platform, stage), bucket_bytes) == wanted
+
+
+def test_every_row_says_for_whom_whence_and_what_it_changes():
+    for row in OPTIONS.values():
+        assert {"value", "platform", "seen", "source", "changes"} <= set(row)
+        assert set(row) <= {
+            "value",
+            "platform",
+            "device_kinds",
+            "partitions",
+            "seen",
+            "source",
+            "changes",
+        }
+
+
+@pytest.mark.parametrize("variable", _options._VARIABLES)
+@pytest.mark.usefixtures("everything_known")
+def test_what_the_user_set_holds_but_not_over_the_recipe(monkeypatch, variable):
+    monkeypatch.setenv(variable, f"--xla_other=1 --{GPU[0]}=7")
+    layout = layout_on("gpu", 3)
+    assert GPU[0] not in compiler_options(layout)
+    assert compiler_options(layout)[GPU[1]] == OPTIONS[GPU[1]]["value"]
+    assert compiler_options(layout, 5000)[GPU[0]] == "5000"
+
+
+def test_an_unknown_option_is_left_out_with_a_warning(mesh8):
+    options = (("xla_no_such_option", "true"), ("xla_cpu_enable_fast_math", True))
+    with pytest.warns(UserWarning, match="does not know xla_no_such_option"):
+        assert _options._known(mesh8, options) == options[1:]

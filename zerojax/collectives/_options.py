@@ -1,0 +1,89 @@
+"""Compiler options of a step: what lets collectives run beside computation, and their size.
+
+`options.toml` has a row per option: for which devices, whose advice it is, and what it was seen to
+change in compiled programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+import warnings
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.collectives._buckets import bucket_options
+from zerojax.layout import Layout
+
+#: By name, as `options.toml` has them.
+OPTIONS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    resources.files("zerojax.collectives").joinpath("options.toml").read_text(encoding="utf-8")
+)
+#: Where a user sets options for all programs of a process.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# "INVALID_ARGUMENT: No such compile option: 'xla_tpu_overlap_compute_collective_tc'"
+_UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
+
+
+def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[str, Any]:
+    """Return the compiler options of a step, for `jax.jit(step, compiler_options=...)`.
+
+    They are the rows of `options.toml` for the layout's devices, without those that `XLA_FLAGS` or
+    `LIBTPU_INIT_ARGS` sets: a user's own value holds. An option that the installed compiler does
+    not know is left out with a warning, for it would refuse the program.
+
+    Args:
+        layout: the placement; a CPU has no options.
+        bucket_bytes: most bytes of a collective that is made of several; None for the table's.
+    """
+    user = {
+        flag for name in _VARIABLES for flag in re.findall(r"--(\w+)", os.environ.get(name, ""))
+    }
+    wanted = {
+        name: row["value"]
+        for name, row in OPTIONS.items()
+        if name not in user and _is_for(row, layout)
+    }
+    if bucket_bytes is not None:
+        wanted |= bucket_options(layout.platform, bucket_bytes)
+    return dict(_known(layout.mesh, tuple(wanted.items()))) if wanted else {}
+
+
+def _is_for(row: Mapping[str, Any], layout: Layout) -> bool:
+    """Return whether an option is for these devices, and for what the stage partitions."""
+    kind = str(layout.devices.flat[0].device_kind)
+    return (
+        layout.platform == row["platform"]
+        and kind in row.get("device_kinds", [kind])
+        and ("partitions" not in row or layout.partitions(row["partitions"]))
+    )
+
+
+@functools.lru_cache
+def _known(mesh: Mesh, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+    """Return the options that the compiler knows, found by compiling an empty program with them."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    lowered = jax.jit(lambda x: x).lower(scalar)
+    kept = dict(options)
+    while True:
+        try:
+            lowered.compile(compiler_options=kept)
+        except jax.errors.JaxRuntimeError as error:
+            found = _UNKNOWN.search(str(error))
+            if found is None:
+                raise
+            del kept[found[1]]
+            warnings.warn(
+                f"the installed compiler does not know {found[1]}: the step is compiled without it",
+                stacklevel=2,
+            )
+        else:
+            return tuple(kept.items())
