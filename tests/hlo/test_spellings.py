@@ -6,7 +6,13 @@ import re
 
 import pytest
 
-from zerojax.hlo import find_host_moves, host_parameters, parse_collectives, parse_module
+from zerojax.hlo import (
+    find_host_moves,
+    host_parameters,
+    parse_collectives,
+    parse_module,
+    parse_schedule,
+)
 from zerojax.hlo._module import parse_instruction
 from zerojax.hlo._spellings import OPCODES, SPELLINGS, having
 
@@ -25,8 +31,9 @@ COLLECTIVES = {
     "library call": None,
     "window": [("collective-permute", "windowed reduce-scatter", False)],
 }
-MARKS = {"window": "rs", "trip count": "6", "slices": "1,2", "between slices": "ALL_REDUCE",
-         "chain": "0", "callback": "true", "library call": "__nccl$AllReduce",
+MARKS = {"window": "rs", "trip count": "6", "cycles": "36864", "slices": "1,2",
+         "between slices": "ALL_REDUCE", "chain": "0", "callback": "true",
+         "library call": "__nccl$AllReduce",
          "async start": "AsyncCollectiveStart", "async done": "AsyncCollectiveDone"}  # fmt: skip
 
 
@@ -85,8 +92,20 @@ def test_what_the_host_holds_and_computes_is_read():
     assert host_parameters(held) == {1}
 
 
+@pytest.mark.parametrize("name", ["cycles", "rematerialised"])
+def test_what_a_compiler_says_of_the_schedule_is_read(name):
+    line = SPELLINGS[name].line
+    text = program(line).replace("num_", "is_scheduled=true, num_", 1).replace(REDUCE, "copy(%p)")
+    text = text.replace("f32[8]", "f32[1024]")  # what is smaller is not counted
+    schedule = parse_schedule(parse_module(text))
+    assert schedule is not None
+    (one,) = schedule.operations
+    assert one.cost.cycles == (36864 if name == "cycles" else 0)
+    assert len(schedule.rematerialised) == (name == "rematerialised")
+
+
 def test_every_row_is_tried_here():
-    others = {"trip count", "host memory", "host thread", "host call"}
+    others = {"trip count", "host memory", "host thread", "host call", "cycles", "rematerialised"}
     assert {*COLLECTIVES, *others} == set(SPELLINGS)
 
 

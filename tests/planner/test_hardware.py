@@ -73,6 +73,15 @@ def test_slices_fit_the_torus_and_the_domain(name):
     assert one.devices_per_chip == 1 or one.chip_bandwidth > one.link_bandwidth * one.torus
 
 
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_tpu_has_a_clock_in_which_its_peak_is_a_power_of_two(name):
+    one = HARDWARE[name]
+    assert bool(one.clock) == (one.platform == "tpu")
+    assert not one.clock or math.log2(one.flops / one.clock) == pytest.approx(
+        round(math.log2(one.flops / one.clock)), abs=1e-2
+    )
+
+
 def test_a_slice_of_google_gives_its_own_network():
     # 25.6 and 6.4 Tb/s a pod of 256 chips; 8 x 200 and 8 x 400 Gb/s a node of 8.
     for name, node, devices in (("v6e", 25.6e12, 256), ("v5e", 6.4e12, 256), ("a100", 1.6e12, 8)):

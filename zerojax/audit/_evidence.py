@@ -11,6 +11,7 @@ from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
+from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import Move, moves_of
 from zerojax.hlo import (
     Carry,
@@ -147,6 +148,11 @@ class Evidence:
     def carries(self) -> tuple[Carry, ...]:
         """Return the sums and stacks that loops carry."""
         return tuple(find_carries(self.module))
+
+    @cached_property
+    def schedule(self) -> ScheduleReport | None:
+        """Return what the step waits for, as scheduled."""
+        return schedule_of(self.program, self.layout, self.module, self.moves)
 
     @cached_property
     def tools(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from zerojax.audit._evidence import Evidence
 from zerojax.audit._host import HostTraffic, traffic_of
 from zerojax.audit._memory import MemoryReport, memory_of
 from zerojax.audit._problems import Problem
+from zerojax.audit._schedule import ScheduleReport
 from zerojax.audit._tables import (
     AxisVolume,
     collective_table,
@@ -22,6 +23,7 @@ from zerojax.audit._tables import (
     labelled,
     largest_table,
     memory_table,
+    schedule_table,
     volume_table,
 )
 from zerojax.audit._traffic import Move
@@ -50,6 +52,8 @@ class AuditReport:
             along both.
         memory: bytes on one device by kind.
         host_traffic: bytes between one device and its host in a step.
+        schedule: what the step waits for, as scheduled and not measured; None on a CPU, which has
+            no asynchronous collectives and whose compiler tells no costs.
         problems: what is wrong; each a text with `kind`, `where`, `expected`, `seen`, `remedy`.
         notes: what is worth knowing and no failure.
         unread: lines with a collective that could not be read.
@@ -65,6 +69,7 @@ class AuditReport:
     volume_by_axis: dict[str, AxisVolume]
     memory: MemoryReport
     host_traffic: HostTraffic
+    schedule: ScheduleReport | None
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     unread: tuple[str, ...]
@@ -96,6 +101,7 @@ class AuditReport:
             "memory": dataclasses.asdict(self.memory),
             "host_traffic": dataclasses.asdict(self.host_traffic)
             | {"total": self.host_traffic.total},
+            "schedule": self.schedule and self.schedule.to_dict(),
             "problems": [problem.to_dict() for problem in self.problems],
             "notes": list(self.notes),
             "collectives": [_record(move) for move in self.moves],
@@ -119,6 +125,8 @@ class AuditReport:
         yield collective_table(self.moves)
         yield memory_table(self.memory)
         yield largest_table(self.memory)
+        if self.schedule is not None and self.schedule.collectives:
+            yield schedule_table(self.schedule)
         if self.host_traffic.total:
             yield host_table(self.host_traffic)
         for note in self.notes:
@@ -154,6 +162,7 @@ def build_report(evidence: Evidence) -> AuditReport:
         volume_by_axis=_by_axis(evidence, psi),
         memory=memory_of(evidence),
         host_traffic=traffic_of(evidence),
+        schedule=evidence.schedule,
         problems=find_problems(evidence),
         notes=tuple(note for find in NOTES for note in find(evidence)),
         unread=evidence.unread,

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import MemoryReport
+from zerojax.audit._schedule import ScheduleReport
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 
@@ -104,6 +105,20 @@ def host_table(traffic: HostTraffic) -> Table:
     return table
 
 
+def schedule_table(schedule: ScheduleReport) -> Table:
+    """Make a table of the most exposed collectives, with what the step waits for below it."""
+    names = ("waits for", "of", "beside it", "links ms", "exposed ms")
+    table = _table("scheduled by the compiler, not measured", 3, *names)
+    for column, width in zip(table.columns[:3], (18, 22, 18), strict=True):
+        column.no_wrap, column.overflow, column.max_width = True, "ellipsis", width
+    for one in schedule.collectives[:5]:
+        beside = one.beside_source.rpartition("/")[2] or one.beside or "nothing"
+        leaves = ", ".join(one.leaves) or "no leaf"
+        table.add_row(one.op, leaves, beside, _ms(one.link_seconds), _ms(one.exposed_seconds))
+    table.caption, table.caption_justify = schedule.summary, "left"
+    return table
+
+
 def largest_table(memory: MemoryReport) -> Table:
     """Make a table of the largest results of instructions."""
     table = _table("largest results (some share a buffer)", 2, "what", "of", "B")
@@ -116,6 +131,10 @@ def largest_table(memory: MemoryReport) -> Table:
 
 def _beside(seen: float, theory: float, style: str = ",") -> tuple[str, str, str]:
     return f"{seen:{style}}", f"{theory:{style}}", _ratio(seen, theory)
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
 def _ratio(seen: float, theory: float) -> str:

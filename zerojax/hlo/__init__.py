@@ -3,23 +3,28 @@
 from zerojax.hlo._alive import most_alive
 from zerojax.hlo._carries import Carry, find_carries
 from zerojax.hlo._collectives import Collective, Collectives, sum_moved
+from zerojax.hlo._costs import Cost
 from zerojax.hlo._groups import Groups, mesh_axes
 from zerojax.hlo._host import HostMove, find_host_moves, host_parameters
 from zerojax.hlo._loops import Loop
 from zerojax.hlo._memory import Result, largest_results
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import parse_collectives
+from zerojax.hlo._schedule import Operation, Schedule, parse_schedule
 from zerojax.hlo._values import Use, arguments_of, is_widened, uses_of
 
 __all__ = [
     "Carry",
     "Collective",
     "Collectives",
+    "Cost",
     "Groups",
     "HostMove",
     "Loop",
     "Module",
+    "Operation",
     "Result",
+    "Schedule",
     "Use",
     "arguments_of",
     "element_bits",
@@ -32,6 +37,7 @@ __all__ = [
     "most_alive",
     "parse_collectives",
     "parse_module",
+    "parse_schedule",
     "sum_moved",
     "uses_of",
 ]

@@ -39,9 +39,9 @@ def parse_collectives(program: str | Module) -> Collectives:
     for site, line in walk(module):
         if line.opcode == "add":
             added.update(_sums(module, site.frame, line.name)[1:])
-        if not _is_collective(line) or _is_end(line):
+        if not is_collective(line) or is_end(line):
             continue
-        role, _ = _async_role(site.frame.computation, line)
+        role, _ = async_role(site.frame.computation, line)
         if role == "repeat":
             continue
         is_async = site.is_async or role == "start" or _is_async(line)
@@ -59,12 +59,12 @@ def parse_collectives(program: str | Module) -> Collectives:
 # ------------------------------------------------------------------ which lines count
 
 
-def _is_collective(line: Instruction) -> bool:
+def is_collective(line: Instruction) -> bool:
     """Return whether an instruction moves data between devices, or waits for one that does."""
     return _OPCODE.fullmatch(line.opcode) is not None
 
 
-def _is_end(line: Instruction) -> bool:
+def is_end(line: Instruction) -> bool:
     return line.opcode.endswith(("-done", "-update"))
 
 
@@ -72,7 +72,7 @@ def _is_async(line: Instruction) -> bool:
     return line.opcode.endswith("-start") and not _MARKS["blocking"].search(line.attributes)
 
 
-def _async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
+def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     """Return ("start" | "repeat" | "", chain) for a collective within a TPU async fusion.
 
     Such a fusion repeats its collective in its start, in every fusion that runs beside it and in
@@ -94,13 +94,13 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
     starts, repeats = set(), {}
     for computation in module.computations.values():
         for line in computation.instructions:
-            if _is_collective(line):
-                role, chain = _async_role(computation, line)
+            if is_collective(line):
+                role, chain = async_role(computation, line)
                 if role == "start":
                     starts.add(chain)
                 if role == "repeat":
                     repeats.setdefault(chain, f"{computation.name}/{line.name}")
-                if role == "repeat" or _is_end(line):
+                if role == "repeat" or is_end(line):
                     continue
             elif line.opcode != "custom-call" or not _is_foreign(line):
                 continue

@@ -72,6 +72,19 @@ SPELLINGS: dict[str, Spelling] = {
         "%all-gather-start = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={}, "
         'dimensions={0}, backend_config={"collective_backend_config":{"is_sync":true}}',
     ),
+    "cycles": Spelling(
+        "what the compiler takes an instruction to cost; GPUs and CPUs write none",
+        re.compile(r'"estimated_cycles":"(\d+)"'),
+        f"{_TPU}, v6e:2x4",
+        "%fusion.51 = bf16[4096,2048]{1,0} fusion(%x), kind=kOutput, calls=%fused_computation.3, "
+        'backend_config={"window_config":{"estimated_cycles":"36864","is_mask":false}}',
+    ),
+    "rematerialised": Spelling(
+        "an instruction that the compiler itself runs again to save memory",
+        re.compile(r"\.remat(?!ted)"),
+        f"{_TPU}, v5p:4x4x4",
+        "%fusion.12.remat2 = bf16[4096,2048]{1,0} fusion(%x), kind=kLoop, calls=%fused_computation",
+    ),
     "trip count": Spelling(
         "how often a loop runs; TPUs write none",
         re.compile(r'"known_trip_count":\{"n":"(\d+)"\}'),

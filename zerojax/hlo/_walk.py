@@ -54,10 +54,10 @@ def _visit(
             continue
         for position, (_, name) in enumerate(line.called):
             if name in module.computations:
-                yield from _visit(module, _inside(module, site, line, name, position), into)
+                yield from _visit(module, inside(module, site, line, name, position), into)
 
 
-def _inside(module: Module, site: Site, line: Instruction, name: str, position: int) -> Site:
+def inside(module: Module, site: Site, line: Instruction, name: str, position: int) -> Site:
     """Return the place within a computation that a line names."""
     frame = Frame(computation=module.computations[name], caller=line, parent=site.frame)
     inner = dataclasses.replace(site, frame=frame)

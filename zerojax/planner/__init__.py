@@ -22,7 +22,15 @@ from zerojax.planner.formulas import (
     model_state_bytes,
     theory_of,
 )
-from zerojax.planner.hardware import HARDWARE, Hardware, find_hardware, torus_shape
+from zerojax.planner.hardware import (
+    HARDWARE,
+    Hardware,
+    Place,
+    Transfer,
+    find_hardware,
+    torus_shape,
+    transfer_of,
+)
 
 __all__ = [
     "CONFIGURATIONS",
@@ -32,6 +40,7 @@ __all__ = [
     "Choices",
     "Configuration",
     "Hardware",
+    "Place",
     "Placement",
     "Plan",
     "PlannedBytes",
@@ -39,6 +48,7 @@ __all__ = [
     "Space",
     "StepTime",
     "Theory",
+    "Transfer",
     "Transformer",
     "Verified",
     "Workload",
@@ -55,4 +65,5 @@ __all__ = [
     "sweep",
     "theory_of",
     "torus_shape",
+    "transfer_of",
 ]

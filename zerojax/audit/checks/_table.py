@@ -13,6 +13,7 @@ from zerojax.audit.checks import (
     _gather,
     _memory,
     _recipe,
+    _schedule,
     _state,
     _traffic,
     _volume,
@@ -36,6 +37,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Finding]]] = {
     "hoisted gather": _gather.check_hoisted,
     "kept gather": _gather.check_kept,
     "host traffic": _host.check_host_traffic,
+    "exposed": _schedule.check_exposed,
     "recompile": _state.check_recompile,
 }
 
@@ -48,6 +50,7 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _dtype.note_dtypes,
     _gather.note_stacks,
     _gather.note_alive,
+    _schedule.note_exposed,
 )
 
 

@@ -99,8 +99,14 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
     report_row("volume", lambda report: f"{report.volume:.4f}", "bold")
     report_row("volume by the theory", lambda report: f"{report.theory_volume:.4f}", "dim")
     report_row("collectives", lambda report: str(len(report.collectives)))
+    report_row("waits, as scheduled", _waits)
     report_row("problems", lambda report: str(len(report.problems)))
     return made
+
+
+def _waits(report: AuditReport) -> str:
+    share = report.schedule and report.schedule.exposed_share
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _distinct_problems(results: Sequence[CompileResult]) -> list[tuple[str, Problem]]:

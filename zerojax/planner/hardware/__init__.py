@@ -4,13 +4,17 @@ from zerojax.planner.hardware._hardware import Hardware
 from zerojax.planner.hardware._links import Collective, Network, Seconds
 from zerojax.planner.hardware._slice import torus_shape
 from zerojax.planner.hardware._table import HARDWARE, find_hardware
+from zerojax.planner.hardware._transfer import Place, Transfer, transfer_of
 
 __all__ = [
     "HARDWARE",
     "Collective",
     "Hardware",
     "Network",
+    "Place",
     "Seconds",
+    "Transfer",
     "find_hardware",
     "torus_shape",
+    "transfer_of",
 ]

@@ -45,6 +45,7 @@ class Hardware:
         overlap: the share of communication taken to run beside computation, 0 to 1. 1 hides the
             shorter of the two behind the longer, as schedulers aim to; 0 adds both up, as a CPU
             does, which computes and moves with the same cores.
+        clock: cycles/s of a TPU's cores, in which its compiler estimates; 0 where none does.
         device_kinds: what JAX calls such a device.
         source: where the figures are from.
 
@@ -69,6 +70,7 @@ class Hardware:
     slices: tuple[str, ...] = ()
     devices_per_chip: int = 1
     chip_bandwidth: float = 0.0
+    clock: float = 0.0
     device_kinds: tuple[str, ...] = ()
     source: str = "the user"
 

@@ -1,0 +1,53 @@
+"""Checks of what a step waits for, as its compiler scheduled it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerojax.audit._evidence import Evidence, some
+from zerojax.audit._problems import Finding
+from zerojax.audit._schedule import ScheduledCollective
+
+#: The share of a scheduled step for which it may wait.
+SHARE = 0.1
+
+
+def check_exposed(evidence: Evidence) -> Iterator[Finding]:
+    """Check that loops don't wait for collectives which could move beside their work.
+
+    What `make_train_step` compiles is its own affair, and told in a note.
+    """
+    schedule, found = evidence.schedule, _waits_in_loops(evidence)
+    if schedule is None or not schedule.step_seconds or "make_train_step" in evidence.tools:
+        return
+    exposed = sum(one.exposed_seconds or 0.0 for one in found)
+    if min(exposed, schedule.work_seconds or 0.0) < SHARE * schedule.step_seconds:
+        return
+    names = some(list(dict.fromkeys(f"{one.op} of {some(one.leaves, 2)}" for one in found)), 2)
+    yield Finding(
+        where=names,
+        expected=f"at most {SHARE:.0%} of a step spent waiting for what loops move",
+        seen=f"{len(found)} in loops with nothing scheduled beside them: "
+        f"{exposed / schedule.step_seconds:.0%} of a scheduled step of "
+        f"{schedule.step_seconds * 1e3:.2f} ms",
+        remedy="compile with the options that make these collectives asynchronous on "
+        f"{schedule.hardware}, and move each layer's weights and gradients while another computes",
+    )
+
+
+def note_exposed(evidence: Evidence) -> Iterator[str]:
+    """Say how long a step waits where that is no problem of its own."""
+    schedule = evidence.schedule
+    if schedule is None or (schedule.exposed_share or 0.0) < SHARE or any(check_exposed(evidence)):
+        return
+    most = schedule.collectives[0]
+    yield (
+        f"as scheduled, and not measured, the step waits {schedule.exposed_share:.0%} of its time, "
+        f"longest for {most.op} of {some(most.leaves, 2) or 'no leaf'}; {most.remedy}"
+    )
+
+
+def _waits_in_loops(evidence: Evidence) -> list[ScheduledCollective]:
+    """List the collectives of leaves in loops, with nothing beside them."""
+    found = evidence.schedule.collectives if evidence.schedule is not None else ()
+    return [one for one in found if one.is_blocking and one.trips and one.leaves]
