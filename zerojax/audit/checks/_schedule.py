@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import Evidence, some
+from zerojax.audit._evidence import Evidence, hint, some
 from zerojax.audit._problems import Finding
 from zerojax.audit._schedule import ScheduledCollective
 
@@ -31,7 +31,8 @@ def check_exposed(evidence: Evidence) -> Iterator[Finding]:
         f"{exposed / schedule.step_seconds:.0%} of a scheduled step of "
         f"{schedule.step_seconds * 1e3:.2f} ms",
         remedy="compile with the options that make these collectives asynchronous on "
-        f"{schedule.hardware}, and move each layer's weights and gradients while another computes",
+        f"{schedule.hardware}, and move each layer's weights and gradients while another computes"
+        f"{hint(evidence, 'make_train_step')}",
     )
 
 
