@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from zerojax.planner.traced import HeldLeaf, Sharing, Simulation, peak_of, trace_loss
+from zerojax.planner.traced import HeldLeaf, Sharing, lifetimes_of, peak_of, trace_loss
 from zerojax.planner.traced._reader import read_operations
 
 N = 4  # shards
@@ -20,13 +20,15 @@ def shape(*dims, dtype=jnp.float32):
 def leaves_of(params, stage=0, parts=1):
     """Give fp32 leaves as a layout would: all dims divide."""
 
-    def leaf(number, x):
+    def leaf(x):
         whole = 4 * x.size / parts
         held = whole / N if stage == 3 else whole
         gradient = whole / N if stage else whole
-        return HeldLeaf(number, held, whole, gradient, stage == 3, parts)
+        return HeldLeaf(
+            held=held, gathered=whole, gradient=gradient, is_gathered=stage == 3, parts=parts
+        )
 
-    return [leaf(number, x) for number, x in enumerate(jax.tree.leaves(params))]
+    return [leaf(x) for x in jax.tree.leaves(params)]
 
 
 def handmade(function, params, *batch):
@@ -44,12 +46,11 @@ def peak(loss, params, batch, examples, platform="cpu", stage=0, *, frees=False,
     program = trace_loss(loss, params, batch).operations if callable(loss) else loss
     leaves = leaves_of(params, stage, options.pop("parts", 1))
     given = {"frees": frees, "accumulate": options.pop("accumulate", 1)}
-    return peak_of(
-        Simulation(program, platform), leaves, examples, **given, sharing=Sharing(**options)
-    )
+    lifetimes = lifetimes_of(program, len(leaves), platform)
+    return peak_of(lifetimes, leaves, examples, **given, sharing=Sharing(**options))
 
 
-def stacked_bytes(simulation, leaves, examples):
+def stacked_bytes(lifetimes, examples):
     """Count all that scans stack for the backward pass."""
-    values = simulation.program.values
-    return sum(values[v].bytes.at(examples) for v in simulation.scope(leaves).stacked)
+    values = lifetimes.program.values
+    return sum(values[v].bytes.at(examples) for v in lifetimes.stacked)

@@ -11,7 +11,14 @@ import pytest
 
 from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
 from zerojax.models import gpt
-from zerojax.planner.traced import HeldLeaf, Sharing, Simulation, peak_of, trace_loss
+from zerojax.planner.traced import (
+    HeldLeaf,
+    Sharing,
+    checkpoint_bytes,
+    lifetimes_of,
+    peak_of,
+    trace_loss,
+)
 
 
 def test_the_example_above_the_clock():
@@ -84,8 +91,8 @@ def test_gathers_of_norms_and_biases_do_not_count():
     program = trace_loss(loss, shape(8, 8), shape(4, 8)).operations
 
     def gathering(size):
-        leaves = [HeldLeaf(0, held=0.0, gathered=size, gradient=0.0, is_gathered=True)]
-        return peak_of(Simulation(program, "cpu"), leaves, 4, frees=False)
+        leaves = [HeldLeaf(gathered=size, is_gathered=True)]
+        return peak_of(lifetimes_of(program, 1, "cpu"), leaves, 4, frees=False)
 
     assert gathering(2**14) == gathering(0)
     assert gathering(2**14 + 1) > gathering(2**14) + 2**13
@@ -211,10 +218,11 @@ def test_checkpoints_that_are_partitioned_are_cut_by_the_model_axis():
     whole, cut = (layers_peak(6, **options, partitions=partitions) for partitions in (False, True))
     assert whole - cut == 6 * A / 2
     params = shape(6, WIDE, WIDE)
-    simulation = Simulation(trace_loss(layers, params, shape(4, WIDE)).operations, "cpu")
+    program = trace_loss(layers, params, shape(4, WIDE)).operations
+    lifetimes = lifetimes_of(program, 1, "cpu")
     for partitions, parts in ((False, 1), (True, 2)):
         sharing = Sharing(model_axis=2, partitions=partitions)
-        assert simulation.checkpoint_bytes(leaves_of(params), 16, sharing) == 6 * A / parts
+        assert checkpoint_bytes(lifetimes, 16, sharing) == 6 * A / parts
 
 
 def test_what_lies_within_layers_is_cut_by_the_model_axis_and_what_they_hand_on_is_not():
@@ -345,9 +353,9 @@ def model(**options):
 def test_more_examples_and_lower_stages_never_take_less(scan):
     params, program = model(scan=scan)
     for platform, frees in itertools.product(("cpu", "gpu", "tpu"), (False, True)):
-        simulation = Simulation(program, platform)
+        lifetimes = lifetimes_of(program, len(leaves_of(params)), platform)
         by_stage = [
-            [peak_of(simulation, leaves_of(params, s), b, frees=frees) for b in (1, 2, 3, 8, 9)]
+            [peak_of(lifetimes, leaves_of(params, s), b, frees=frees) for b in (1, 2, 3, 8, 9)]
             for s in (0, 1, 3)
         ]
         for peaks in by_stage:

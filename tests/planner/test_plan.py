@@ -342,12 +342,13 @@ def test_a_wrapped_optimizer_is_the_one_that_it_wraps(mesh8):
     assert bare == wrapped
 
 
-def test_a_sweep_over_kinds_of_hardware_plans_each_as_plan_does():
+def test_a_sweep_plans_each_stage_and_number_of_devices_as_plan_does():
     one = nouns(loss_fn=mix, batch=shape(2, TOKENS, WIDTH))["workload"]
-    names = ["h100", "v5p"]
-    found = sweep(mix_params(), TX, num_devices=[8], hardware=names, stages=[0, 3], workload=one)
-    whole = nouns(loss_fn=mix, batch=shape(16, TOKENS, WIDTH))
-    for name, by_stage in zip(names, found, strict=True):
-        for stage, plans in by_stage.items():
-            given = {"stage": stage, "num_devices": 8, "hardware": name}
-            assert plans == [plan(mix_params(), TX, **given, **whole)]
+    given = {"hardware": "v5p", "workload": one}
+    found = sweep(mix_params(), TX, num_devices=[4, 8], stages=[0, 3], **given)
+    assert list(found) == [0, 3]
+    for stage, plans in found.items():
+        for count, planned in zip((4, 8), plans, strict=True):
+            whole = nouns(loss_fn=mix, batch=shape(2 * count, TOKENS, WIDTH))
+            given = {"stage": stage, "num_devices": count, "hardware": "v5p"}
+            assert planned == plan(mix_params(), TX, **given, **whole)

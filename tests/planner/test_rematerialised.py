@@ -13,7 +13,7 @@ from tests.planner import live_programs
 from tests.planner.live_programs import shape
 from zerojax import rematerialised
 from zerojax.models import gpt, mlp
-from zerojax.planner.traced import HeldLeaf, Simulation, trace_loss
+from zerojax.planner.traced import lifetimes_of, trace_loss
 from zerojax.recipe import as_remat
 
 REMATS = ("none", "dots", "full")
@@ -91,9 +91,8 @@ def kept_bytes(loss, params, batch):
 def stacked_bytes(loss, params, batch, remat):
     """Count what scans stack for the backward pass, as a plan does, for the batch as it is."""
     trace = trace_loss(loss, params, batch, remat=as_remat(remat))
-    leaves = [HeldLeaf(n, 0.0, 0.0, 0.0, False) for n in range(len(jax.tree.leaves(params)))]
-    simulation = Simulation(trace.operations, "gpu")
-    return live_programs.stacked_bytes(simulation, leaves, trace.num_examples)
+    lifetimes = lifetimes_of(trace.operations, len(jax.tree.leaves(params)), "gpu")
+    return live_programs.stacked_bytes(lifetimes, trace.num_examples)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

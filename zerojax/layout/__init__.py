@@ -10,19 +10,18 @@ from zerojax.layout._stacked import stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
 from zerojax.layout._torus import (
     DIMS,
-    LANES,
     SPANS,
     Digit,
     Phases,
     Span,
     group_digits,
     in_order,
+    scatters_tiles,
 )
 from zerojax.layout._transformation import WRAPPED, as_transformation
 
 __all__ = [
     "DIMS",
-    "LANES",
     "MIN_SIZE",
     "SPANS",
     "STAGES",
@@ -45,5 +44,6 @@ __all__ = [
     "in_order",
     "make_layout",
     "make_mesh",
+    "scatters_tiles",
     "stacked_rules",
 ]

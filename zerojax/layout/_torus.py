@@ -109,13 +109,9 @@ class Phases:
         )
 
     def reduces(self, shape: Sequence[int], dim: int) -> bool:
-        """Return whether a gradient of this shape is reduce-scattered in phases.
-
-        Along the minor dim libtpu scatters whole tiles of `LANES`; else a phase is an all-reduce.
-        """
+        """Return whether a gradient of this shape is reduce-scattered in phases."""
         first = math.prod(self.mesh.shape[name] for name in self.axes[0])
-        minor = dim == len(shape) - 1 and len(shape) > 1
-        return len(self.axes) > 1 and not (minor and shape[dim] % (first * LANES))
+        return len(self.axes) > 1 and scatters_tiles(shape, dim, first)
 
     def between(self, entries: Entries, dim: int) -> tuple[NamedSharding, ...]:
         """Return the shardings that a leaf has between whole and shards, in a reduction's order.
@@ -126,6 +122,15 @@ class Phases:
         """
         names = itertools.accumulate(self.axes[:-1])
         return tuple(NamedSharding(self.mesh, as_spec(entries, dim, axes)) for axes in names)
+
+
+def scatters_tiles(shape: Sequence[int], dim: int, num_devices: int) -> bool:
+    """Return whether libtpu reduce-scatters a dim in a phase, which else is an all-reduce.
+
+    Along the minor dim it scatters whole tiles of `LANES`.
+    """
+    is_minor = dim == len(shape) - 1 and len(shape) > 1
+    return not is_minor or shape[dim] % (num_devices * LANES) == 0
 
 
 def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:

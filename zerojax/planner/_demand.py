@@ -6,32 +6,48 @@ nothing is counted but parameters and gradients, which is said.
 
 from __future__ import annotations
 
-import abc
 import functools
 
+from zerojax.planner._arguments import as_count
+from zerojax.planner._policies import remat_of
 from zerojax.planner._setting import Setting
+from zerojax.planner._workload import Model
 from zerojax.planner.formulas import ActivationBytes, Transformer
-from zerojax.planner.traced import HeldLeaf, Simulation, Trace, Work, peak_of, work_of
+from zerojax.planner.traced import (
+    HeldLeaf,
+    Lifetimes,
+    Trace,
+    Work,
+    checkpoint_bytes,
+    lifetimes_of,
+    peak_of,
+    trace_loss,
+    work_of,
+)
 from zerojax.recipe import Remat
 
 
-class Demand(abc.ABC):
+class Demand:
     """A source of demands; `count` is a number of its units in a device's microbatch.
 
-    A unit is an "example", a "sequence" or a "token"; `remat` None is as the model has it.
+    A unit is an "example", a "sequence" or a "token"; `remat` None is as the model has it. This one
+    knows neither loss nor numbers.
     """
 
-    def __init__(self, unit: str, source: str, remat: Remat | None) -> None:
-        self.unit, self.source = unit, source
-        self.remat: Remat | None = remat
+    unit = "token"
+    source = (
+        "nothing: activations and products are not counted; give loss_fn and batch, or a "
+        "transformer"
+    )
+    remat: Remat | None = None
 
-    @abc.abstractmethod
     def peak(self, given: Setting, count: float) -> float:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
+        return given.held
 
-    @abc.abstractmethod
     def work(self, given: Setting, count: float) -> Work:
-        """Count products and traffic with the device's memory."""
+        """Count products and traffic with the device's memory; each weight is read three times."""
+        return given.work(0.0, 3 * given.gathered)
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count the bytes of a device's activation checkpoints that go to the host."""
@@ -49,25 +65,25 @@ class Demand(abc.ABC):
 class TracedLoss(Demand):
     """A loss and its gradient, traced. A search asks the same again and again: answers are kept."""
 
+    unit = "example"
+
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        source, remat = "the traced loss", None
+        self.trace, self.source = trace, "the traced loss"
         if trace.remat is not None:
-            remat = trace.remat.recompute
-            source += f", remat={remat!r}"
+            self.remat = trace.remat.recompute
+            self.source += f", remat={self.remat!r}"
             if trace.remat.keep:
-                source += f", keeping {', '.join(trace.remat.keep)}"
-        super().__init__("example", source, remat)
-        self._simulations = functools.cache(functools.partial(Simulation, trace.operations))
+                self.source += f", keeping {', '.join(trace.remat.keep)}"
+        self._analyse = functools.cache(functools.partial(lifetimes_of, trace.operations))
         self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
 
-    def _simulation(self, given: Setting) -> Simulation:
-        return self._simulations(given.hardware.platform)
+    def _lifetimes(self, given: Setting) -> Lifetimes:
+        return self._analyse(len(given.leaves), given.hardware.platform)
 
     def peak(self, given: Setting, count: float) -> float:
         """Run the clock over the program."""
         return self._peaks(
-            self._simulation(given),
+            self._lifetimes(given),
             given.leaves,
             count,
             frees=given.frees,
@@ -77,13 +93,13 @@ class TracedLoss(Demand):
 
     def work(self, given: Setting, count: float) -> Work:
         """Add up the operations: the same for stages that gather the same bytes of each leaf."""
-        leaves = tuple(HeldLeaf(x.number, 0, x.gathered, 0, False) for x in given.leaves)
+        leaves = tuple(HeldLeaf(gathered=x.gathered) for x in given.leaves)
         parts = given.sharing.model_axis
-        return self._works(self._simulation(given), leaves, count, given.hardware, model_axis=parts)
+        return self._works(self._lifetimes(given), leaves, count, given.hardware, model_axis=parts)
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count what loops stack and layers hand on to each other."""
-        return self._simulation(given).checkpoint_bytes(given.leaves, count, given.sharing)
+        return checkpoint_bytes(self._lifetimes(given), count, given.sharing)
 
     def model_elements(self, given: Setting, count: float) -> float:
         """Take what layers hand on for b*s*h: known of layers that are scanned, 0 for others."""
@@ -93,13 +109,14 @@ class TracedLoss(Demand):
 class DescribedGpt(Demand):
     """A GPT by its numbers, with Megatron-LM's formulas (arXiv 2205.05198)."""
 
+    unit = "sequence"
+
     def __init__(self, gpt: Transformer, remat: Remat, num_tokens: int, is_implied: bool) -> None:
         which = f"a GPT of {gpt.num_layers} x {gpt.width}"
         which += " that the number of parameters implies" if is_implied else ""
-        source = f"Megatron-LM's formulas for {which}, remat={remat!r}"
-        super().__init__("sequence", source, remat)
+        self.source = f"Megatron-LM's formulas for {which}, remat={remat!r}"
         self.gpt, self.num_tokens = gpt, num_tokens
-        self.again: Remat = remat
+        self.remat = self.again = remat
 
     def peak(self, given: Setting, count: float) -> float:
         """Add checkpoints, and one layer or the logits, to parameters and gradients."""
@@ -148,20 +165,31 @@ def _buffers(given: Setting, elements: int) -> float:
     return gathered + (part if given.layout.partitions("optimizer") else 0.0)
 
 
-class Unknown(Demand):
-    """Neither loss nor numbers: parameters and gradients are all that is counted."""
+def find_demand(model: Model) -> tuple[Demand, float]:
+    """Find the best source of activations, and its units: of the batch, or of a microbatch.
 
-    def __init__(self) -> None:
-        source = (
-            "nothing: activations and products are not counted; give loss_fn and batch, or a "
-            "transformer"
+    A batch is global; tokens are those of a device's microbatch.
+    """
+    load, remat = model.workload, remat_of(model.recipe)
+    if load.loss_fn is not None:
+        trace = trace_loss(
+            load.loss_fn,
+            model.params,
+            load.batch,
+            dtype=model.recipe.precision.params,
+            remat=remat,
+            has_aux=load.has_aux,
         )
-        super().__init__("token", source, None)
-
-    def peak(self, given: Setting, count: float) -> float:
-        """Count parameters and gradients."""
-        return given.held
-
-    def work(self, given: Setting, count: float) -> Work:
-        """Read every weight three times, as one token would."""
-        return given.work(0.0, 3 * given.gathered)
+        return TracedLoss(trace), trace.num_examples
+    if remat is not None and remat.keep:
+        raise ValueError(
+            f"RematPolicy(keep={remat.keep}) names values of a loss: give Workload(loss_fn=, "
+            "batch=) to plan it"
+        )
+    gpt, tokens = load.transformer, load.tokens_per_device
+    if gpt is None:
+        return Demand(), 1.0
+    tokens = as_count("tokens_per_device", gpt.context if tokens is None else tokens)
+    length = min(tokens, gpt.context)
+    recomputed = "full" if remat is None else remat.recompute
+    return DescribedGpt(gpt, recomputed, length, model.is_implied), tokens / length

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Rule
-from zerojax.planner._arguments import as_count, as_given
+from zerojax.planner._arguments import as_count
 
 #: Mesh axes of a plan, major first: copies of the shard group, shards, model parallelism.
 REPLICA, DATA, MODEL = "replica", "data", "model"
@@ -36,11 +35,6 @@ class Placement:
     min_size: int = MIN_SIZE
 
 
-def as_placement(placement: Placement | None) -> Placement:
-    """Return the placement, or the default for None; refuse anything else."""
-    return as_given(Placement, placement, "zerojax.Placement(num_shards=8)", Placement())
-
-
 @dataclasses.dataclass(frozen=True)
 class Devices:
     """How devices are shared out."""
@@ -66,21 +60,18 @@ class Devices:
         return {name: size for name, size in sizes.items() if size > 1 or name == DATA}
 
 
-#: One device, for what does not depend on how many there are.
-ALONE = Devices(1, 1, 1)
-
-
-def share_out(num_devices: Any, num_shards: Any = None, model_axis: Any = 1) -> Devices:
-    """Check how devices are shared out; `num_shards` None is all that the model axis leaves."""
+def share_out(num_devices: int, placement: Placement) -> Devices:
+    """Check how devices are shared out."""
     devices = as_count("num_devices", num_devices)
-    model = as_count("model_axis", model_axis)
+    model = as_count("model_axis", placement.model_axis)
     if devices % model:
         raise ValueError(
             f"model_axis={model} does not divide num_devices={devices}; "
             f"these do: {_divisors(devices)}"
         )
     data = devices // model
-    shards = data if num_shards is None else as_count("num_shards", num_shards)
+    wanted = data if placement.num_shards is None else placement.num_shards
+    shards = as_count("num_shards", wanted)
     if data % shards:
         left = f" that model_axis={model} leaves of {devices}" if model > 1 else ""
         raise ValueError(
@@ -91,6 +82,5 @@ def share_out(num_devices: Any, num_shards: Any = None, model_axis: Any = 1) -> 
 
 
 def _divisors(number: int) -> str:
-    found = [d for d in range(1, number + 1) if number % d == 0] if number < 2**20 else [1, number]
-    shown = found if len(found) <= 12 else [*found[:8], "...", *found[-3:]]
-    return ", ".join(map(str, shown))
+    found = [d for d in range(1, number + 1) if number % d == 0]
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", *found[-3:]]))

@@ -34,7 +34,6 @@ def estimate(given: Setting, demand: Demand, count: float) -> Plan:
         num_shards=devices.num_shards,
         model_axis=devices.model_axis,
         hardware=given.hardware,
-        network=given.network.describe(),
         recipe=given.recipe,
         count=count,
         unit=demand.unit,

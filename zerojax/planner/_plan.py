@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
 import optax
 
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
-from zerojax.planner._devices import ALONE, Placement, as_placement, share_out
+from zerojax.planner._arguments import as_given
+from zerojax.planner._demand import find_demand
+from zerojax.planner._devices import Devices, Placement, share_out
 from zerojax.planner._estimate import estimate
 from zerojax.planner._policies import check_recipe, where_meant
 from zerojax.planner._report import Plan
 from zerojax.planner._setting import place
-from zerojax.planner._workload import Workload, find_demand, read_model
+from zerojax.planner._workload import Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import Recipe
 
@@ -50,62 +52,67 @@ def plan(
     Raises:
         ValueError: an option that can't be meant: what, and what is expected.
     """
-    one = find_hardware(hardware)
-    placement = as_placement(placement)
-    devices = share_out(num_devices, placement.num_shards, placement.model_axis)
-    model, recipe = read_model(params, tx, recipe, workload)
-    check_recipe(recipe, devices.model_axis)
-    demand, count = find_demand(model, devices, recipe)
-    given = place(model.params, tx, one, devices, placement, recipe, stage)
-    return estimate(given, demand, count)
+    one, placement = find_hardware(hardware), _as_placement(placement)
+    devices = share_out(num_devices, placement)
+    model = read_model(params, tx, recipe, workload)
+    check_recipe(model.recipe, devices.model_axis)
+    demand, count = find_demand(model)
+    if model.workload.loss_fn is not None:
+        count = _per_microbatch(int(count), devices, model.recipe.accumulate)
+    return estimate(place(model, one, devices, placement, stage), demand, count)
 
 
 def sweep(
     params: PyTree | float,
     tx: optax.GradientTransformation,
     *,
-    num_devices: int | Sequence[int],
-    hardware: str | Hardware | Sequence[str | Hardware],
-    stages: int | Sequence[int] = (0, 1, 2, 3),
+    num_devices: Sequence[int],
+    hardware: str | Hardware,
+    stages: Sequence[int] = (0, 1, 2, 3),
     recipe: Recipe | None = None,
     workload: Workload | None = None,
     placement: Placement | None = None,
-) -> list[dict[int, list[Plan]]]:
-    """Plan stages for several numbers of devices and kinds of hardware.
+) -> dict[int, list[Plan]]:
+    """Plan stages for several numbers of devices.
 
     `plan` traces a loss each time, which takes longer than all of these together.
 
     Args:
-        params, tx, placement: as for `plan`.
-        num_devices, hardware, stages: what to go through; one of each may stand alone.
+        params, tx, hardware, placement: as for `plan`.
+        num_devices, stages: what to go through.
         recipe: as for `plan`; a stage that can't reduce once goes by its default.
         workload: as for `plan`, but its batch is that of one device's microbatch, whatever the
             number of devices.
 
     Returns:
-        For each hardware: by stage, a plan for each number of devices.
+        By stage, a plan for each number of devices.
 
     Raises:
         ValueError: as `plan` does.
     """
-    placement = as_placement(placement)
-    model, recipe = read_model(params, tx, recipe, workload)
-    check_recipe(recipe, placement.model_axis)
-    demand, count = find_demand(model, ALONE, dataclasses.replace(recipe, accumulate=1))
-    kinds = [find_hardware(one) for one in _several(hardware)]
-    stages = _several(stages)
-    found: list[dict[int, list[Plan]]] = [{stage: [] for stage in stages} for _ in kinds]
-    for number in _several(num_devices):
-        devices = share_out(number, placement.num_shards, placement.model_axis)
-        for stage in stages:
-            meant = where_meant(recipe, STAGES[check_stage(stage)])
-            for by_stage, one in zip(found, kinds, strict=True):
-                given = place(model.params, tx, one, devices, placement, meant, stage)
-                by_stage[stage].append(estimate(given, demand, count))
+    one, placement = find_hardware(hardware), _as_placement(placement)
+    model = read_model(params, tx, recipe, workload)
+    check_recipe(model.recipe, placement.model_axis)
+    demand, count = find_demand(model)
+    found: dict[int, list[Plan]] = {stage: [] for stage in stages}
+    for number, stage in itertools.product(num_devices, stages):
+        meant = where_meant(model.recipe, STAGES[check_stage(stage)])
+        devices = share_out(number, placement)
+        given = place(dataclasses.replace(model, recipe=meant), one, devices, placement, stage)
+        found[stage].append(estimate(given, demand, count))
     return found
 
 
-def _several(given: Any) -> Sequence[Any]:
-    """Return a sequence as it is, and a sequence of anything else."""
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    return [given] if is_one else list(given)
+def _as_placement(placement: Placement | None) -> Placement:
+    return as_given(Placement, placement, "zerojax.Placement(num_shards=8)", Placement())
+
+
+def _per_microbatch(num_examples: int, devices: Devices, accumulate: int) -> int:
+    """Return the examples of a device's microbatch."""
+    parts = devices.num_batch_parts * accumulate
+    if num_examples % parts:
+        raise ValueError(
+            f"the batch has {num_examples} examples; {devices.num_batch_parts} devices "
+            f"times {accumulate} microbatches need a multiple of {parts}"
+        )
+    return num_examples // parts

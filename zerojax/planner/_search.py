@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import optax
 
@@ -14,14 +13,14 @@ from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._arguments import as_amount, as_count, as_given
 from zerojax.planner._choices import Choices, gigabytes
-from zerojax.planner._demand import Demand, DescribedGpt, TracedLoss, Unknown
-from zerojax.planner._devices import ALONE, MODEL, Devices, Placement, share_out
+from zerojax.planner._demand import Demand, DescribedGpt, TracedLoss, find_demand
+from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._estimate import estimate
 from zerojax.planner._policies import check_recipe, remat_of, where_meant
 from zerojax.planner._report import Plan
 from zerojax.planner._setting import Setting, bare_number, place
 from zerojax.planner._space import SearchRequest, Space
-from zerojax.planner._workload import Workload, find_demand, read_model
+from zerojax.planner._workload import Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import OffloadPolicy, Recipe, RematPolicy, as_remat
 
@@ -68,29 +67,24 @@ def search_plans(
     one = find_hardware(hardware)
     limit = one.memory if memory_limit is None else memory_limit
     space = as_given(Space, space, "zerojax.planner.Space(stages=(2, 3))", Space())
-    model, recipe = read_model(params, tx, recipe, workload)
-    space.check_against(recipe)
-    return _Hunt(
-        SearchRequest(
-            model,
-            as_count("num_devices", num_devices),
-            one,
-            recipe,
-            as_amount("memory_limit", limit, above_zero=True),
-            space,
-        )
-    ).run()
+    model = read_model(params, tx, recipe, workload)
+    space.check_against(model.recipe)
+    num_devices = as_count("num_devices", num_devices)
+    limit = as_amount("memory_limit", limit, above_zero=True)
+    return _Hunt(SearchRequest(model, num_devices, one, limit, space)).run()
 
 
 class _Hunt:
     """Goes through a space once; what a rematerialisation and a placement need is found once."""
 
     def __init__(self, asked: SearchRequest) -> None:
-        self.asked = asked
-        self.model, self.recipe, self.space = asked.model, asked.recipe, asked.space
-        self._demands: dict[Any, tuple[Demand, float]] = {}
-        self._placed = functools.cache(self._place)
-        self.any, whole = self._demand(asked.recipe)
+        self.asked, self.space = asked, asked.space
+        self.model, self.recipe = asked.model, asked.model.recipe
+        self.placement = Placement(
+            specs=self.space.specs, rules=self.space.rules, min_size=self.space.min_size
+        )
+        self._placed, self._traced = functools.cache(self._place), functools.cache(self._trace)
+        self.any, whole = self._demand(self.recipe)
         # A batch is global; tokens and sequences are a device's.
         is_global = self.model.workload.loss_fn is not None
         self.total = whole * (1 if is_global else asked.num_devices)
@@ -98,32 +92,30 @@ class _Hunt:
     def run(self) -> Choices:
         """Plan every family; raise where none fits."""
         limit = self.asked.memory_limit
-        found: list[Plan] = []
-        tried: list[Plan] = []
-        rejected: list[Plan] = []
-        for devices in self._meshes():
-            for stage, recipe in self._families(devices):
-                family = list(self._microbatches(devices, stage, recipe))
-                tried += family
-                fitting = [plan for plan in family if plan.bytes.total <= limit]
-                if fitting:
-                    found.append(min(fitting, key=_rank))
-                elif family:
-                    rejected.append(min(family, key=_size))
+        families = [
+            list(self._microbatches(devices, stage, recipe))
+            for devices in self._meshes()
+            for stage, recipe in self._families(devices)
+        ]
+        tried = tuple(itertools.chain.from_iterable(families))
         if not tried:
             raise ValueError(self._indivisible())
+        found: list[Plan] = []
+        rejected: list[Plan] = []
+        for family in filter(None, families):
+            fitting = [plan for plan in family if plan.bytes.total <= limit]
+            if fitting:
+                found.append(min(fitting, key=_rank))
+            else:
+                rejected.append(min(family, key=_size))
         if not found:
             least = min(tried, key=_size)
             raise ValueError(
                 f"nothing fits {gigabytes(limit)} per device; the smallest need is "
                 f"{gigabytes(least.bytes.total)}: {least.title}"
             )
-        return Choices(
-            plans=tuple(sorted(found, key=_rank)),
-            tried=tuple(tried),
-            rejected=tuple(sorted(rejected, key=_size)),
-            asked=self.asked,
-        )
+        found, rejected = sorted(found, key=_rank), sorted(rejected, key=_size)
+        return Choices(tuple(found), tried, tuple(rejected), self.asked)
 
     # ------------------------------------------------------------------ what is tried
 
@@ -135,7 +127,7 @@ class _Hunt:
             top = min(domain, num_devices)
             axes = [m for m in _MODEL_AXES if m <= top and num_devices % m == 0 and self._cuts(m)]
         for model_axis in axes:
-            data = share_out(num_devices, None, model_axis).num_shards
+            data = self._share_out(None, model_axis).num_shards
             groups = self.space.num_shards
             if groups is None:
                 near = domain // model_axis
@@ -143,10 +135,14 @@ class _Hunt:
             elif len(axes) > 1:  # a group that was asked for goes with some of them
                 groups = [group for group in groups if data % as_count("num_shards", group) == 0]
             for group in groups:
-                devices = share_out(num_devices, group, model_axis)
+                devices = self._share_out(group, model_axis)
                 amount = self._amount(devices)
                 if self.any.unit == "token" or (amount >= 1 and amount == int(amount)):
                     yield devices
+
+    def _share_out(self, num_shards: int | None, model_axis: int) -> Devices:
+        sizes = {"num_shards": num_shards, "model_axis": model_axis}
+        return share_out(self.asked.num_devices, dataclasses.replace(self.placement, **sizes))
 
     def _cuts(self, model_axis: int) -> bool:
         """Return whether a model axis can be planned for the model."""
@@ -167,7 +163,7 @@ class _Hunt:
                 continue  # without shards a shard group is nothing
             inputs_alone = remat if remat is not None and remat.recompute == "full" else None
             moves = offload is not None and "activation" in offload.kinds
-            if moves and (inputs_alone is None or isinstance(self.any, Unknown)):
+            if moves and (inputs_alone is None or self.any.unit == "token"):
                 continue  # what is kept between layers is all that goes to the host
             if remat is not None and remat.partition is not None and devices.model_axis == 1:
                 continue  # over one device nothing is cut
@@ -212,7 +208,7 @@ class _Hunt:
     def _splits(self, amount: float) -> Iterator[int]:
         """List numbers of microbatches that leave whole units in each."""
         given = self.recipe.accumulate
-        if isinstance(self.any, Unknown):
+        if self.any.unit == "token":
             yield given
             return
         for count in range(1, int(min(amount, _MOST)) + 1):
@@ -226,17 +222,16 @@ class _Hunt:
         return self.total / devices.num_batch_parts
 
     def _demand(self, recipe: Recipe) -> tuple[Demand, float]:
+        """Trace once for all places in which layer inputs may lie."""
         remat = remat_of(recipe)
-        key = None if remat is None else (remat.recompute, remat.keep)
-        if key not in self._demands:
-            alone = dataclasses.replace(recipe, accumulate=1)
-            self._demands[key] = find_demand(self.model, ALONE, alone)
-        return self._demands[key]
+        return self._traced(remat and dataclasses.replace(remat, partition=None, offload=()))
+
+    def _trace(self, remat: RematPolicy | None) -> tuple[Demand, float]:
+        recipe = dataclasses.replace(self.recipe, remat=remat, offload=None)
+        return find_demand(dataclasses.replace(self.model, recipe=recipe))
 
     def _place(self, devices: Devices, stage: int) -> Setting:
-        model, space, one = self.model, self.space, self.asked.hardware
-        placement = Placement(specs=space.specs, rules=space.rules, min_size=space.min_size)
-        return place(model.params, model.tx, one, devices, placement, self.recipe, stage)
+        return place(self.model, self.asked.hardware, devices, self.placement, stage)
 
     def _indivisible(self) -> str:
         """Return why no mesh takes the batch."""

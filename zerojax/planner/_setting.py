@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax._types import PyTree
-from zerojax.layout import LANES, Description, Layout, LeafLayout, make_layout
+from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
 from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
 from zerojax.planner._policies import hosts_states, offloaded, remat_of
+from zerojax.planner._workload import Model
 from zerojax.planner.formulas import Theory, theory_of
 from zerojax.planner.hardware import Hardware, Network
 from zerojax.planner.traced import HeldLeaf, Sharing, Work
@@ -143,21 +143,14 @@ class Setting:
 
 
 def place(
-    params: PyTree,
-    tx: Any,
-    hardware: Hardware,
-    devices: Devices,
-    placement: Placement,
-    recipe: Recipe,
-    stage: int,
+    model: Model, hardware: Hardware, devices: Devices, placement: Placement, stage: int
 ) -> Setting:
     """Place model states; a bare vector stands for parameters of which only the number is known."""
-    axes = devices.axes
-    specs = placement.specs
+    axes, specs, recipe = devices.axes, placement.specs, model.recipe
     if specs is None and devices.model_axis > 1:
-        specs = _specs(as_shapes(params), devices.model_axis)
+        specs = _specs(as_shapes(model.params), devices.model_axis)
     layout = make_layout(
-        params,
+        model.params,
         AbstractMesh(tuple(axes.values()), tuple(axes)),
         stage=stage,
         axis=DATA,
@@ -166,7 +159,7 @@ def place(
         rules=placement.rules,
         min_size=placement.min_size,
     )
-    states, leaves = layout.describe(tx, recipe), _held_leaves(layout, recipe)
+    states, leaves = layout.describe(model.tx, recipe), _held_leaves(layout, recipe)
     return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe)
 
 
@@ -203,12 +196,11 @@ def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
     optimizer reads no more of them.
     """
     gathers, found = layout.partitions("parameter"), []
-    for number, placed in enumerate(layout.leaves):
+    for placed in layout.leaves:
         dtype = floating_dtype(placed.dtype, recipe.precision.params)
         reduced = floating_dtype(dtype, recipe.precision.reduce)
         shape = placed.stored_shape if gathers else placed.shape
         leaf = HeldLeaf(
-            number=number,
             held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=num_bytes(layout.local_shape(placed, shape), dtype),
             gradient=placed.bytes_per_device("optimizer", dtype=reduced),
@@ -220,16 +212,8 @@ def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
 
 
 def _scatters(leaf: LeafLayout, network: Network) -> bool:
-    """Return whether a gradient is reduce-scattered on this hardware.
-
-    XLA all-reduces on a CPU. On a torus that needs phases, libtpu scatters columns in whole tiles
-    only (see `layout.Phases.reduces`), and else it all-reduces.
-    """
-    if network.hardware.platform == "cpu":
-        return False
-    if leaf.dim is None or not network.torus:
-        return True
+    """Return whether a gradient is reduce-scattered on this hardware: XLA all-reduces on a CPU."""
     phases = network.phases((DATA,), "reduce-scatter")
-    if len(phases) < 2 or leaf.dim != len(leaf.shape) - 1 or len(leaf.shape) < 2:
-        return True
-    return leaf.stored_shape[leaf.dim] % (phases[0].num_devices * LANES) == 0
+    if leaf.dim is None or len(phases) < 2:
+        return network.hardware.platform != "cpu"
+    return scatters_tiles(leaf.stored_shape, leaf.dim, phases[0].num_devices)

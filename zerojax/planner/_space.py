@@ -67,6 +67,5 @@ class SearchRequest:
     model: Model
     num_devices: int
     hardware: Hardware
-    recipe: Recipe
     memory_limit: float
     space: Space

@@ -11,11 +11,7 @@ import optax
 
 from zerojax._types import LossFn, PyTree
 from zerojax.planner._arguments import as_count, as_given
-from zerojax.planner._demand import Demand, DescribedGpt, TracedLoss, Unknown
-from zerojax.planner._devices import Devices
-from zerojax.planner._policies import remat_of
 from zerojax.planner.formulas import Transformer
-from zerojax.planner.traced import trace_loss
 from zerojax.recipe import Recipe, as_recipe
 
 
@@ -58,12 +54,13 @@ class Workload:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """What is planned."""
 
     params: PyTree  # shapes; a bare vector where their number is all that is known
     tx: optax.GradientTransformation  # the optimizer
+    recipe: Recipe  # how a step is computed
     workload: Workload  # what a device computes
     is_implied: bool = False  # whether the transformer is one that the number of parameters implies
 
@@ -73,7 +70,7 @@ def read_model(
     tx: optax.GradientTransformation,
     recipe: Recipe | None,
     workload: Workload | None,
-) -> tuple[Model, Recipe]:
+) -> Model:
     """Read parameters, or their number, which implies a GPT and, by default, mixed precision."""
     example = "zerojax.Workload(loss_fn=loss_fn, batch=batch)"
     load = as_given(Workload, workload, example, Workload())
@@ -82,8 +79,8 @@ def read_model(
         is_implied = load.transformer is None
         if is_implied:
             load = dataclasses.replace(load, transformer=Transformer.of(count))
-        model = Model(jax.ShapeDtypeStruct((count,), jnp.float32), tx, load, is_implied)
-        return model, as_recipe(Recipe(precision="bf16") if recipe is None else recipe)
+        recipe = as_recipe(Recipe(precision="bf16") if recipe is None else recipe)
+        return Model(jax.ShapeDtypeStruct((count,), jnp.float32), tx, recipe, load, is_implied)
     if not jax.tree.leaves(params):
         raise ValueError("params hold no leaves; give a pytree of arrays or shapes, or a number")
     if load.tokens_per_device is not None and load.transformer is None:
@@ -91,38 +88,4 @@ def read_model(
             "tokens_per_device counts tokens of a transformer, and shapes don't say which it is: "
             "give Workload(transformer=...) too, or loss_fn and batch"
         )
-    return Model(params, tx, load), as_recipe(recipe)
-
-
-def find_demand(model: Model, devices: Devices, recipe: Recipe) -> tuple[Demand, float]:
-    """Find the best source of activations, and the units in a device's microbatch."""
-    load = model.workload
-    remat = remat_of(recipe)
-    if load.loss_fn is not None:
-        trace = trace_loss(
-            load.loss_fn,
-            model.params,
-            load.batch,
-            dtype=recipe.precision.params,
-            remat=remat,
-            has_aux=load.has_aux,
-        )
-        parts = devices.num_batch_parts * recipe.accumulate
-        if trace.num_examples % parts:
-            raise ValueError(
-                f"the batch has {trace.num_examples} examples; {devices.num_batch_parts} devices "
-                f"times {recipe.accumulate} microbatches need a multiple of {parts}"
-            )
-        return TracedLoss(trace), trace.num_examples // parts
-    if remat is not None and remat.keep:
-        raise ValueError(
-            f"RematPolicy(keep={remat.keep}) names values of a loss: give Workload(loss_fn=, "
-            "batch=) to plan it"
-        )
-    gpt, tokens = load.transformer, load.tokens_per_device
-    if gpt is None:
-        return Unknown(), 1.0
-    tokens = as_count("tokens_per_device", gpt.context if tokens is None else tokens)
-    length = min(tokens, gpt.context)
-    recomputed = "full" if remat is None else remat.recompute
-    return DescribedGpt(gpt, recomputed, length, model.is_implied), tokens / length
+    return Model(params, tx, as_recipe(recipe), load)

@@ -65,7 +65,7 @@ class PlanQuestion:
     def sweep(self) -> dict[int, list[Plan]]:
         """Plan all stages for every number of devices that is drawn."""
         counts, given = self.options.device_counts, self._given(self.per_group)
-        return planner.sweep(self.params, self._tx, num_devices=counts, **given)[0]
+        return planner.sweep(self.params, self._tx, num_devices=counts, **given)
 
     def search(self) -> Choices:
         """Search among all that the options leave open, and compile the winners if asked to."""

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from zerojax.planner.traced._operations import Op, Operations
+from zerojax.planner.traced._operations import Op, Operations, Value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,59 +49,69 @@ BACKENDS: Mapping[str, Backend] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Part(NamedTuple):
+    """A parameter, or what one iteration of a loop sees of it."""
+
+    leaf: int  # which parameter, in flattening order
+    share: float = 1.0  # of its elements
+
+    def sliced(self, outer: Value, inner: Value) -> Part:
+        """Return what one iteration sees of a value."""
+        elements = self.share * math.prod(inner.shape)
+        return Part(self.leaf, elements / max(math.prod(outer.shape), 1))
+
+
+#: Parts of parameters by the values that they, or their gradients, are.
+Parts = Mapping[int, Part]
+
+
+class Launch(NamedTuple):
     """An operation that runs by itself."""
 
-    op: int  # its index
+    time: int  # its index among the operations
+    op: Op
     results: tuple[int, ...]  # values that it leaves in memory
     dies: tuple[int, ...]  # values that are freed after it
     takes_over: tuple[int, ...]  # those of them whose buffers its results may take
     reads: frozenset[int]  # buffers and parameters that it reads
+    bodies: tuple[Lifetimes, ...]  # of a loop, or the branches of a cond
+
+
+def lifetimes_of(program: Operations, num_leaves: int, platform: str) -> Lifetimes:
+    """Analyse `loss, *gradients = f(*parameters, *batch)` as a platform runs it."""
+    outputs = program.outputs[1 : 1 + num_leaves]
+    parameters = {v: Part(n) for n, v in enumerate(program.inputs[:num_leaves])}
+    gradients = {v: Part(n) for n, v in enumerate(outputs) if v is not None}
+    return Lifetimes(program, parameters, gradients, BACKENDS[platform])
 
 
 class Lifetimes:
-    """Decides what of a program lies in memory, and when it is read last."""
+    """Decides what of a program, or of the body of a loop, lies in memory, and until when."""
 
     def __init__(
-        self,
-        program: Operations,
-        parameters: tuple[int, ...],
-        gradients: tuple[int, ...],
-        pairs: tuple[tuple[int, int], ...],
-        backend: Backend,
+        self, program: Operations, parameters: Parts, gradients: Parts, backend: Backend
     ) -> None:
-        self.program = program
-        self.backend = backend
+        self.program, self.parameters, self.backend = program, parameters, backend
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
         #: values that are a parameter seen in another way, with that parameter
-        self.owner = self._owners(parameters)
-        self.root = self._roots()
+        self.owner = self._owners()
         self.readers = self._readers()
-        self.results = {self.root_of(v) for v in program.outputs if v is not None}
+        self.results = {v for v in program.outputs if v is not None}
         self.summed = self._sums()
         #: sums that a scatter is written into, in memory
         self.written = set() if backend.fuses_one_hot else set(self.summed.values())
-        #: values that become a gradient by elementwise operations, with that gradient
-        self.gradients = self._gradients(gradients)
-        self.differentiated = self._differentiated(pairs)
+        #: parameters by the values that become their gradients by elementwise operations
+        self.marked = self._marked(gradients)
+        self.differentiated = self._differentiated(gradients)
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
         self.sources: dict[int, frozenset[int]] = {}
         self._trace_sources()
         reads = {t: self._reads(t) for t in range(len(program.ops)) if self._runs(t)}
         self.launches = self._launches(reads)
         #: parameter, first and last operation of each stretch in which it has to be whole
-        self.uses = self._uses(reads)
-        #: dot products whose operands may be padded, from when on the copies can be made
-        self.padded = [
-            (max(self.maker.get(self.root_of(v), 0) for v in program.ops[t].read[:2]), t)
-            for t in reads
-            if program.ops[t].name == "dot_general" and backend.splits_contraction
-        ]
-
-    def root_of(self, value: int) -> int:
-        """Return the buffer that a value is seen of."""
-        return self.root.get(value, value)
+        self.uses = self._uses()
+        #: what loops stack for the backward pass, and whether layers hand it on to each other
+        self.stacked = self._stacked()
 
     def _launches(self, reads: Mapping[int, frozenset[int]]) -> tuple[Launch, ...]:
         """List the operations that run, and what each leaves and frees."""
@@ -113,21 +124,51 @@ class Lifetimes:
                 dies.setdefault(t, []).append(v)
         launches = []
         for t, read in reads.items():
-            op = self.program.ops[t]
-            results = tuple(v for v in op.outputs if self.root_of(v) == v and v in self.stored)
-            gone = tuple(dies.get(t, ()))
+            op, gone = self.program.ops[t], tuple(dies.get(t, ()))
+            results = tuple(v for v in op.outputs if v in self.stored)
             unread = tuple(v for v in results if v not in last and v not in self.results)
-            launches.append(Launch(t, results, gone + unread, self._takes_over(op, gone), read))
+            taken, bodies = self._takes_over(op, gone), tuple(self._bodies(op))
+            launches.append(Launch(t, op, results, gone + unread, taken, read, bodies))
         return tuple(launches)
 
-    def _owners(self, parameters: tuple[int, ...]) -> dict[int, int]:
-        """Find which values are a parameter and no other array, elementwise: cast, sliced, viewed.
+    def _bodies(self, op: Op) -> Iterator[Lifetimes]:
+        """Go into a loop, or the branches of a cond, with what of a parameter is seen there."""
+        values = self.program.values
+        for body in op.bodies:
+            given = op.inputs if op.name == "scan" else op.inputs[-len(body.inputs) :]
+            read = [(slot, self.owner.get(v)) for slot, v in zip(body.inputs, given, strict=False)]
+            made = zip(body.outputs, op.outputs, strict=False)
+            parameters = {
+                slot: self.parameters[v].sliced(values[v], body.values[slot])
+                for slot, v in read
+                if v is not None
+            }
+            gradients = {
+                slot: self.marked[v].sliced(values[v], body.values[slot])
+                for slot, v in made
+                if slot is not None and v in self.marked
+            }
+            yield Lifetimes(body, parameters, gradients, self.backend)
+
+    def _stacked(self) -> dict[int, bool]:
+        """Find what scans stack: all that is no gradient; some has the shape of a carried value."""
+        found, values = {}, self.program.values
+        for launch in self.launches:
+            op = launch.op
+            carried = {values[v].shape for v in op.outputs[: op.num_carry]}
+            for v in op.outputs[op.num_carry :] if op.name == "scan" else ():
+                if v in launch.results and v not in self.marked:
+                    found[v] = values[v].shape[1:] in carried
+        return found
+
+    def _owners(self) -> dict[int, int]:
+        """Find which values are a parameter and no other array, elementwise: cast, sliced.
 
         What is larger than the parameter, a bias for every token, is a value of its own.
         """
-        owner = {v: v for v in parameters}
+        owner = {v: v for v in self.parameters}
         for op in self.program.ops:
-            if op.kind not in ("view", "fused"):
+            if op.kind != "fused":
                 continue
             found = {owner.get(v) for v in op.read if self._elements(v) > 1}
             if len(found) == 1 and (one := found.pop()) is not None:
@@ -137,22 +178,12 @@ class Lifetimes:
     def _elements(self, value: int) -> int:
         return math.prod(self.program.values[value].shape)
 
-    def _roots(self) -> dict[int, int]:
-        roots: dict[int, int] = {}
-        for op in self.program.ops:
-            if op.kind == "view":
-                for operand, result in zip(op.inputs, op.outputs, strict=False):
-                    if operand is not None:
-                        roots[result] = roots.get(operand, operand)
-        return roots
-
     def _readers(self) -> dict[int, list[int]]:
-        """List the operations that read each buffer, views left out."""
+        """List the operations that read each value."""
         readers: dict[int, list[int]] = {}
         for t, op in enumerate(self.program.ops):
-            if op.kind != "view":
-                for v in op.read:
-                    readers.setdefault(self.root_of(v), []).append(t)
+            for v in op.read:
+                readers.setdefault(v, []).append(t)
         return readers
 
     def _sums(self) -> dict[int, int]:
@@ -169,40 +200,36 @@ class Lifetimes:
         return found
 
     def _is_constant(self, value: int) -> bool:
-        t = self.maker.get(self.root_of(value))
-        op = None if t is None else self.program.ops[t]
-        return (
-            op is not None and op.kind == "fused" and all(self._elements(v) == 1 for v in op.read)
-        )
+        op = self._made_by(value)
+        is_fused = op is not None and op.kind == "fused"
+        return is_fused and all(self._elements(v) == 1 for v in op.read)
 
-    def _gradients(self, gradients: tuple[int, ...]) -> dict[int, int]:
+    def _made_by(self, value: int) -> Op | None:
+        return self.program.ops[self.maker[value]] if value in self.maker else None
+
+    def _marked(self, gradients: Parts) -> dict[int, Part]:
         """Go back from each gradient through operations that keep its elements."""
-        found: dict[int, int] = {}
-        for wanted in gradients:
+        found: dict[int, Part] = {}
+        for wanted, part in gradients.items():
             todo = [wanted]
             while todo:
                 v = todo.pop()
                 if v in found or v in self.owner:
                     continue
-                found[v] = wanted
-                op = self.program.ops[self.maker[v]] if v in self.maker else None
-                if op is not None and op.kind in ("view", "fused"):
-                    size = self._elements(v)
-                    todo += [i for i in op.read if self._elements(i) == size]
+                found[v] = part
+                op = self._made_by(v)
+                if op is not None and op.kind == "fused":
+                    todo += [i for i in op.read if self._elements(i) == self._elements(v)]
         return found
 
-    def _differentiated(self, pairs: tuple[tuple[int, int], ...]) -> dict[int, int]:
+    def _differentiated(self, gradients: Parts) -> dict[int, int]:
         """Find when each parameter's gradient is there; until then its weight may be needed."""
-        found = {}
-        for parameter, gradient in pairs:
-            t = self.maker.get(self.root_of(gradient))
+        found, by_leaf = {}, {part.leaf: v for v, part in gradients.items()}
+        for parameter, part in self.parameters.items():
+            t = self.maker.get(by_leaf.get(part.leaf, -1))
             while t is not None and self.program.ops[t].kind == "fused" and t not in self.written:
-                made = [
-                    self.maker[self.root_of(v)]
-                    for v in self.program.ops[t].inputs
-                    if v in self.gradients and self.root_of(v) in self.maker
-                ]
-                t = max(made, default=None) if made else None
+                marked = self.maker.keys() & self.marked.keys() & set(self.program.ops[t].read)
+                t = max((self.maker[v] for v in marked), default=None)
             if t is not None:
                 found[parameter] = t
         return found
@@ -210,7 +237,7 @@ class Lifetimes:
     def _is_stored(self, value: int) -> bool:
         """Return whether a value gets a buffer of its own."""
         t = self.maker.get(value)
-        if t is None or value in self.root or value in self.owner:
+        if t is None or value in self.owner:
             return False
         op = self.program.ops[t]
         if op.kind == "scatter":
@@ -229,26 +256,22 @@ class Lifetimes:
 
     def _is_operand(self, value: int) -> bool:
         """Return whether an elementwise result is read by something that wants it in memory."""
-        kernels = 0
+        merged = 0  # dot products that it is merged into
         for t in self.readers.get(value, ()):
             op = self.program.ops[t]
-            if op.kind == "loop":
+            if op.name == "dot_general" and self.backend.fuses_operands:
+                merged += 1
+            elif (
+                op.kind in ("loop", "kernel")
+                or (op.kind == "gather" and not self.backend.fuses_lookups)
+                or (op.kind == "scatter" and t not in self.summed)
+            ):
                 return True
-            if op.kind == "gather" and not self.backend.fuses_lookups:
-                return True
-            if op.kind == "scatter" and t not in self.summed:
-                return True
-            if op.kind == "kernel":
-                if op.name != "dot_general" or not self.backend.fuses_operands:
-                    return True
-                kernels += 1
-        return kernels > 1
+        return merged > 1
 
     def _runs(self, t: int) -> bool:
         """Return whether an operation runs by itself, not merged into those that read it."""
         op = self.program.ops[t]
-        if op.kind == "view":
-            return False
         return op.kind == "loop" or any(v in self.stored for v in op.outputs)
 
     def _reads(self, t: int) -> frozenset[int]:
@@ -267,19 +290,14 @@ class Lifetimes:
         An elementwise result that lies in memory for a kernel is computed again for operations that
         are merged, where what it is made from takes less.
         """
-        v = self.root_of(value)
-        if v in self.owner:
-            return frozenset({self.owner[v]})
-        t = self.maker.get(v)
-        if t is None:
-            return frozenset({v})
-        if v in self.stored:
-            if not (merges and self.program.ops[t].kind == "fused") or t in self.written:
-                return frozenset({v})
-            behind = self.sources[v]
-            own = self._size(v)
-            return behind if sum(self._size(b) for b in behind) < own else frozenset({v})
-        return self.sources[v]
+        if value in self.owner or value not in self.maker:
+            return frozenset({self.owner.get(value, value)})
+        if value in self.stored:
+            t = self.maker[value]
+            again = merges and self.program.ops[t].kind == "fused" and t not in self.written
+            if not again or sum(map(self._size, self.sources[value])) >= self._size(value):
+                return frozenset({value})
+        return self.sources[value]
 
     def _trace_sources(self) -> None:
         """List for every value the buffers that it is made from, in order."""
@@ -298,24 +316,19 @@ class Lifetimes:
             return gone
         if op.kind == "loop" and op.name != "cond":
             carried = op.inputs[op.num_consts : op.num_consts + op.num_carry]
-            roots = {self.root_of(v) for v in carried if v is not None}
-            return tuple(v for v in gone if v in roots)
+            return tuple(v for v in gone if v in carried)
         return ()
 
-    def _uses(self, reads: Mapping[int, frozenset[int]]) -> tuple[tuple[int, int, int], ...]:
+    def _uses(self) -> tuple[tuple[int, int, int], ...]:
         """List when parameters have to be whole.
 
         Within one rematerialised call a gathered weight serves the recomputation and the backward
         pass; elsewhere each use gathers for itself.
         """
         spans: dict[tuple[int, object], list[int]] = {}
-        owners = set(self.owner.values())
         latest: dict[int, tuple[int, object]] = {}
-        for t, values in reads.items():
-            op = self.program.ops[t]
-            if op.kind == "loop":
-                continue
-            for v in values & owners:
+        for t, op, *_, reads, _ in self.launches:
+            for v in reads & self.parameters.keys() if op.kind != "loop" else ():
                 key = (v, ("region", op.region) if op.region is not None else ("op", t))
                 spans.setdefault(key, []).append(t)
                 latest[v] = key

@@ -1,7 +1,8 @@
 """A traced gradient as flat lists of operations, one per loop body: what the planner reads.
 
-Calls are written out in their place, operations that nothing needs are dropped, and every value
-knows its bytes as a line in the number of examples, so that one trace answers for every batch.
+Calls are written out in their place, a reshape is the value that it looks at, operations that
+nothing needs are dropped, and every value knows its bytes as a line in the number of examples, so
+that one trace answers for every batch.
 
 Example: `w -> sum(sin(x @ w))` for x of n rows of 4 fp32 numbers, w of 4 x 2:
 
@@ -17,24 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-
-#: Primitives that only name or look at their operand's buffer in another way.
-VIEWS = frozenset(
-    {
-        "bitcast_convert_type",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "name",
-        "optimization_barrier",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-        "stop_gradient",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,8 +47,8 @@ class Op:
     """One operation."""
 
     name: str  # the primitive's
-    #: "view", "fused" (an elementwise operation that compilers merge with its neighbours), "reduce"
-    #: (merged with what comes before it), "gather", "scatter", "kernel" or "loop"
+    #: "fused" (an elementwise operation that compilers merge with its neighbours), "reduce" (merged
+    #: with what comes before it), "gather", "scatter", "kernel" or "loop"
     kind: str
     inputs: tuple[int | None, ...]  # indices of values; None for a literal
     outputs: tuple[int, ...]  # indices of values
@@ -109,3 +92,10 @@ class Operations:
                     size = getattr(value.dtype, "itemsize", 1) or 1
                     total += op.length.at(examples) * value.bytes.at(examples) / size
         return total
+
+    def handed_on(self) -> frozenset[tuple[int, ...]]:
+        """Return the shapes of what loops carry from layer to layer, loops within loops too."""
+        scans = [op for op in self.ops if op.name == "scan"]
+        found = {self.values[v].shape for op in scans for v in op.outputs[: op.num_carry]}
+        inner = (body.handed_on() for op in self.ops for body in op.bodies)
+        return frozenset(shape for shape in found if len(shape) > 1).union(*inner)

@@ -15,12 +15,13 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from zerojax.planner.traced._lifetimes import Launch
+from zerojax.planner.traced._lifetimes import Launch, Lifetimes
 from zerojax.planner.traced._operations import Op
-from zerojax.planner.traced._simulation import HeldLeaf, Scope, Sharing, Simulation
 
 #: Gathers below this are never what matters: norms and biases.
 _SMALL = 2**14
@@ -30,8 +31,38 @@ _TILE = 128 * 128
 _MULTIPLE = 8
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldLeaf:
+    """What a parameter takes on one device."""
+
+    held: float = 0.0  # bytes that lie there between steps
+    gathered: float  # bytes when it is whole (along the ZeRO axes); equal to `held` below stage 3
+    gradient: float = 0.0  # bytes of its gradient when it has been reduced
+    is_gathered: bool = False  # whether it is made whole for each use
+    parts: int = 1  # parts that model parallelism cuts it into
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How the devices of a model axis share activations, and what the host keeps of them."""
+
+    #: devices that share the values within layers, all but those of the shape that layers hand on
+    #: to each other, which Megatron-LM has whole on every device
+    model_axis: int = 1
+    #: whether these devices share what layers hand on to each other as well, where a loop stacks it
+    #: for its backward pass (Pa)
+    partitions: bool = False
+    #: whether that goes to the host's memory, all but two layers of it (Pa+cpu)
+    offloads: bool = False
+
+    @property
+    def checkpoint_parts(self) -> int:
+        """Devices that share what layers hand on to each other."""
+        return self.model_axis if self.partitions else 1
+
+
 def peak_of(
-    simulation: Simulation,
+    lifetimes: Lifetimes,
     leaves: Sequence[HeldLeaf],
     examples: float,
     *,
@@ -45,24 +76,38 @@ def peak_of(
     microbatches, all of which lie there from the beginning. `frees` says whether a parameter's
     buffer serves other things after its last use, as where the step gets it back from a master.
     """
-    program, scope = simulation.program, simulation.scope(leaves)
+    program, parameters = lifetimes.program, lifetimes.parameters
     batch = {
         v: accumulate * program.values[v].bytes.at(examples)
         for v in program.inputs
-        if v not in scope.parameters
+        if v not in parameters
     }
-    held = {v: leaf.held for v, leaf in scope.parameters.items()} | batch
-    clock = _Clock(scope, examples, sharing or Sharing())
+    held = {v: leaves[part.leaf].held for v, part in parameters.items()} | batch
+    clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.handed_on())
     return clock.peak(held, frozenset(batch if frees else held))
+
+
+def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) -> float:
+    """Count the layer inputs that loops stack for their backward pass."""
+    handed_on = [v for v, is_handed_on in lifetimes.stacked.items() if is_handed_on]
+    values = lifetimes.program.values
+    return sum(values[v].bytes.at(examples) for v in handed_on) / sharing.checkpoint_parts
 
 
 class _Clock:
     """Runs over a program or the body of a loop, once."""
 
-    def __init__(self, scope: Scope, examples: float, sharing: Sharing) -> None:
-        self.scope, self.examples, self.sharing = scope, examples, sharing
-        self.program, self.lifetimes, self.marked = scope.program, scope.lifetimes, scope.marked
-        self.backend = scope.simulation.backend
+    def __init__(
+        self,
+        lifetimes: Lifetimes,
+        leaves: Sequence[HeldLeaf],
+        examples: float,
+        sharing: Sharing,
+        handed_on: frozenset[tuple[int, ...]],
+    ) -> None:
+        self.lifetimes, self.program = lifetimes, lifetimes.program
+        self.leaves, self.examples, self.sharing = leaves, examples, sharing
+        self.handed_on = handed_on  # shapes of what loops carry from layer to layer
         self.sizes = self._sizes()
 
     def peak(
@@ -76,25 +121,30 @@ class _Clock:
         change = _changes([*self._gathers(), *self._copies()])
         total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
         for launch in self.lifetimes.launches:
-            op = self.program.ops[launch.op]
-            while clock <= launch.op:  # what starts before this operation or with it
+            op = launch.op
+            while clock <= launch.time:  # what starts before this operation or with it
                 beside += change.get(clock, 0.0)
                 clock += 1
-            inside = (_Clock(one, self.examples, self.sharing) for one in self.scope.bodies(op))
-            within = max((one.peak() for one in inside), default=0.0)
+            within = max((self._within(body).peak() for body in launch.bodies), default=0.0)
             wanted = {v: self._result(v, op) for v in launch.results}
             reused = _reused(launch, alive, wanted, kept)
             worst = max(worst, total + sum(wanted.values()) - reused + within + beside)
             for v, size in wanted.items():
-                alive[v] = size
-                total += size
-                if v in self.marked and op.kind != "loop" and size > self.marked[v].gradient:
-                    total += self.marked[v].gradient - size  # scattered as soon as it is there
-                    alive[v] = self.marked[v].gradient
+                # A gradient is scattered as soon as it is there.
+                alive[v] = size if op.kind == "loop" else min(size, self._gradient(v))
+                total += alive[v]
             for v in launch.dies:
                 if v in alive and v not in kept:
                     total -= alive.pop(v)
         return worst
+
+    def _within(self, body: Lifetimes) -> _Clock:
+        return _Clock(body, self.leaves, self.examples, self.sharing, self.handed_on)
+
+    def _gradient(self, value: int) -> float:
+        """Return the bytes of a reduced gradient; infinite for what becomes none."""
+        part = self.lifetimes.marked.get(value)
+        return math.inf if part is None else part.share * self.leaves[part.leaf].gradient
 
     def _sizes(self) -> Sequence[float]:
         """Count the bytes of every value on this device."""
@@ -102,7 +152,7 @@ class _Clock:
         sharing = self.sharing
         if sharing.model_axis == 1 and not sharing.offloads:
             return sizes
-        stacked = self.scope.stacked
+        stacked, marked = self.lifetimes.stacked, self.lifetimes.marked
         for v, size in enumerate(sizes):
             value = self.program.values[v]
             if v in stacked:
@@ -110,55 +160,52 @@ class _Clock:
                 leaves = sharing.offloads and stacked[v]
                 kept = min(1.0, 2 / value.dims[0].at(self.examples)) if leaves else 1.0
                 sizes[v] = size * kept / parts
-            elif v in self.marked:
-                sizes[v] = size / self.marked[v].parts
-            elif value.shape not in self.scope.simulation.handed_on:
+            elif v in marked:
+                sizes[v] = size / self.leaves[marked[v].leaf].parts
+            elif value.shape not in self.handed_on:
                 sizes[v] = size / sharing.model_axis
         return sizes
 
     def _result(self, value: int, op: Op) -> float:
         """Count a result; gradients that a loop stacks, or that are only viewed, are shards."""
-        size, leaf = self.sizes[value], self.marked.get(value)
-        if leaf is None:
-            return size
         stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
-        viewed = op.kind == "fused" and len(op.read) == 1 and op.read[0] in self.marked
-        return min(size, leaf.gradient) if stacked or viewed else size
+        viewed = op.kind == "fused" and len(op.read) == 1 and op.read[0] in self.lifetimes.marked
+        size = self.sizes[value]
+        return min(size, self._gradient(value)) if stacked or viewed else size
 
     def _gathers(self) -> list[tuple[int, int, float]]:
         """List when parameters are whole: first and last operation, bytes."""
         found = []
         for owner, first, last in self.lifetimes.uses:
-            leaf = self.scope.parameters[owner]
-            if leaf.is_gathered and leaf.gathered > _SMALL:
-                found.append((first, last, leaf.gathered))
+            part = self.lifetimes.parameters[owner]
+            size = part.share * self.leaves[part.leaf].gathered
+            if self.leaves[part.leaf].is_gathered and size > _SMALL:
+                found.append((first, last, size))
         found.sort()
-        if not self.backend.prefetches:
+        if not self.lifetimes.backend.prefetches:
             return found
-        return [
-            (found[number - 1][0] if number else first, last, size)
-            for number, (first, last, size) in enumerate(found)
-        ]
+        starts = [first for first, _, _ in found]
+        before = starts[:1] + starts[:-1]
+        return [(start, *rest) for start, (_, *rest) in zip(before, found, strict=True)]
 
-    def _copies(self) -> list[tuple[int, int, float]]:
-        """List when padded copies of a dot product's operands are there.
+    def _copies(self) -> Iterator[tuple[int, int, float]]:
+        """List when padded copies of a split dot product's operands are there.
 
         A compiler makes them as soon as it can: behind the later of the two operands.
         """
-        found = []
-        for first, last in self.lifetimes.padded:
-            op = self.program.ops[last]
-            operands = op.read[:2]
-            owners = [self.lifetimes.owner[v] for v in operands if v in self.lifetimes.owner]
-            waits = any(self.scope.parameters[owner].is_gathered for owner in owners)
-            out = self.program.values[op.outputs[0]]
-            tiles = self.sizes[op.outputs[0]] / out.dtype.itemsize / _TILE
-            fits = op.contracted.at(self.examples) % _MULTIPLE == 0
-            if fits or tiles >= self.backend.splits_contraction:
+        lives, split = self.lifetimes, self.lifetimes.backend.splits_contraction
+        for launch in lives.launches if split else ():
+            op, operands = launch.op, launch.op.read[:2]
+            if op.name != "dot_general" or op.contracted.at(self.examples) % _MULTIPLE == 0:
                 continue
-            size = sum(self.sizes[v] for v in operands)
-            found.append((last if waits else first, last, size))
-        return found
+            out = self.program.values[op.outputs[0]]
+            if self.sizes[op.outputs[0]] / out.dtype.itemsize / _TILE >= split:
+                continue
+            first = max(lives.maker.get(v, 0) for v in operands)
+            owners = [lives.parameters[lives.owner[v]] for v in operands if v in lives.owner]
+            if any(self.leaves[part.leaf].is_gathered for part in owners):
+                first = launch.time
+            yield first, launch.time, sum(self.sizes[v] for v in operands)
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:

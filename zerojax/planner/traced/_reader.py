@@ -9,9 +9,26 @@ from typing import Any
 from jax.extend import core
 
 from zerojax._jaxpr import OPAQUE, REMATERIALISED, bodies, called, opened, scan_parts
-from zerojax.planner.traced._operations import VIEWS, Line, Op, Operations, Value
+from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+#: Primitives that only name or look at their operand's buffer in another way.
+_VIEWS = frozenset(
+    {
+        "bitcast_convert_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "name",
+        "optimization_barrier",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "sharding_constraint",
+        "squeeze",
+        "stop_gradient",
+    }
+)
 
 
 def read_operations(
@@ -58,6 +75,9 @@ class _Reader:
                 self._num_regions += name == REMATERIALISED
                 inner = self._num_regions if name == REMATERIALISED else region
                 self._call(one, (opened(held)[0], opened(called(two))[0]), env, inner)
+            elif name in _VIEWS:
+                seen = zip(one.outvars, one.invars, strict=True)
+                env |= {var: _read(env, x) for var, x in seen}
             else:
                 self._op(one, two, env, region)
 
@@ -138,8 +158,6 @@ def _read(env: Env, atom: Any) -> int | None:
 def _kind(name: str, is_loop: bool) -> str:
     if is_loop:
         return "loop"
-    if name in VIEWS:
-        return "view"
     if name.startswith("scatter"):
         return "scatter"
     if name == "gather":
@@ -152,9 +170,8 @@ def _kind(name: str, is_loop: bool) -> str:
 
 
 def _num_bytes(aval: Any) -> float:
-    dtype = getattr(aval, "dtype", None)
-    size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
-    return math.prod(getattr(aval, "shape", ())) * size
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(getattr(aval, "shape", ())) * itemsize
 
 
 def _contracted(eqn: Any) -> int:

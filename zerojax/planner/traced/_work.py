@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zerojax.planner.hardware import Hardware
-from zerojax.planner.traced._simulation import HeldLeaf, Scope, Simulation
+from zerojax.planner.traced._lifetimes import Launch, Lifetimes
+from zerojax.planner.traced._peak import HeldLeaf
 
 
 class Work(NamedTuple):
@@ -39,7 +40,7 @@ class Work(NamedTuple):
 
 
 def work_of(
-    simulation: Simulation,
+    lifetimes: Lifetimes,
     leaves: Sequence[HeldLeaf],
     examples: float,
     hardware: Hardware,
@@ -51,25 +52,24 @@ def work_of(
     `examples` are those of a device's microbatch; `model_axis` devices share the work of a layer.
     """
 
-    def add(scope: Scope) -> Work:
-        program, parameters, found = scope.program, scope.parameters, []
-        for launch in scope.lifetimes.launches:
-            op = program.ops[launch.op]
-            if op.kind == "loop":
-                longest = max(map(add, scope.bodies(op)), key=lambda work: work.seconds)
-                found.append(longest.times(op.length.at(examples)))
-                continue
-            # A lookup reads what it finds and no more of the table.
-            read = launch.results if op.kind == "gather" else launch.reads
-            moved = sum(
-                parameters[v].gathered
-                if v in parameters
-                else program.values[v].bytes.at(examples) / model_axis
-                for v in itertools.chain(read, launch.results)
-            )
-            count = op.flops.at(examples) / model_axis
-            rate = hardware.flops_fp32 if op.is_wide else hardware.flops
-            found.append(Work.of(count, moved, rate=rate, bandwidth=hardware.hbm_bandwidth))
-        return Work.total(found)
+    def moved(scope: Lifetimes, value: int) -> float:
+        if (part := scope.parameters.get(value)) is not None:
+            return part.share * leaves[part.leaf].gathered
+        return scope.program.values[value].bytes.at(examples) / model_axis
 
-    return add(simulation.scope(leaves))
+    def run(scope: Lifetimes, launch: Launch) -> Work:
+        op = launch.op
+        if launch.bodies:
+            longest = max(map(add, launch.bodies), key=lambda work: work.seconds)
+            return longest.times(op.length.at(examples))
+        # A lookup reads what it finds and no more of the table.
+        read = launch.results if op.kind == "gather" else launch.reads
+        traffic = sum(moved(scope, v) for v in itertools.chain(read, launch.results))
+        rate = hardware.flops_fp32 if op.is_wide else hardware.flops
+        flops = op.flops.at(examples) / model_axis
+        return Work.of(flops, traffic, rate=rate, bandwidth=hardware.hbm_bandwidth)
+
+    def add(scope: Lifetimes) -> Work:
+        return Work.total(run(scope, launch) for launch in scope.launches)
+
+    return add(lifetimes)
