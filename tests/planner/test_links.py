@@ -154,7 +154,7 @@ def test_the_phases_of_a_flat_torus_gain_nothing_over_its_all_reduce():
 def test_groups_between_each_others_members_share_the_links():
     axes = {"data": 32, "model": 2}  # v5p:4x4x4: the model axis takes neighbours along x
     network = network_of("v5p", axes)
-    assert network.phases(("model",)) == (Phase(2, about(L / 2)),)
+    assert network.phases(("model",)) == (Phase(2, about(L / 2), ("x",)),)
     # Of the ring of 4, a group has every other chip; the two groups share its links.
     assert [phase.num_devices for phase in network.phases(("data",))] == [8, 4]
     bandwidths = [phase.bandwidth for phase in network.phases(("data",))]
@@ -174,7 +174,7 @@ def test_devices_of_a_chip_are_a_phase_of_their_own():
     assert whole == pytest.approx(2 * S / 2 * 63 / 64 / 2.7e11)
     assert network_of("tpu7x", {"data": 1}).torus == (1, 1, 1)
     pair = network_of("tpu7x", {"data": 4, "model": 2})
-    assert pair.phases(("model",)) == (Phase(2, about(5.4e11)),)
+    assert pair.phases(("model",)) == (Phase(2, about(5.4e11), ("the chip",)),)
     assert network_of("tpu7x", {"data": 3}).torus == (1, 1, 3)
 
 
@@ -276,6 +276,24 @@ def test_no_gather_is_faster_than_all_links_of_a_device(num_devices, name):
     across = network.across["data"]
     assert found.slow >= S / within * (1 - 1 / across) / one.slow_bandwidth * (1 - 1e-9)
     assert network.seconds(("data",), S, "all-reduce").slow == pytest.approx(2 * found.slow)
+
+
+# ------------------------------------------------------------------ words and refusals
+
+
+def test_a_network_says_what_it_is():
+    assert network_of("h100", {"data": 16, "model": 4}).describe().splitlines() == [
+        "h100: 8 nodes of 8",
+        "data (16): 2 within at 450 GB/s, 8 across at 50 GB/s",
+        "model (4): 4 within at 450 GB/s",
+    ]
+    where, fsdp, data = network_of("v5p", {"fsdp": 1, "data": 64}).describe().splitlines()
+    assert where == "v5p: 1 slice of 4x4x4 chips (64 devices)"
+    assert fsdp == "fsdp (1): no links"
+    assert data == (
+        "data (64): 16 within along x (ring), y (ring) at 360 GB/s, "
+        "4 within along z (ring) at 180 GB/s"
+    )
 
 
 def test_seconds_add_up():

@@ -1,17 +1,15 @@
 """Bytes, volume and time of a training step, from shapes alone."""
 
 from zerojax.planner._arguments import as_amount, as_count, as_given
-from zerojax.planner._choices import Choices, Verified
+from zerojax.planner._choices import Choices, SearchRequest, Space, Verified
 from zerojax.planner._devices import Placement
 from zerojax.planner._plan import plan, sweep
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import search_plans
-from zerojax.planner._space import SearchRequest, Space
 from zerojax.planner._time import StepTime
 from zerojax.planner._workload import Workload
 from zerojax.planner.formulas import (
     CONFIGURATIONS,
-    PAPER_USABLE,
     BytesPerParam,
     Configuration,
     Theory,
@@ -35,7 +33,6 @@ from zerojax.planner.hardware import (
 __all__ = [
     "CONFIGURATIONS",
     "HARDWARE",
-    "PAPER_USABLE",
     "BytesPerParam",
     "Choices",
     "Configuration",

@@ -12,7 +12,7 @@ from zerojax.planner._arguments import as_count
 from zerojax.planner._policies import remat_of
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import Model
-from zerojax.planner.formulas import ActivationBytes, Transformer
+from zerojax.planner.formulas import ActivationBytes, Transformer, ring_share
 from zerojax.planner.traced import (
     HeldLeaf,
     Lifetimes,
@@ -40,6 +40,7 @@ class Demand:
         "transformer"
     )
     remat: Remat | None = None
+    has_layers = False  # whether it knows layers that can be rematerialised otherwise
 
     def peak(self, given: Setting, count: float) -> float:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
@@ -53,13 +54,20 @@ class Demand:
         """Count the bytes of a device's activation checkpoints that go to the host."""
         return 0.0
 
+    def handed_on(self, count: float) -> float:
+        """Count the elements that layers hand on to each other: b*s*h each, 0 where not known."""
+        return 0.0
+
     def model_elements(self, given: Setting, count: float) -> float:
-        """Count the elements that model parallelism moves per device, in (t - 1) / t.
+        """Count the elements that model parallelism moves per device in a step.
 
         Source: ZeRO, section 8: 12 b*s*h a layer, which are six all-reduces, each of twice b*s*h:
-        two in the forward pass, two where it is recomputed, two in the backward pass.
+        two in the forward pass, two where it is recomputed, two in the backward pass. Pa gathers
+        each layer's checkpoint once: b*s*h more.
         """
-        return 0.0
+        each = 13 if given.sharing.partitions else 12
+        moved = each * self.handed_on(count) * given.recipe.accumulate
+        return moved * ring_share(given.devices.model_axis)
 
 
 class TracedLoss(Demand):
@@ -76,6 +84,11 @@ class TracedLoss(Demand):
                 self.source += f", keeping {', '.join(trace.remat.keep)}"
         self._analyse = functools.cache(functools.partial(lifetimes_of, trace.operations))
         self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the loss has layers."""
+        return self.trace.has_layers
 
     def _lifetimes(self, given: Setting) -> Lifetimes:
         return self._analyse(len(given.leaves), given.hardware.platform)
@@ -99,24 +112,28 @@ class TracedLoss(Demand):
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count what loops stack and layers hand on to each other."""
+        if not given.sharing.offloads:
+            return 0.0
         return checkpoint_bytes(self._lifetimes(given), count, given.sharing)
 
-    def model_elements(self, given: Setting, count: float) -> float:
-        """Take what layers hand on for b*s*h: known of layers that are scanned, 0 for others."""
-        return 12 * self.trace.operations.carried_elements(count)
+    def handed_on(self, count: float) -> float:
+        """Count what scans carry."""
+        return self.trace.operations.carried_elements(count)
 
 
 class DescribedGpt(Demand):
     """A GPT by its numbers, with Megatron-LM's formulas (arXiv 2205.05198)."""
 
     unit = "sequence"
+    has_layers = True
 
     def __init__(self, gpt: Transformer, remat: Remat, num_tokens: int, is_implied: bool) -> None:
         which = f"a GPT of {gpt.num_layers} x {gpt.width}"
         which += " that the number of parameters implies" if is_implied else ""
         self.source = f"Megatron-LM's formulas for {which}, remat={remat!r}"
         self.gpt, self.num_tokens = gpt, num_tokens
-        self.remat = self.again = remat
+        self.remat = remat
+        self.again: Remat = remat
 
     def peak(self, given: Setting, count: float) -> float:
         """Add checkpoints, and one layer or the logits, to parameters and gradients."""
@@ -142,9 +159,9 @@ class DescribedGpt(Demand):
         moved += 2 * (1 + again) * self.gpt.num_layers * one.working
         return given.work(flops, (3 + again) * given.gathered + count * moved)
 
-    def model_elements(self, given: Setting, count: float) -> float:
+    def handed_on(self, count: float) -> float:
         """Count by the formula."""
-        return 12 * count * self.num_tokens * self.gpt.width * self.gpt.num_layers
+        return count * self.num_tokens * self.gpt.width * self.gpt.num_layers
 
     def _activations(self, given: Setting) -> ActivationBytes:
         """Count those of one sequence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import optax
@@ -11,12 +12,12 @@ import optax
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._arguments import as_given
-from zerojax.planner._demand import find_demand
-from zerojax.planner._devices import Devices, Placement, share_out
-from zerojax.planner._estimate import estimate
+from zerojax.planner._demand import Demand, find_demand
+from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._policies import check_recipe, where_meant
-from zerojax.planner._report import Plan
-from zerojax.planner._setting import place
+from zerojax.planner._report import Plan, PlannedBytes
+from zerojax.planner._setting import Setting, place
+from zerojax.planner._time import compute_bound_count, step_time
 from zerojax.planner._workload import Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import Recipe
@@ -101,6 +102,49 @@ def sweep(
         given = place(dataclasses.replace(model, recipe=meant), one, devices, placement, stage)
         found[stage].append(estimate(given, demand, count))
     return found
+
+
+def estimate(given: Setting, demand: Demand, count: float) -> Plan:
+    """Plan one step; `count` is the units of the demand in a device's microbatch."""
+    layout, devices = given.layout, given.devices
+    moved = dict(given.theory.by_axes)
+    if model := demand.model_elements(given, count):
+        moved[MODEL,] = moved.get((MODEL,), 0.0) + model
+    time, twice = (step_time(given, demand, n) for n in (count, 2 * count))
+    return Plan(
+        stage=layout.stage,
+        num_params=layout.num_params,
+        num_devices=devices.num_devices,
+        num_shards=devices.num_shards,
+        model_axis=devices.model_axis,
+        hardware=given.hardware,
+        network=given.network.describe(),
+        recipe=given.recipe,
+        count=count,
+        unit=demand.unit,
+        source=demand.source,
+        remat=demand.remat,
+        bytes=_bytes(given, demand, count),
+        volume_by_axes={axes: elements / layout.num_params for axes, elements in moved.items()},
+        flops=demand.work(given, count).flops * given.recipe.accumulate,
+        time=time,
+        compute_bound_at=compute_bound_count(time, twice, count),
+    )
+
+
+def _bytes(given: Setting, demand: Demand, count: float) -> PlannedBytes:
+    """Add up what lies on the device at the worst moment."""
+    counted = given.states.bytes
+    beside = max(demand.peak(given, count), given.update_peak)
+    return PlannedBytes(
+        parameters=counted["parameters"],
+        gradients=counted["gradients"],
+        optimizer=given.optimizer,
+        masters=0 if given.hosted else counted["masters"],
+        total=math.ceil(given.optimizer + given.sums + beside),
+        host=given.hosted + math.ceil(demand.checkpoints(given, count)),
+        theory=given.states.theory["total"],
+    )
 
 
 def _as_placement(placement: Placement | None) -> Placement:

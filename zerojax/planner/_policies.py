@@ -57,12 +57,8 @@ def check_recipe(recipe: Recipe, model_axis: int) -> None:
 def offloaded(recipe: Recipe) -> tuple[OffloadKind, ...]:
     """Return what the host keeps: "activation", "optimizer" (masters go with it), both or none."""
     remat = remat_of(recipe)
-    found: list[OffloadKind] = []
-    if remat is not None and LAYER_INPUT in remat.offload:
-        found.append("activation")
-    if hosts_states(recipe):
-        found.append("optimizer")
-    return tuple(found)
+    moves = remat is not None and LAYER_INPUT in remat.offload
+    return ("activation",) * moves + ("optimizer",) * hosts_states(recipe)
 
 
 def where_meant(recipe: Recipe, kinds: Collection[Kind]) -> Recipe:

@@ -59,6 +59,7 @@ class Plan:
     num_shards: int  # N; fewer than the devices that the model axis leaves are hybrid sharding
     model_axis: int  # devices of model parallelism
     hardware: Hardware  # the device
+    network: str  # how the mesh lies on its links, in words
     recipe: Recipe  # how the step is computed
     count: float  # units in a device's microbatch
     unit: str  # what they are: examples, sequences or tokens

@@ -12,14 +12,13 @@ import optax
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._arguments import as_amount, as_count, as_given
-from zerojax.planner._choices import Choices, gigabytes
-from zerojax.planner._demand import Demand, DescribedGpt, TracedLoss, find_demand
+from zerojax.planner._choices import Choices, SearchRequest, Space, gigabytes
+from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
-from zerojax.planner._estimate import estimate
+from zerojax.planner._plan import estimate
 from zerojax.planner._policies import check_recipe, remat_of, where_meant
 from zerojax.planner._report import Plan
 from zerojax.planner._setting import Setting, bare_number, place
-from zerojax.planner._space import SearchRequest, Space
 from zerojax.planner._workload import Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import OffloadPolicy, Recipe, RematPolicy, as_remat
@@ -148,16 +147,15 @@ class _Hunt:
         """Return whether a model axis can be planned for the model."""
         if model_axis == 1:
             return True
-        if isinstance(self.any, TracedLoss):  # what moves is known of scanned layers alone
-            return self.any.trace.operations.carried_elements(1) > 0
+        if self.model.workload.loss_fn is not None:
+            return self.any.handed_on(1) > 0  # what moves is known of scanned layers alone
         number, gpt = bare_number(self.model.params), self.model.workload.transformer
         return gpt is not None and (number or 0) % model_axis == gpt.num_heads % model_axis == 0
 
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
         """List stages and recipes, the microbatches left open."""
-        for stage, remat, offload in itertools.product(
-            self.space.stages, self._remats(), self._offloads()
-        ):
+        open_ways = itertools.product(self.space.stages, self._remats(), self._offloads())
+        for stage, remat, offload in open_ways:
             kinds = STAGES[check_stage(stage)]
             if not kinds and devices.num_replicas > 1:
                 continue  # without shards a shard group is nothing
@@ -182,10 +180,8 @@ class _Hunt:
             return [as_remat(remat) for remat in self.space.remats]
         if self.recipe.remat is not None:
             return (self.recipe.remat,)
-        has_layers = isinstance(self.any, DescribedGpt)
-        if isinstance(self.any, TracedLoss):
-            has_layers = self.any.trace.has_layers
-        return [as_remat(name) for name in ("none", "dots", "full")] if has_layers else (None,)
+        ways = ("none", "dots", "full") if self.any.has_layers else (None,)
+        return [as_remat(way) for way in ways]
 
     def _offloads(self) -> Sequence[OffloadPolicy | None]:
         if self.space.offloads is not None:
@@ -195,25 +191,22 @@ class _Hunt:
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""
         placed, (demand, _) = self._placed(devices, stage), self._demand(recipe)
-        beyond = False
-        for accumulate in self._splits(self._amount(devices)):
+        amount, beyond = self._amount(devices), False
+        for accumulate in self._splits(amount):
             one = dataclasses.replace(recipe, accumulate=accumulate)
-            given = dataclasses.replace(placed, recipe=one)
-            plan = estimate(given, demand, self._amount(devices) / accumulate)
+            plan = estimate(dataclasses.replace(placed, recipe=one), demand, amount / accumulate)
             yield plan
             if beyond:
                 return
             beyond = plan.bytes.total <= self.asked.memory_limit
 
-    def _splits(self, amount: float) -> Iterator[int]:
+    def _splits(self, amount: float) -> list[int]:
         """List numbers of microbatches that leave whole units in each."""
         given = self.recipe.accumulate
         if self.any.unit == "token":
-            yield given
-            return
-        for count in range(1, int(min(amount, _MOST)) + 1):
-            if amount % count == 0 and given in (1, count):
-                yield count
+            return [given]
+        counts = range(1, int(min(amount, _MOST)) + 1)
+        return [count for count in counts if amount % count == 0 and given in (1, count)]
 
     # ------------------------------------------------------------------ what is found once
 

@@ -16,10 +16,10 @@ import math
 from collections.abc import Mapping
 
 from zerojax._types import Axes
+from zerojax.planner._demand import Demand
 from zerojax.planner._devices import MODEL
 from zerojax.planner._setting import Setting
 from zerojax.planner.hardware import Collective, Seconds
-from zerojax.planner.traced import Work
 
 #: What a step waits for, in words, by the fields of `StepTime`.
 NAMES = {
@@ -46,16 +46,14 @@ class StepTime:
     bound_by: str  # what takes longest
 
 
-def step_time(given: Setting, work: Work, model: float, checkpoints: float) -> StepTime:
-    """Add up the parts of a step.
-
-    `work` and the bytes of `checkpoints` on the host are those of one microbatch; `model` is the
-    elements that model parallelism moves in a step.
-    """
+def step_time(given: Setting, demand: Demand, count: float) -> StepTime:
+    """Add up the parts of a step; `count` is the units of the demand in a device's microbatch."""
     one, times = given.hardware, given.recipe.accumulate
-    work, update = work.times(times), given.update_bytes / one.hbm_bandwidth
-    links = _link_seconds(given, model)
-    host = (2 * checkpoints * times + given.update_traffic) / one.host_bandwidth
+    work, update = demand.work(given, count).times(times), given.update_bytes / one.hbm_bandwidth
+    links = _link_seconds(given, demand.model_elements(given, count))
+    host = (
+        2 * times * demand.checkpoints(given, count) + given.update_traffic
+    ) / one.host_bandwidth
     # The device waits: gradients go when all are there, the next step needs what comes back.
     waiting = given.update_traffic / one.host_bandwidth
     busy = work.seconds + update

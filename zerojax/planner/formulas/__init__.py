@@ -4,15 +4,15 @@ from zerojax.planner.formulas._configurations import (
     CONFIGURATIONS,
     Configuration,
     find_configuration,
+    max_params,
+    max_transformer,
 )
-from zerojax.planner.formulas._largest import PAPER_USABLE, max_params, max_transformer
 from zerojax.planner.formulas._states import BytesPerParam, model_state_bytes
 from zerojax.planner.formulas._transformer import ActivationBytes, Transformer
 from zerojax.planner.formulas._volume import Theory, ring_share, theory_of
 
 __all__ = [
     "CONFIGURATIONS",
-    "PAPER_USABLE",
     "ActivationBytes",
     "BytesPerParam",
     "Configuration",

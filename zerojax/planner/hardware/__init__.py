@@ -1,9 +1,8 @@
 """Hardware as plain data, and how long its links take for a collective."""
 
-from zerojax.planner.hardware._hardware import Hardware
+from zerojax.planner.hardware._hardware import HARDWARE, Hardware, find_hardware
 from zerojax.planner.hardware._links import Collective, Network, Seconds
 from zerojax.planner.hardware._slice import torus_shape
-from zerojax.planner.hardware._table import HARDWARE, find_hardware
 from zerojax.planner.hardware._transfer import Place, Transfer, transfer_of
 
 __all__ = [

@@ -42,6 +42,7 @@ class Phase:
 
     num_devices: int  # devices that take part
     bandwidth: float  # bytes/s that each of them receives
+    dims: tuple[str, ...] = ()  # the torus dims, in words; empty for a switch
 
 
 class Network:
@@ -54,7 +55,7 @@ class Network:
 
     def __init__(self, hardware: Hardware, axes: Mapping[str, int]) -> None:
         self.hardware, self.axes = hardware, axes
-        #: devices along each axis that a domain has, and domains that the axis crosses
+        #: how many devices along each axis a domain has, and how many domains the axis crosses
         self.within = _within(hardware.domain, axes)
         self.across = {name: size // self.within[name] for name, size in axes.items()}
         num_devices = math.prod(self.within.values())
@@ -112,26 +113,49 @@ class Network:
             groups = group_digits(self._span, stretches)
         return tuple(self._phase(group) for group in groups if group)
 
+    def describe(self) -> str:
+        """Describe what the mesh lies on: domains, the torus, and each axis's links."""
+        one, count = self.hardware, math.prod(self.across.values())
+        kind = ("slice" if self.torus else "node") + ("s" if count > 1 else "")
+        size = f"{math.prod(self.within.values())}"
+        if self.torus:
+            size = f"{'x'.join(map(str, self.torus))} chips ({size} devices)"
+        lines = [f"{one.name}: {count} {kind} of {size}"]
+        for name, length in self.axes.items():
+            links = [
+                f"{phase.num_devices} within"
+                + (f" along {', '.join(phase.dims)}" if phase.dims else "")
+                + f" at {phase.bandwidth / 1e9:g} GB/s"
+                for phase in self.phases((name,))
+            ]
+            if self.across[name] > 1:
+                links.append(f"{self.across[name]} across at {one.slow_bandwidth / 1e9:g} GB/s")
+            lines.append(f"{name} ({length}): {', '.join(links) or 'no links'}")
+        return "\n".join(lines)
+
     def _phase(self, group: Sequence[Stretch]) -> Phase:
         """Find the bandwidth of a phase that goes along some dims at once."""
-        sizes, rates = [], []
+        sizes, rates, words = [], [], []
         for dim in dict.fromkeys(stretch.dim for stretch in group):
             along = [stretch for stretch in group if stretch.dim == dim]
+            rate, word = self._along(dim, along)
             sizes.append(math.prod(stretch.size for stretch in along))
-            rates.append(self._along(dim, along))
+            rates.append(rate)
+            words.append(word)
         n = math.prod(sizes)
-        return Phase(n, (1 - 1 / n) / gather_time(sizes, rates))
+        return Phase(n, (1 - 1 / n) / gather_time(sizes, rates), tuple(words))
 
-    def _along(self, dim: str, stretches: Sequence[Stretch]) -> float:
-        """Return what a device receives in a second along one dim."""
+    def _along(self, dim: str, stretches: Sequence[Stretch]) -> tuple[float, str]:
+        """Return what a device receives along one dim, and the dim in words."""
         if dim == DIMS[-1]:
-            return self.hardware.chip_bandwidth
+            return self.hardware.chip_bandwidth, "the chip"
         members = math.prod(stretch.size for stretch in stretches)
         extent = max(stretch.stride * stretch.size for stretch in stretches)
-        is_ring = extent == self._extents[dim] and extent % self.hardware.wrap == 0
+        ring = extent == self._extents[dim] and extent % self.hardware.wrap == 0
         # The end of a line has one neighbour and receives everything from there. Groups that lie
         # between each other's members share the links: extent / members of them.
-        return self.hardware.link_bandwidth * members / extent / (1 if is_ring else 2)
+        share = members / extent / (1 if ring else 2)
+        return self.hardware.link_bandwidth * share, dim + (" (ring)" if ring else "")
 
 
 def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:

@@ -106,7 +106,12 @@ class Lifetimes:
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
         self.sources: dict[int, frozenset[int]] = {}
         self._trace_sources()
-        reads = {t: self._reads(t) for t in range(len(program.ops)) if self._runs(t)}
+        # What runs by itself is not merged into those that read it.
+        reads = {
+            t: self._reads(t, op)
+            for t, op in enumerate(program.ops)
+            if op.kind == "loop" or self.stored.intersection(op.outputs)
+        }
         self.launches = self._launches(reads)
         #: parameter, first and last operation of each stretch in which it has to be whole
         self.uses = self._uses()
@@ -136,12 +141,12 @@ class Lifetimes:
         values = self.program.values
         for body in op.bodies:
             given = op.inputs if op.name == "scan" else op.inputs[-len(body.inputs) :]
-            read = [(slot, self.owner.get(v)) for slot, v in zip(body.inputs, given, strict=False)]
+            read = zip(body.inputs, given, strict=False)
             made = zip(body.outputs, op.outputs, strict=False)
+            owners = {slot: self.owner[v] for slot, v in read if v in self.owner}
             parameters = {
                 slot: self.parameters[v].sliced(values[v], body.values[slot])
-                for slot, v in read
-                if v is not None
+                for slot, v in owners.items()
             }
             gradients = {
                 slot: self.marked[v].sliced(values[v], body.values[slot])
@@ -201,8 +206,9 @@ class Lifetimes:
 
     def _is_constant(self, value: int) -> bool:
         op = self._made_by(value)
-        is_fused = op is not None and op.kind == "fused"
-        return is_fused and all(self._elements(v) == 1 for v in op.read)
+        if op is None or op.kind != "fused":
+            return False
+        return all(self._elements(v) == 1 for v in op.read)
 
     def _made_by(self, value: int) -> Op | None:
         return self.program.ops[self.maker[value]] if value in self.maker else None
@@ -269,14 +275,8 @@ class Lifetimes:
                 return True
         return merged > 1
 
-    def _runs(self, t: int) -> bool:
-        """Return whether an operation runs by itself, not merged into those that read it."""
-        op = self.program.ops[t]
-        return op.kind == "loop" or any(v in self.stored for v in op.outputs)
-
-    def _reads(self, t: int) -> frozenset[int]:
+    def _reads(self, t: int, op: Op) -> frozenset[int]:
         """List the buffers and parameters that an operation that runs reads."""
-        op = self.program.ops[t]
         behind = [self._behind(v, merges=op.kind in ("fused", "reduce")) for v in op.read]
         for scatter, add in self.summed.items():
             if add == t:

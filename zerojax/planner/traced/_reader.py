@@ -11,23 +11,21 @@ from jax.extend import core
 from zerojax._jaxpr import OPAQUE, REMATERIALISED, bodies, called, opened, scan_parts
 from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
+#: Kinds of operations by how their primitives' names begin.
+_KINDS = {
+    "scatter": "scatter",
+    "gather": "gather",
+    "random_": "kernel",
+    "reduce_": "reduce",
+    "argm": "reduce",
+}
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 #: Primitives that only name or look at their operand's buffer in another way.
 _VIEWS = frozenset(
-    {
-        "bitcast_convert_type",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "name",
-        "optimization_barrier",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-        "stop_gradient",
-    }
+    """
+    bitcast_convert_type copy copy_p expand_dims name optimization_barrier pvary reduce_precision
+    reshape sharding_constraint squeeze stop_gradient
+    """.split()
 )
 
 
@@ -158,15 +156,9 @@ def _read(env: Env, atom: Any) -> int | None:
 def _kind(name: str, is_loop: bool) -> str:
     if is_loop:
         return "loop"
-    if name.startswith("scatter"):
-        return "scatter"
-    if name == "gather":
-        return "gather"
-    if name in OPAQUE or name.startswith("random_"):
+    if name in OPAQUE:
         return "kernel"
-    if name.startswith(("reduce_", "argm")):
-        return "reduce"
-    return "fused"
+    return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "fused")
 
 
 def _num_bytes(aval: Any) -> float:
