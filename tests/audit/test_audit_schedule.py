@@ -17,8 +17,8 @@ from rich.console import Console
 import zerojax
 from tests.hlo.programs import text_of
 from zerojax.audit import Program
+from zerojax.audit._clock import Clock
 from zerojax.audit._evidence import TOOLS, Evidence
-from zerojax.audit._schedule import _Clock
 from zerojax.audit._tables import schedule_table
 from zerojax.audit.checks._schedule import check_exposed, note_exposed
 from zerojax.hlo import Cost, Operation
@@ -84,7 +84,7 @@ def loop(times, *body):
 
 def run(*operations, links=lambda one: ("fast",)):
     """Run the clock, with 3 s of links for each gather."""
-    clock = _Clock(lambda cost: float(cost.cycles), lambda one: Transfer(3.0, links(one)))
+    clock = Clock(lambda cost: float(cost.cycles), lambda one: Transfer(3.0, links(one)))
     clock.run(operations)
     assert clock.now == clock.work + clock.exposed
     return clock

@@ -1,25 +1,17 @@
-"""What a step waits for, as its compiler scheduled it: a clock over the program's text. Pure.
+"""What a step waits for, as its compiler scheduled it: nothing is measured. Pure.
 
-Nothing is measured. A device computes one instruction after the other; each group of links moves
-one collective after the other; a device waits where a collective ends that is not through. Two
-layers of 3 ms of links each, whose gathers are issued together before 4 ms of work:
-
-    issue A, issue B      links: A until 3, B until 6
-    work of 4 ms          clock 4
-    end A                 it is through: nothing exposed
-    end B                 the clock waits from 4 to 6: 2 ms exposed
-
-and not 0, which comparing each with the work beside it would give. Work is libtpu's own estimate,
-and on a GPU a roofline of each kernel; links are the planner's. Both are lower bounds.
+Work is libtpu's own estimate, and on a GPU a roofline of each kernel; how long links are busy is
+the planner's. Both leave latency out and take every rate at its peak: they are lower bounds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from zerojax.audit._clock import Clock, Tally
 from zerojax.audit._program import Program
 from zerojax.audit._traffic import Move, device_order
 from zerojax.hlo import Cost, Module, Operation, parse_schedule
@@ -61,8 +53,7 @@ class ScheduleReport:
         work_seconds: what the device computes, by the compiler's estimates or a roofline.
         exposed_seconds: for which it waits for collectives.
         busiest_seconds: for which the busiest links are busy.
-        bound_by: "work", or the links that are busy for longer than that: what the step would take
-            if all else were hidden.
+        bound_by: "work", or the links that are busy for longer: "fast links", "x links".
         rematerialised: instructions that the compiler itself runs again to save memory.
     """
 
@@ -130,7 +121,7 @@ def schedule_of(
     def moves_of(one: Operation) -> list[Move]:
         return [move for key in one.begins for move in issued.get(key, ())]
 
-    clock = _Clock(
+    clock = Clock(
         lambda cost: _seconds(cost, hardware), lambda one: transfers.all_of(moves_of(one))
     )
     clock.run(found.operations)
@@ -148,100 +139,9 @@ def schedule_of(
         work_seconds=clock.work if hardware else None,
         exposed_seconds=clock.exposed if hardware else None,
         busiest_seconds=busiest if hardware else None,
-        bound_by="" if hardware is None else "work" if clock.work >= busiest else f"links {links}",
+        bound_by="" if hardware is None else "work" if clock.work >= busiest else f"{links} links",
         rematerialised=found.rematerialised,
     )
-
-
-# ------------------------------------------------------------------ the clock
-
-
-@dataclass
-class _Tally:
-    """Add up what was seen of one operation that issues collectives, over a step."""
-
-    operation: Operation
-    links: float = 0.0
-    exposed: float = 0.0
-    beside: float = 0.0
-    largest: Operation | None = None
-    most: float = 0.0  # seconds of the largest operation beside it, or its bytes or cycles
-
-
-@dataclass
-class _Clock:
-    """Goes through a schedule with one stream of work and one queue for each group of links."""
-
-    seconds: Callable[[Cost], float]
-    transfer: Callable[[Operation], Transfer]
-    now: float = 0.0
-    work: float = 0.0
-    exposed: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)  # by link: for how long
-    free: dict[str, float] = field(default_factory=dict)  # by link: when its queue is through
-    flying: dict[str, tuple[_Tally, float]] = field(default_factory=dict)  # and when it arrives
-    tallies: dict[tuple[object, ...], _Tally] = field(default_factory=dict)
-
-    def run(self, operations: Sequence[Operation], times: int = 1) -> None:
-        """Do some operations, of which a step does so many turns alike."""
-        for one in operations:
-            if one.bodies:
-                self._turn(one, times)
-            if one.begins:
-                self._begin(one, times)
-            if one.cost:
-                self._compute(one, times)
-            if one.ends in self.flying:
-                self._end(one.ends, times)
-
-    def _turn(self, loop: Operation, times: int) -> None:
-        """Do the first turn of a loop, and the second for all others; a branch that takes longest.
-
-        All that a turn issues ends in it, so that later turns are alike.
-        """
-        body = max(loop.bodies, key=self._length)
-        if loop.times:
-            self.run(body, times)
-        if loop.times > 1:
-            before = self.now
-            self.run(body, times * (loop.times - 1))
-            self.now += (self.now - before) * (loop.times - 2)
-
-    def _length(self, operations: Sequence[Operation]) -> float:
-        return sum(
-            self.seconds(one.cost)
-            + (self.transfer(one).seconds if one.begins else 0.0)
-            + one.times * max(map(self._length, one.bodies), default=0.0)
-            for one in operations
-        )
-
-    def _begin(self, one: Operation, times: int) -> None:
-        moving = self.transfer(one)
-        start = max([self.now, *(self.free.get(link, 0.0) for link in moving.links)])
-        arrives = start + moving.seconds
-        self.free |= dict.fromkeys(moving.links, arrives)
-        for link in moving.links:
-            self.busy[link] = self.busy.get(link, 0.0) + moving.seconds * times
-        tally = self.tallies.setdefault(one.begins, _Tally(one))
-        tally.links += moving.seconds * times
-        self.flying[one.name] = tally, arrives
-
-    def _compute(self, one: Operation, times: int) -> None:
-        seconds = self.seconds(one.cost)
-        self.now += seconds
-        self.work += seconds * times
-        size = seconds or one.cost.cycles or one.cost.bytes
-        for tally, _ in self.flying.values():
-            tally.beside += seconds * times
-            if size > tally.most:
-                tally.largest, tally.most = one, size
-
-    def _end(self, name: str, times: int) -> None:
-        tally, arrives = self.flying.pop(name)
-        waits = max(arrives - self.now, 0.0)
-        self.now += waits
-        self.exposed += waits * times
-        tally.exposed += waits * times
 
 
 def _seconds(cost: Cost, hardware: Hardware | None) -> float:
@@ -303,7 +203,7 @@ def _place(hardware: Hardware | None, device: object) -> Place:
 
 
 def _collective(
-    moves: Sequence[Move], tally: _Tally, layout: Layout, is_timed: bool
+    moves: Sequence[Move], tally: Tally, layout: Layout, is_timed: bool
 ) -> ScheduledCollective:
     first, beside = moves[0], tally.largest
     leaves = dict.fromkeys(index for move in moves for index in _likeliest(move, layout))

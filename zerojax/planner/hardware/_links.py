@@ -151,11 +151,20 @@ class Network:
             return self.hardware.chip_bandwidth, "the chip"
         members = math.prod(stretch.size for stretch in stretches)
         extent = max(stretch.stride * stretch.size for stretch in stretches)
-        ring = extent == self._extents[dim] and extent % self.hardware.wrap == 0
-        # The end of a line has one neighbour and receives everything from there. Groups that lie
-        # between each other's members share the links: extent / members of them.
-        share = members / extent / (1 if ring else 2)
+        share, ring = share_of_links(self.hardware, members, extent, self._extents[dim])
         return self.hardware.link_bandwidth * share, dim + (" (ring)" if ring else "")
+
+
+def share_of_links(hardware: Hardware, members: int, extent: int, size: int) -> tuple[float, bool]:
+    """Return the share of its links along a dim that a device receives over; whether it is a ring.
+
+    The end of a line has one neighbour and receives everything from there. Groups that lie between
+    each other's members share the links: extent / members of them.
+
+    `members` of a group extend over `extent` of the `size` places of the dim.
+    """
+    is_ring = extent == size and extent % hardware.wrap == 0
+    return members / extent / (1 if is_ring else 2), is_ring
 
 
 def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:

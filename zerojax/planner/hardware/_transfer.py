@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zerojax.layout import DIMS
 from zerojax.planner.hardware._hardware import Hardware
-from zerojax.planner.hardware._links import gather_time
+from zerojax.planner.hardware._links import gather_time, share_of_links
 
 #: Where a device stands: its slice or node, and its place there along each of `DIMS` (0 for none).
 Place = tuple[int, ...]
@@ -68,12 +68,11 @@ def transfer_of(
 
 
 def _rate(hardware: Hardware, dim: str, held: Sequence[int], size: int) -> float:
-    """Return what a device receives along one dim: the links are shared with those in between."""
+    """Return what a device receives along one dim, where its group holds some places of `size`."""
     if dim == DIMS[-1]:
         return hardware.chip_bandwidth
-    extent = len(held) * (held[1] - held[0])
-    is_ring = extent == size and size % hardware.wrap == 0
-    return hardware.link_bandwidth * len(held) / extent / (1 if is_ring else 2)
+    share, _ = share_of_links(hardware, len(held), len(held) * (held[1] - held[0]), size)
+    return hardware.link_bandwidth * share
 
 
 def _permute(hardware: Hardware, pair: Sequence[Place], sizes: Place, num_bytes: float) -> Transfer:
