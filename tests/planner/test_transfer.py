@@ -8,7 +8,7 @@ import math
 import pytest
 
 from zerojax.layout import DIMS
-from zerojax.planner import HARDWARE, transfer_of
+from zerojax.planner import HARDWARE, permute_of, transfer_of
 from zerojax.planner.hardware import Network
 
 SIZE = 1e9
@@ -27,9 +27,8 @@ def test_over_a_whole_slice_it_takes_what_is_planned(chip, dims, op):
     planned = Network(hardware, {"data": math.prod(dims)}).seconds(("data",), SIZE, op)
     found = transfer_of(hardware, places, sizes, SIZE, op)
     assert found.seconds == pytest.approx(planned.fast)
-    assert found.links == tuple(
-        dim for dim, size in zip(DIMS, (*dims, 1), strict=False) if size > 1
-    )
+    held = [dim for dim, size in zip(DIMS, (*dims, 1), strict=False) if size > 1]
+    assert found.links == tuple(dim + way for dim in held for way in "+-")
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -46,21 +45,29 @@ def test_along_one_dim_of_several_others_keep_theirs():
     hardware, (_, sizes) = HARDWARE["v5p"], torus(4, 4, 4)
     line = [(0, x, 1, 2, 0) for x in range(4)]
     found = transfer_of(hardware, line, sizes, SIZE, "all-gather")
-    assert found.links == ("x",)
+    assert found.links == ("x+", "x-")
     assert found.seconds == pytest.approx(SIZE * 3 / 4 / hardware.link_bandwidth)
 
 
-def test_permutes_that_go_different_ways_have_links_of_their_own():
+def test_permutes_go_one_way_and_who_is_far_takes_more_links():
     hardware, (_, sizes) = HARDWARE["v5p"], torus(4, 4, 4)
-    half = SIZE / (hardware.link_bandwidth / 2)
 
-    def permute(source, target):
-        one = transfer_of(
-            hardware, [(0, *source, 0), (0, *target, 0)], sizes, SIZE, "collective-permute"
-        )
-        return one.links, pytest.approx(one.seconds)
+    def permute(stride, ways, size=4):
+        line = [(0, x, 0, 0, 0) for x in range(size)]
+        pairs = [(place, line[(at + stride) % size]) for at, place in enumerate(line)]
+        return permute_of(hardware, pairs, sizes, SIZE, ways)
 
-    assert permute((0, 0, 0), (1, 0, 0)) == (("x+",), half)
-    assert permute((1, 0, 0), (0, 0, 0)) == (("x-",), half)
-    assert permute((3, 0, 0), (0, 0, 0)) == (("x+",), half)  # round the ring
-    assert permute((0, 0, 0), (0, 2, 0)) == (("y+",), 2 * half)
+    half = pytest.approx(SIZE / (hardware.link_bandwidth / 2))
+    for stride, ways in ((1, "+"), (-1, "-")):  # round the ring
+        assert permute(stride, ways).links == (f"x{ways}",)
+        assert permute(stride, ways).seconds == half
+    assert permute(1, "+-", size=2).links == ("x+", "x-")
+    assert permute(2, "+").seconds / 2 == half
+
+
+def test_a_permute_through_a_switch_has_its_links_alone():
+    hardware = HARDWARE["h100"]
+    near, far = [((0, 0), (0, 1))], [((0, 0), (1, 0))]
+    assert permute_of(hardware, near, (2, 8), SIZE, "+").links == ("fast",)
+    slow = permute_of(hardware, far, (2, 8), SIZE, "+")
+    assert (slow.links, slow.seconds) == (("slow",), SIZE / hardware.slow_bandwidth)

@@ -9,7 +9,8 @@ same links, issued together before 4 ms of work:
     end A                 it is through: nothing exposed
     end B                 the clock waits from 4 to 6: 2 ms exposed
 
-and not 0, which comparing each with the work beside it would give.
+and not 0, which comparing each with the work beside it would give. A collective is taken to move
+from its issue on, also beside what libtpu did not fuse with it.
 """
 
 from __future__ import annotations

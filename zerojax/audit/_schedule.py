@@ -16,7 +16,7 @@ from zerojax.audit._program import Program
 from zerojax.audit._traffic import Move, device_order
 from zerojax.hlo import Cost, Module, Operation, parse_schedule
 from zerojax.layout import Layout
-from zerojax.planner import Hardware, Place, Transfer, find_hardware, transfer_of
+from zerojax.planner import Hardware, Place, Transfer, find_hardware, permute_of, transfer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ScheduleReport:
         work_seconds: what the device computes, by the compiler's estimates or a roofline.
         exposed_seconds: for which it waits for collectives.
         busiest_seconds: for which the busiest links are busy.
-        bound_by: "work", or the links that are busy for longer: "fast links", "x links".
+        bound_by: "work", or the links that are busy for longer: "fast links", "x+ links".
         rematerialised: instructions that the compiler itself runs again to save memory.
     """
 
@@ -187,8 +187,17 @@ class _Transfers:
         if not record.groups:  # between slices
             moved = record.moved_bytes / max(math.prod(x or 1 for x in record.trips), 1)
             return Transfer(moved / hardware.slow_bandwidth, ("slow",))
-        group = [self._places[self._order.get(i, i)] for i in record.groups[0]]
+        if record.op == "collective-permute":
+            moving = [(s, t) for s, t in record.groups if s != t]
+            pairs = [(self._place(s), self._place(t)) for s, t in moving]
+            ups = sum(s < t for s, t in moving)  # but one pair of a ring goes the same way
+            ways = "+-" if 2 * ups == len(moving) else "+" if 2 * ups > len(moving) else "-"
+            return permute_of(hardware, pairs, self._sizes, whole, ways)
+        group = [self._place(i) for i in record.groups[0]]
         return transfer_of(hardware, group, self._sizes, whole, record.op)
+
+    def _place(self, number: int) -> Place:
+        return self._places[self._order.get(number, number)]
 
 
 def _place(hardware: Hardware | None, device: object) -> Place:

@@ -26,6 +26,7 @@ from zerojax.planner.hardware import (
     Place,
     Transfer,
     find_hardware,
+    permute_of,
     torus_shape,
     transfer_of,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "max_params",
     "max_transformer",
     "model_state_bytes",
+    "permute_of",
     "plan",
     "search_plans",
     "sweep",

@@ -3,7 +3,7 @@
 from zerojax.planner.hardware._hardware import HARDWARE, Hardware, find_hardware
 from zerojax.planner.hardware._links import Collective, Network, Seconds
 from zerojax.planner.hardware._slice import torus_shape
-from zerojax.planner.hardware._transfer import Place, Transfer, transfer_of
+from zerojax.planner.hardware._transfer import Place, Transfer, permute_of, transfer_of
 
 __all__ = [
     "HARDWARE",
@@ -14,6 +14,7 @@ __all__ = [
     "Seconds",
     "Transfer",
     "find_hardware",
+    "permute_of",
     "torus_shape",
     "transfer_of",
 ]
