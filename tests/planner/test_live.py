@@ -13,8 +13,6 @@ from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak
 from zerojax.models import gpt
 from zerojax.planner.traced import (
     HeldLeaf,
-    Sharing,
-    checkpoint_bytes,
     lifetimes_of,
     peak_of,
     trace_loss,
@@ -82,6 +80,13 @@ def test_parameters_that_come_back_from_masters_are_freed_after_their_last_use()
     assert chain_peak(16) == small + x + LOSS + 4 * W + 2 * A
     # w1 is gone when the gradient of w0 is made.
     assert chain_peak(16, frees=True) == small + x + LOSS + 3 * W + max(3 * A, 2 * A)
+
+
+def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():
+    W, small, A, x = chain_sizes(16)
+    # All of a layer is cut in two, and the batch is not.
+    found = chain_peak(16, model_axis=2, parts=2)
+    assert found == x + (small + LOSS + 4 * W + 2 * A) / 2
 
 
 def test_gathers_of_norms_and_biases_do_not_count():
@@ -170,104 +175,6 @@ def test_a_parameter_for_every_example_is_as_large_as_all_of_them():
     program = handmade(function, w, shape(WIDE))
     queries, x = 4 * 64 * 16 * WIDE, 4 * 64 * WIDE
     assert peak(program, w, None, 64) == 4 * 16 * WIDE + x + queries + 4 * 64 * 16
-
-
-# ------------------------------------------------------------------ loops
-
-
-def layers(params, x):
-    @jax.checkpoint
-    def layer(h, w):
-        return jnp.tanh(h @ w), None
-
-    return jax.lax.scan(layer, x, params)[0].sum()
-
-
-def layers_peak(num_layers, *args, **options):
-    params = shape(num_layers, WIDE, WIDE)
-    return peak(layers, params, shape(4, WIDE), 16, *args, **options)
-
-
-@pytest.mark.parametrize(
-    ("stage", "weights"), [(0, 1 + 1), (1, 1 + 1 / N), (2, 1 + 1 / N), (3, 1 / N + 1 / N)]
-)
-def test_a_scanned_layer_adds_its_weights_their_gradients_and_its_input(stage, weights):
-    W, A = 4 * WIDE**2, 4 * 16 * WIDE
-    assert layers_peak(6, stage=stage) - layers_peak(5, stage=stage) == weights * W + A
-
-
-def test_a_scanned_layer_is_gathered_and_its_gradient_whole_one_layer_at_a_time():
-    W, A = 4 * WIDE**2, 4 * 16 * WIDE
-    for num_layers in (5, 50):
-        stacked = num_layers * (2 * W / N + A)
-        beside = layers_peak(num_layers, stage=3) - stacked
-        assert 2 * W < beside < 2 * W + 8 * A
-
-
-def test_checkpoints_that_are_offloaded_leave_two_layers_on_the_device():
-    A = 4 * 16 * WIDE
-    for num_layers in (5, 50):
-        kept = layers_peak(num_layers) - layers_peak(num_layers, offloads=True)
-        assert kept == pytest.approx((num_layers - 2) * A)
-    assert layers_peak(2) == layers_peak(2, offloads=True)
-
-
-def test_checkpoints_that_are_partitioned_are_cut_by_the_model_axis():
-    A = 4 * 16 * WIDE
-    options = {"model_axis": 2, "parts": 2}
-    whole, cut = (layers_peak(6, **options, partitions=partitions) for partitions in (False, True))
-    assert whole - cut == 6 * A / 2
-    params = shape(6, WIDE, WIDE)
-    program = trace_loss(layers, params, shape(4, WIDE)).operations
-    lifetimes = lifetimes_of(program, 1, "cpu")
-    for partitions, parts in ((False, 1), (True, 2)):
-        sharing = Sharing(model_axis=2, partitions=partitions)
-        assert checkpoint_bytes(lifetimes, 16, sharing) == 6 * A / parts
-
-
-def test_what_lies_within_layers_is_cut_by_the_model_axis_and_what_they_hand_on_is_not():
-    def loss(params, x):
-        def layer(h, w):  # keeps its input [B, D], and h @ w [B, 4D] beside it
-            return h + jnp.sin(jnp.sin(h @ w).reshape(-1, 4, WIDE)).sum(1), None
-
-        return jax.lax.scan(layer, x, params)[0].sum()
-
-    def of_a_layer(axis):
-        options = {"model_axis": axis, "parts": axis}
-        params = [shape(num_layers, WIDE, 4 * WIDE) for num_layers in (6, 7)]
-        less, more = (peak(loss, x, shape(4, WIDE), 16, **options) for x in params)
-        return more - less
-
-    W, A = 4 * 4 * WIDE**2, 4 * 16 * WIDE
-    assert of_a_layer(1) > 2 * W + A, "weights and gradients; its input; more beside it"
-    assert of_a_layer(4) == A + (of_a_layer(1) - A) / 4
-
-
-def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():
-    W, small, A, x = chain_sizes(16)
-    # All of a layer is cut in two, and the batch is not.
-    found = chain_peak(16, model_axis=2, parts=2)
-    assert found == x + (small + LOSS + 4 * W + 2 * A) / 2
-
-
-def test_a_cond_takes_what_its_largest_branch_takes():
-    def little(x):
-        return jnp.cumsum(x, 1).sum()
-
-    def much(x):
-        return jnp.cumsum(jnp.cumsum(x, 1), 1).sum()
-
-    def program(*branches):
-        def function(w, x):
-            return jax.lax.cond(x.sum() > 0, *branches, x), w
-
-        return handmade(function, shape(4), shape(WIDE))
-
-    A = 4 * 64 * WIDE
-    for branches in ((little, much), (much, little)):
-        found = peak(program(*branches), shape(4), None, 64)
-        assert 3 * A <= found <= 3 * A + 64  # x, and two sums
-    assert 2 * A <= peak(program(little, little), shape(4), None, 64) <= 2 * A + 64
 
 
 # ------------------------------------------------------------------ backends

@@ -106,11 +106,6 @@ def test_one_trace_knows_the_sizes_at_every_other_batch(name):
     assert not all(grows)
 
 
-def test_a_line_is_a_fixed_part_and_one_for_each_example():
-    assert Line(3.0, 2.0).at(5) == 13
-    assert Line(3.0).at(5) == 3
-
-
 # ------------------------------------------------------------------ flattening
 
 

@@ -54,7 +54,7 @@ class Demand:
         """Count the bytes of a device's activation checkpoints that go to the host."""
         return 0.0
 
-    def handed_on(self, count: float) -> float:
+    def carried_elements(self, count: float) -> float:
         """Count the elements that layers hand on to each other: b*s*h each, 0 where not known."""
         return 0.0
 
@@ -66,7 +66,7 @@ class Demand:
         each layer's checkpoint once: b*s*h more.
         """
         each = 13 if given.sharing.partitions else 12
-        moved = each * self.handed_on(count) * given.recipe.accumulate
+        moved = each * self.carried_elements(count) * given.recipe.accumulate
         return moved * ring_share(given.devices.model_axis)
 
 
@@ -116,7 +116,7 @@ class TracedLoss(Demand):
             return 0.0
         return checkpoint_bytes(self._lifetimes(given), count, given.sharing)
 
-    def handed_on(self, count: float) -> float:
+    def carried_elements(self, count: float) -> float:
         """Count what scans carry."""
         return self.trace.operations.carried_elements(count)
 
@@ -159,7 +159,7 @@ class DescribedGpt(Demand):
         moved += 2 * (1 + again) * self.gpt.num_layers * one.working
         return given.work(flops, (3 + again) * given.gathered + count * moved)
 
-    def handed_on(self, count: float) -> float:
+    def carried_elements(self, count: float) -> float:
         """Count by the formula."""
         return count * self.num_tokens * self.gpt.width * self.gpt.num_layers
 

@@ -148,7 +148,7 @@ class _Hunt:
         if model_axis == 1:
             return True
         if self.model.workload.loss_fn is not None:
-            return self.any.handed_on(1) > 0  # what moves is known of scanned layers alone
+            return self.any.carried_elements(1) > 0  # what moves is known of scanned layers alone
         number, gpt = bare_number(self.model.params), self.model.workload.transformer
         return gpt is not None and (number or 0) % model_axis == gpt.num_heads % model_axis == 0
 

@@ -17,6 +17,7 @@ Example: `w -> sum(sin(x @ w))` for x of n rows of 4 fp32 numbers, w of 4 x 2:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 
@@ -88,14 +89,13 @@ class Operations:
         for op in self.ops:
             if op.name == "scan" and read.intersection(op.outputs[op.num_carry :]):
                 for v in op.outputs[: op.num_carry]:
-                    value = self.values[v]
-                    size = getattr(value.dtype, "itemsize", 1) or 1
-                    total += op.length.at(examples) * value.bytes.at(examples) / size
+                    elements = math.prod(dim.at(examples) for dim in self.values[v].dims)
+                    total += op.length.at(examples) * elements
         return total
 
-    def handed_on(self) -> frozenset[tuple[int, ...]]:
+    def carried_shapes(self) -> frozenset[tuple[int, ...]]:
         """Return the shapes of what loops carry from layer to layer, loops within loops too."""
         scans = [op for op in self.ops if op.name == "scan"]
         found = {self.values[v].shape for op in scans for v in op.outputs[: op.num_carry]}
-        inner = (body.handed_on() for op in self.ops for body in op.bodies)
+        inner = (body.carried_shapes() for op in self.ops for body in op.bodies)
         return frozenset(shape for shape in found if len(shape) > 1).union(*inner)

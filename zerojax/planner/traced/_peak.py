@@ -83,7 +83,7 @@ def peak_of(
         if v not in parameters
     }
     held = {v: leaves[part.leaf].held for v, part in parameters.items()} | batch
-    clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.handed_on())
+    clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
     return clock.peak(held, frozenset(batch if frees else held))
 
 
@@ -94,20 +94,18 @@ def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) ->
     return sum(values[v].bytes.at(examples) for v in handed_on) / sharing.checkpoint_parts
 
 
+@dataclasses.dataclass
 class _Clock:
     """Runs over a program or the body of a loop, once."""
 
-    def __init__(
-        self,
-        lifetimes: Lifetimes,
-        leaves: Sequence[HeldLeaf],
-        examples: float,
-        sharing: Sharing,
-        handed_on: frozenset[tuple[int, ...]],
-    ) -> None:
-        self.lifetimes, self.program = lifetimes, lifetimes.program
-        self.leaves, self.examples, self.sharing = leaves, examples, sharing
-        self.handed_on = handed_on  # shapes of what loops carry from layer to layer
+    lifetimes: Lifetimes
+    leaves: Sequence[HeldLeaf]
+    examples: float
+    sharing: Sharing
+    carried_shapes: frozenset[tuple[int, ...]]  # of what loops carry from layer to layer
+
+    def __post_init__(self) -> None:
+        self.program = self.lifetimes.program
         self.sizes = self._sizes()
 
     def peak(
@@ -125,7 +123,8 @@ class _Clock:
             while clock <= launch.time:  # what starts before this operation or with it
                 beside += change.get(clock, 0.0)
                 clock += 1
-            within = max((self._within(body).peak() for body in launch.bodies), default=0.0)
+            inside = (dataclasses.replace(self, lifetimes=body) for body in launch.bodies)
+            within = max((one.peak() for one in inside), default=0.0)
             wanted = {v: self._result(v, op) for v in launch.results}
             reused = _reused(launch, alive, wanted, kept)
             worst = max(worst, total + sum(wanted.values()) - reused + within + beside)
@@ -137,9 +136,6 @@ class _Clock:
                 if v in alive and v not in kept:
                     total -= alive.pop(v)
         return worst
-
-    def _within(self, body: Lifetimes) -> _Clock:
-        return _Clock(body, self.leaves, self.examples, self.sharing, self.handed_on)
 
     def _gradient(self, value: int) -> float:
         """Return the bytes of a reduced gradient; infinite for what becomes none."""
@@ -162,7 +158,7 @@ class _Clock:
                 sizes[v] = size * kept / parts
             elif v in marked:
                 sizes[v] = size / self.leaves[marked[v].leaf].parts
-            elif value.shape not in self.handed_on:
+            elif value.shape not in self.carried_shapes:
                 sizes[v] = size / sharing.model_axis
         return sizes
 
