@@ -1,4 +1,4 @@
-"""A weight of several uses: below stage 3 its gradients are added up before devices sum them."""
+"""A weight of several uses: its gradients are added up before devices sum them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.collectives import gather_where_used
@@ -42,9 +43,11 @@ def loss_of(head, params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_tied_embedding_is_reduced_once(head, stage, mesh8):
+    if stage == 3 and head == "cast":
+        pytest.skip("the head gathers in bf16 and the lookup in fp32")
     layout = zerojax.make_layout(PARAMS, mesh8, stage=stage)
     loss = functools.partial(loss_of, HEADS[head])
     report = zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(TOKENS)
@@ -76,6 +79,21 @@ def test_the_sum_of_both_gradients_has_the_dtype_that_was_asked_for(mesh8):
     sums = [line for line in text.splitlines() if "reduce_scatter" in line]
     assert sums
     assert all("bf16" not in line for line in sums)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("spec", [P("model", None), P(None, "model")])
+def test_one_that_the_user_cuts_too_is_reduced_once(spec, stage):
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    layout = zerojax.make_layout(PARAMS, mesh, stage=stage, specs={"emb": spec})
+    loss = functools.partial(loss_of, HEADS["transposed"])
+    report = zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(TOKENS)
+    report.raise_if_problems()
+    gathers = 2 if layout.partitions("parameter") else 1
+    half = (4 - 1) / 4 / 2  # a device has half of the weight; a CPU reduces it whole
+    assert report.volume_by_axis["data"].seen == pytest.approx((2 + gathers) * half, rel=0.01)
+    wide = [c for c in report.collectives if c.elements >= VOCABULARY * WIDTH]
+    assert {c.op for c in wide} <= {"all-reduce"}, "the weight or the logits made whole"
 
 
 def test_only_what_is_looked_up_is_copied(mesh8):

@@ -134,7 +134,7 @@ class _Retracer:
         if name == REMATERIALISED:
             return self._remat(eqn, values)
         if any(isinstance(v, Copied) for v in values):
-            used = use_copies(eqn, values, self.opening)
+            used = use_copies(eqn, values, self.opening, self._again)
             if used is not None:
                 return used
             values = [v.box if isinstance(v, Copied) else v for v in values]
@@ -229,13 +229,17 @@ class _Retracer:
         def use(*values: Any) -> list[Any]:
             return self._open_and_bind(eqn, list(values))
 
-        if self.saved or not self.opening.gathers:
-            return use(*values)
         # A plain operation has nothing inside worth keeping; a user's custom derivative may. What
         # was recorded is run on a whole weight, of which no result is to be kept.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
         policy = never_saves_gathered(None) if has_inside(eqn) and not recorded else None
-        return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)(*values)
+        return self._again(use, policy)(*values)
+
+    def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
+        """Make a function gather again for its backward pass, where it is not rematerialised."""
+        if self.saved or not self.opening.gathers:
+            return use
+        return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
 
     def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
