@@ -17,6 +17,7 @@ _WINDOW = re.compile(r"window=\{size=([\dx]+)")
 _NAMES_MEMORY = ("AllocateBuffer", "ConcatBitcast")
 #: What runs beside others: copies between memories, and collectives.
 _BESIDE = re.compile(r"send|recv|.*-(?:start|update|done)")
+_PRODUCTS = ("dot", "convolution", "custom-call")
 _FREE = having("no buffer") | having("moves")
 _PARTS = ("dynamic-slice", "slice", "gather")
 #: Bytes below which an instruction without an estimate is a counter or an index, which takes none.
@@ -71,21 +72,21 @@ def _products(
         for inner in callee.instructions:
             yield from _products(module, callee, inner)
         return
+    if line.opcode not in _PRODUCTS:
+        return
     operands = [computation.by_name.get(name) for name in line.operands[:2]]
     known = [operand.shapes[0] for operand in operands if operand and operand.shapes]
     if len(known) < 2 or not line.shapes:
         return
-    result = line.shapes[0]
-    if (dims := _CONTRACTED.search(line.attributes)) and line.opcode in ("dot", "custom-call"):
+    if dims := _CONTRACTED.search(line.attributes):
         sizes = [known[0].dims[int(dim)] for dim in re.findall(r"\d+", dims[1])]
-        yield known[0], 2 * result.elements * math.prod(sizes)
+        yield known[0], 2 * line.shapes[0].elements * math.prod(sizes)
     elif window := _WINDOW.search(line.attributes):
         # [b s, i] and [k, i, o] give [b s, o]: the three and the window's k are (b s i o k)^2.
         # Exact for any of a convolution's three products at stride 1.
-        all_three = math.prod(tensor.elements for tensor in (*known, result))
+        all_three = math.prod(tensor.elements for tensor in (*known, line.shapes[0]))
         kernel = math.prod(int(size) for size in window[1].split("x"))
-        if line.opcode in ("convolution", "custom-call"):
-            yield known[0], 2 * math.sqrt(all_three * kernel)
+        yield known[0], 2 * math.sqrt(all_three * kernel)
 
 
 def _bytes(module: Module, computation: Computation, line: Instruction) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zerojax.hlo._costs import Cost, cost_of
 from zerojax.hlo._loops import Loop
 from zerojax.hlo._module import Computation, Instruction, Module
-from zerojax.hlo._parse import is_collective, is_end
+from zerojax.hlo._parse import async_role, is_collective, is_end
 from zerojax.hlo._spellings import SPELLINGS
 from zerojax.hlo._values import Frame
 from zerojax.hlo._walk import SCHEDULED, Site, inside
@@ -70,12 +70,11 @@ def parse_schedule(module: Module) -> Schedule | None:
     return Schedule(operations=found, rematerialised=tuple(again))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Reader:
-    """Reads computations; each line costs the same wherever its computation is called."""
+    """Reads the computations of a program."""
 
     module: Module
-    costs: dict[tuple[str, str], Cost] = field(default_factory=dict)
 
     def read(self, site: Site) -> tuple[Operation, ...]:
         """List what a place in the program does, without what takes nothing."""
@@ -108,12 +107,13 @@ class _Reader:
     def _operation(self, site: Site, line: Instruction, started: dict[str, str]) -> Operation:
         computation = site.frame.computation
         held = list(self._collectives(computation, line))
+        cost = cost_of(self.module, computation, line)
         begins, ends = self._moves(site, line, held, started)
         return Operation(
             name=line.name,
             op_name=line.op_name,
             source=self.module.source(line),
-            cost=self._cost(computation, line, is_moving=bool(held)),
+            cost=cost if cost.cycles or not held else Cost(),  # moving is not computing
             begins=begins,
             ends=ends,
         )
@@ -123,28 +123,23 @@ class _Reader:
     ) -> tuple[tuple[Key, ...], str]:
         """Return which collectives a line begins, and which operation's it waits for."""
         chains = [chain for _, one in held if (chain := one.attribute("chain_id"))]
+        begins, ends = tuple(self._begun(site, held)), ""
         if line.opcode == "async-update":
             started[line.name] = started.get(line.operands[0], "")
-            return (), ""
-        if line.opcode.endswith("-done") or self._calls(line, _DONE):
+        elif line.opcode.endswith("-done") or self._calls(line, _DONE):
             names = (*line.operands[:1], *chains)
-            return (), next((started[name] for name in names if name in started), "")
-        begins = tuple((where, one.name, site.loops) for where, one in held)
-        is_start = line.opcode == "send" or line.opcode.endswith("-start")
-        if begins and (is_start or self._calls(line, _START)):
+            ends = next((started[name] for name in names if name in started), "")
+        elif begins and not self._is_start(line):
+            ends = line.name
+        elif begins:
             started |= dict.fromkeys((line.name, *chains), line.name)
-            return begins, ""
-        if not begins or chains:  # computes beside the collective of which it does a part
-            return (), ""
-        return begins, line.name
+        return begins, ends
 
-    def _cost(self, computation: Computation, line: Instruction, is_moving: bool) -> Cost:
-        """Return what a line computes: moving is not computing, but for what is fused with it."""
-        key = computation.name, line.name
-        if key not in self.costs:
-            found = cost_of(self.module, computation, line)
-            self.costs[key] = Cost() if is_moving and not found.cycles else found
-        return self.costs[key]
+    def _begun(self, site: Site, held: Sequence[Held]) -> Iterator[Key]:
+        """List the collectives that are not repeated from the start of an asynchronous fusion."""
+        for where, one in held:
+            if async_role(self.module.computations[where], one)[0] != "repeat":
+                yield where, one.name, site.loops
 
     def _collectives(self, computation: Computation, line: Instruction) -> Iterator[Held]:
         """List the collectives that a line is, or that its fusion holds, and where they stand."""
@@ -155,6 +150,10 @@ class _Reader:
         elif callee is not None and line.opcode in ("fusion", "async-start"):
             for inner in callee.instructions:
                 yield from self._collectives(callee, inner)
+
+    def _is_start(self, line: Instruction) -> bool:
+        is_named = line.opcode == "send" or line.opcode.endswith("-start")
+        return is_named or self._calls(line, _START)
 
     def _calls(self, line: Instruction, mark: re.Pattern[str]) -> bool:
         callee = self.module.callee(line) if line.opcode == "fusion" else None
