@@ -13,9 +13,10 @@ from flax.training.train_state import TrainState as FlaxTrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests import mlp
 from zerojax.audit import Program, audit
 from zerojax.audit._arguments import classify, item_bits
-from zerojax.models import gpt, mlp
+from zerojax.models import gpt
 
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
 GPT = gpt.Config(num_layers=3, width=64, num_heads=2, vocab_size=96, context=16)

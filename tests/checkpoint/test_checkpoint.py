@@ -19,7 +19,6 @@ from zerojax import Precision
 from zerojax._tree import unwrapped
 from zerojax.checkpoint import (
     Checkpoints,
-    _digests,
     find_checkpoints,
     read_manifest,
     restore,
@@ -172,25 +171,6 @@ def test_metadata_that_is_not_json_leaves_no_checkpoint(tmp_path):
     assert not (tmp_path / "checkpoint.json").exists()
 
 
-def test_large_files_are_read_in_several_places_at_once(tmp_path, monkeypatch):
-    """A digest of segments tells a flip in any of them, and their order."""
-    monkeypatch.setattr(_digests, "SEGMENT", 1000)
-    monkeypatch.setattr(_digests, "BLOCK", 300)
-    path = tmp_path / "file"
-    data = np.random.default_rng(0).integers(0, 256, 2500, np.uint8)
-    path.write_bytes(data.tobytes())
-    written = _digests.digest_files(tmp_path, [path])
-    assert written["file"].num_bytes == 2500
-    assert _digests.wrong_contents(tmp_path, written) == []
-    for start in (0, 999, 1000, 2499):
-        flipped = data.copy()
-        flipped[start] ^= 1
-        path.write_bytes(flipped.tobytes())
-        assert _digests.wrong_contents(tmp_path, written) != []
-    path.write_bytes(np.roll(data[:2000], 1000).tobytes() + data[2000:].tobytes())
-    assert _digests.wrong_contents(tmp_path, written) != []
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained(TrainState):
     """A train state with further fields."""
@@ -260,7 +240,7 @@ def test_what_cannot_be_removed_fails_no_save_and_stops_no_retention(tmp_path, m
         raise PermissionError("no such luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr("zerojax.checkpoint._paths.shutil.rmtree", refuse)
+        patch.setattr("zerojax.checkpoint._files.shutil.rmtree", refuse)
         checkpoints.save(3, tree, layout)
         with pytest.warns(UserWarning, match="2 can't be removed"):
             checkpoints.wait()

@@ -23,10 +23,10 @@ from tests.cli.running import COMMAND, NUM_BYTES, QUICK, TEXT
 from tests.texts import bits_per_byte, prose
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
-from zerojax.cli.shared._devices import find_devices
+from zerojax.cli.shared._machine import find_devices
 from zerojax.cli.shared._optimizers import OPTIMIZERS
-from zerojax.cli.train._evaluate import evaluate, held_out_batches
-from zerojax.cli.train._metrics import Metrics
+from zerojax.cli.train._run import evaluate, held_out_batches
+from zerojax.cli.train._screen import Metrics
 from zerojax.data import make_batches
 from zerojax.models import gpt
 
@@ -64,7 +64,6 @@ def steps_of(run):
         ("--out file.txt", "can't write to --out file.txt"),
         ("--out file.txt/below", "can't write to --out"),
         ("--resume", "no whole checkpoint"),
-        ("--prompt=", "--prompt"),
         ("--no-such-option", "--no-such-option"),
     ],
 )
@@ -270,7 +269,7 @@ def test_virtual_devices_are_as_many_as_asked_for(flags, asked, found):
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count{flags}" if flags else "",
     }
-    module = "zerojax.cli.shared._devices"
+    module = "zerojax.cli.shared._machine"
     program = f"from {module} import find_devices; print(len(find_devices({asked})))"
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -19,10 +19,8 @@ from zerojax import aot
 from zerojax.cli import charts, main
 from zerojax.cli.compile import _command as command
 from zerojax.cli.compile import _request as request
-from zerojax.cli.compile._options import CompileOptions
-from zerojax.cli.compile._outputs import draw
-from zerojax.cli.compile._request import CompileRequest, read_requests
-from zerojax.cli.compile._result import CompileResult
+from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
+from zerojax.cli.compile._result import CompileResult, draw
 from zerojax.models import _gpt_config, gpt
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)
@@ -272,11 +270,11 @@ def test_a_drawing_shows_refused_stages_and_those_of_unknown_size(folder):
 
 
 def test_a_gpu_that_is_nearly_full_asks_for_the_variable(monkeypatch):
-    asked = read_requests(options())[0]
-    answer = CompileResult.of(asked, aot.compile_lowered(asked.lower()))
-    peak = answer.needed or 0
+    compilation = aot.compile_lowered(read_requests(options())[0].lower())
+    peak = CompileResult.of(read_requests(options())[0], compilation).needed or 0
     for memory, advised in ((2 * peak, False), (int(1.2 * peak), True), (peak - 1, False)):
         monkeypatch.setattr(request, "device_memory", lambda chip, memory=memory: memory)
+        answer = CompileResult.of(read_requests(options())[0], compilation)
         assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in answer.advice) == advised
         assert (answer.shortage is None) == (memory >= peak)
 
@@ -298,7 +296,7 @@ def test_the_same_question_is_answered_from_the_cache_without_tracing(
 
 def test_every_choice_is_in_the_key_of_a_question():
     choices = [
-        *({}, {"stage": 1}, {"batch_size": 16}, {"accumulate": 2}, {"scan": False}),
+        *({}, {"stage": 1}, {"batch_size": 16}, {"accumulate": 2}),
         *({"accumulate": 2, "reduce": "once"}, {"remat": "none"}, {"remat": "dots"}),
         *({"precision": "fp32"}, {"optimizer": "lion"}, {"context": 8}, {"model": "other"}),
         *({"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"model_axis": 2}),

@@ -14,13 +14,12 @@ import pytest
 from rich.console import Console
 
 from tests.cli.running import COMMAND
+from zerojax.cli import _doctor as command
 from zerojax.cli import main
-from zerojax.cli.doctor import _command as command
-from zerojax.cli.doctor._command import CHECKS, Check, examine, findings_table, verdict
-from zerojax.cli.doctor._findings import Finding
+from zerojax.cli._doctor import CHECKS, Check, Finding, examine, findings_table, verdict
 
 NEEDED = ["packages", "devices", "step at stage 2", "its audit", "its checkpoint"]
-OPTIONAL = ["host memory", "compilation cache", "compiler for TPUs", "compiler for GPUs"]
+OPTIONAL = ["host memory", "compiler for TPUs", "compiler for GPUs"]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +66,7 @@ def test_the_storys_line_in_a_process_of_its_own(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= command.WIDTH
     for name in NEEDED:
         assert re.search(rf"^[ |]{name} +[ |] ok ", done.stdout, re.M), done.stdout
-    assert re.search(r"^[ |]compilation cache +[ |] warning ", done.stdout, re.M), done.stdout
-    assert "remedy: export JAX_COMPILATION_CACHE_DIR=" in done.stdout
-    assert re.search(r"^zerojax works here; \d warnings?$", done.stdout, re.M), done.stdout
+    assert re.search(r"^zerojax works here(; \d warnings?)?$", done.stdout, re.M), done.stdout
     assert not [*(tmp_path / "here").iterdir(), *(tmp_path / "tmp").iterdir()]
 
 
@@ -129,8 +126,8 @@ def test_an_error_is_a_row_and_what_needs_it_is_not_tried():
     found = examine(
         [
             Check("first", Mock(side_effect=RuntimeError("one line\nand more"))),
-            Check("second", lambda bench: pytest.fail("was tried"), needs=("first",)),
-            Check("third", lambda bench: pytest.fail("was tried"), needs=("second",)),
+            Check("second", lambda bench: pytest.fail("was tried"), needs="first"),
+            Check("third", lambda bench: pytest.fail("was tried"), needs="second"),
             Check("silent", Mock(side_effect=AssertionError())),
             fine,
         ]

@@ -20,9 +20,9 @@ import zerojax
 from tests.cli.plan_requests import FIGURE_1, TINY, strict
 from tests.planner import paper
 from zerojax.cli import main
-from zerojax.cli.plan._numbers import read_bytes, read_count
+from zerojax.cli.plan._question import read_bytes, read_count
 from zerojax.cli.shared._optimizers import OPTIMIZERS
-from zerojax.cli.shared._units import BINARY, DECIMAL, amount, binary, unit_for
+from zerojax.cli.shared._screen import BINARY, DECIMAL, amount, binary, unit_for
 from zerojax.models import gpt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,10 +251,6 @@ def test_the_help_teaches(capsys):
         ("--params 1e9 --memory-limit -5", "above 0"),
         ("--params 1e9 --memory-limit 200GB", "more than the 84.9 GB"),
         ("--params 7.5e9 --memory-limit 1GB --search", "the smallest need is"),
-        ("--params 1e9 --verify", "--search"),
-        ("--params 1e9 --search --verify", "a --model: give all three"),
-        ("--model tiny --search --verify --offload optimizer", "leave --offload"),
-        ("--model tiny --search --verify --model-axis 2", "leave --offload"),
         ("--model gpt2-xxl", "no model named 'gpt2-xxl'; known, nearest first: gpt2-xl"),
         ("--params 1e9 --plot a.pdf", "ends in .png"),
         ("--params 1e9 --plot a-file/below.png", "can't write to --plot"),

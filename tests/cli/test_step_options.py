@@ -16,7 +16,7 @@ from tests.texts import roundings
 from zerojax.checkpoint import read_manifest
 from zerojax.cli import main
 from zerojax.cli.compile import _request as request
-from zerojax.cli.shared._built_step import BuiltStepOptions as options
+from zerojax.cli.shared._options import BuiltStepOptions as options
 from zerojax.cli.train._options import TrainOptions
 from zerojax.memory import _host
 from zerojax.models import _gpt_config, gpt

@@ -136,8 +136,8 @@ def test_inputs_are_files_folders_and_globs(tmp_path, monkeypatch):
         (["empty.txt"], {}, "no text in empty.txt; give files"),
         (["short.txt"], {}, "short.txt: 33 bytes are too short.* 17 bytes each.*smaller context"),
         ("fine.txt", {}, "inputs is one path, 'fine.txt'; give a list"),
-        (["fine.txt"], {"context": 0}, "context is 0; give at least 1"),
-        (["fine.txt"], {"max_bytes": 0}, "max_bytes is 0; give at least 1"),
+        (["fine.txt"], {"context": 0}, "context is 0, .*give at least 1"),
+        (["fine.txt"], {"max_bytes": 0}, "max_bytes 0; give at least 1"),
     ],
 )
 def test_data_that_can_not_serve_is_one_line_with_the_remedy(
@@ -242,7 +242,7 @@ def test_a_restored_iterator_continues_exactly(taken):
         ({"seed": 1}, "seed"),
         ({"batch_size": 4}, "batch_size"),
         ({"context": 8}, "context"),
-        ({"tokens": TEXT[:-1]}, "the text is not what it was"),
+        ({"tokens": TEXT[:-1]}, "text_digest"),
     ],
 )
 def test_the_state_of_other_batches_is_refused(change, name):
@@ -275,11 +275,9 @@ def test_batches_that_can_not_be_are_refused(options, message):
         batches(1, **options)
 
 
-def test_text_survives_encoding_and_samples_are_safe_to_print():
+def test_samples_are_safe_to_print():
     text = "def naïve():\n\treturn '→ 🙂'\n"
-    tokens = data.encode(text)
-    assert tokens.dtype == np.int32
-    assert data.decode(tokens) == text
+    assert data.decode(list(text.encode())) == text
     assert data.decode([]) == ""
     # An escape code that would clear the terminal, half a character, a carriage return.
     assert data.decode([27, 91, 50, 74, 0xE2, 0x86, 65, 13]) == "\ufffd[2J\ufffdA\ufffd"

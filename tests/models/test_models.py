@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from zerojax import models
-from zerojax.models import gpt, mlp
+from zerojax.models import gpt
 
 SMALL = gpt.Config(num_layers=2, width=32, num_heads=4, vocab_size=61, context=16)
 KEY = jax.random.key(0)
@@ -265,36 +265,3 @@ def test_generate_refuses_what_it_can_not_continue():
     prompt = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(ValueError, match="temperature is -1"):
         gpt.generate(SMALL, params, prompt, KEY, num_tokens=1, temperature=-1.0)
-
-
-def test_mlp_learns_its_task():
-    config = mlp.Config(num_layers=3, width=16, input_size=4, output_size=3)
-    params = jax.jit(mlp.init, static_argnums=0, **QUICK)(config, KEY)
-    assert size_of(params) == mlp.num_params(config) == 5 * 16 + 17 * 16 + 17 * 3
-    inputs = jax.random.normal(jax.random.key(1), (64, 4))
-    targets = jnp.sin(inputs[:, :3])
-    tx = optax.adam(3e-2)
-
-    @functools.partial(jax.jit, **QUICK)
-    def fit(params):
-        def step(carry, _):
-            params, state = carry
-            loss, grads = jax.value_and_grad(lambda p: mlp.loss(config, p, (inputs, targets)))(
-                params
-            )
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), loss
-
-        return jax.lax.scan(step, (params, tx.init(params)), length=100)[1]
-
-    losses = fit(params)
-    assert losses.dtype == jnp.float32
-    assert losses[-1] < losses[0] / 4
-
-
-def test_mlp_computes_in_the_dtype_of_its_parameters():
-    config = mlp.Config(num_layers=2, width=16, input_size=4, output_size=3)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), mlp.init(config, KEY))
-    text = str(jax.make_jaxpr(lambda p: mlp.apply(config, p, jnp.ones((5, 4))))(params))
-    assert "bf16[5,16]" in text
-    assert "f32[5,16]" not in text.replace("bf16", "")

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests import mlp
 from tests.planner.live_programs import shape
 from zerojax._jaxpr import CALLS
-from zerojax.models import gpt, mlp
+from zerojax.models import gpt
 from zerojax.planner.traced._operations import Line
 from zerojax.planner.traced._reader import read_operations
 from zerojax.planner.traced._trace import trace_loss

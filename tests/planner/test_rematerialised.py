@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import mlp
 from tests.planner import live_programs
 from tests.planner.live_programs import shape
 from zerojax import rematerialised
-from zerojax.models import gpt, mlp
+from zerojax.models import gpt
 from zerojax.planner.traced import lifetimes_of, trace_loss
 from zerojax.recipe import as_remat
 

@@ -1,7 +1,7 @@
 """Model states on disk: saved whole or not at all, restored to the bit on any mesh."""
 
-from zerojax.checkpoint._digests import DamagedCheckpointError, FileDigest
 from zerojax.checkpoint._export import export_safetensors, import_safetensors, weights_of
+from zerojax.checkpoint._files import DamagedCheckpointError, FileDigest
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
 from zerojax.checkpoint._leaves import SavedLeaf
 from zerojax.checkpoint._manifest import Manifest, parts, read_manifest, verify

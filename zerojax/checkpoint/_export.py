@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path, num_bytes
 from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_contents
+from zerojax.checkpoint._files import DamagedCheckpointError, local_path, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_blocks, read_manifest
-from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._safetensors import SafetensorsReader
 from zerojax.checkpoint._safetensors_writer import Tensor, write
 from zerojax.checkpoint._verdict import check_leaves
@@ -38,7 +37,6 @@ def export_safetensors(
     *,
     part: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    on_leaf: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Write the whole, logical weights of a checkpoint to safetensors files, rows by rows.
 
@@ -52,7 +50,6 @@ def export_safetensors(
         part: the leaves below this path: "params", "masters", "opt_state/0/mu". Left out, it is
             the parameters of a train state, or all that there is.
         max_file_bytes: bytes of tensors in a file.
-        on_leaf: called with the path of each leaf when it has been written.
 
     Returns:
         The files, the index last.
@@ -69,11 +66,6 @@ def export_safetensors(
     if wrong:
         raise DamagedCheckpointError(root, wrong)
 
-    def blocks(held: str) -> Iterator[np.ndarray]:
-        yield from read_blocks(root, manifest, held)
-        if on_leaf is not None:
-            on_leaf(held)
-
     metadata = {f"{OWN}writer": "zerojax"}
     if manifest.step is not None:
         metadata[f"{OWN}step"] = str(manifest.step)
@@ -86,7 +78,14 @@ def export_safetensors(
         leaf = manifest.leaves[held]
         owner = owners.setdefault(leaf.same_as or held, held)
         if owner == held:
-            tensors.append(Tensor(name, leaf.shape, leaf.dtype, functools.partial(blocks, held)))
+            tensors.append(
+                Tensor(
+                    name,
+                    leaf.shape,
+                    leaf.dtype,
+                    functools.partial(read_blocks, root, manifest, held),
+                )
+            )
         else:
             metadata[name] = names[owner]
     return write(path, tensors, metadata=metadata, max_file_bytes=max_file_bytes)

@@ -15,10 +15,15 @@ import jax
 import optax
 
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import DamagedCheckpointError, wrong_sizes
+from zerojax.checkpoint._files import (
+    REMOVED,
+    DamagedCheckpointError,
+    local_path,
+    remove,
+    wrong_sizes,
+)
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from zerojax.checkpoint._orbax import barrier, require_orbax
-from zerojax.checkpoint._paths import REMOVED, local_path, remove
 from zerojax.checkpoint._restore import gather_texts, read_state
 from zerojax.checkpoint._save import PendingSave, check_step, start_save
 from zerojax.layout import Layout

@@ -128,16 +128,14 @@ def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoRetu
     root, found, fault = path_name(path), _stored(path, copy), "the tree is another"
     known = {f"{root}/{leaf.path}".removesuffix("/."): leaf for leaf in layout.leaves}
     for name in (*found, *known):
-        if name not in known or name not in found:
-            where = "the state and not in the layout" if name in found else "the layout alone"
+        leaf = known.get(name)
+        if leaf is None or name not in found:
+            where = "the layout alone" if leaf else "the state and not in the layout"
             fault = f"leaf {name!r} is in {where}"
             break
-        shapes = known[name].shape, known[name].stored_shape
-        if found[name] not in shapes:
-            fault = (
-                f"leaf {name!r} has shape {found[name]}; the layout knows {shapes[0]} and stored "
-                f"{shapes[1]}"
-            )
+        if found[name] not in (leaf.shape, leaf.stored_shape):
+            shapes = f"{leaf.shape} and stored {leaf.stored_shape}"
+            fault = f"leaf {name!r} has shape {found[name]}; the layout knows {shapes}"
             break
     raise ValueError(f"{fault}; {REMEDY}")
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,24 @@ import optax
 from zerojax._extras import extra
 from zerojax._tree import leaves_by_path, path_ends
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import (
+from zerojax.checkpoint._files import (
     DamagedCheckpointError,
     FileDigest,
     digest_text,
+    local_path,
+    sync_folder,
+    write_synced,
     wrong_contents,
 )
 from zerojax.checkpoint._leaves import SavedLeaf, named_tuples, saved_leaves
 from zerojax.checkpoint._logical import PARAMS
 from zerojax.checkpoint._orbax import open_array
-from zerojax.checkpoint._paths import local_path, sync_folder, write_synced
 from zerojax.layout import Layout
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
 MANIFEST = "checkpoint.json"
 ARRAYS = "arrays"
-FORMAT = 4
+FORMAT = 5
 #: What a checkpoint is written with, and read by.
 WRITERS = ("zerojax", "jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tensorstore")
 #: Bytes of the rows that are read at a time.
@@ -127,7 +129,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 #    "dtype": "float32", "num_bytes": 28252, "spec": "PartitionSpec('data',)", "same_as": null}},
 #  "step": 2, "data": {"next_batch": 3}, "metadata": {}, "versions": {"python": "3.11.7"},
 #  "written": "2026-11-21T23:45:11+00:00",
-#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 4}
+#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 5}
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read what a checkpoint holds; needs neither its arrays nor an accelerator.
 
@@ -202,13 +204,11 @@ def read_blocks(root: Path, manifest: Manifest, path: str) -> Iterator[np.ndarra
         yield np.asarray(store[start:stop].read().result())
 
 
-def verify(
-    directory: str | os.PathLike[str], on_leaf: Callable[[str], None] | None = None
-) -> Manifest:
+def verify(directory: str | os.PathLike[str]) -> Manifest:
     """Read all of a checkpoint and hold it against its manifest.
 
     Every file must be what was written, and every leaf readable, of its shape and dtype. Needs no
-    accelerator and no code of the model. `on_leaf` is called with the path of each leaf read.
+    accelerator and no code of the model.
 
     Raises:
         FileNotFoundError: there is no whole checkpoint in the directory.
@@ -223,8 +223,6 @@ def verify(
                 wrong.append(f"leaf {path!r} has {num_bytes} bytes of {leaf.num_bytes}")
         except (ValueError, OSError) as error:
             wrong.append(f"leaf {path!r} can't be read ({str(error).splitlines()[0]})")
-        if on_leaf is not None:
-            on_leaf(path)
     if wrong:
         raise DamagedCheckpointError(root, wrong)
     return manifest

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import (
+from zerojax.checkpoint._files import (
     DamagedCheckpointError,
     digest_text,
+    local_path,
     wrong_contents,
     wrong_sizes,
 )
@@ -26,7 +27,6 @@ from zerojax.checkpoint._leaves import dtype_of
 from zerojax.checkpoint._logical import is_key
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
-from zerojax.checkpoint._paths import local_path
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from zerojax._extras import extra
 from zerojax._tree import num_bytes
-from zerojax.checkpoint._paths import local_path
+from zerojax.checkpoint._files import local_path
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = f"{SUFFIX}.index.json"

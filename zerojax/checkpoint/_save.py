@@ -19,12 +19,19 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
-from zerojax.checkpoint._digests import digest_files, read_parts, write_part
+from zerojax.checkpoint._files import (
+    REMOVED,
+    digest_files,
+    local_path,
+    read_parts,
+    remove,
+    sync_folder,
+    write_part,
+)
 from zerojax.checkpoint._leaves import placed_leaves
 from zerojax.checkpoint._logical import check_placement
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
 from zerojax.checkpoint._orbax import barrier, require_orbax, start_writing
-from zerojax.checkpoint._paths import REMOVED, local_path, remove, sync_folder
 from zerojax.layout import Layout
 
 #: What orbax has not finished has a name like this.

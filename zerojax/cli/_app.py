@@ -10,11 +10,11 @@ import typer
 
 from zerojax._extras import MissingExtra
 from zerojax._version import __version__
-from zerojax.cli.checkpoint._command import checkpoint
+from zerojax.cli._checkpoint import checkpoint
+from zerojax.cli._doctor import doctor
 from zerojax.cli.compile._command import compile_
-from zerojax.cli.doctor._command import doctor
 from zerojax.cli.plan._command import plan
-from zerojax.cli.shared._errors import INTERRUPTED, Failure
+from zerojax.cli.shared._command import INTERRUPTED, Failure
 from zerojax.cli.train._command import train
 
 # typer names one of its usage errors in public; that one's base is all of them.
@@ -67,10 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end("interrupted", status) if status == INTERRUPTED else status
     except _UsageError as error:
         return _end(error.format_message(), 2)
-    except MissingExtra as missing:
-        return _end(str(missing), 2)
-    except Failure as failure:
-        return _end(str(failure), failure.status)
+    except (MissingExtra, Failure) as failure:
+        return _end(str(failure), getattr(failure, "status", 2))
     except (KeyboardInterrupt, typer.Abort):
         return _end("interrupted", INTERRUPTED)
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerojax.cli.shared._units import Unit
-from zerojax.planner import Plan
+from zerojax.cli.shared._screen import Unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,30 +15,13 @@ if TYPE_CHECKING:
 
 #: Steps, and the values of a metric at them.
 Curve = tuple[Sequence[int], Sequence[float]]
-#: Where gradients take the buffers of weights that are done, they are not told from activations.
-TOGETHER = "gradients and activations, partly in weights' buffers"
-#: What a compiler refused for its memory, it does not tell apart.
-REFUSED = "what the refused program needs"
-#: How parts of a bar look, from the bottom to the top.
-PARTS: dict[str, dict[str, Any]] = {
-    "parameters": {"color": "#4477aa"},
-    "masters": {"color": "#ccbb44"},
-    "optimizer": {"color": "#228833"},
-    "gradients": {"color": "#ee6677"},
-    "gradients kept": {"color": "#aa3377"},
-    "batch and the rest": {"color": "#bbbbbb"},
-    "gradients, activations": {"color": "#ee6677"},
-    "activations and buffers": {"color": "#bbbbbb"},
-    TOGETHER: {"facecolor": "#bbbbbb", "edgecolor": "#ee6677", "hatch": "////", "linewidth": 0},
-    REFUSED: {"facecolor": "white", "edgecolor": "#ee6677", "hatch": "///", "linewidth": 0.8},
-    "volume": {"color": "#66ccee"},
-}
-STAGES = {0: "#222222", 1: "#332288", 2: "#44aa99", 3: "#aa4499"}
-TRAINING, HELD_OUT = "#88aacc", "#bb5566"
-THEORY, TOO_MUCH, ASKED = "#222222", "#bb5566", "0.75"
-WIDTH, DASHES = 0.62, (0, (3, 2))
+TRAINING, HELD_OUT, THEORY, TOO_MUCH = "#88aacc", "#bb5566", "#222222", "#bb5566"
+#: Half of a bar, and how far the line of its theory reaches beyond it.
+HALF, BEYOND = 0.31, 0.06
 #: The device's memory is drawn where bars still show beneath it: up to so many times the highest.
 HEADROOM = 2.5
+#: The height of the axes in that of the highest bar, which has a label above it.
+ROOM = 1.16
 ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "xytext": (0, 4)}
 
 
@@ -49,7 +31,7 @@ class Bar:
 
     Attributes:
         name: what stands below it.
-        parts: sizes by name, those of `PARTS`.
+        parts: sizes by name.
         label: what stands above it.
         theory: the height of a dashed line; None for none.
         fits: False writes the label in red.
@@ -88,72 +70,39 @@ def training_figure(title: str, *, training: Curve, held_out: Curve) -> Figure:
 
 
 def stages_figure(
-    title: str, *, memory: Sequence[Bar], volume: Sequence[Bar], available: float, unit: Unit
+    title: str,
+    *,
+    memory: Sequence[Bar],
+    beside: Sequence[Bar],
+    axes: Mapping[str, str],
+    available: float,
+    unit: Unit,
 ) -> Figure:
-    """Draw what one device holds and moves under each stage, as compilers have it.
+    """Draw what one device holds under each stage, and beside it what it moves or waits for.
 
     Args:
         memory: bytes of a device.
-        volume: elements that a device moves, per parameter.
+        beside: the other bars.
+        axes: their `title` and `ylabel`.
         available: bytes that a device has.
         unit: of the bytes.
     """
     figure, (left, right) = _figure(title, (11, 5.2), (6, 4))
-    handles = _draw_memory(left, memory, available, unit)
-    _draw_bars(right, volume)
-    right.set_ylim(0, (max(bar.top for bar in volume) or 1.0) * 1.16)
-    right.set(title="moved by one device in a step", ylabel="elements per parameter of the model")
-    handles += [*_part_handles(volume), _line("theory: states with gradients; volume")]
-    _legend(figure, handles)
-    return figure
-
-
-def plan_figure(
-    title: str,
-    *,
-    memory: Sequence[Bar],
-    times: Mapping[int, Sequence[Plan]],
-    available: float,
-    unit: Unit,
-    asked: int,
-) -> Figure:
-    """Draw what a device holds under each stage, and how long a step takes by number of devices.
-
-    Args:
-        memory: bytes of a device.
-        times: by stage, a plan for each number of devices.
-        available: bytes that a device has.
-        unit: of the bytes.
-        asked: the number of devices of the bars.
-    """
-    figure, (left, right) = _figure(title, (11, 6.2), (5, 5))
-    handles = _draw_memory(left, memory, available, unit)
-    handles += [_line("states by the formula (in brackets)"), *_draw_times(right, times)]
-    right.axvline(asked, color=ASKED, linewidth=1.5, zorder=-1)
-    handles.append(_line(f"{asked:,} devices", color=ASKED, linestyle="-"))
-    _legend(figure, handles)
-    return figure
-
-
-def plan_bar(plan: Plan, unit: Unit) -> Bar:
-    """Part a plan's peak by kind."""
-    held = plan.bytes
-    parts = {
-        "parameters": held.parameters,
-        "masters": held.masters,
-        "optimizer": held.optimizer - held.masters,
-    }
-    if held.total < held.states:
-        parts[TOGETHER] = held.total - sum(parts.values())
-    else:
-        parts |= {"gradients": held.gradients, "activations and buffers": held.activations}
-    return Bar(
-        name=f"stage {plan.stage}\n({unit.number(held.theory)})",
-        parts=parts,
-        label=unit.words(held.total) + (f"\nhost {unit.number(held.host)}" if held.host else ""),
-        theory=held.theory,
-        fits=plan.fits,
+    there = unit.words(available)
+    left.set(title=f"one device's memory at its peak, of {there}", ylabel=f"{unit.name} per device")
+    _draw_bars(left, memory, unit.size)
+    highest = max(bar.top for bar in memory)
+    if available <= HEADROOM * highest:
+        label, line = "a device's memory", available / unit.size
+        left.axhline(line, color=TOO_MUCH, linewidth=1.3, zorder=0, label=label)
+        left.set_ylim(0, ROOM * max(highest, available) / unit.size)
+    right.set(**axes)
+    _draw_bars(right, beside, label="_", color="0.6")  # which the title names
+    handles, _ = left.get_legend_handles_labels()
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize="small"
     )
+    return figure
 
 
 def _figure(
@@ -170,82 +119,21 @@ def _figure(
     return figure, drawings
 
 
-def _legend(figure: Figure, handles: list[Any]) -> None:
-    place = "outside lower center"
-    figure.legend(handles=handles, loc=place, ncols=4, frameon=False, fontsize="small")
-
-
-def _draw_bars(axes: Axes, bars: Sequence[Bar], unit: float = 1.0) -> None:
+def _draw_bars(axes: Axes, bars: Sequence[Bar], unit: float = 1.0, **look: Any) -> None:
     """Draw bars with their labels and lines; `unit` is what 1 on the axis is."""
-    half = WIDTH / 2 + 0.06
-    for place, bar in enumerate(bars):
-        bottom = 0.0
-        for name, size in bar.parts.items():
-            axes.bar(place, size / unit, WIDTH, bottom=bottom, **PARTS[name])
-            bottom += size / unit
-        if bar.theory is not None:
-            line, ends = bar.theory / unit, (place - half, place + half)
-            axes.hlines(line, *ends, color=THEORY, linestyles=DASHES, linewidth=1.3, zorder=4)
-        look = {"color": "black" if bar.fits else TOO_MUCH, "fontweight": "bold", **ABOVE}
-        axes.annotate(bar.label, (place, bar.top / unit), **look)
-    axes.set_xlim(-0.6, len(bars) - 0.4)
-    axes.set_xticks(range(len(bars)), [bar.name for bar in bars])
-
-
-def _draw_memory(axes: Axes, bars: Sequence[Bar], available: float, unit: Unit) -> list[Any]:
-    """Draw bars of bytes beside what a device has, and return what the legend says of them."""
-    highest = max(bar.top for bar in bars)
-    is_near = available <= HEADROOM * highest
-    limit = max(highest, available if is_near else 0) / unit.size * 1.16
-    _draw_bars(axes, bars, unit.size)
-    if is_near:
-        axes.axhline(available / unit.size, color=TOO_MUCH, linewidth=1.3, zorder=0)
-    axes.set_ylim(0, limit)
-    axes.set(title="one device's memory at its peak", ylabel=f"{unit.name} per device")
-    label = f"a device's memory: {unit.words(available)}" + ("" if is_near else ", far above")
-    return [*_part_handles(bars), _line(label, color=TOO_MUCH, linestyle="-")]
-
-
-def _part_handles(bars: Sequence[Bar]) -> list[Any]:
-    """Return the legend of the parts that can be seen."""
-    from matplotlib.patches import Patch
-
-    seen = {name for bar in bars for name, size in bar.parts.items() if size > 0.002 * bar.top}
-    return [Patch(label=name, **look) for name, look in PARTS.items() if name in seen]
-
-
-def _line(label: str, color: str = THEORY, linestyle: Any = DASHES, **look: Any) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color=color, linestyle=linestyle, label=label, **look)
-
-
-def _draw_times(axes: Axes, times: Mapping[int, Sequence[Plan]]) -> list[Any]:
-    """Draw a line for each stage, hollow where a device is too small; return their legend."""
-    from matplotlib.ticker import LogLocator
-
-    handles, plans = [], [one for by_count in times.values() for one in by_count]
-    for stage, by_count in times.items():
-        # Stages often coincide: earlier ones are wider, so that they show beneath.
-        look: dict[str, Any] = {"color": STAGES[stage], "linewidth": 4.5 - 1.1 * stage}
-        points = [(one.num_devices, 1e3 * one.step_time) for one in by_count]
-        axes.plot(*zip(*points, strict=True), alpha=0.55, zorder=stage, **look)
-        handles.append(_line(f"stage {stage}", linestyle="-", **look))
-        for point, one in zip(points, by_count, strict=True):
-            look = {"color": STAGES[stage], "markersize": 7.5 - stage, "zorder": 10 + stage}
-            look["markerfacecolor"] = STAGES[stage] if one.fits else "white"
-            axes.plot(*point, "o", **look)
-    if not all(one.fits for one in plans):
-        mark = {"linestyle": "", "color": "0.35", "marker": "o", "markerfacecolor": "white"}
-        handles.append(_line("hollow: does not fit", **mark))
-    axes.set(title="time of a step", xlabel="devices", ylabel="ms per step, at least")
-    axes.set_xscale("log", base=2)
-    counts = sorted({one.num_devices for one in plans})
-    ticks = counts[:: 1 + len(counts) // 7]
-    axes.set_xticks(ticks, [f"{count:,}" for count in ticks])
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_minor_formatter("")
-    axes.grid(alpha=0.25)
-    return handles
+    places, bottoms = range(len(bars)), [0.0] * len(bars)
+    for name in dict.fromkeys(name for bar in bars for name in bar.parts):
+        sizes = [bar.parts.get(name, 0) / unit for bar in bars]
+        axes.bar(places, sizes, 2 * HALF, bottom=bottoms, **{"label": name, **look})
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+    half = HALF + BEYOND
+    lines = [(at, bar.theory / unit) for at, bar in enumerate(bars) if bar.theory is not None]
+    if lines:
+        starts, ends, heights = zip(*((at - half, at + half, y) for at, y in lines), strict=True)
+        dashed: dict[str, Any] = {"color": THEORY, "linestyles": (0, (3, 2)), "linewidth": 1.3}
+        axes.hlines(heights, starts, ends, zorder=4, label="by the theory", **dashed)
+    for at, bar in enumerate(bars):
+        style = {"color": "black" if bar.fits else TOO_MUCH, "fontweight": "bold", **ABOVE}
+        axes.annotate(bar.label, (at, bar.top / unit), **style)
+    axes.set_xticks(places, [bar.name for bar in bars])
+    axes.set_ylim(0, ROOM * (max(bar.top for bar in bars) or unit) / unit)

@@ -57,12 +57,9 @@ class BatchIterator(Iterator[np.ndarray]):
         """
         for name, ours in self._identity.items():
             if state.get(name) != ours:
-                what = f"{name} was {state.get(name)} and is {ours} now"
-                if name == "text_digest":
-                    what = "the text is not what it was (its digest differs)"
                 raise ValueError(
-                    f"data state: {what}, so the same batches can't follow; continue with what was "
-                    "used, or start the data anew"
+                    f"data state: {name} was {state.get(name)} and is {ours} now, so the same "
+                    "batches can't follow; continue with what was used, or start the data anew"
                 )
         self._batches.set_state({"next_index": state["next_index"]})
 

@@ -1,4 +1,4 @@
-"""Find text files and read them as bytes, split into a training part and a held-out part."""
+"""Text as bytes: found in files, split into a training and a held-out part, and printed again."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+import unicodedata
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 StrPath = str | os.PathLike[str]
 
 # Left out of the default corpus: what pip installed, tests, and tables rather than programs.
-_LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    | {"encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
+_LEFT_OUT = (
+    *("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "idlelib"),
+    *("lib2to3", "pydoc_data", "turtledemo"),
 )
 _DEFAULT_MAX_BYTES = 8_000_000
 _HELD_OUT = 0.05
@@ -78,10 +80,10 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in file.read(8192)
 
 
-def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    leave_out = leave_out | {"__pycache__"}
+def _walk(root: Path, leave_out: Container[str] = ()) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if not f.startswith(".") and f not in leave_out]
+        hidden = (".", "__pycache__")
+        folders[:] = [f for f in folders if not (f.startswith(hidden) or f in leave_out)]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
@@ -103,9 +105,8 @@ def load_corpus(
     """
     if isinstance(inputs, str | os.PathLike):
         raise ValueError(f"inputs is one path, {os.fspath(inputs)!r}; give a list of paths")
-    for name, value in (("context", context), ("max_bytes", max_bytes)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; give at least 1")
+    if context < 1 or (max_bytes is not None and max_bytes < 1):
+        raise ValueError(f"context is {context}, max_bytes {max_bytes}; give at least 1")
     if inputs:
         source = ", ".join(os.fspath(given) for given in inputs)
     else:
@@ -138,9 +139,33 @@ def _read(files: Iterable[Path], max_bytes: int | None) -> list[bytes]:
     for path in files:
         content = path.read_bytes()
         by_digest[hashlib.sha256(content).digest()] = content
-    kept, size = [], 0
+    kept, left = [], sum(map(len, by_digest.values())) if max_bytes is None else max_bytes
     for _, content in sorted(by_digest.items()):
-        if content := content[: None if max_bytes is None else max_bytes - size]:
+        if content := content[:left]:
             kept.append(content)
-            size += len(content)
+            left -= len(content)
     return kept
+
+
+def decode(tokens: ArrayLike) -> str:
+    """Return tokens [T] as text that is safe to print.
+
+    Bytes that are no UTF-8, and control characters other than newline and tab, become U+FFFD:
+    a model may well sample a terminal's escape codes.
+
+    Raises:
+        ValueError: a token lies outside 0..255.
+    """
+    values = np.asarray(tokens)
+    if values.size and (values.min() < 0 or values.max() > 255):
+        raise ValueError(
+            f"decode: tokens are bytes, 0 to 255; got {values.min()} to {values.max()}; "
+            "decode the tokens of another vocabulary with its own tokenizer"
+        )
+    text = values.astype(np.uint8).tobytes().decode(errors="replace")
+    return "".join(c if _is_printable(c) else "\ufffd" for c in text)
+
+
+def _is_printable(character: str) -> bool:
+    # Category C is control, format, surrogate, private use and unassigned.
+    return character in "\n\t" or not unicodedata.category(character).startswith("C")

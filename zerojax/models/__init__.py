@@ -1,8 +1,8 @@
-"""Show plain JAX models: nothing in here imports zerojax, so a user's model needs no change."""
+"""A plain JAX model: nothing in here imports zerojax, so a user's model needs no change."""
 
 from __future__ import annotations
 
-from . import gpt, mlp
+from . import gpt
 from .cross_entropy import chunked_cross_entropy
 
-__all__ = ["chunked_cross_entropy", "gpt", "mlp"]
+__all__ = ["chunked_cross_entropy", "gpt"]

@@ -233,6 +233,7 @@ def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - wanted)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature"))
 def generate(
     config: Config,
     params: Params,
@@ -249,39 +250,24 @@ def generate(
     Raises:
         ValueError: the prompt is empty or the temperature negative.
     """
-    if prompt.shape[1] < 1:
+    size, context = prompt.shape[1], config.context
+    if size < 1:
         raise ValueError("gpt.generate: the prompt is empty; give at least one token")
     if temperature < 0:
         raise ValueError(f"gpt.generate: temperature is {temperature}; give 0 or more")
-    prompt = prompt[:, -config.context :].astype(jnp.int32)
-    size = prompt.shape[1]
     # The last real token can't see what comes after it, so the filling does not matter.
-    window = jnp.pad(prompt, ((0, 0), (0, config.context - size)))
-    return _generate(config, params, window, jnp.int32(size), key, num_tokens, temperature)
+    text = jnp.pad(prompt.astype(jnp.int32), ((0, 0), (0, num_tokens + context)))
 
+    def step(text: jax.Array, drawing: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        place, key = drawing
+        start = jnp.maximum(place - context, 0)
+        window = jax.lax.dynamic_slice_in_dim(text, start, context, axis=1)
+        logits = apply(config, params, window)[:, place - start - 1]  # [B, V]
+        token = logits.argmax(-1)
+        if temperature:
+            token = jax.random.categorical(key, logits / temperature)
+        token = token.astype(jnp.int32)
+        return text.at[:, place].set(token), token
 
-@functools.partial(jax.jit, static_argnames=("config", "num_tokens"))
-def _generate(
-    config: Config,
-    params: Params,
-    window: jax.Array,  # [B, C]
-    size: jax.Array,  # []: how much of the window is real
-    key: jax.Array,
-    num_tokens: int,
-    temperature: jax.Array,
-) -> jax.Array:
-    def step(
-        carry: tuple[jax.Array, jax.Array], key: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        window, size = carry
-        logits = apply(config, params, window)[:, size - 1]  # [B, V]
-        # Where temperature is 0 the first choice is discarded; dividing by 1 there keeps it finite.
-        drawn = jax.random.categorical(key, logits / jnp.where(temperature > 0, temperature, 1.0))
-        token = jnp.where(temperature > 0, drawn, logits.argmax(-1)).astype(jnp.int32)
-        full = size == config.context
-        window = jnp.where(full, jnp.roll(window, -1, axis=1), window)
-        at = jnp.where(full, size - 1, size)
-        return (window.at[:, at].set(token), at + 1), token
-
-    _, tokens = jax.lax.scan(step, (window, size), jax.random.split(key, num_tokens))
-    return tokens.T
+    places = size + jnp.arange(num_tokens)
+    return jax.lax.scan(step, text, (places, jax.random.split(key, num_tokens)))[1].T

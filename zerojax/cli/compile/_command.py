@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+from rich.table import Table
+from rich.text import Text
 
-from zerojax.aot import Compilation, ProgramCache, compile_lowered
-from zerojax.cli.compile._options import CompileOptions
-from zerojax.cli.compile._outputs import write
-from zerojax.cli.compile._request import CompileRequest, read_requests
-from zerojax.cli.compile._result import CompileResult
-from zerojax.cli.compile._screen import CompileScreen
-from zerojax.cli.shared._command import command
-from zerojax.cli.shared._errors import Failure, refusing
-from zerojax.cli.shared._progress import run_task
+from zerojax.aot import ProgramCache, compile_lowered
+from zerojax.audit import AuditReport, Problem
+from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
+from zerojax.cli.compile._result import PARTS, CompileResult, write
+from zerojax.cli.shared._command import Failure, command, refusing
+from zerojax.cli.shared._screen import BINARY, Screen, binary, run_task, table, unit_for
+
+#: The part of the peak from which on something has a row.
+LEAST = 0.001
 
 
 @command
@@ -46,44 +48,123 @@ def compile_(options: CompileOptions) -> None:
     zerojax compile --topology h100:4x8 --stage 1 --accumulate 8 --hlo step.txt
     ```
     """
-    screen = CompileScreen()
+    screen = Screen()
     with refusing():
         requests = read_requests(options)
-    screen.start(requests[0])
-    results = _compile_all(requests, screen)
-    screen.compiled(results)
-    screen.results(results)
-    screen.wrote(*write(results))
-    complaints = {one.stage: ", and ".join(one.complaints) for one in results if one.complaints}
-    if complaints:
-        raise Failure("; ".join(f"stage {stage}: {x}" for stage, x in complaints.items()), 1)
-
-
-def _compile_all(requests: Sequence[CompileRequest], screen: CompileScreen) -> list[CompileResult]:
-    """Compile and audit every stage, each task shown with its seconds."""
-    cache = None if requests[0].options.no_cache else ProgramCache()
-    results = []
-    for request in requests:
-        compilation = _compile(request, cache, screen)
-        read = functools.partial(CompileResult.of, request, compilation)
-        results.append(
-            run_task(screen.console, f"stage {request.stage}: reading the program", read)
-        )
+    screen.facts(_facts(requests[0]))
+    cache = None if options.no_cache else ProgramCache()
+    results = [_compile(request, cache, screen) for request in requests]
     for note in cache.notes if cache is not None else ():
         screen.say(f"note: {note}")
-    return results
+    _show(results, screen)
+    screen.wrote(*write(results))
+    wrong = [f"stage {one.stage}: {one.complaint}" for one in results if one.complaint]
+    if wrong:
+        raise Failure("; ".join(wrong), 1)
 
 
-def _compile(
-    request: CompileRequest, cache: ProgramCache | None, screen: CompileScreen
-) -> Compilation:
-    key = None if cache is None else request.key
-    if cache is not None and (kept := cache.find(request.key)) is not None:
-        return kept
-    name, where = f"stage {request.stage}", request.options.topology
-    lowered = run_task(screen.console, f"{name}: tracing and lowering", request.lower)
-    try:
+def _facts(request: CompileRequest) -> dict[str, str]:
+    """Return model, hardware, mesh and step in words."""
+    options, layout, config = request.options, request.layout, request.config
+    devices, chosen = layout.devices, options.in_words()
+    axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
+    kept = "activations kept" if options.remat == "none" else "rematerialised"
+    layers = f"{config.num_layers} layers scanned, {kept}"
+    device = f"{devices.flat[0].device_kind}, {binary(request.memory)} each"
+    return {
+        "model": f"{options.model}, {layout.num_params:,} parameters, {layers}",
+        "hardware": f"{options.topology}: {devices.size} x {device}",
+        "mesh": axes + (f"; {chosen}" if chosen else ""),
+        "step": options.step_in_words(request.num_examples, config.context),
+    }
+
+
+def _compile(request: CompileRequest, cache: ProgramCache | None, screen: Screen) -> CompileResult:
+    """Compile and audit a stage, or take what was kept; each task is shown with its seconds."""
+    name, key = f"stage {request.stage}", None if cache is None else request.key
+    compilation = None if cache is None else cache.find(request.key)
+    if compilation is None:
+        lowered = run_task(screen.console, f"{name}: tracing and lowering", request.lower)
         work = functools.partial(compile_lowered, lowered, cache, key)
-        return run_task(screen.console, f"{name}: compiling for {where}", work)
-    except jax.errors.JaxRuntimeError as error:
-        raise Failure(f"{name}: the compiler failed: {error}", 1) from error
+        where = request.options.topology
+        try:
+            compilation = run_task(screen.console, f"{name}: compiling for {where}", work)
+        except jax.errors.JaxRuntimeError as error:
+            raise Failure(f"{name}: the compiler failed: {error}", 1) from error
+    read = functools.partial(CompileResult.of, request, compilation)
+    return run_task(screen.console, f"{name}: reading the program", read)
+
+
+def _show(results: Sequence[CompileResult], screen: Screen) -> None:
+    """Show one stage's audit, or all stages side by side; then what fits and what is wrong."""
+    for number, result in enumerate(results):
+        held, program = result.compilation, result.compilation.program
+        same = [one.stage for one in results[:number] if one.compilation.program == program]
+        if program is not None and same:
+            screen.say(f"stage {result.stage}: the same program as stage {same[0]}'s")
+        elif held.is_cached:
+            took = f"compiled {held.compiled_at} in {held.seconds:,.0f} s (see --no-cache)"
+            screen.say(f"stage {result.stage}: from the cache, {took}")
+    first, is_one = results[0], len(results) == 1
+    if is_one and first.report is not None:
+        screen.console.print(first.report)
+    else:
+        there = binary(first.available)
+        screen.title(f"bytes of a device's {there}; volume in elements per parameter")
+        screen.show(comparison_table(results))
+    for result in results:
+        short, name = result.shortage, (f"stage {result.stage} ", "bold")
+        screen.show(Text.assemble(name, result.verdict, style="red" if short else "green"))
+        if short is not None and short.message:
+            screen.say(f"  the compiler: {short.message}")
+        if result.advice:
+            screen.say(f"  {result.advice}")
+    for stages, problem in [] if is_one else _distinct_problems(results):
+        screen.show(Text(f"stage {stages}: {problem}", style="red"))
+
+
+def comparison_table(results: Sequence[CompileResult]) -> Table:
+    """Make the table of stages side by side; what is next to nothing is left out."""
+    largest = max(result.needed or result.available for result in results)
+    unit = unit_for(largest, BINARY)
+    made = table(unit.name, *(f">stage {one.stage}" for one in results))
+    for result, column in zip(results, made.columns[1:], strict=True):
+        column.style = "" if result.shortage is None else "red"
+
+    def bytes_row(name: str, counts: Sequence[float | None], style: str = "") -> None:
+        made.add_row(name, *map(unit.number, counts), style=style)
+
+    def report_row(name: str, write: Callable[[AuditReport], str], style: str = "") -> None:
+        cells = ("-" if one.report is None else write(one.report) for one in results)
+        made.add_row(name, *cells, style=style)
+
+    for name in PARTS:
+        counts = [result.parts.get(name) for result in results]
+        if max(count or 0 for count in counts) >= LEAST * largest:
+            bytes_row(name, counts)
+    bytes_row("peak", [one.needed for one in results], "bold")
+    bytes_row("states by the formula", [one.request.theory for one in results], "dim")
+    left = [None if one.needed is None else one.available - one.needed for one in results]
+    bytes_row("left of the device", left)
+    made.add_section()
+    report_row("volume", lambda report: f"{report.volume:.4f}", "bold")
+    report_row("volume by the theory", lambda report: f"{report.theory_volume:.4f}", "dim")
+    report_row("collectives", lambda report: str(len(report.collectives)))
+    report_row("waits, as scheduled", _waits)
+    report_row("problems", lambda report: str(len(report.problems)))
+    return made
+
+
+def _waits(report: AuditReport) -> str:
+    share = report.schedule and report.schedule.exposed_share
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _distinct_problems(results: Sequence[CompileResult]) -> list[tuple[str, Problem]]:
+    """List problems that differ in more than the name of an operation, with their stages."""
+    found: dict[tuple[str, ...], tuple[dict[str, None], Problem]] = {}
+    for result in results:
+        for problem in result.report.problems if result.report is not None else ():
+            key = (problem.kind, problem.expected, problem.seen, problem.remedy)
+            found.setdefault(key, ({}, problem))[0][str(result.stage)] = None
+    return [(", ".join(stages), problem) for stages, problem in found.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.aot import Topology, device_memory, digest, parse_topology, topology_mesh
-from zerojax.cli.compile._options import CompileOptions
-from zerojax.cli.shared._built_step import gpt_layout
-from zerojax.cli.shared._files import check_outputs
-from zerojax.layout import Layout
+from zerojax.cli.shared._command import option
+from zerojax.cli.shared._machine import check_outputs
+from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, BuiltStepOptions, gpt_layout
+from zerojax.layout import STAGES
 from zerojax.models import gpt
 from zerojax.train import make_train_step
 
@@ -22,44 +23,69 @@ from zerojax.train import make_train_step
 CLIP_NORM = 1.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileOptions(BuiltStepOptions):
+    """What `zerojax compile` was asked for; None leaves a choice to it."""
+
+    model: str = option("gpt2-small", metavar="NAME", panel=MODEL)
+    topology: str = option(..., metavar="NAME", panel=HARDWARE)
+    """Nodes x GPUs (h100:1x8, a100:4x8; also h200, b200), TPU chips along each dim of the torus
+    (v5e:2x4, v6e:16x16, v4:2x2x4, v5p:8x8x16, tpu7x:2x2x1), or several TPU slices
+    (v5e:4x4x2slices)."""
+    all_stages: bool = option(False, panel=ZERO)
+    """Compile stages 0 to 3 and compare them."""
+    plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
+    """Draw what a device holds and moves."""
+    hlo: Path | None = option(None, metavar="FILE", panel=OUTPUT)
+    """Keep the text of the compiled program; with --all-stages, a file for each stage."""
+    json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
+    """Keep the report as JSON."""
+    no_cache: bool = option(False, panel=OUTPUT)
+    """Compile even what was compiled before, and keep nothing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.all_stages and {"config", "stage"} & self.given:
+            raise ValueError(
+                "--config and --stage are of one stage: leave them out, or --all-stages"
+            )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages to compile."""
+        return tuple(STAGES) if self.all_stages else (self.chosen_stage,)
+
+    def hlo_file(self, stage: int) -> Path | None:
+        """The file of a stage's text; None for none."""
+        if self.hlo is None or not self.all_stages:
+            return self.hlo
+        return self.hlo.with_name(f"{self.hlo.stem}.stage{stage}{self.hlo.suffix}")
+
+
 class CompileRequest:
     """A step to compile, for one stage.
 
     Attributes:
-        topology: the hardware; `mesh` has its devices.
+        topology: the hardware; `memory` has the bytes of a device.
         config: the model.
         num_examples: in one step, over all devices and microbatches.
         step: the train step.
+        theory: bytes of the model states by the stage's formula.
     """
 
     def __init__(self, options: CompileOptions, topology: Topology, mesh: Mesh, stage: int) -> None:
-        self.options, self.topology = options, topology
-        self.config = dataclasses.replace(options.chosen_model, scan=options.scan)
+        self.options, self.topology, self.stage = options, topology, stage
+        self.memory = device_memory(topology.chip)
+        self.config = options.chosen_model
         self.num_examples = options.examples(mesh.shape["data"])
-        self._tx = options.chosen_optimizer.unscheduled(self.config.width)
         loss: Any = functools.partial(gpt.loss, self.config)
-        layout = gpt_layout(self.config, mesh, stage)
-        self.step = make_train_step(loss, self._tx, layout, options.recipe(CLIP_NORM))
-
-    @property
-    def layout(self) -> Layout:
-        """Where the leaves of the state live."""
-        return self.step.layout
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage."""
-        return self.layout.stage
-
-    @property
-    def memory(self) -> int:
-        """Bytes of a device."""
-        return device_memory(self.topology.chip)
-
-    @functools.cached_property
-    def theory(self) -> int:
-        """Bytes of the model states by the stage's formula."""
-        return self.layout.describe(self._tx, self.step.recipe).theory["total"]
+        tx, recipe = (
+            options.chosen_optimizer.unscheduled(self.config.width),
+            options.recipe(CLIP_NORM),
+        )
+        self.layout = gpt_layout(self.config, mesh, stage)
+        self.step = make_train_step(loss, tx, self.layout, recipe)
+        self.theory = self.layout.describe(tx, recipe).theory["total"]
 
     @functools.cached_property
     def key(self) -> str:

@@ -1,14 +1,18 @@
-"""What `zerojax compile` found out about one stage, held against the memory of a device."""
+"""What `zerojax compile` found out about each stage, and the files that keep it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zerojax.aot import Compilation, Shortage, describe_shortage
 from zerojax.audit import AuditReport, audit
+from zerojax.cli import charts
 from zerojax.cli.compile._request import CompileRequest
-from zerojax.cli.shared._units import binary
+from zerojax.cli.shared._screen import BINARY, binary, unit_for
 
 #: What a device holds, in the order in which it is shown: the name, and the kinds of the audit.
 PARTS = {
@@ -19,53 +23,48 @@ PARTS = {
     "batch and the rest": ("batch", "other", "outputs"),
     "gradients, activations": ("temporaries",),
 }
+#: Options that say where an answer goes, or which stages are asked for.
+NOT_OF_A_STEP = ("plot", "hlo", "json", "no_cache", "stage", "all_stages")
 #: The part of a GPU that JAX takes by default; a program that needs more needs a variable.
 GPU_FRACTION = 0.75
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CompileResult:
     """The answer for one stage.
 
     Attributes:
         report: the audit; None where the compiler refused the program for its memory.
+        shortage: what the program lacks, by the compiler or by its peak; None where it fits.
+        needed: bytes that it takes at its peak; None where the compiler did not tell.
+        available: bytes that a device has.
     """
 
     request: CompileRequest
     compilation: Compilation
     report: AuditReport | None
+    shortage: Shortage | None
+    needed: int | None
+    available: int
 
     @classmethod
     def of(cls, request: CompileRequest, compilation: Compilation) -> CompileResult:
-        """Audit a compiled program."""
-        program, step = compilation.program, request.step
-        report = None if program is None else audit(program, step.layout, step.recipe)
-        return cls(request=request, compilation=compilation, report=report)
+        """Audit a compiled program and hold it against the memory of a device."""
+        program, step, memory = compilation.program, request.step, request.memory
+        report, shortage = None, compilation.shortage
+        needed = shortage and shortage.needed
+        if program is not None:
+            report = audit(program, step.layout, step.recipe)
+            needed = report.memory.peak
+            is_short = needed > memory
+            shortage = Shortage(needed=needed, available=memory, message="") if is_short else None
+        available = (shortage and shortage.available) or memory
+        return cls(request, compilation, report, shortage, needed, available)
 
     @property
     def stage(self) -> int:
         """The ZeRO stage."""
         return self.request.stage
-
-    @property
-    def shortage(self) -> Shortage | None:
-        """What the program lacks, by the compiler or by its peak; None where it fits."""
-        if self.report is None:
-            return self.compilation.shortage
-        peak, there = self.report.memory.peak, self.request.memory
-        return Shortage(needed=peak, available=there, message="") if peak > there else None
-
-    @property
-    def available(self) -> int:
-        """Bytes that a device has."""
-        return (self.shortage and self.shortage.available) or self.request.memory
-
-    @property
-    def needed(self) -> int | None:
-        """Bytes that the program takes at its peak; None where the compiler did not tell."""
-        if self.report is not None:
-            return self.report.memory.peak
-        return self.shortage and self.shortage.needed
 
     @property
     def parts(self) -> dict[str, int]:
@@ -96,14 +95,14 @@ class CompileResult:
         )
 
     @property
-    def complaints(self) -> tuple[str, ...]:
-        """What is wrong, in a few words each; empty where the program is right and fits."""
+    def complaint(self) -> str:
+        """What is wrong, in a few words; empty where the program is right and fits."""
         found = [] if self.shortage is None else [self.verdict]
         if self.report is not None and self.report.problems:
             count = len(self.report.problems)
             kinds = ", ".join(dict.fromkeys(problem.kind for problem in self.report.problems))
             found.append(f"{count} problem{'s' if count > 1 else ''} ({kinds})")
-        return tuple(found)
+        return ", and ".join(found)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain data."""
@@ -119,3 +118,70 @@ class CompileResult:
             "refused": compilation.shortage and compilation.shortage.message,
             "report": self.report and self.report.to_dict(),
         }
+
+
+def write(results: Sequence[CompileResult]) -> list[Path | None]:
+    """Write the files that were asked for and list them."""
+    options = results[0].request.options
+    written = []
+    for result in results:
+        path, program = options.hlo_file(result.stage), result.compilation.program
+        if path is not None and program is not None:
+            path.write_text(program.text)
+            written.append(path)
+    if options.json is not None:
+        options.json.write_text(json.dumps(_plain(results), indent=2) + "\n")
+    if options.plot is not None:
+        charts.write(draw(results), options.plot)
+    return [*written, options.json, options.plot]
+
+
+def draw(results: Sequence[CompileResult]) -> charts.Figure:
+    """Draw what one device holds and moves under each stage."""
+    layout, options = results[0].request.layout, results[0].request.options
+    memory = [_memory_bar(result) for result in results]
+    return charts.stages_figure(
+        f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
+        f"{options.optimizer}, compiled for {options.topology}",
+        memory=memory,
+        beside=[_volume_bar(result) for result in results],
+        axes={"title": "moved by one device in a step", "ylabel": "elements per parameter"},
+        available=results[0].available,
+        unit=unit_for(max(bar.top for bar in memory), BINARY),
+    )
+
+
+def _memory_bar(result: CompileResult) -> charts.Bar:
+    refused = (
+        {"what the refused program needs": result.needed or 0} if result.report is None else {}
+    )
+    label = binary(result.needed or result.available)
+    if result.shortage is not None:
+        label = f"needs {label}" if result.needed else f"needs more than\n{label}"
+    return charts.Bar(
+        name=f"stage {result.stage}",
+        parts=result.parts | refused,
+        label=label,
+        theory=result.request.theory,
+        fits=result.shortage is None,
+    )
+
+
+def _volume_bar(result: CompileResult) -> charts.Bar:
+    name, report = f"stage {result.stage}", result.report
+    if report is None:
+        return charts.Bar(name=name, parts={}, label="not\ncompiled", fits=False)
+    parts, theory = {"volume": report.volume}, report.theory_volume
+    return charts.Bar(name=name, parts=parts, label=f"{report.volume:.3f}", theory=theory)
+
+
+def _plain(results: Sequence[CompileResult]) -> dict[str, object]:
+    request = results[0].request
+    return request.options.to_dict(*NOT_OF_A_STEP) | {
+        "num_params": request.layout.num_params,
+        "mesh": dict(request.layout.mesh.shape),
+        "num_examples": request.num_examples,
+        "context": request.config.context,
+        "recipe": request.step.recipe.to_dict(),
+        "stages": [result.to_dict() for result in results],
+    }

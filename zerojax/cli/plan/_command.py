@@ -8,18 +8,25 @@ from typing import Any
 
 import jax
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from zerojax.cli import charts
-from zerojax.cli.plan._options import PlanOptions
-from zerojax.cli.plan._question import PlanQuestion
-from zerojax.cli.plan._screen import PlanScreen
-from zerojax.cli.shared._command import command
-from zerojax.cli.shared._errors import Failure, refusing
-from zerojax.cli.shared._progress import run_task
-from zerojax.cli.shared._screen import Screen
-from zerojax.cli.shared._units import DECIMAL, unit_for
+from zerojax.cli.plan._question import PlanOptions, PlanQuestion
+from zerojax.cli.shared._command import Failure, command, refusing
+from zerojax.cli.shared._screen import DECIMAL, Screen, Unit, amount, table, unit_for
 from zerojax.layout import STAGES
-from zerojax.planner import Choices, Plan
+from zerojax.models import gpt
+from zerojax.planner import Plan, find_hardware
+
+#: Where gradients take the buffers of weights that are done, they are not told from activations.
+TOGETHER = "gradients and activations, partly in weights' buffers"
+#: Columns where there is no terminal to say how many: those of the widest table.
+WIDTH = 132
+#: Columns from which on the table of stages has all of its own.
+ROOMY = 112
+#: Optimizers whose state depends on the shapes of leaves, which a number of parameters has not.
+BY_SHAPE = ("adafactor", "muon")
 
 
 @command
@@ -34,8 +41,8 @@ def plan(options: PlanOptions) -> None:
     A model is traced; a bare number of parameters goes by formulas. Either way nothing is computed
     and no accelerator is touched.
 
-    Exit status: 0 done; 1 a compiler of --verify failed; 2 asked for what can't be done, such as a
-    --memory-limit that nothing meets: then the smallest need and how it is met are named.
+    Exit status: 0 done; 2 asked for what can't be done, such as a --memory-limit that nothing
+    meets: then the smallest need and how it is met are named.
 
     Examples: the paper's figure 1; GPT-2 XL on a node, with a drawing; one stage in full, 4
     examples a device, sharded within each node; the paper's C4 as it was run; the fastest way to
@@ -54,20 +61,21 @@ def plan(options: PlanOptions) -> None:
         jax.config.update("jax_platforms", "cpu")  # shapes need no accelerator
     with refusing():
         asked = PlanQuestion(options)
-    screen = PlanScreen(quiet=options.prints_json)
+    screen = Screen(width=WIDTH, quiet=options.prints_json)
     with screen.console:  # all at once: `| grep -q` may stop listening
-        if options.search:
-            _show_search(asked, screen)
-        else:
-            _show_stages(asked, screen)
+        (_show_search if options.search else _show_stages)(asked, screen)
 
 
-def _show_stages(asked: PlanQuestion, screen: PlanScreen) -> None:
+def _show_stages(asked: PlanQuestion, screen: Screen) -> None:
     with refusing():
         plans = [asked.plan(stage) for stage in asked.options.stages]
-    screen.start(asked, plans[0].network)
+    _show_question(asked, screen, plans[0].network)
     if len(plans) > 1:
-        screen.stages(asked, plans)
+        unit = unit_for(max(one.bytes.theory for one in plans), DECIMAL)
+        screen.title(f"one device, in {unit.name}" + (" (1e9 bytes)" if unit.size == 1e9 else ""))
+        screen.show(stages_table(plans, unit.size, screen.console.width))
+        for line in notes(asked, plans):
+            screen.say(line)
     else:
         screen.show(plans[0])
     _write(asked, screen, {"stages": [one.to_dict() for one in plans]})
@@ -83,24 +91,15 @@ def _shortage(plans: Sequence[Plan]) -> str:
     )
 
 
-def _show_search(asked: PlanQuestion, screen: PlanScreen) -> None:
+def _show_search(asked: PlanQuestion, screen: Screen) -> None:
     with refusing():
-        choices = _verified(asked) if asked.options.verify else asked.search()
-    screen.start(asked)
+        choices = asked.search()
+    _show_question(asked, screen)
     screen.show(choices)
     _write(asked, screen, json.loads(choices.to_json()))
 
 
-def _verified(asked: PlanQuestion) -> Choices:
-    """Search and compile, with the seconds that it takes on stderr."""
-    console, what = Screen(stderr=True).console, f"compiling the winners for {asked.hardware.name}"
-    try:
-        return run_task(console, what, asked.search)
-    except jax.errors.JaxRuntimeError as error:
-        raise Failure(f"the compiler failed: {error}", 1) from error
-
-
-def _write(asked: PlanQuestion, screen: PlanScreen, found: dict[str, Any]) -> None:
+def _write(asked: PlanQuestion, screen: Screen, found: dict[str, Any]) -> None:
     """Write the files that were asked for, or the figures to stdout."""
     options = asked.options
     if options.plot is not None:
@@ -118,11 +117,111 @@ def _draw(asked: PlanQuestion) -> Any:
     unit = unit_for(max(max(one.bytes.total, one.bytes.theory) for one in plans), DECIMAL)
     hardware = f"{asked.options.devices:,} x {asked.hardware.name}"
     step = asked.options.step_in_words(asked.num_examples, asked.context)
-    return charts.plan_figure(
+    times = [
+        charts.Bar(
+            name=f"stage {one.stage}",
+            parts={"time of a step": 1e3 * one.step_time},
+            label=_milliseconds(one.step_time),
+            fits=one.fits,
+        )
+        for one in plans
+    ]
+    return charts.stages_figure(
         f"{plans[0].num_params:,} parameters, {hardware}\n{step}",
-        memory=[charts.plan_bar(one, unit) for one in plans],
-        times=asked.sweep(),
+        memory=[_bar(one, unit) for one in plans],
+        beside=times,
+        axes={"title": "time of a step, at least", "ylabel": "ms"},
         available=asked.hardware.memory,
         unit=unit,
-        asked=asked.options.devices,
     )
+
+
+def _bar(plan: Plan, unit: Unit) -> charts.Bar:
+    """Part a plan's peak by kind."""
+    held = plan.bytes
+    parts = {
+        "parameters": held.parameters,
+        "masters": held.masters,
+        "optimizer": held.optimizer - held.masters,
+    }
+    if held.total < held.states:
+        parts[TOGETHER] = held.total - sum(parts.values())
+    else:
+        parts |= {"gradients": held.gradients, "activations and buffers": held.activations}
+    return charts.Bar(
+        name=f"stage {plan.stage}\n({unit.number(held.theory)})",
+        parts=parts,
+        label=unit.words(held.total) + (f"\nhost {unit.number(held.host)}" if held.host else ""),
+        theory=held.theory,
+        fits=plan.fits,
+    )
+
+
+def _show_question(asked: PlanQuestion, screen: Screen, network: str = "") -> None:
+    """Show model, hardware, network and step."""
+    options, one = asked.options, asked.hardware
+    limit = f"{one.memory / 1e9:,.1f} GB each"
+    if options.memory_limit is not None:
+        limit += f" allowed of {find_hardware(one.name).memory / 1e9:,.1f}"
+    config = f", configuration {options.config}" if options.config is not None else ""
+    step = options.step_in_words(asked.num_examples, asked.context) + config
+    hardware = f"{options.devices:,} x {one.name}, {limit}"
+    facts = {"model": _model(asked), "hardware": hardware, "network": network, "step": step}
+    screen.facts(facts)
+
+
+def stages_table(plans: Sequence[Plan], size: float, width: int) -> Table:
+    """Make the table of stages; less than `ROOMY` columns leave out what can be spared."""
+    roomy, hosted = width >= ROOMY, any(one.bytes.host for one in plans)
+    columns = [">stage", ">params", ">grads", ">optimizer", ">states", ">peak"]
+    columns += [">of device"] * roomy + [">on host"] * hosted + [">volume", ">ms", "bound by"]
+    made = table(*columns, padding=1 if roomy else 0)
+    for one in plans:
+        held, style = one.bytes, "green" if one.fits else "red"
+        cells: list[str | Text] = [
+            str(one.stage),
+            *(amount(count / size) for count in (held.parameters, held.gradients, held.optimizer)),
+            Text(amount(held.theory / size), style="bold"),
+            Text(amount(held.total / size), style=style),
+        ]
+        cells += [Text(f"{held.total / one.hardware.memory:.1%}", style=style)] * roomy
+        cells += [amount(held.host / size)] * hosted
+        made.add_row(*cells, f"{one.volume:.3f}", _milliseconds(one.step_time), one.bound_by)
+    return made
+
+
+def notes(asked: PlanQuestion, plans: Sequence[Plan]) -> list[str]:
+    """Return what the columns mean where their names don't tell, and what the figures rest on."""
+    kinds = (
+        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer"
+    )
+    lines = [
+        f"{kinds}; states: their sum by the formula of the stage",
+        "volume: elements that a device moves in a step, per parameter of the model",
+    ]
+    if any(one.bytes.total < one.bytes.states for one in plans):
+        lines.append(
+            "peak: less than the states where gradients are scattered at once, or take the buffers "
+            "of weights that are done"
+        )
+    if tight := ", ".join(str(one.stage) for one in plans if not one.fits):
+        lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
+    lines += dict.fromkeys(line for one in plans for line in one.assumptions)
+    if asked.config is None and asked.options.optimizer in BY_SHAPE:
+        lines.append(
+            f"{asked.options.optimizer} keeps less of matrices than of vectors, and a number of "
+            "parameters is taken for a vector: --model counts it as it is"
+        )
+    return lines
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds >= 0.1 else f"{1e3 * seconds:#.4g}"
+
+
+def _model(asked: PlanQuestion) -> str:
+    config = asked.config
+    if config is None:
+        return f"{asked.params:,} parameters"
+    layers = f"{config.num_layers} layers of width {config.width}"
+    return f"{asked.options.model}, {gpt.num_params(config):,} parameters, {layers}"

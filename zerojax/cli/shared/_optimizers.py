@@ -38,11 +38,7 @@ class NamedOptimizer:
     def schedule(self, rate: float | None, warmup: int, steps: int, width: int) -> Any:
         """Make the schedule: a linear warmup, then half a cosine down to a tenth of the peak.
 
-        Args:
-            rate: the peak; None is what suits a model of that width.
-            warmup: steps of the warmup.
-            steps: all of them.
-            width: of the model.
+        `rate` is the peak; None is what suits a model of that width.
         """
         if rate is None:
             rate = self.rate * (BASE_WIDTH / width if self.by_width else 1.0)

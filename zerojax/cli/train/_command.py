@@ -1,13 +1,37 @@
-"""`zerojax train`: prepare, train, show."""
+"""`zerojax train`: the loop of steps, evaluations and checkpoints, and an orderly end."""
 
 from __future__ import annotations
 
-from zerojax.cli.shared._command import command
-from zerojax.cli.shared._errors import refusing
-from zerojax.cli.train._loop import train_and_write
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import absl.logging  # which orbax logs with
+import jax
+from rich.panel import Panel
+from rich.text import Text
+
+from zerojax.checkpoint import PendingSave
+from zerojax.cli import charts
+from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
+from zerojax.cli.shared._machine import CHECKPOINTS
 from zerojax.cli.train._options import TrainOptions
-from zerojax.cli.train._run import TrainRun, take_up
-from zerojax.cli.train._screen import TrainScreen
+from zerojax.cli.train._run import TrainRun, bits, evaluate, sample, take_up
+from zerojax.cli.train._screen import Metrics, TrainScreen
+from zerojax.train import unpad
+
+#: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
+#: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
+QUEUED_STEPS = {"cpu": 0}
+QUEUED_STEPS_ELSEWHERE = 2
+#: Characters of an error that is long because it has gone through several libraries.
+MOST_TOLD = 300
 
 
 @command
@@ -37,4 +61,242 @@ def train(options: TrainOptions) -> None:
     screen = TrainScreen()
     with refusing():
         run = TrainRun(*take_up(options))
-    train_and_write(run, screen)
+    screen.start(run)
+    absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
+    try:
+        with Signals() as signals:
+            _Training(run, screen, signals).go()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise Failure(
+            "out of memory; give a higher --stage, a smaller --batch-size or --context, or more "
+            f"microbatches with --accumulate ({str(error).splitlines()[0]})",
+            status=1,
+        ) from error
+
+
+MESSAGES = {
+    signal.SIGINT: b"\nzerojax: ending after this step; Ctrl-C again ends at once\n",
+    signal.SIGTERM: b"\nzerojax: saving and ending after this step (SIGTERM)\n",
+}
+
+
+class Signals:
+    """Catches SIGINT (Ctrl-C) and SIGTERM (preemption) within a `with` block of the main thread.
+
+    Attributes:
+        seen: those that came; any of them asks the run to end.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._handle) for number in MESSAGES}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            # None stands for a handler that Python did not set and can't set again.
+            signal.signal(number, before or signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in self.seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if number not in self.seen:  # a second SIGTERM changes nothing: the state is on its way
+            self.seen.add(number)
+            # Not through a stream: it may be in the middle of a write.
+            os.write(2, MESSAGES[signal.Signals(number)])
+
+
+class _Training:
+    """The moving parts of a run."""
+
+    def __init__(self, run: TrainRun, screen: TrainScreen, signals: Signals) -> None:
+        self.run, self.options = run, run.options
+        self.screen, self.signals = screen, signals
+        self.first_step = 0
+        with refusing():
+            self.state, restored = run.start()
+            jax.block_until_ready(self.state)
+        if restored is not None:
+            self.first_step = restored.manifest.step or 0
+            screen.restored(restored, self.first_step)
+        self.number = self.saved = self.first_step
+        self.saving: PendingSave | None = None
+        self.metrics = Metrics(self.options.out / "metrics.jsonl", self.first_step)
+        self.evaluated = max(self.metrics.column("validation_bits_per_byte")[0], default=-1)
+        self.pending: deque[tuple[int, dict[str, Any]]] = deque()
+        platform = run.devices[0].platform
+        self.queued_steps = QUEUED_STEPS.get(platform, QUEUED_STEPS_ELSEWHERE)
+        self.clock = time.perf_counter()
+
+    def go(self) -> None:
+        """Train to the end, or until a signal or a loss that is not finite."""
+        self.screen.held(self.state)
+        try:
+            with self.screen.progress:
+                self.train()
+            if not self.signals.seen:
+                self.finish()
+                self.save_if_wanted()  # preempted after the last step
+            if self.metrics.lines:
+                self.write()
+        finally:
+            self.metrics.close()
+            self.end_saving()
+        if self.signals.seen:
+            self.stop()
+
+    def stop(self) -> NoReturn:
+        """Say where the run stopped and how to go on."""
+        options, preempted = self.options, signal.SIGTERM in self.signals.seen
+        word, status = ("preempted", PREEMPTED) if preempted else ("interrupted", INTERRUPTED)
+        stopped = f"{word} after step {self.number} of {options.steps}"
+        how = f"; go on with: zerojax train --resume --out {options.out}" if self.saved else ""
+        raise Failure(stopped + how, status)
+
+    def train(self) -> None:
+        """Do the steps that are left."""
+        options = self.options
+        eval_every = options.eval_every or max(options.steps // 10, 10)
+        if self.number >= options.steps:
+            self.screen.say(f"already at step {self.number}; nothing is left to train")
+        if self.number == 0 and not self.signals.seen:
+            self.evaluate()
+        while self.number < options.steps and not self.signals.seen:
+            self.step()
+            if self.number % eval_every == 0:
+                self.evaluate()
+            if options.save_every and self.number % options.save_every == 0:
+                self.save()
+        self.settle(0)
+        self.save_if_wanted()
+
+    def save_if_wanted(self) -> None:
+        """Save what was not saved yet, where checkpoints or a preemption ask for it."""
+        wanted = self.options.save_every or signal.SIGTERM in self.signals.seen
+        if wanted and self.saved < self.number:
+            self.save()
+        self.end_saving()
+
+    def step(self) -> None:
+        """Send one step off and take in those that are done."""
+        batch = jax.device_put(next(self.run.batches), self.run.layout.batch)
+        before = time.perf_counter()
+        self.state, metrics = self.run.step(self.state, batch)
+        if self.number == self.first_step:  # the first call compiled the step
+            self.clock = time.perf_counter()
+            self.screen.say(f"compiled the step in {self.clock - before:.1f} s")
+        self.number += 1
+        if self.saving is not None and self.saving.is_done:
+            self.end_saving()
+        self.pending.append((self.number, metrics))
+        self.settle(self.queued_steps)
+
+    def settle(self, queued: int) -> None:
+        """Wait until at most `queued` steps are under way, and record the others."""
+        while len(self.pending) > queued:
+            number, metrics = self.pending.popleft()
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            now = time.perf_counter()
+            tokens = self.run.batch_size * self.run.config.context
+            line = {
+                "step": number,
+                "loss": loss,
+                "train_bits_per_byte": bits(loss),
+                "grad_norm": norm,
+                "learning_rate": float(self.run.rates[number - 1]),
+                "tokens_per_second": round(tokens / (now - self.clock), 1),
+            }
+            if "loss_scale" in metrics:
+                line["loss_scale"] = float(metrics["loss_scale"])
+            self.clock = now
+            self.metrics.add(**line)
+            self.screen.step(line)
+            if not math.isfinite(loss) and not metrics.get("skipped", False):
+                self.write()
+                raise Failure(
+                    f"the loss is {loss} at step {number}: training diverged; give a smaller --lr, "
+                    "a longer --warmup or a smaller --clip-norm",
+                    status=1,
+                )
+
+    def evaluate(self) -> None:
+        """Evaluate on the held-out text."""
+        self.settle(0)
+        found = evaluate(self.run.step, self.state, self.run.held_out)
+        self.evaluated = self.number
+        self.metrics.add(step=self.number, validation_bits_per_byte=found)
+        text = f"step {self.number}: [bold]{found:.3f}[/] bits per held-out byte"
+        self.screen.console.print(text)
+        self.clock = time.perf_counter()
+
+    def save(self) -> None:
+        """Start to save a checkpoint: the state, the position in the data, and the options."""
+        self.settle(0)
+        self.end_saving()
+        with _saving():
+            self.saving = self.run.checkpoints.save(
+                self.number,
+                self.state,
+                self.run.layout,
+                data=self.run.batches.get_state(),
+                metadata={"options": self.options.kept(), "recipe": self.run.step.recipe.to_dict()},
+            )
+        self.saved = self.number
+        self.clock = time.perf_counter()
+
+    def end_saving(self) -> None:
+        """Wait for the checkpoint that is being saved, and tell of it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            with _saving():
+                saving.wait()
+            self.screen.say(f"saved {self.options.out / CHECKPOINTS / saving.path.name}")
+
+    def finish(self) -> None:
+        """Evaluate a last time, say what was learned and let the model write."""
+        if self.evaluated < self.number:
+            self.evaluate()
+        steps, found = self.metrics.column("validation_bits_per_byte")
+        learned = (
+            f"\n[bold green]validation: {found[-1]:.3f} bits per byte[/] after {steps[-1]} steps"
+        )
+        start = f", {found[0]:.2f} at the start" if steps[0] == 0 else ""
+        self.screen.console.print(learned + start)
+        if self.options.sample_bytes:
+            params = unpad(self.state.params, self.run.layout)
+            prompt, written = sample(
+                self.run.config, params, self.run.corpus.held_out, self.options
+            )
+            text = Text.assemble((prompt, "dim"), (written, "bold"))
+            title = "sample: the prompt, then what the model wrote"
+            self.screen.console.print(Panel(text, title=title, title_align="left"))
+
+    def write(self) -> None:
+        """Write the plot, and say what else was written."""
+        run, options, plot = self.run, self.options, self.options.out / "training.png"
+        figure = charts.training_figure(
+            f"{options.model}, {options.optimizer}, {options.precision}, "
+            f"ZeRO stage {options.stage} on {len(run.devices)} devices",
+            training=self.metrics.column("train_bits_per_byte"),
+            held_out=self.metrics.column("validation_bits_per_byte"),
+        )
+        charts.write(figure, plot)
+        self.screen.wrote(options.out / "metrics.jsonl", plot)
+
+
+@contextmanager
+def _saving() -> Iterator[None]:
+    """Turn what keeps a checkpoint from being written, a full disk say, into one line."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        told = " ".join(str(error).split())[:MOST_TOLD]
+        raise Failure(
+            f"can't save a checkpoint: {told}; mend that (a full disk needs room), and go on with "
+            "--resume from an earlier one, if there is one",
+            status=1,
+        ) from error

@@ -6,12 +6,19 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from zerojax.cli.shared._built_step import BuiltStepOptions
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import DATA, MODEL, OUTPUT, TRAINING, ZERO, Precision
+from zerojax.cli.shared._options import (
+    DATA,
+    MODEL,
+    OUTPUT,
+    TRAINING,
+    ZERO,
+    BuiltStepOptions,
+    Precision,
+)
 
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.
-OF_ONE_RUN = ("devices", "layout", "out", "init", "resume", "prompt", "sample_bytes")
+OF_ONE_RUN = ("devices", "layout", "out", "init", "resume", "sample_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +63,7 @@ class TrainOptions(BuiltStepOptions):
     eval_windows: int = option(256, min=1, panel=DATA)
     """Stretches of held-out text to evaluate on, each as long as the context, in whole batches."""
     sample_bytes: int = option(200, min=0, panel=OUTPUT)
-    """Bytes to generate at the end; 0 for none."""
-    prompt: str | None = option(
-        None, metavar="TEXT", show_default="the first held-out bytes", panel=OUTPUT
-    )
-    """What the generated sample continues."""
+    """Bytes to generate at the end, which continue the first held-out ones; 0 for none."""
     out: Path = option(Path("runs/train"), metavar="FOLDER", panel=OUTPUT)
     """Gets metrics.jsonl, training.png and the checkpoints."""
     save_every: int | None = option(None, min=1, show_default="no checkpoints", panel=OUTPUT)
@@ -74,8 +77,6 @@ class TrainOptions(BuiltStepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prompt == "":
-            raise ValueError("--prompt is empty; give at least one character")
         if self.resume and "init" in self.given:
             raise ValueError(
                 "--init: a run that is resumed has its weights; leave it or --resume out"

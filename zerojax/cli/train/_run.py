@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -21,16 +23,61 @@ from zerojax.checkpoint import (
     read_manifest,
     restore,
 )
-from zerojax.cli.shared._built_step import gpt_layout
-from zerojax.cli.shared._checkpoints import CHECKPOINTS, find_checkpoint
-from zerojax.cli.shared._devices import find_devices, memory_per_device
-from zerojax.cli.shared._files import check_outputs
-from zerojax.cli.train._evaluate import evaluate, held_out_batches
+from zerojax.cli.shared._machine import (
+    CHECKPOINTS,
+    check_outputs,
+    find_checkpoint,
+    find_devices,
+    memory_per_device,
+)
+from zerojax.cli.shared._options import gpt_layout
 from zerojax.cli.train._options import TrainOptions
-from zerojax.data import load_corpus, make_batches
+from zerojax.data import decode, load_corpus, make_batches
 from zerojax.layout import Layout, make_mesh
 from zerojax.models import gpt
-from zerojax.train import TrainState, first_loss_scale, make_train_step
+from zerojax.train import TrainState, TrainStep, first_loss_scale, make_train_step
+
+#: Bytes of held-out text that a sample continues.
+PROMPT_SIZE = 64
+TEMPERATURE = 0.8
+
+
+def held_out_batches(
+    text: np.ndarray, context: int, num_windows: int, batch_size: int
+) -> np.ndarray:  # [batches, B, T + 1]
+    """Cut fixed stretches of held-out text into whole batches of a step.
+
+    What is left over is not looked at; where they are too few for one batch some come again.
+    """
+    windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
+    rows = np.concatenate(list(itertools.islice(windows, num_windows)))
+    num_batches = max(1, len(rows) // batch_size)
+    return np.resize(rows, (num_batches, batch_size, context + 1))
+
+
+def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
+    """Return the mean loss over batches in bits per byte."""
+    placed = (jax.device_put(rows, step.layout.batch) for rows in batches)
+    return bits(float(np.mean([step.evaluate(state, rows) for rows in placed])))
+
+
+def bits(nats: float) -> float:
+    """Convert a loss per byte from nats."""
+    return nats / float(np.log(2))
+
+
+def sample(
+    config: gpt.Config, params: PyTree, text: np.ndarray, options: TrainOptions
+) -> tuple[str, str]:
+    """Return the first bytes of a text, and how the model continues them."""
+    prompt = jnp.asarray(text[None, :PROMPT_SIZE], jnp.int32)
+    if all(x.is_fully_replicated for x in jax.tree.leaves(params)):
+        params = jax.tree.map(lambda x: x.addressable_data(0), params)  # all would do the same
+    key, count = jax.random.key(options.seed), options.sample_bytes
+    tokens = gpt.generate(config, params, prompt, key, num_tokens=count, temperature=TEMPERATURE)
+    # A vocabulary larger than bytes can give tokens that are none; 255 is never UTF-8 either.
+    return decode(prompt[0]), decode(np.minimum(np.asarray(tokens[0]), 255))
+
 
 #: Examples per step where none are asked for: the next number that devices and microbatches divide.
 BATCH_SIZE = 32
@@ -42,7 +89,7 @@ class TrainRun:
     Attributes:
         options: with every choice made that decides what is learned.
         config: the model.
-        corpus: the text to train on, and what is held out of it.
+        corpus: the text to train on, and what is held out of it; `held_out` has batches of that.
         description: bytes of the states on a device, beside the theory.
         plain: bytes per device by kind under stage 0.
         rates: the learning rate of each step.
@@ -74,7 +121,7 @@ class TrainRun:
         self.batches = make_batches(
             self.corpus.train, context=context, batch_size=self.batch_size, seed=options.seed
         )
-        self._held_out = held_out_batches(
+        self.held_out = held_out_batches(
             self.corpus.held_out, context, options.eval_windows, self.batch_size
         )
         files = {"--out": "metrics.jsonl", "--plot": "training.png"}
@@ -82,32 +129,24 @@ class TrainRun:
         self.checkpoint = checkpoint
         self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
 
-    def restore(self) -> Restored | None:
-        """Restore the newest whole checkpoint and move the data to where it stood.
+    def start(self) -> tuple[TrainState, Restored | None]:
+        """Return the state to start from, and what it was restored from; the data move along.
 
-        Returns:
-            What was restored; None where the run does not go on from anything.
+        That is the newest whole checkpoint, or the weights that the options name, or the seed's.
         """
-        if self.checkpoint is None:
-            return None
-        # What was trained without a loss scale goes on with a fresh one.
-        scale = first_loss_scale(self.step.recipe.precision.loss_scale)
-        like = dataclasses.replace(self.step.abstract_state(), loss_scale=scale)
-        restored = self.checkpoints.restore_latest(self.layout, like)
+        options, restored = self.options, None
+        if self.checkpoint is not None:
+            # What was trained without a loss scale goes on with a fresh one.
+            scale = first_loss_scale(self.step.recipe.precision.loss_scale)
+            like = dataclasses.replace(self.step.abstract_state(), loss_scale=scale)
+            restored = self.checkpoints.restore_latest(self.layout, like)
         if restored is not None:
             self.batches.set_state(dict(restored.manifest.data))
-        return restored
-
-    def initialise(self) -> TrainState:
-        """Initialise the state from the weights that the options name, or from the seed."""
-        if self.options.init is not None:
-            return self.step.init(_read_weights(self.options.init, self.layout))
+            return restored.state, restored
+        if options.init is not None:
+            return self.step.init(_read_weights(options.init, self.layout)), None
         init = functools.partial(gpt.init, self.config)
-        return self.step.init(init, jax.random.key(self.options.seed))
-
-    def evaluate(self, state: TrainState) -> float:
-        """Return the bits per byte of held-out text."""
-        return evaluate(self.step, state, self._held_out)
+        return self.step.init(init, jax.random.key(options.seed)), None
 
     def _check_memory(self) -> None:
         """Refuse a model whose states alone are larger than a device."""

@@ -1,23 +1,27 @@
-"""What `zerojax train` shows: live on a terminal, and as plain lines elsewhere."""
+"""What `zerojax train` shows, live or as plain lines, and what it keeps in metrics.jsonl."""
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 import time
 from collections import deque
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import jax
 from rich.filesize import decimal
-from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from zerojax.checkpoint import Restored
 from zerojax.cli.shared._screen import Screen, table
-from zerojax.cli.train._metrics import Metrics
 from zerojax.cli.train._run import TrainRun
+from zerojax.recipe import HOST_MEMORY
+from zerojax.train import TrainState
 
 #: Seconds between lines about steps where the output is no terminal.
 LINE_EVERY = 10.0
@@ -74,8 +78,18 @@ class TrainScreen(Screen):
         self.progress.update(self._task, completed=step)
         self.say(f"going on from step {step}, {restored.path}")
 
-    def held(self, held: dict[str, int], on_host: int) -> None:
-        """Show what the first device really holds, and what the host keeps for it."""
+    def held(self, state: TrainState) -> None:
+        """Show what the first device really holds between steps, by kind, and the host for it."""
+        parts = {"parameters": state.params, "masters": state.masters, "optimizer": state.opt_state}
+        sizes = {
+            kind: [
+                (x.addressable_data(0).nbytes, x.sharding.memory_kind == HOST_MEMORY)
+                for x in jax.tree.leaves(part)
+            ]
+            for kind, part in parts.items()
+        }
+        held = {kind: sum(n for n, hosted in each if not hosted) for kind, each in sizes.items()}
+        on_host = sum(n for each in sizes.values() for n, hosted in each if hosted)
         kinds = ", ".join(f"{kind} {decimal(count)}" for kind, count in held.items() if count)
         text = f"device 0 holds {decimal(sum(held.values()))} between steps ({kinds})"
         text += f", and {decimal(on_host)} in the host's memory" if on_host else ""
@@ -97,25 +111,6 @@ class TrainScreen(Screen):
             left = f"  ETA {timedelta(seconds=seconds)}" if seconds else ""
             self.console.print(f"step {line['step']}/{task.total}  {status}{left}", soft_wrap=True)
 
-    def evaluated(self, number: int, found: float) -> None:
-        """Show an evaluation."""
-        self.console.print(f"step {number}: [bold]{found:.3f}[/] bits per held-out byte")
-
-    def finished(self, metrics: Metrics) -> None:
-        """Show what was learned."""
-        steps, found = metrics.column("validation_bits_per_byte")
-        start = f", {found[0]:.2f} at the start" if steps[0] == 0 else ""
-        self.console.print(
-            f"\n[bold green]validation: {found[-1]:.3f} bits per byte[/] after {steps[-1]} "
-            f"steps{start}"
-        )
-
-    def sampled(self, prompt: str, text: str) -> None:
-        """Show what the model writes after a prompt."""
-        title = "sample: the prompt, then what the model wrote"
-        written = Text.assemble((prompt, "dim"), (text, "bold"))
-        self.console.print(Panel(written, title=title, title_align="left"))
-
 
 def _mesh(run: TrainRun) -> str:
     devices, chosen = run.devices, run.options.in_words()
@@ -135,3 +130,58 @@ def bytes_table(run: TrainRun) -> Table:
             style = "bold" if kind == "total" else ""
             made.add_row(kind, *counts, f"{1 - count / whole:.0%}", style=style)
     return made
+
+
+class Metrics:
+    """The metrics of a run, in memory and on disk; a line is on disk when `add` returns.
+
+    Args:
+        path: the file.
+        first_step: lines up to this step are kept, as a resumed run needs; others are dropped.
+    """
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self.lines = _read(path, first_step)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(map(_as_json, self.lines)))
+        partial.replace(path)
+        self._file = path.open("a")
+
+    def add(self, **values: Any) -> None:
+        """Add one line."""
+        self.lines.append(values)
+        self._file.write(_as_json(values))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of the lines that have a metric."""
+        found = [line for line in self.lines if line.get(name) is not None]
+        return [line["step"] for line in found], [line[name] for line in found]
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    """Write a line; numbers that JSON does not know become null."""
+    known = {
+        name: None if isinstance(x, float) and not math.isfinite(x) else x
+        for name, x in values.items()
+    }
+    return json.dumps(known) + "\n"
+
+
+def _read(path: Path, first_step: int) -> list[dict[str, Any]]:
+    """Read the lines up to a step; a last line that a crash cut short is dropped."""
+    if not first_step or not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        if isinstance(line, dict) and line.get("step", math.inf) <= first_step:
+            lines.append(line)
+    return lines

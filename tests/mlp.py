@@ -1,4 +1,4 @@
-"""Define a multilayer perceptron for regression; parameters are plain dicts."""
+"""A multilayer perceptron for regression, beside the GPT; parameters are plain dicts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ Params = dict[str, Any]
 class Config:
     """Describe the model, which computes in its parameters' dtype.
 
-    `num_layers` counts weight matrices; the outputs of all but the last are `width` wide. A size
-    that is not positive is a ValueError.
+    `num_layers` counts weight matrices; the outputs of all but the last are `width` wide.
     """
 
     num_layers: int
@@ -26,20 +25,10 @@ class Config:
     input_size: int
     output_size: int
 
-    def __post_init__(self) -> None:
-        for name, size in dataclasses.asdict(self).items():
-            if size < 1:
-                raise ValueError(f"mlp.Config: {name} is {size}; give at least 1")
-
 
 def _sizes(config: Config) -> list[tuple[int, int]]:
     widths = [config.input_size, *[config.width] * (config.num_layers - 1), config.output_size]
     return list(itertools.pairwise(widths))
-
-
-def num_params(config: Config) -> int:
-    """Count the parameters: (rows + 1) * columns of each layer."""
-    return sum((rows + 1) * columns for rows, columns in _sizes(config))
 
 
 def init(config: Config, key: jax.Array) -> Params:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import typer
 from rich.filesize import decimal
+from rich.table import Table
 from rich.text import Text
 
 from zerojax.checkpoint import (
+    Manifest,
     export_safetensors,
     import_safetensors,
+    parts,
     read_manifest,
     save,
     verify,
     weights_of,
 )
-from zerojax.cli.checkpoint._screen import CheckpointScreen
-from zerojax.cli.shared._checkpoints import find_checkpoint, list_checkpoints
-from zerojax.cli.shared._command import CommandOptions, argument, command, option
-from zerojax.cli.shared._errors import Failure, refusing
+from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
+from zerojax.cli.shared._machine import find_checkpoint, list_checkpoints
+from zerojax.cli.shared._screen import Screen, table
 from zerojax.layout import make_layout, make_mesh
+
+#: Columns where there is no terminal to say how many.
+WIDTH = 120
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -95,7 +102,7 @@ def inspect(options: InspectOptions) -> None:
         plain = {"path": str(path), **dataclasses.asdict(manifest)}
         typer.echo(json.dumps(plain, indent=1))
     else:
-        CheckpointScreen().manifest(path, manifest, found, leaves=options.leaves)
+        _show(path, manifest, found, leaves=options.leaves)
 
 
 @checkpoint.command(name="verify")
@@ -112,14 +119,16 @@ def verify_(options: CheckpointOptions) -> None:
     """
     with refusing():
         found = list_checkpoints(options.directory)
-    screen, damaged = CheckpointScreen(), []
+    screen, damaged = Screen(width=WIDTH), []
     for path, why in found.items():
         try:
             if why is not None:
                 raise ValueError(why)
-            with screen.bar(len(read_manifest(path).leaves), f"verify {path}") as on_leaf:
-                manifest = verify(path, on_leaf)
-            screen.verified(path, manifest)
+            with screen.console.status(f"verify {path}"):
+                manifest = verify(path)
+            files = f"{len(manifest.files)} files, {decimal(manifest.num_bytes)}"
+            text = f"{path}: {files}, {len(manifest.leaves)} leaves"
+            screen.show(Text.assemble(("whole    ", "bold green"), text))
         except (ValueError, OSError) as error:
             screen.show(Text.assemble(("damaged  ", "bold red"), str(error)))
             damaged.append(str(path))
@@ -141,17 +150,12 @@ def export(options: ExportOptions) -> None:
     zerojax checkpoint export runs/books books.safetensors --part masters --max-file 2
     ```
     """
-    screen = CheckpointScreen()
+    screen = Screen(width=WIDTH)
     with refusing():
         path = find_checkpoint(options.directory)
-        leaves = read_manifest(path).leaves
-        prefix = "params/" if options.part is None else options.part.rstrip("/") + "/"
-        count = sum(leaf.startswith(prefix) for leaf in leaves) or len(leaves)
-        with screen.bar(count, f"export {path}") as on_leaf:
-            size = int(options.max_file * 1e9)
-            written = export_safetensors(
-                path, options.out, part=options.part, max_file_bytes=size, on_leaf=on_leaf
-            )
+        size = int(options.max_file * 1e9)
+        with screen.console.status(f"export {path}"):
+            written = export_safetensors(path, options.out, part=options.part, max_file_bytes=size)
     for file in written:
         screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")
 
@@ -175,4 +179,59 @@ def import_(options: ImportOptions) -> None:
         params = import_safetensors(options.file, layout, shapes)
         save(options.directory, {"params": params}, layout, metadata={"source": str(options.file)})
         manifest = read_manifest(options.directory)
-    CheckpointScreen().manifest(options.directory, manifest, {}, leaves=False)
+    _show(options.directory, manifest, {}, leaves=False)
+
+
+def _show(
+    path: Path, manifest: Manifest, found: Mapping[Path, str | None], *, leaves: bool
+) -> None:
+    """Show a checkpoint, and the others that lie beside it."""
+    screen = Screen(width=WIDTH)
+    with screen.console:
+        screen.facts(_facts(path, manifest))
+        screen.show(_parts_table(manifest))
+        if leaves:
+            screen.show(_leaves_table(manifest))
+        if len(found) > 1:
+            beside = table(">checkpoint", "state")
+            for one, why in found.items():
+                beside.add_row(one.name, why or "files are all there")
+            screen.show(beside)
+
+
+def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
+    mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh.items())
+    step = "not told" if manifest.step is None else f"{manifest.step:,}"
+    return {
+        "path": str(path),
+        "step": f"{step}, written {manifest.written}",
+        "placement": f"stage {manifest.stage} over {', '.join(manifest.axis)}; mesh {mesh}",
+        "optimizer": " > ".join(manifest.optimizer.values()),
+        "data": "" if manifest.data is None else json.dumps(manifest.data),
+        "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "on disk": f"{decimal(manifest.num_bytes)} in {len(manifest.files)} files",
+    }
+
+
+def _parts_table(manifest: Manifest) -> Table:
+    made = table("part", ">leaves", ">elements", ">bytes", "dtype")
+    for path, leaves in parts(manifest).items():
+        num_elements = f"{sum(math.prod(leaf.shape) for leaf in leaves):,}"
+        size = decimal(sum(leaf.num_bytes for leaf in leaves))
+        dtypes = ", ".join(dict.fromkeys(leaf.dtype for leaf in leaves))
+        made.add_row(path, f"{len(leaves):,}", num_elements, size, dtypes)
+    made.add_section()
+    size = decimal(sum(leaf.num_bytes for leaf in manifest.leaves.values()))
+    made.add_row("all", f"{len(manifest.leaves):,}", "", size, "")
+    return made
+
+
+def _leaves_table(manifest: Manifest) -> Table:
+    made = table("leaf", "dtype", "shape", "stored", "placed as")
+    for path, leaf in manifest.leaves.items():
+        stored = "" if leaf.stored_shape == leaf.shape else str(list(leaf.stored_shape))
+        if leaf.same_as is not None:
+            stored = f"same as {leaf.same_as}"
+        spec = (leaf.spec or "").removeprefix("PartitionSpec")
+        made.add_row(path, leaf.dtype, str(list(leaf.shape)), stored, spec)
+    return made

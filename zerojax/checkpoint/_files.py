@@ -1,0 +1,175 @@
+"""The files of a checkpoint: callers' paths, digests, and names that survive a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from zerojax._extras import extra
+
+#: Ends the name of what is being removed.
+REMOVED = ".removed"
+#: Files that are read at once.
+NUM_THREADS = min(16, (os.cpu_count() or 1) + 1)
+#: Where a process of several leaves its digests for a moment.
+PART = "digests.{}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class FileDigest:
+    """A file as it was written: its size in bytes and its XXH3-128 digest in hex."""
+
+    num_bytes: int
+    digest: str
+
+
+class DamagedCheckpointError(ValueError):
+    """The checkpoint in `path` is not what was saved; `damages` are lines, each with the file."""
+
+    def __init__(self, path: Path, damages: Iterable[str]) -> None:
+        self.path = path
+        self.damages = tuple(damages)
+        super().__init__(f"the checkpoint {path} is damaged: {'; '.join(self.damages)}")
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return an absolute path of the local or a mounted file system, with `~` expanded.
+
+    A checkpoint is flushed to disk and renamed into place, which object stores do not do.
+
+    Raises:
+        TypeError: the path is neither a text nor a `Path`.
+        ValueError: the path is empty, or a URL such as "gs://bucket/run"; also as `pathlib` writes
+            it, "gs:/bucket/run".
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"the path {text!r} is {type(text).__name__}; give a str or a Path")
+    if not text:
+        raise ValueError('the path is empty; name a folder or file ("." is the current folder)')
+    scheme = re.match(r"([A-Za-z][\w+.-]+):/+", text)  # two letters at least: "C:/" is a drive
+    if scheme is not None and scheme[1].lower() == "file":
+        return Path(unquote(urlsplit(text).path))
+    if scheme is not None:
+        raise ValueError(
+            f"{scheme[1]}://{text[scheme.end() :]} is not on a local or mounted file system, which "
+            "a checkpoint needs; mount the bucket and pass the path of the mount, or use a local "
+            f"folder and copy it to {scheme[1]}:// when the save is done"
+        )
+    return Path(text).expanduser().absolute()
+
+
+def write_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    """Write a file and flush it to disk."""
+    with path.open("wb") as file:
+        file.writelines(blocks)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(directory: Path) -> None:
+    """Flush a folder's names to disk, where the file system can."""
+    with contextlib.suppress(OSError):  # some don't open folders, and keep names in their own way
+        opened = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, renamed first, so that it is whole or not there; of a link, the link alone.
+
+    What can't be removed is left with a warning: it is in nobody's way, and fails no save.
+    """
+    removed = path.with_name(path.name.removesuffix(REMOVED) + REMOVED)
+    try:
+        path.rename(removed)
+        if removed.is_symlink():
+            left = removed.readlink()
+            removed.unlink()
+            warnings.warn(f"{path} was a link; remove {left} yourself", stacklevel=2)
+        else:
+            shutil.rmtree(removed)
+    except OSError as error:
+        warnings.warn(f"{path} can't be removed ({error}); remove it yourself", stacklevel=2)
+
+
+def digest_text(text: str) -> str:
+    """Return the digest of a text."""
+    return _hash(text.encode()).hexdigest()
+
+
+def _hash(content: bytes = b"") -> Any:
+    """Start an XXH3-128 digest."""
+    with extra("checkpoint", "the digest of a checkpoint"):
+        import xxhash
+    return xxhash.xxh3_128(content)
+
+
+def _digest(path: Path) -> FileDigest:
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, _hash).hexdigest()
+        return FileDigest(file.tell(), digest)
+
+
+def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
+    """Read files and return their digests, by path below `root` with slashes."""
+    names = {path.relative_to(root).as_posix(): path for path in sorted(paths)}
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        return dict(zip(names, threads.map(_digest, names.values()), strict=True))
+
+
+def wrong_sizes(root: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
+    """Describe the files that are missing or of another size; reads none of them."""
+    wrong = {}
+    for name, wanted in files.items():
+        path = root / name
+        if not path.is_file():
+            wrong[name] = f"{name} is missing"
+        elif path.stat().st_size != wanted.num_bytes:
+            wrong[name] = f"{name} has {path.stat().st_size} bytes of {wanted.num_bytes}"
+    return wrong
+
+
+def wrong_contents(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
+    """Describe the files that are missing, of another size or not what was written; reads them."""
+    wrong = wrong_sizes(root, files)
+
+    def fault(name: str) -> str:
+        try:
+            is_same = _digest(root / name) == files[name]
+        except OSError as error:
+            return f"{name} can't be read: {error.strerror}"
+        return "" if is_same else f"{name} is not what was written (XXH3-128 differs)"
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        faults = threads.map(fault, [name for name in files if name not in wrong])
+        return [*wrong.values(), *filter(None, faults)]
+
+
+def write_part(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
+    """Write a process's digests for the one that writes the manifest."""
+    text = json.dumps(files, default=dataclasses.asdict)
+    (root / PART.format(index)).write_text(text)
+
+
+def read_parts(root: Path, num_parts: int) -> dict[str, FileDigest]:
+    """Read and remove the digests that the processes wrote."""
+    joined = {}
+    for index in range(num_parts):
+        part = root / PART.format(index)
+        joined |= {name: FileDigest(**file) for name, file in json.loads(part.read_text()).items()}
+        part.unlink()
+    return joined

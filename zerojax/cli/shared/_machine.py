@@ -1,0 +1,115 @@
+"""The devices that a command runs on, and the files that it reads and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax._extras import extra
+from zerojax.checkpoint import find_checkpoints, read_manifest
+
+NUM_VIRTUAL = 8
+
+
+def find_devices(num_devices: int | None) -> list[Any]:
+    """Return `num_devices` devices; by default all real ones, or eight virtual ones on a CPU.
+
+    The CPU is divided before jax starts, which does nothing to an accelerator. A number in the
+    environment (XLA_FLAGS, JAX_NUM_CPU_DEVICES) holds where the caller names none.
+    """
+    divided = "JAX_NUM_CPU_DEVICES" in os.environ or (
+        "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    )
+    if num_devices is not None or not divided:
+        with contextlib.suppress(RuntimeError):  # jax has started; its devices stay
+            jax.config.update("jax_num_cpu_devices", num_devices or NUM_VIRTUAL)
+    try:
+        found = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter: a platform without a plugin
+        told = str(error) or f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise ValueError(f"jax finds no devices: {told}") from error
+    if num_devices is None:
+        return found
+    if len(found) < num_devices:
+        kind = found[0].platform
+        remedy = "" if kind == "cpu" else "; or set JAX_PLATFORMS=cpu for virtual devices"
+        raise ValueError(
+            f"--devices {num_devices}: there are only {len(found)} here ({kind}); "
+            f"give {len(found)} or fewer{remedy}"
+        )
+    return found[:num_devices]
+
+
+def memory_per_device(devices: list[Any]) -> int | None:
+    """Return the bytes that each device may hold, None where that is not known.
+
+    Virtual devices share the machine's memory evenly.
+    """
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def check_outputs(files: Mapping[str, Path | None]) -> None:
+    """Check that every file can be made and written, and leave nothing behind.
+
+    Args:
+        files: by option; a drawing's is `--plot`.
+    """
+    named = {option: path for option, path in files.items() if path is not None}
+    plot = named.get("--plot")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ValueError(f"--plot {plot}: give a name that ends in .png")
+    if plot is not None:  # before what is to be drawn is computed
+        with extra("cli", "a plot"):
+            import matplotlib.figure  # noqa: F401
+    if len(set(named.values())) < len(named):
+        raise ValueError(f"two outputs have one name: {', '.join(map(str, named.values()))}")
+    for option, path in named.items():
+        _check_file(option, path)
+
+
+def _check_file(option: str, path: Path) -> None:
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise OSError(f"can't write to {option} {path}: {error.strerror}") from error
+
+
+#: The folder of the checkpoints within that of a run.
+CHECKPOINTS = "checkpoints"
+
+
+def list_checkpoints(directory: Path) -> dict[Path, str | None]:
+    """List the checkpoints that a folder is or holds, with what can be told to be wrong unread."""
+    root = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
+    wrong: dict[Path, str] = {}
+    whole = find_checkpoints(root, wrong.__setitem__)
+    found = {**wrong, **dict.fromkeys(whole.values())}
+    if found:
+        return dict(sorted(found.items(), key=lambda item: int(item[0].name)))
+    if not directory.exists():
+        raise FileNotFoundError(f"there is no folder {directory}")
+    read_manifest(directory)
+    return {directory: None}
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """Find the checkpoint that a folder is, or the newest whole one that it holds."""
+    found = list_checkpoints(directory)
+    whole = [path for path, wrong in found.items() if wrong is None]
+    if not whole:
+        raise ValueError(
+            f"no whole checkpoint in {directory}: {'; '.join(filter(None, found.values()))}"
+        )
+    return whole[-1]
