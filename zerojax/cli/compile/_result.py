@@ -130,7 +130,16 @@ def write(results: Sequence[CompileResult]) -> list[Path | None]:
             path.write_text(program.text)
             written.append(path)
     if options.json is not None:
-        options.json.write_text(json.dumps(_plain(results), indent=2) + "\n")
+        first = results[0].request
+        plain = options.to_dict(*NOT_OF_A_STEP) | {
+            "num_params": first.layout.num_params,
+            "mesh": dict(first.layout.mesh.shape),
+            "num_examples": first.num_examples,
+            "context": first.config.context,
+            "recipe": first.step.recipe.to_dict(),
+            "stages": [result.to_dict() for result in results],
+        }
+        options.json.write_text(json.dumps(plain, indent=2) + "\n")
     if options.plot is not None:
         charts.write(draw(results), options.plot)
     return [*written, options.json, options.plot]
@@ -173,15 +182,3 @@ def _volume_bar(result: CompileResult) -> charts.Bar:
         return charts.Bar(name=name, parts={}, label="not\ncompiled", fits=False)
     parts, theory = {"volume": report.volume}, report.theory_volume
     return charts.Bar(name=name, parts=parts, label=f"{report.volume:.3f}", theory=theory)
-
-
-def _plain(results: Sequence[CompileResult]) -> dict[str, object]:
-    request = results[0].request
-    return request.options.to_dict(*NOT_OF_A_STEP) | {
-        "num_params": request.layout.num_params,
-        "mesh": dict(request.layout.mesh.shape),
-        "num_examples": request.num_examples,
-        "context": request.config.context,
-        "recipe": request.step.recipe.to_dict(),
-        "stages": [result.to_dict() for result in results],
-    }

@@ -162,9 +162,9 @@ class PlanQuestion:
             self.params = read_count("--params", options.params or "")
             self.context = Transformer.of(self.params, context=options.context).context
         self._tx = options.chosen_optimizer.unscheduled(self.config.width if self.config else 1)
-        self._placement = Placement(num_shards=options.shards, model_axis=options.model_parts)
+        self._placement = Placement(num_shards=options.shards, model_axis=options.model_axis)
         # A search cuts no layer before it starts.
-        groups = max(1, options.devices // (1 if options.search else options.model_parts))
+        groups = max(1, options.devices // (1 if options.search else options.model_axis))
         self.num_examples = options.examples(groups)
         self.per_group = self.num_examples // (groups * options.accumulate)
         json = None if options.prints_json else options.json
@@ -180,11 +180,11 @@ class PlanQuestion:
         """Search among all that the options leave open."""
         options = self.options
         # A group that was asked for has to divide what each model axis leaves: 1 leaves all.
-        free = options.model_axis is None and options.shards is None
+        free = "model_axis" not in options.given and options.shards is None
         space = Space(
             stages=options.stages,
             num_shards=None if options.shards is None else (options.shards,),
-            model_axes=None if free else (options.model_parts,),
+            model_axes=None if free else (options.model_axis,),
         )
         return planner.search_plans(self.params, self._tx, space=space, **self._given)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -111,12 +110,3 @@ OPTIMIZERS = {
     "muon": NamedOptimizer(_muon, 3e-3, by_width=True),
     "sgd": NamedOptimizer(_sgd, 1e-1, elementwise=True),
 }
-
-
-def find_optimizer(name: str) -> NamedOptimizer:
-    """Return the named optimizer."""
-    if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"no optimizer named {name!r}{meant}; known: {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 
 from zerojax._types import PyTree
 from zerojax.cli.shared._command import PANELS, CommandOptions, option
-from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer, find_optimizer
+from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer
 from zerojax.layout import Layout, make_layout
 from zerojax.models import gpt
 from zerojax.planner import CONFIGURATIONS, Configuration, find_configuration
@@ -55,7 +56,7 @@ class StepOptions(CommandOptions):
     """The ZeRO paper's configuration: C1 stage 1; C2 stage 1 with Pa, activation checkpoints cut
     over the model axis; C3 stage 2; C4 stage 2 with Pa; C5 stage 2 with Pa+cpu, checkpoints on the
     host. Sets the stage."""
-    model_axis: int | None = option(None, min=1, show_default="1", panel=ZERO)
+    model_axis: int = option(1, min=1, panel=ZERO)
     """Devices of model parallelism, which share each layer and the examples of one; ZeRO partitions
     over the others. Has to divide the devices and the model's heads."""
     offload: tuple[str, ...] = option(
@@ -108,7 +109,7 @@ class StepOptions(CommandOptions):
         """Whether activation checkpoints are cut (Pa); along the tokens they are already."""
         asked = self.configuration
         is_asked = asked is not None and asked.partitioned_checkpoints
-        return is_asked and self.model_parts > 1 and not self.sequence_parallel
+        return is_asked and self.model_axis > 1 and not self.sequence_parallel
 
     @property
     def chosen_stage(self) -> int:
@@ -118,14 +119,13 @@ class StepOptions(CommandOptions):
         return DEFAULT_STAGE if self.stage is None else self.stage
 
     @property
-    def model_parts(self) -> int:
-        """Devices of model parallelism."""
-        return self.model_axis or 1
-
-    @property
     def chosen_optimizer(self) -> NamedOptimizer:
         """The optimizer of that name."""
-        return find_optimizer(self.optimizer)
+        if (name := self.optimizer) not in OPTIMIZERS:
+            near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"no optimizer named {name!r}{meant}; known: {', '.join(OPTIMIZERS)}")
+        return OPTIMIZERS[name]
 
     @property
     def chosen_model(self) -> gpt.Config:
@@ -168,7 +168,7 @@ class StepOptions(CommandOptions):
         fitting = -(-asked // multiple) * multiple
         if self.batch_size in (None, fitting):
             return fitting
-        groups = "devices" if self.model_parts == 1 else "groups along the model axis"
+        groups = "devices" if self.model_axis == 1 else "groups along the model axis"
         raise ValueError(
             f"--batch-size {asked} can't be split over {num_groups} {groups} and {self.accumulate} "
             f"microbatches; give a multiple of {multiple}, such as {fitting}"
@@ -199,7 +199,7 @@ class BuiltStepOptions(StepOptions):
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Share devices out between data and model."""
-        parts = self.model_parts
+        parts = self.model_axis
         if num_devices % parts:
             fits = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
             raise ValueError(
@@ -210,7 +210,7 @@ class BuiltStepOptions(StepOptions):
     @property
     def chosen_model(self) -> gpt.Config:
         """The model as these options have it."""
-        config, parts = super().chosen_model, self.model_parts
+        config, parts = super().chosen_model, self.model_axis
         multiple = parts if VOCAB_MULTIPLE % parts else VOCAB_MULTIPLE
         config = dataclasses.replace(
             config,
