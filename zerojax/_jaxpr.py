@@ -82,6 +82,12 @@ def is_unspecified(sharding: Any) -> bool:
     return sharding is None or type(sharding).__name__ == "UnspecifiedValue"
 
 
+def runs_in_place(eqn: Any) -> bool:
+    """Whether an equation is a plain call that says nothing of placement."""
+    given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return eqn.primitive.name in PLAIN_CALLS and all(map(is_unspecified, given))
+
+
 def is_variable(atom: Any) -> bool:
     """Whether an input or result of an equation is a variable; else it is a literal."""
     return not isinstance(atom, core.Literal)

@@ -213,14 +213,14 @@ def never_saves_gathered(policy: Any) -> Any:
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive.name in FROM_GATHERED or _makes_gathered(primitive.name, params):
+        if primitive.name in FROM_GATHERED or makes_gathered(primitive.name, params):
             return False
         return True if policy is None else policy(primitive, *avals, **params)
 
     return wrapped
 
 
-def _makes_gathered(name: str, params: dict[str, Any]) -> bool:
+def makes_gathered(name: str, params: dict[str, Any]) -> bool:
     """Whether an operation is `open_box`, or the name it gives its result."""
     if name == "name":
         return params["name"] == GATHERED

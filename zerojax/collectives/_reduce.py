@@ -21,6 +21,7 @@ from zerojax.collectives._examples import (
 )
 from zerojax.collectives._forms import constrain, to_stored
 from zerojax.collectives._gather import PerDevice, scatter
+from zerojax.collectives._prefetch import prefetched
 from zerojax.collectives._separable import check_mean_over_examples
 from zerojax.layout import Layout, LeafLayout
 
@@ -30,7 +31,13 @@ StepLoss = Callable[[PyTree, PyTree, PyTree], tuple[Any, tuple[Any, PyTree, PyTr
 
 
 def accumulate(
-    loss_fn: StepLoss, params: PyTree, batch: PyTree, carried: PyTree, count: int, dtype: Any
+    loss_fn: StepLoss,
+    params: PyTree,
+    batch: PyTree,
+    carried: PyTree,
+    count: int,
+    dtype: Any,
+    prefetch: float = 0.0,
 ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.
 
@@ -44,11 +51,14 @@ def accumulate(
         carried: its third argument for the first microbatch.
         count: number of microbatches.
         dtype: dtype of the running sum of gradients; None is their own.
+        prefetch: how much of the next layer a loop gathers while one computes.
 
     Returns:
         `(loss, aux, carried), gradients`.
     """
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    if prefetch:
+        gradient = prefetched(gradient, prefetch)
     if count == 1:
         (_, value), grads = gradient(params, batch, carried)
         return value, grads

@@ -36,6 +36,7 @@ from zerojax._jaxpr import (
     opened,
     run,
     run_scan,
+    runs_in_place,
     scan_parts,
 )
 from zerojax._tree import as_shapes, leaves_by_path, with_leaves_like
@@ -129,7 +130,7 @@ class _Retracer:
         if not any(isinstance(v, Boxed | Copied) for v in values):
             return bind(eqn, values)
         name = eqn.primitive.name
-        if name in PLAIN_CALLS and _is_unplaced(eqn.params):
+        if runs_in_place(eqn):
             return self.run(called(eqn), values)
         if name == REMATERIALISED:
             return self._remat(eqn, values)
@@ -266,12 +267,6 @@ def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:
             "where it would be lost; return what changes (aux), and pass it in as an argument"
         )
     return out
-
-
-def _is_unplaced(params: dict[str, Any]) -> bool:
-    """Whether a nested jit says nothing of placement, so that it can run in its place."""
-    given = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
-    return all(type(s).__name__ == "UnspecifiedValue" for s in given)
 
 
 def _slices(program: Any, index: int) -> list[Any] | None:

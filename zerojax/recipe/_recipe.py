@@ -44,6 +44,10 @@ class Recipe:
             constant-size buffers, section 6.2); None leaves it to the compiler, but at stage 3 on
             a GPU, which would gather several layers at once. Larger ones are fewer and take more
             memory.
+        prefetch: how much of the next layer's weights stage 3 gathers while a layer computes, in
+            the forward and in the backward pass: 1, or a part where a layer is a large share of
+            a device's memory; 0 gathers each weight where it is used. Layers are the iterations
+            of a scan. None is the default of `lookahead`.
 
     Raises:
         ValueError: a choice that can't be meant, with what is expected.
@@ -59,6 +63,7 @@ class Recipe:
     remat: RematPolicy | None = None
     offload: OffloadPolicy | None = None
     bucket_bytes: int | None = None
+    prefetch: float | None = None
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class Recipe:
         remat: RematPolicy | Remat | None = None,
         offload: OffloadPolicy | None = None,
         bucket_bytes: int | None = None,
+        prefetch: float | None = None,
     ) -> None:
         if reduce not in (None, *get_args(Reduce)):
             raise ValueError(f"reduce must be 'once', 'each' or None, got {reduce!r}")
@@ -85,6 +91,13 @@ class Recipe:
             raise ValueError(f"offload must be an OffloadPolicy or None, got {offload!r}")
         if bucket_bytes is not None:
             bucket_bytes = _count("bucket_bytes", bucket_bytes)
+        if prefetch is not None:
+            is_number = isinstance(prefetch, numbers.Real) and not isinstance(prefetch, bool)
+            if not is_number or not 0 <= prefetch <= 1:
+                raise ValueError(
+                    f"prefetch must be a part of a layer, from 0 to 1, or None, got {prefetch!r}"
+                )
+            prefetch = float(prefetch)
         chosen = {
             "precision": as_precision(precision),
             "accumulate": _count("accumulate", accumulate),
@@ -94,6 +107,7 @@ class Recipe:
             "remat": as_remat(remat),
             "offload": offload,
             "bucket_bytes": bucket_bytes,
+            "prefetch": prefetch,
         }
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
@@ -118,6 +132,20 @@ class Recipe:
         if self.reduce is None:
             return "once" if self.accumulate > 1 and "gradient" not in kinds else "each"
         return self.reduce
+
+    def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
+        """Return how much of the next layer is gathered while one computes.
+
+        The default is 1 where parameters are partitioned, but on a CPU, whose collectives always
+        wait.
+
+        Args:
+            kinds: `Layout.kinds`.
+            platform: `Layout.platform`.
+        """
+        if "parameter" not in kinds:
+            return 0
+        return float(platform != "cpu") if self.prefetch is None else self.prefetch
 
     @property
     def skips(self) -> bool:
@@ -165,7 +193,7 @@ class Recipe:
         return cls(**given)
 
 
-_PLAIN = ("accumulate", "reduce", "clip_norm", "skip_nonfinite", "bucket_bytes")
+_PLAIN = ("accumulate", "reduce", "clip_norm", "skip_nonfinite", "bucket_bytes", "prefetch")
 
 
 def as_recipe(recipe: Recipe | None) -> Recipe:

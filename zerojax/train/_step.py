@@ -272,7 +272,8 @@ class TrainStep:
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
         loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=recipe.precision.reduce)
-        return accumulate(_scaled(loss_fn), params, given, state.model_state, count, dtype)
+        ahead = recipe.lookahead(layout.kinds, layout.platform)
+        return accumulate(_scaled(loss_fn), params, given, state.model_state, count, dtype, ahead)
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:

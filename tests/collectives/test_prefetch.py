@@ -1,0 +1,139 @@
+"""Loops that gather the next layer while one computes: the same bits, the same bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, layout_of, loss_of, params_of
+from zerojax._jaxpr import bodies, called, opened
+from zerojax.collectives import gather_where_used
+from zerojax.collectives._boxed import makes_gathered
+from zerojax.collectives._prefetch import prefetched
+
+#: Layers that are gathered for the backward pass of each loop: all, but where the loop computes
+#: its first pass again.
+PASSES = {"remat of scan": 3}
+
+
+def gradient_of(names, mesh):
+    """Return the gradient of models in one loss, with its arguments."""
+    params = {name: params_of(LOOPS[name], WIDE) for name in names}
+    layout = layout_of(params, 3, mesh)
+    x = jax.random.normal(jax.random.key(2), (16, WIDE[0]))
+
+    def loss(params, x):
+        return sum(loss_of(LOOPS[name], params[name], x) for name in names)
+
+    placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
+    return jax.grad(gather_where_used(loss, layout)), layout, placed
+
+
+def gathers(program, times=1, looped=False):
+    """List how often each gather of a program runs, and whether in a loop."""
+    for eqn in opened(program)[0].eqns:
+        if makes_gathered(eqn.primitive.name, eqn.params):
+            yield times, looped
+        elif eqn.primitive.name == "scan":
+            yield from gathers(*bodies(eqn), times * eqn.params["length"], True)
+        elif called(eqn) is not None:
+            yield from gathers(called(eqn), times, looped)
+
+
+def needed(program, args):
+    """Trace a function without what nobody reads."""
+    return jax.make_jaxpr(jax.jit(program))(*args).eqns[0].params["jaxpr"]
+
+
+@pytest.mark.parametrize("layers", [1.0, 0.5])
+def test_gradients_have_the_same_bits(layers, mesh8):
+    gradient, layout, args = gradient_of(LOOPS, mesh8)
+    run = functools.partial(jax.jit, out_shardings=layout.grads)
+    want, got = run(gradient)(*args), run(prefetched(gradient, layers))(*args)
+    for path, a in jax.tree_util.tree_leaves_with_path(got):
+        b = functools.reduce(lambda tree, key: tree[key.key], path, want)
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_layer_is_gathered_once_a_pass(name, mesh8):
+    """Both leaves of a layer, in the forward and in the backward pass, and the first one ahead."""
+    gradient, _, args = gradient_of([name], mesh8)
+    plain = list(gathers(needed(gradient, args)))
+    ahead = list(gathers(needed(prefetched(gradient, 1), args)))
+    passes = PASSES.get(name, 2)
+    assert sum(times for times, _ in plain) == 2 * passes * NUM_LAYERS
+    assert sum(times for times, _ in ahead) == 2 * passes * NUM_LAYERS
+    assert sorted(ahead) == 2 * passes * [(1, False)] + 2 * passes * [(NUM_LAYERS - 1, True)]
+
+
+def test_a_part_of_a_layer_is_what_it_uses_first(mesh8):
+    gradient, _, args = gradient_of(["scan"], mesh8)
+    found = sorted(gathers(needed(prefetched(gradient, 0.5), args)))
+    # Of both passes: one leaf of the first layer, both of the last, and both in the loop.
+    assert found == 4 * [(1, False)] + 4 * [(NUM_LAYERS - 1, True)]
+
+
+@pytest.mark.parametrize("name", ["scan", "scan of remat", "indexed"])
+def test_two_layers_are_held_at_most(name, mesh8):
+    gradient, layout, args = gradient_of([name], mesh8)
+    run = functools.partial(jax.jit, out_shardings=layout.grads)
+    before, after = (
+        run(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        for f in (gradient, prefetched(gradient, 1))
+    )
+    a_layer = 4 * 2 * math.prod(WIDE)
+    assert after <= before + 2 * a_layer
+
+
+def loss_of_both(params, batch):
+    """Two scans, of which one is rematerialised, a tied embedding, and results of each layer."""
+
+    def step(x, p):
+        x = x + jnp.tanh(x @ p["w"]) @ p["v"]
+        return x, jnp.mean(x)
+
+    x, means = jax.lax.scan(jax.checkpoint(step), batch["x"] @ params["emb"], params["stack"])
+    x, _ = jax.lax.scan(step, x, jax.tree.map(lambda w: 0.5 * w, params["other"]))
+    return jnp.mean((x @ params["emb"].T - 0.3) ** 2) + jnp.mean(means)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
+def test_steps_have_the_same_losses_and_volume(axes, accumulate):
+    mesh = zerojax.make_mesh(axes)
+    stack = params_of(LOOPS["scan"], WIDE)
+    params = {"emb": jnp.eye(WIDE[0]), "stack": stack, "other": stack}
+    cut = P(None, None, "model") if "model" in axes else None
+    specs = {"emb": None, "stack": {"w": cut, "v": None}, "other": None}
+    layout = zerojax.make_layout(params, mesh, stage=3, specs=specs)
+    batch = {"x": jax.random.normal(jax.random.key(0), (32, WIDE[0]))}
+    losses, volumes = [], []
+    for prefetch in (0, 1):
+        recipe = zerojax.Recipe(precision="bf16", accumulate=accumulate, prefetch=prefetch)
+        step = zerojax.make_train_step(loss_of_both, optax.adam(1e-2), layout, recipe)
+        state = step.init(params)
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        report = step.audit(batch)
+        report.raise_if_problems()
+        volumes.append(report.volume)
+    assert losses[:3] == losses[3:]
+    # A CPU gathers the first layer of both passes once for all microbatches: a little less.
+    assert volumes[1] <= volumes[0] * (1 + 1e-6)
+
+
+def test_a_cpu_and_whole_parameters_gather_nothing_ahead():
+    recipe = zerojax.Recipe()
+    assert recipe.lookahead({"parameter"}, "tpu") == recipe.lookahead({"parameter"}, "gpu") == 1
+    assert recipe.lookahead({"parameter"}, "cpu") == recipe.lookahead({"gradient"}, "tpu") == 0
+    assert zerojax.Recipe(prefetch=0.5).lookahead({"parameter"}, "cpu") == 0.5

@@ -1,0 +1,224 @@
+"""Prefetch: while a layer of a loop computes, the weights of the next one are gathered.
+
+A pass over a program that is differentiated already, so that it holds for forward and backward
+loops alike, whatever rematerialisation keeps. The body of a scan over stacked weights
+
+    h = scan[{ lambda h wi. v = GATHER wi; o = dot_general h v; p = tanh o in p }] x w
+
+is cut in two: what `GATHER` needs, which must not depend on what the loop computes, and the rest,
+which is given its result. The loop then carries the weights of the layer at hand:
+
+    v = GATHER w[0]
+    h, v = scan[{ lambda h v i. u = GATHER w[i+1]; o = dot_general h v; p = tanh o in p, u }] x v
+    o = dot_general h v; p = tanh o
+
+The last layer stands behind the loop, so that nothing is gathered in vain. What is carried is not
+kept for a backward pass: there is nothing left to differentiate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax._jaxpr import (
+    REMATERIALISED,
+    EquationRunner,
+    bind,
+    called,
+    depending,
+    is_variable,
+    opened,
+    run,
+    run_equations,
+    run_scan,
+    runs_in_place,
+    scan_parts,
+    variables,
+)
+from zerojax.collectives._boxed import makes_gathered
+
+
+def prefetched(function: Callable[..., Any], layers: float) -> Callable[..., Any]:
+    """Make a function whose loops gather weights of the next layer while one computes.
+
+    Args:
+        function: of pytrees of arrays: the gradient of a loss. It can't be differentiated again
+            without keeping what its loops carry.
+        layers: how much of a layer is gathered ahead, by bytes of weights: 1, or a part, of those
+            that it uses first.
+    """
+
+    def wrapped(*args: Any) -> Any:
+        traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = run(traced, jax.tree.leaves(args), _outside(layers))
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return wrapped
+
+
+def _outside(layers: float) -> EquationRunner:
+    """Return what runs an equation outside of loops."""
+
+    def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == REMATERIALISED:
+            # As jax does it, so that the forward pass is not taken for what is computed again.
+            return run(called(eqn), jax.lax.optimization_barrier(values), step)
+        return _step(eqn, values, layers, step)
+
+    return step
+
+
+def _inside(layers: float) -> EquationRunner:
+    """Return what runs an equation of a loop's body."""
+
+    def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == REMATERIALISED:
+            # One by one: a gather must not wait for what the loop carries.
+            return run(called(eqn), [*map(jax.lax.optimization_barrier, values)], step)
+        return _step(eqn, values, layers, step)
+
+    return step
+
+
+def _step(eqn: Any, values: list[Any], layers: float, step: EquationRunner) -> Sequence[Any]:
+    if runs_in_place(eqn):
+        return run(called(eqn), values, step)
+    if eqn.primitive.name == "scan":
+        return _scan(eqn, values, layers)
+    return bind(eqn, values)
+
+
+def _scan(eqn: Any, values: list[Any], layers: float) -> list[Any]:
+    """Run a scan, ahead if its iterations gather weights of their own."""
+    program = eqn.params["jaxpr"]
+    inputs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in opened(program)[0].invars]
+    body = jax.make_jaxpr(lambda *args: run(program, args, _inside(layers)))(*inputs)
+    halves = _halves(body, *scan_parts(eqn.params), layers)
+    if halves is None or eqn.params["length"] < 2:
+        return run_scan(eqn, values, lambda given: run(body, given))
+    return _run_ahead(eqn, values, halves)
+
+
+def _run_ahead(eqn: Any, values: list[Any], halves: _Halves) -> list[Any]:
+    """Run a scan whose iterations gather for the next one; the last one stands behind the loop."""
+    num_consts, num_carry = scan_parts(eqn.params)
+    first, length = num_consts + num_carry, eqn.params["length"]
+    consts, start, stacks = values[:num_consts], values[num_consts:first], values[first:]
+
+    def inputs(count: Any, carry: Sequence[Any]) -> tuple[Any, list[Any]]:
+        index = length - 1 - count if eqn.params["reverse"] else count
+        slices = [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacks]
+        return index, [*consts, *carry, *slices]
+
+    def layer(count: Any, carry: Sequence[Any], now: Sequence[Any], rows: Sequence[Any]) -> Any:
+        # Were the loop's results stacked by a scan, adding the last layer's would copy them all.
+        index, given = inputs(count, carry)
+        out = halves.compute(given, now)
+        update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return out[:num_carry], [*map(update, rows, out[num_carry:])]
+
+    def one(state: Any, count: Any) -> tuple[Any, None]:
+        carry, now, rows = state
+        following = halves.gather(inputs(count + 1, halves.counted(carry))[1])
+        carry, rows = layer(count, carry, now, rows)
+        return (carry, following, rows), None
+
+    rows = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+    state = (start, halves.gather(inputs(0, start)[1]), rows)
+    (carry, now, rows), _ = jax.lax.scan(one, state, jnp.arange(length - 1))
+    carry, rows = layer(length - 1, carry, now, rows)
+    return [*carry, *rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Halves:
+    """The body of a loop, cut where weights come out of their gathers.
+
+    Attributes:
+        body: the program.
+        steps: what each iteration adds to each carried value that only counts; None for others.
+        gathers: the equations that gather what the next iteration uses.
+    """
+
+    body: Any
+    steps: Sequence[Any]
+    gathers: Sequence[Any]
+
+    def counted(self, carry: Sequence[Any]) -> list[Any]:
+        """Return what the next iteration is given of what only counts."""
+        return [x if step is None else x + step for x, step in zip(carry, self.steps, strict=True)]
+
+    def gather(self, given: Sequence[Any]) -> list[Any]:
+        """Gather the weights of a layer; values that the loop computes are not read."""
+        wanted = [eqn.outvars[0] for eqn in self.gathers]
+        eqns = [eqn for eqn in opened(self.body)[0].eqns if not eqn.effects]
+        return self._run(eqns, given, {}, wanted)
+
+    def compute(self, given: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
+        """Compute a layer with its gathered weights."""
+        made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
+        jaxpr, _ = opened(self.body)
+        rest = [eqn for eqn in jaxpr.eqns if made.keys().isdisjoint(eqn.outvars)]
+        return self._run(rest, given, made, jaxpr.outvars)
+
+    def _run(
+        self, eqns: Sequence[Any], given: Sequence[Any], made: dict[Any, Any], wanted: Sequence[Any]
+    ) -> list[Any]:
+        jaxpr, consts = opened(self.body)
+        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True)
+        return run_equations(_needed(eqns, wanted), {**dict(inputs), **made}, wanted)
+
+
+def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> _Halves | None:
+    """Cut a body behind gathers that can go ahead; None where there are none."""
+    jaxpr, _ = opened(body)
+    first = num_consts + num_carry
+    carried = jaxpr.invars[num_consts:first]
+    steps = [
+        _step_of(jaxpr, var, out)
+        for var, out in zip(carried, jaxpr.outvars[:num_carry], strict=True)
+    ]
+    counters = [var for var, step in zip(carried, steps, strict=True) if step is not None]
+    computed = depending(jaxpr.eqns, set(carried) - set(counters))
+    own = depending(jaxpr.eqns, [*counters, *jaxpr.invars[first:]]) - computed
+    gathers = [
+        eqn
+        for eqn in jaxpr.eqns
+        if makes_gathered(eqn.primitive.name, eqn.params) and own.issuperset(eqn.outvars)
+    ]
+    whole, ahead = sum(map(_num_bytes, gathers)), 0
+    chosen = []
+    for eqn in gathers:
+        ahead += _num_bytes(eqn)
+        if ahead <= layers * whole:
+            chosen.append(eqn)
+    return _Halves(body, steps, chosen) if chosen else None
+
+
+def _num_bytes(eqn: Any) -> int:
+    aval = eqn.outvars[0].aval
+    return aval.size * aval.dtype.itemsize
+
+
+def _step_of(jaxpr: Any, var: Any, out: Any) -> Any:
+    """Return what an iteration adds to a carried value, `out = add var 1`; None for another."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "add" and eqn.outvars[0] is out and eqn.invars[0] is var:
+            return None if is_variable(eqn.invars[1]) else eqn.invars[1].val
+    return None
+
+
+def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Return the equations that some variables are computed with, in order, and all that print."""
+    live, found = set(variables(wanted)), []
+    for eqn in reversed(eqns):
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            live.update(variables(eqn.invars))
+    return found[::-1]
