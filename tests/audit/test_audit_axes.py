@@ -245,6 +245,8 @@ def test_in_a_loop_over_layers_a_layer_is_likelier():
     match = Matcher(layout).match
     assert match((256, 64)).leaves == (1,)
     assert match((256, 64), [3]).leaves == (0,)
+    assert match((256, 64), [2]).leaves == (0,)  # a layer ahead
+    assert match((256, 64), [5]).leaves == (1,)
 
 
 def test_dims_are_regrouped_and_padded_within_bounds():

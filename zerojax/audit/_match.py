@@ -85,11 +85,12 @@ class Matcher:
 
     @cached_property
     def _heights(self) -> set[int | None]:
-        """Collect how high the stacks are."""
+        """Collect how high the stacks are, and one less: a loop that gathers ahead is shorter."""
         heights: set[int | None] = set()
         for leaf in self._layout.leaves:
             for count in range(1, leaf.num_sliced + 1):
-                heights |= {leaf.shape[count - 1], math.prod(leaf.shape[:count])}
+                for height in (leaf.shape[count - 1], math.prod(leaf.shape[:count])):
+                    heights |= {height, height - 1}
         return heights
 
     @cached_property

@@ -31,7 +31,6 @@ class ScheduledCollective:
     leaves: tuple[str, ...]  # paths that it may move; none for an activation
     axes: tuple[str, ...]  # of the mesh
     trips: tuple[int | None, ...]  # lengths of the loops around it
-    role: str  # as `Move.role`
     moved_bytes: float  # that a device sends in a step
     is_blocking: bool  # whether nothing was scheduled between its beginning and its end
     beside: str  # the largest operation beside it; empty for none
@@ -222,7 +221,6 @@ def _collective(
         leaves=tuple(layout.leaves[index].path for index in leaves),
         axes=first.spans,
         trips=first.record.trips,
-        role=first.role,
         moved_bytes=sum(move.record.moved_bytes for move in moves),
         is_blocking=beside is None,
         beside=beside.name if beside else "",
@@ -249,8 +247,8 @@ def _remedy(one: ScheduledCollective) -> str:
     """Say what may hide a collective."""
     if not one.exposed_seconds:
         return ""
-    if one.role in ("gather", "scatter", "sliced", "reduce") and one.trips and one.leaves:
+    if not one.is_blocking:
+        return "put more work beside it (prefetch, or a larger batch)"
+    if one.trips and one.leaves:
         return "move it while another layer computes (prefetch)"
-    if one.is_blocking:
-        return "let the compiler make it asynchronous (compiler options)"
-    return "more work beside it (a larger batch), or fewer bytes"
+    return "let the compiler make it asynchronous (compiler options)"
