@@ -1,13 +1,12 @@
 """A grammar of training programs: what people write between parameters and a loss.
 
-A program is plain data: blocks in a row, each a way to use weights, on activations `h` of [B, D]; a
-head with a loss; how it is laid out and computed. `strategy()` draws one, `Program.loss` runs it.
+A program is plain data: blocks in a row, each a way to use weights; a head with a loss of each
+example; what the loss has beside it; how it is laid out and computed. `strategy()` draws one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,226 +15,27 @@ import jax.numpy as jnp
 import optax
 from hypothesis import strategies as st
 
-Tree = Any
+import zerojax
+from tests.properties.blocks import KINDS, LAYERED, STEPS, Block, Tree, drawn_blocks
+
 #: Examples of a step, on 3 devices three times as many; no dim of a weight is as large, so that a
 #: dim of this size tells activations from weights.
 BATCH = 16
 VOCAB = 37  # divides nothing
 
-# Ways to use a weight before it meets activations; each keeps its shape.
-WEIGHTS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "as it is": lambda w: w,
-    "half": lambda w: 0.5 * w + 0.01,
-    "tanh": jnp.tanh,
-    "clipped": lambda w: jnp.clip(w, -0.5, 0.5),
-    "pruned": lambda w: jnp.where(jnp.abs(w) < 0.02, 0.0, w),
-    "rounded": lambda w: w + jax.lax.stop_gradient(jnp.round(w * 8) / 8 - w),
-    "bf16": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
-    "standardised": lambda w: w * jax.lax.rsqrt(1e-2 + jnp.mean(w * w)),
-    "by rows": lambda w: w / (0.1 + jnp.linalg.norm(w, axis=-1, keepdims=True)),
-    "reshaped": lambda w: w.reshape(-1).reshape(w.shape) * 1.0,
-    "reversed": lambda w: w[..., ::-1],
-    "twice": lambda w: w.swapaxes(-1, -2).swapaxes(-1, -2),
-    "frozen": jax.lax.stop_gradient,
-    "cut": lambda w: jnp.concatenate([w[..., :3], w[..., 3:]], -1),
-    "jitted": jax.jit(lambda w: w * 1.5),
-    "checkpointed": jax.checkpoint(jnp.sin),
-}
-
-#: Those with steps: where sums in another order differ by a rounding, a weight may jump.
-STEPS = ("bf16", "rounded", "pruned")
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Some layers in a row.
-
-    Attributes:
-        kind: how they are written.
-        weight: the use of their first weight.
-        num_layers: how many.
-        width: F.
-    """
-
-    kind: str
-    weight: str
-    num_layers: int
-    width: int
-
-
-def _layer(block: Block, h: jax.Array, layer: Tree) -> jax.Array:
-    use = WEIGHTS[block.weight]
-    return (h + 0.5 * jnp.tanh(h @ use(layer["up"])) @ layer["down"]).astype(h.dtype)
-
-
-def _stacked(make: Callable[..., Tree]) -> Callable[..., Tree]:
-    return lambda key, n, D, F: jax.vmap(lambda k: make(k, D, F))(jax.random.split(key, n))
-
-
-def _pair(key: jax.Array, D: int, F: int) -> Tree:
-    a, b = jax.random.split(key)
-    return {
-        "up": jax.random.normal(a, (D, F)) * D**-0.5,
-        "down": jax.random.normal(b, (F, D)) * F**-0.5,
-    }
-
-
-def _listed(key: jax.Array, n: int, D: int, F: int) -> Tree:
-    return [_pair(k, D, F) for k in jax.random.split(key, n)]
-
-
-def _in_list(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    for layer in p:
-        h = _layer(block, h, layer)
-    return h
-
-
-def _in_list_remat(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    for layer in p:
-        h = jax.checkpoint(functools.partial(_layer, block))(h, layer)
-    return h
-
-
-def _scanned(wrap: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., jax.Array]:
-    def run(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-        body = wrap(lambda h, layer: (_layer(block, h, layer), None))
-        return around(lambda h, p: jax.lax.scan(body, h, p)[0])(h, p)
-
-    return run
-
-
-def _indexed(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    for i in range(block.num_layers):
-        h = _layer(block, h, jax.tree.map(lambda w, i=i: w[i], p))
-    return h
-
-
-def _fori(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-        return _layer(block, h, jax.tree.map(lambda w: w[i], p)), None
-
-    return jax.lax.scan(body, h, jnp.arange(block.num_layers))[0]
-
-
-def _transposed(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    use = WEIGHTS[block.weight]
-    for layer in p:
-        h = h + 0.5 * jnp.tanh(h @ use(layer["down"]).T) @ layer["up"].T
-    return h
-
-
-def _einsum(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    use = WEIGHTS[block.weight]
-    for layer in p:
-        heads = jnp.einsum("bd,df->bf", h, use(layer["up"]))
-        h = h + 0.5 * jnp.einsum("bf,fd->bd", jnp.tanh(heads), layer["down"])
-    return h
-
-
-def _vmapped(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    return jax.vmap(lambda row: _in_list(block, row, p))(h)
-
-
-def _chosen(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    run = functools.partial(_layer, block)
-    for i, layer in enumerate(p):
-        h = jax.lax.cond(i % 2 == 0, run, lambda h, q: h + 0.1 * run(h, q), h, layer)
-    return h
-
-
-def _normed(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    for layer in p:
-        scale = 1.0 + layer["scale"].astype(jnp.float32)
-        normed = (h * jax.lax.rsqrt(1e-3 + jnp.mean(h * h, -1, keepdims=True))) * scale
-        h = _layer(block, normed.astype(h.dtype), layer) + layer["bias"]
-    return h
-
-
-def _with_norms(key: jax.Array, n: int, D: int, F: int) -> Tree:
-    more = {"scale": jnp.zeros(D), "bias": jnp.full(D, 0.1)}
-    return [{**layer, **more} for layer in _listed(key, n, D, F)]
-
-
-@jax.custom_vjp
-def _own(h: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.tanh(h @ w)
-
-
-def _own_forward(h: jax.Array, w: jax.Array) -> Any:
-    return _own(h, w), (h, w)
-
-
-def _own_backward(kept: Any, g: jax.Array) -> Any:
-    h, w = kept
-    g = g * (1 - jnp.tanh(h @ w) ** 2)
-    return g @ w.T, h.T @ g
-
-
-_own.defvjp(_own_forward, _own_backward)
-
-
-def _own_derivative(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    use = WEIGHTS[block.weight]
-    for layer in p:
-        h = h + 0.5 * _own(h, use(layer["up"])) @ layer["down"]
-    return h
-
-
-def _lora(block: Block, h: jax.Array, p: Tree) -> jax.Array:
-    base = jax.lax.stop_gradient(p["base"])
-    for layer, adapter in zip(base, p["adapters"], strict=True):
-        h = _layer(block, h, layer) + h @ adapter["a"] @ adapter["b"]
-    return h
-
-
-def _with_adapters(key: jax.Array, n: int, D: int, F: int) -> Tree:
-    keys = jax.random.split(key, n)
-    adapters = [
-        {"a": jax.random.normal(k, (D, 2)) * 0.1, "b": jnp.full((2, D), 0.05)} for k in keys
-    ]
-    return {"base": _listed(key, n, D, F), "adapters": adapters}
-
-
-def _plain(f: Any) -> Any:
-    return f
-
-
-#: kind: how its parameters are made, and how it runs.
-KINDS: dict[str, tuple[Callable[..., Tree], Callable[..., jax.Array]]] = {
-    "list": (_listed, _in_list),
-    "list of checkpoints": (_listed, _in_list_remat),
-    "scan": (_stacked(_pair), _scanned(_plain, _plain)),
-    "scan of checkpoints": (_stacked(_pair), _scanned(jax.checkpoint, _plain)),
-    "checkpoint of a scan": (_stacked(_pair), _scanned(_plain, jax.checkpoint)),
-    "jit of a scan": (_stacked(_pair), _scanned(_plain, jax.jit)),
-    "indexed stack": (_stacked(_pair), _indexed),
-    "stack indexed in a loop": (_stacked(_pair), _fori),
-    "transposed": (_listed, _transposed),
-    "einsum": (_listed, _einsum),
-    "vmap": (_listed, _vmapped),
-    "cond": (_listed, _chosen),
-    "norms": (_with_norms, _normed),
-    "custom derivative": (_listed, _own_derivative),
-    "lora": (_with_adapters, _lora),
-}
-
-
-#: The kinds with layers that `Recipe(remat="full")` finds.
-LAYERED = [kind for kind in KINDS if "scan" in kind or "loop" in kind or "checkpoint" in kind]
-
 
 def _regression(p: Tree, h: jax.Array, batch: Tree) -> jax.Array:
-    return jnp.mean((h @ p["head"] - batch["x"]) ** 2)
+    return jnp.mean((h @ p["head"] - batch["x"]) ** 2, -1)
 
 
 def _tied(p: Tree, h: jax.Array, batch: Tree) -> jax.Array:
     logits = h.astype(jnp.float32) @ p["embed"].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
 
 
 def _classes(p: Tree, h: jax.Array, batch: Tree) -> jax.Array:
     logits = (h @ p["head"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"] % 8).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"] % 8)
 
 
 def _penalised(p: Tree, h: jax.Array, batch: Tree) -> jax.Array:
@@ -243,12 +43,25 @@ def _penalised(p: Tree, h: jax.Array, batch: Tree) -> jax.Array:
     return _regression(p, h, batch) + 1e-4 * squares
 
 
+#: The loss of each example, [B].
 HEADS = {
     "regression": _regression,
     "tied": _tied,
     "classes": _classes,
     "penalised": _penalised,
 }
+#: What a loss has beside it: a weight of each example, of mean 1, or the mean over a mask; noise; a
+#: moving mean of what is normalised over examples; what it returns besides; a table in the batch.
+BESIDE = ("nothing", "weights", "masked mean", "dropout", "batch norm", "aux", "table")
+KEEP = 0.8
+
+
+def _frozen_embedding(params: Tree) -> Tree:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if path[-1].key == "embed" else "trained", params
+    )
+
+
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
@@ -259,6 +72,9 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "masked": lambda: optax.masked(
         optax.adam(1e-2, eps=1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
+    "partly frozen": lambda: optax.multi_transform(
+        {"trained": optax.adam(1e-2, eps=1e-3), "frozen": optax.set_to_zero()}, _frozen_embedding
+    ),
 }
 #: name: sizes of the mesh, and the axes that ZeRO partitions over.
 MESHES = {
@@ -266,6 +82,14 @@ MESHES = {
     "data=3": ({"data": 3}, "data"),
     "data=2 fsdp=4": ({"data": 2, "fsdp": 4}, ("data", "fsdp")),
     "replica=2 data=4": ({"replica": 2, "data": 4}, "data"),
+}
+
+
+#: What a program computes in; "mixed" has matrices of blocks in bf16 and the rest in fp32.
+PRECISIONS = {
+    "fp32": zerojax.Precision(),
+    "bf16": zerojax.Precision(params="bfloat16", master="float32"),
+    "mixed": zerojax.Precision(master="float32"),
 }
 
 
@@ -285,6 +109,7 @@ class Program:
     reduce: str | None
     clip_norm: float | None
     remat: str | None
+    beside: str = "nothing"
 
     def init(self, key: jax.Array) -> Tree:
         """Draw the parameters."""
@@ -301,20 +126,74 @@ class Program:
         }
         if self.head == "tied":
             del params["head"]
+        if self.precision == "mixed":
+            params["blocks"] = jax.tree.map(
+                lambda w: w.astype(jnp.bfloat16) if w.ndim > 1 else w, params["blocks"]
+            )
         return params
 
-    def loss(self, params: Tree, batch: Tree) -> jax.Array:
-        """Compute the mean loss of a batch."""
+    def read(self, params: Tree) -> Tree:
+        """Cast masters to what the loss reads."""
+        own = jax.eval_shape(self.init, jax.random.key(0))
+        low = PRECISIONS[self.precision].params
+        return jax.tree.map(lambda x, like: x.astype(low or like.dtype), params, own)
+
+    def compute(
+        self, params: Tree, batch: Tree, keep: jax.Array | None = None, moving: Any = None
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Return the loss of a batch, that of each example [B], and the new moving mean [D].
+
+        Args:
+            params: as `init` makes them.
+            batch: as `batch` makes it, without marks.
+            keep: what activations are multiplied by, [B, D].
+            moving: the moving mean, [D].
+        """
         h = params["embed"][batch["tokens"]] + batch["x"].astype(params["embed"].dtype)  # [B, D]
+        if keep is not None:
+            h = h * keep.astype(h.dtype)
+        if moving is not None:
+            wide = h.astype(jnp.float32)
+            mean = wide.mean(0)
+            h = ((wide - mean) * jax.lax.rsqrt(1.0 + wide.var(0)) + moving).astype(h.dtype)
+            moving = 0.9 * moving + 0.1 * jax.lax.stop_gradient(mean)
         for block, p in zip(self.blocks, params["blocks"], strict=True):
             h = KINDS[block.kind][1](block, h, p).astype(h.dtype)
-        return HEADS[self.head](params, h, batch).astype(jnp.float32)
+        rows = HEADS[self.head](params, h, batch).astype(jnp.float32)
+        if self.beside == "table":
+            rows = rows * batch["table"][batch["tokens"]]
+        if self.beside == "masked mean":
+            return jnp.sum(rows * batch["weights"]) / jnp.sum(batch["weights"]), rows, moving
+        if self.beside == "weights":
+            rows = rows * batch["weights"]
+        return rows.mean(), rows, moving
+
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """The loss as its user writes it: by its parameters it asks for what it needs."""
+
+        def plain(params: Tree, batch: Tree) -> Any:
+            return self.compute(params, batch)[0]
+
+        def with_dropout(params: Tree, batch: Tree, key: jax.Array) -> Any:
+            return self.compute(params, batch, dropped(key, batch["x"].shape))[0]
+
+        def with_batch_norm(params: Tree, batch: Tree, model_state: Any) -> Any:
+            loss, _, moving = self.compute(params, batch, moving=model_state)
+            return loss, moving
+
+        def with_aux(params: Tree, batch: Tree) -> Any:
+            loss, rows, _ = self.compute(params, batch)
+            return loss, {"rows": rows, "mean": rows.mean(), "odd": jnp.sum(batch["tokens"] % 2)}
+
+        special = {"dropout": with_dropout, "batch norm": with_batch_norm, "aux": with_aux}
+        return special.get(self.beside, plain)
 
     @property
     def rounded(self) -> str:
         """The precision in which its gradients are rounded; some losses round by themselves."""
         steps = any(block.weight in STEPS for block in self.blocks)
-        return "bf16" if steps else self.precision
+        return "bf16" if steps or self.precision != "fp32" else "fp32"
 
     @property
     def num_examples(self) -> int:
@@ -323,49 +202,59 @@ class Program:
 
     def batch(self, seed: int) -> Tree:
         """Draw a batch."""
-        a, b = jax.random.split(jax.random.key(seed))
+        a, b, c = jax.random.split(jax.random.key(seed), 3)
         num = self.num_examples
-        return {
+        batch = {
             "x": jax.random.normal(a, (num, self.dim)),
             "tokens": jax.random.randint(b, (num,), 0, VOCAB),
         }
+        if self.beside in ("weights", "masked mean"):
+            mask = jax.random.bernoulli(c, 0.6, (num,)).at[0].set(True).astype(jnp.float32)
+            batch["weights"] = mask / mask.mean()
+        if self.beside == "table":
+            batch["table"] = zerojax.Whole(jnp.linspace(0.5, 1.5, VOCAB))
+        return batch
 
 
-def _blocks() -> st.SearchStrategy[Block]:
-    return st.builds(
-        Block,
-        kind=st.sampled_from(sorted(KINDS)),
-        weight=st.sampled_from(list(WEIGHTS)),
-        num_layers=st.integers(2, 3),
-        width=st.sampled_from([8, 12, 33, 40]),
-    )
+def dropped(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draw what dropout multiplies activations by."""
+    return jax.random.bernoulli(key, KEEP, shape) / KEEP
 
 
 def strategy() -> st.SearchStrategy[Program]:
     """Draw programs."""
     return st.builds(
         Program,
-        blocks=st.lists(_blocks(), min_size=1, max_size=2).map(tuple),
+        blocks=st.lists(drawn_blocks(), min_size=1, max_size=2).map(tuple),
         head=st.sampled_from(list(HEADS)),
         dim=st.sampled_from([24, 32, 20, 13]),
         optimizer=st.sampled_from(list(OPTIMIZERS)),
         mesh=st.sampled_from(list(MESHES)),
         stage=st.sampled_from([3, 2, 1, 0]),
         min_size=st.sampled_from([1, 64]),
-        precision=st.sampled_from(["fp32", "fp32", "bf16"]),
+        precision=st.sampled_from(["fp32", "fp32", "bf16", "mixed"]),
         accumulate=st.sampled_from([1, 2]),
         reduce=st.sampled_from([None, "each", "once"]),
         clip_norm=st.sampled_from([None, 0.5]),
         remat=st.sampled_from([None, None, "full", "dots"]),
+        beside=st.sampled_from(BESIDE),
     ).map(_possible)
 
 
 def _possible(program: Program) -> Program:
-    """Replace what zerojax refuses: one reduction at stage 3, and layers where there are none."""
+    """Replace what zerojax refuses or warns of.
+
+    That is one reduction at stage 3, layers where there are none, and losses that are no mean over
+    examples where devices or microbatches are averaged.
+    """
     if program.stage == 3 and program.reduce == "once":
         program = dataclasses.replace(program, reduce=None)
     if program.remat == "full" and not any(block.kind in LAYERED for block in program.blocks):
         program = dataclasses.replace(program, remat="dots")
+    if program.beside in ("masked mean", "batch norm"):
+        program = dataclasses.replace(program, reduce="each")
+    if program.beside == "masked mean":
+        program = dataclasses.replace(program, accumulate=1)
     return program
 
 

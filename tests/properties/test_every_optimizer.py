@@ -11,15 +11,8 @@ import optax
 import pytest
 
 import zerojax
-from tests.properties.optimizers import (
-    EXCLUDED,
-    TABLE,
-    Case,
-    complex_params,
-    example_params,
-    made_factories,
-    public_factories,
-)
+from tests.properties.factories import EXCLUDED, made_factories, public_factories
+from tests.properties.optimizers import TABLE, Case, complex_params, example_params
 
 NUM_STEPS = 5
 SUPPORTED = [case for case in TABLE if case.unsupported is None]

@@ -24,6 +24,7 @@ from tests.properties.programs import Program
 from zerojax.collectives import gather_where_used
 
 NUM_STEPS = 2
+KEY = jax.random.key(7)
 #: The variable that asks for more than one seed, and the programs of each.
 SEEDS, PER_SEED = "ZEROJAX_PROGRAM_SEEDS", 25
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8}
@@ -36,27 +37,67 @@ def held(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def plain_steps(program: Program, params, batches):
-    """Train with jax and optax alone, masters in fp32 where the program computes in bf16."""
+def unmarked(batch):
+    return {name: getattr(x, "value", x) for name, x in batch.items()}
+
+
+def noise(program: Program, number: int, reduction: str):
+    """Draw what dropout keeps in a step, [B, D]: a key for each part that is computed alone.
+
+    One reduction a step computes each device's block of examples alone; of a block or of the batch,
+    every `accumulate`-th example is a microbatch.
+    """
+    count = int(np.prod(list(programs.MESHES[program.mesh][0].values())))
+    blocks = count if reduction == "once" else 1
+    step_key = jax.random.fold_in(KEY, number)
+    keep = np.zeros((blocks, program.num_examples // blocks, program.dim), np.float32)
+    for block in range(blocks):
+        key = jax.random.fold_in(step_key, block) if reduction == "once" else step_key
+        for part in range(program.accumulate):
+            one = jax.random.fold_in(key, part) if program.accumulate > 1 else key
+            rows = keep[block, part :: program.accumulate]
+            rows[...] = programs.dropped(one, rows.shape)
+    return keep.reshape(program.num_examples, program.dim)
+
+
+def plain_steps(program: Program, params, batches, reduction):
+    """Train with jax and optax alone, masters in fp32 where the program computes in bf16.
+
+    Returns:
+        The parameters, and of each step its loss and that of each example.
+    """
     tx = programs.OPTIMIZERS[program.optimizer]()
     if program.clip_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(program.clip_norm), tx)
-    low = jnp.bfloat16 if program.precision == "bf16" else jnp.float32
+    # What is normalised over examples is another program for each microbatch; else they are one.
+    parts = program.accumulate if program.beside == "batch norm" else 1
 
     @jax.jit
-    def step(params, state, batch):
+    def gradient(params, batch, keep, moving):
         def loss(p):
-            return program.loss(jax.tree.map(lambda x: x.astype(low), p), batch)
+            value, rows, new = program.compute(program.read(p), batch, keep, moving)
+            return value, (rows, new)
 
-        value, grads = jax.value_and_grad(loss)(params)
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    @jax.jit
+    def update(params, state, grads):
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return optax.apply_updates(params, updates), state
 
-    state, losses = tx.init(params), []
-    for batch in batches:
-        params, state, value = step(params, state, batch)
-        losses.append(float(value))
-    return params, losses
+    state, told = tx.init(params), []
+    moving = jnp.zeros(program.dim) if program.beside == "batch norm" else None
+    for number, batch in enumerate(map(unmarked, batches)):
+        keep = noise(program, number, reduction) if program.beside == "dropout" else None
+        found = []
+        for part in range(parts):
+            one = jax.tree.map(lambda x, part=part: x[part::parts], batch)
+            (value, (rows, moving)), grads = gradient(params, one, keep, moving)
+            found.append((value, grads))
+        value, grads = jax.tree.map(lambda *x: sum(x) / parts, *found)
+        params, state = update(params, state, grads)
+        told.append((float(value), np.asarray(rows)))
+    return params, told
 
 
 def close(got, want, start, precision, path):
@@ -75,7 +116,11 @@ def kept_weights(program: Program, layout) -> list[str]:
     What of the forward pass the backward pass reads is an output of `jax.vjp`; without what it does
     not need, its program has a gather or it has none. A loss that is warned of is not silent.
     """
-    loss = gather_where_used(program.loss, layout)
+    keep = jnp.ones((program.num_examples, program.dim)) if program.beside == "dropout" else None
+    moving = jnp.zeros(program.dim) if program.beside == "batch norm" else None
+    loss = gather_where_used(
+        lambda params, batch: program.compute(params, unmarked(batch), keep, moving)[0], layout
+    )
     stored = [jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.leaves]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -107,24 +152,40 @@ def check(program: Program) -> None:
         start, mesh, stage=program.stage, axis=axis, min_size=program.min_size
     )
     recipe = zerojax.Recipe(
-        precision=program.precision,
+        precision=programs.PRECISIONS[program.precision],
         accumulate=program.accumulate,
         reduce=program.reduce,
         clip_norm=program.clip_norm,
         remat=program.remat,
     )
     tx = programs.OPTIMIZERS[program.optimizer]()
-    step = zerojax.make_train_step(program.loss, tx, layout, recipe)
+    step = zerojax.make_train_step(
+        program.loss,
+        tx,
+        layout,
+        recipe,
+        has_aux=program.beside == "aux",
+        model_state=jnp.zeros(program.dim) if program.beside == "batch norm" else None,
+    )
     batches = [program.batch(i) for i in range(NUM_STEPS)]
-    want, losses = plain_steps(program, start, batches)
+    masters = start
+    if recipe.precision.master is not None:
+        masters = jax.tree.map(lambda x: x.astype(recipe.precision.master), start)
+    reduction = recipe.reduction(layout.kinds)
+    want, told = plain_steps(program, masters, batches, reduction)
     if program.stage == 3:
         assert not kept_weights(program, layout)
-    state = step.init(start)
+    state = step.init(start, key=KEY if program.beside == "dropout" else None)
     promised = layout.bytes_per_device(tx, recipe)
     bound = 2**8 * ROUNDING[program.rounded]
-    for number, batch in enumerate(batches):
+    for batch, (loss, rows) in zip(batches, told, strict=True):
         state, metrics = step(state, batch)
-        assert abs(float(metrics["loss"]) - losses[number]) <= bound * max(1, abs(losses[number]))
+        assert abs(float(metrics["loss"]) - loss) <= bound * max(1, abs(loss))
+        if program.beside == "aux":
+            aux = metrics["aux"]
+            assert np.abs(np.asarray(aux["rows"]) - rows).max() <= bound * max(1, rows.max())
+            assert abs(float(aux["mean"]) - rows.mean()) <= bound * max(1, rows.mean())
+            assert int(aux["odd"]) == int(jnp.sum(batch["tokens"] % 2))
     assert held(state.params) == promised["parameters"]
     assert held(state.masters or ()) == promised["masters"]
     assert held(state.opt_state) == promised["optimizer"]
@@ -132,7 +193,7 @@ def check(program: Program) -> None:
     for (path, w), g, s in zip(
         jax.tree_util.tree_leaves_with_path(want),
         jax.tree.leaves(got),
-        jax.tree.leaves(start),
+        jax.tree.leaves(masters),
         strict=True,
     ):
         close(g, w, s, program.rounded, jax.tree_util.keystr(path))

@@ -1,0 +1,226 @@
+"""Blocks of random programs: ways to use weights between activations `h` of [B, D] and the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from hypothesis import strategies as st
+
+Tree = Any
+
+# Ways to use a weight before it meets activations; each keeps its shape.
+WEIGHTS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "as it is": lambda w: w,
+    "half": lambda w: 0.5 * w + 0.01,
+    "tanh": jnp.tanh,
+    "clipped": lambda w: jnp.clip(w, -0.5, 0.5),
+    "pruned": lambda w: jnp.where(jnp.abs(w) < 0.02, 0.0, w),
+    "rounded": lambda w: w + jax.lax.stop_gradient(jnp.round(w * 8) / 8 - w),
+    "bf16": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+    "standardised": lambda w: w * jax.lax.rsqrt(1e-2 + jnp.mean(w * w)),
+    "by rows": lambda w: w / (0.1 + jnp.linalg.norm(w, axis=-1, keepdims=True)),
+    "reshaped": lambda w: w.reshape(-1).reshape(w.shape) * 1.0,
+    "reversed": lambda w: w[..., ::-1],
+    "twice": lambda w: w.swapaxes(-1, -2).swapaxes(-1, -2),
+    "frozen": jax.lax.stop_gradient,
+    "cut": lambda w: jnp.concatenate([w[..., :3], w[..., 3:]], -1),
+    "jitted": jax.jit(lambda w: w * 1.5),
+    "checkpointed": jax.checkpoint(jnp.sin),
+}
+
+#: Those with steps: where sums in another order differ by a rounding, a weight may jump.
+STEPS = ("bf16", "rounded", "pruned")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Some layers in a row.
+
+    Attributes:
+        kind: how they are written.
+        weight: the use of their first weight.
+        num_layers: how many.
+        width: F.
+    """
+
+    kind: str
+    weight: str
+    num_layers: int
+    width: int
+
+
+def _layer(block: Block, h: jax.Array, layer: Tree) -> jax.Array:
+    use = WEIGHTS[block.weight]
+    return (h + 0.5 * jnp.tanh(h @ use(layer["up"])) @ layer["down"]).astype(h.dtype)
+
+
+def _stacked(make: Callable[..., Tree]) -> Callable[..., Tree]:
+    return lambda key, n, D, F: jax.vmap(lambda k: make(k, D, F))(jax.random.split(key, n))
+
+
+def _pair(key: jax.Array, D: int, F: int) -> Tree:
+    a, b = jax.random.split(key)
+    return {
+        "up": jax.random.normal(a, (D, F)) * D**-0.5,
+        "down": jax.random.normal(b, (F, D)) * F**-0.5,
+    }
+
+
+def _listed(key: jax.Array, n: int, D: int, F: int) -> Tree:
+    return [_pair(k, D, F) for k in jax.random.split(key, n)]
+
+
+def _in_list(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    for layer in p:
+        h = _layer(block, h, layer)
+    return h
+
+
+def _in_list_remat(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    for layer in p:
+        h = jax.checkpoint(functools.partial(_layer, block))(h, layer)
+    return h
+
+
+def _scanned(wrap: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., jax.Array]:
+    def run(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+        body = wrap(lambda h, layer: (_layer(block, h, layer), None))
+        return around(lambda h, p: jax.lax.scan(body, h, p)[0])(h, p)
+
+    return run
+
+
+def _indexed(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    for i in range(block.num_layers):
+        h = _layer(block, h, jax.tree.map(lambda w, i=i: w[i], p))
+    return h
+
+
+def _fori(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    def body(h: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        return _layer(block, h, jax.tree.map(lambda w: w[i], p)), None
+
+    return jax.lax.scan(body, h, jnp.arange(block.num_layers))[0]
+
+
+def _transposed(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    use = WEIGHTS[block.weight]
+    for layer in p:
+        h = h + 0.5 * jnp.tanh(h @ use(layer["down"]).T) @ layer["up"].T
+    return h
+
+
+def _einsum(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    use = WEIGHTS[block.weight]
+    for layer in p:
+        heads = jnp.einsum("bd,df->bf", h, use(layer["up"]))
+        h = h + 0.5 * jnp.einsum("bf,fd->bd", jnp.tanh(heads), layer["down"])
+    return h
+
+
+def _vmapped(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    return jax.vmap(lambda row: _in_list(block, row, p))(h)
+
+
+def _chosen(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    run = functools.partial(_layer, block)
+    for i, layer in enumerate(p):
+        h = jax.lax.cond(i % 2 == 0, run, lambda h, q: h + 0.1 * run(h, q), h, layer)
+    return h
+
+
+def _normed(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    for layer in p:
+        scale = 1.0 + layer["scale"].astype(jnp.float32)
+        normed = (h * jax.lax.rsqrt(1e-3 + jnp.mean(h * h, -1, keepdims=True))) * scale
+        h = _layer(block, normed.astype(h.dtype), layer) + layer["bias"]
+    return h
+
+
+def _with_norms(key: jax.Array, n: int, D: int, F: int) -> Tree:
+    more = {"scale": jnp.zeros(D), "bias": jnp.full(D, 0.1)}
+    return [{**layer, **more} for layer in _listed(key, n, D, F)]
+
+
+@jax.custom_vjp
+def _own(h: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(h @ w)
+
+
+def _own_forward(h: jax.Array, w: jax.Array) -> Any:
+    return _own(h, w), (h, w)
+
+
+def _own_backward(kept: Any, g: jax.Array) -> Any:
+    h, w = kept
+    g = g * (1 - jnp.tanh(h @ w) ** 2)
+    return (g @ w.T).astype(h.dtype), (h.T @ g).astype(w.dtype)
+
+
+_own.defvjp(_own_forward, _own_backward)
+
+
+def _own_derivative(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    use = WEIGHTS[block.weight]
+    for layer in p:
+        h = h + 0.5 * _own(h, use(layer["up"])) @ layer["down"]
+    return h
+
+
+def _lora(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    base = jax.lax.stop_gradient(p["base"])
+    for layer, adapter in zip(base, p["adapters"], strict=True):
+        h = _layer(block, h, layer) + h @ adapter["a"] @ adapter["b"]
+    return h
+
+
+def _with_adapters(key: jax.Array, n: int, D: int, F: int) -> Tree:
+    keys = jax.random.split(key, n)
+    adapters = [
+        {"a": jax.random.normal(k, (D, 2)) * 0.1, "b": jnp.full((2, D), 0.05)} for k in keys
+    ]
+    return {"base": _listed(key, n, D, F), "adapters": adapters}
+
+
+def _plain(f: Any) -> Any:
+    return f
+
+
+#: kind: how its parameters are made, and how it runs.
+KINDS: dict[str, tuple[Callable[..., Tree], Callable[..., jax.Array]]] = {
+    "list": (_listed, _in_list),
+    "list of checkpoints": (_listed, _in_list_remat),
+    "scan": (_stacked(_pair), _scanned(_plain, _plain)),
+    "scan of checkpoints": (_stacked(_pair), _scanned(jax.checkpoint, _plain)),
+    "checkpoint of a scan": (_stacked(_pair), _scanned(_plain, jax.checkpoint)),
+    "jit of a scan": (_stacked(_pair), _scanned(_plain, jax.jit)),
+    "indexed stack": (_stacked(_pair), _indexed),
+    "stack indexed in a loop": (_stacked(_pair), _fori),
+    "transposed": (_listed, _transposed),
+    "einsum": (_listed, _einsum),
+    "vmap": (_listed, _vmapped),
+    "cond": (_listed, _chosen),
+    "norms": (_with_norms, _normed),
+    "custom derivative": (_listed, _own_derivative),
+    "lora": (_with_adapters, _lora),
+}
+
+
+#: The kinds with layers that `Recipe(remat="full")` finds.
+LAYERED = [kind for kind in KINDS if "scan" in kind or "loop" in kind or "checkpoint" in kind]
+
+
+def drawn_blocks() -> st.SearchStrategy[Block]:
+    """Draw a block."""
+    return st.builds(
+        Block,
+        kind=st.sampled_from(sorted(KINDS)),
+        weight=st.sampled_from(list(WEIGHTS)),
+        num_layers=st.integers(2, 3),
+        width=st.sampled_from([8, 12, 33, 40]),
+    )
