@@ -271,9 +271,9 @@ OTHERS = {
 }
 
 
-def make(mesh, loss, reduce):
+def make(mesh, loss, reduce, accumulate=1):
     layout = zerojax.make_layout(PARAMS, mesh, stage=1, min_size=8)
-    recipe = zerojax.Recipe(reduce=reduce)
+    recipe = zerojax.Recipe(reduce=reduce, accumulate=accumulate)
     return zerojax.make_train_step(loss, optax.sgd(0.1), layout, recipe)
 
 
@@ -299,3 +299,39 @@ def test_what_is_no_mean_over_examples_is_refused_with_the_operation(loss, match
     assert "Recipe(reduce='each')" in str(caught.value)
     if re.search(": [a-z]", match):
         assert "test_separable.py:" in str(caught.value), "it names the user's line"
+
+
+def lowered(mesh, loss, accumulate):
+    step = make(mesh, loss, "each", accumulate)
+    return step.lower(step.abstract_state(), BATCH)
+
+
+@pytest.mark.parametrize("name", ["masked mean", "a constant key", "a sum", "contrastive"])
+def test_microbatches_whose_average_is_another_loss_are_warned_of(name, mesh8):
+    loss, match = OTHERS[name]
+    with pytest.warns(UserWarning, match=match) as told:
+        lowered(mesh8, loss, 2)
+    assert "with accumulate=2 each microbatch" in str(told[0].message)
+    assert "test_separable.py:" in str(told[0].message) or name == "a sum"
+    lowered(mesh8, loss, 1)  # without a warning, which would be an error
+
+
+@pytest.mark.parametrize("name", ["labels", "dropout", "class weights", "layers"])
+def test_microbatches_of_a_mean_are_not_warned_of(name, mesh8):
+    lowered(mesh8, MEANS[name], 2)
+
+
+@pytest.mark.parametrize("reduce", ["once", "each"])
+def test_a_mask_divided_by_its_mean_gives_the_mean_over_the_mask(reduce, mesh8):
+    mask = jnp.zeros((EXAMPLES, TOKENS)).at[:5, 2:].set(1.0).at[9].set(1.0)
+
+    def losses(p, b):
+        return entropy(b["x"] @ p["out"], b["tokens"])
+
+    step = make(mesh8, lambda p, b: jnp.mean(losses(p, b) * b["mask"]), reduce, 2)
+    state, metrics = step(step.init(PARAMS), {**BATCH, "mask": mask / mask.mean()})
+    want, grads = jax.value_and_grad(lambda p: jnp.sum(losses(p, BATCH) * mask) / jnp.sum(mask))(
+        PARAMS
+    )
+    assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-5)
+    np.testing.assert_allclose(state.params["out"], PARAMS["out"] - 0.1 * grads["out"], atol=1e-6)

@@ -20,7 +20,7 @@ from zerojax.collectives._forms import (
     view,
 )
 from zerojax.collectives._options import OPTIONS, compiler_options
-from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once
+from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean
 from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._writeback import write_back
 
@@ -46,5 +46,6 @@ __all__ = [
     "to_stored",
     "unmarked",
     "view",
+    "warn_unless_mean",
     "write_back",
 ]

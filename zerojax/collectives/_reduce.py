@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from zerojax.collectives._examples import (
 from zerojax.collectives._forms import constrain, to_stored
 from zerojax.collectives._gather import PerDevice, scatter
 from zerojax.collectives._prefetch import prefetched
-from zerojax.collectives._separable import check_mean_over_examples
+from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
 
 #: `function(params, microbatch, carried) -> (scalar, (loss, aux, carried))`: the scalar is what is
@@ -127,6 +128,28 @@ def row_leaves(
     return [x.shape != y.shape for x, y in zip(leaves, twice, strict=True)]
 
 
+def warn_unless_mean(
+    loss_fn: StepLoss, layout: Layout, params: PyTree, batch: PyTree, count: int
+) -> None:
+    """Warn where the average over microbatches is not the loss of the batch.
+
+    Args:
+        loss_fn: of logical parameters.
+        layout: knows their shapes.
+        params: logical or stored parameters.
+        batch: the global batch.
+        count: microbatches per step.
+    """
+    logical = layout.map_leaves(lambda leaf, x: jax.ShapeDtypeStruct(leaf.shape, x.dtype), params)
+    first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
+    if refused := why_no_mean(lambda *given: loss_fn(*given, None), logical, first):
+        warnings.warn(
+            f"with accumulate={count} each microbatch computes its own loss, whose average is "
+            f"another one than that of the batch: {refused}; if that is not meant, write {REMEDY}",
+            stacklevel=2,
+        )
+
+
 def reduce_once(
     loss_fn: StepLoss,
     layout: Layout,
@@ -173,7 +196,11 @@ def reduce_once(
 
     def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
         first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
-        check_mean_over_examples(lambda params, batch: loss_fn(params, batch, None), params, first)
+        if refused := why_no_mean(lambda *given: loss_fn(*given, None), params, first):
+            raise ValueError(
+                "with reduce='once' each device computes the loss of its own examples, and "
+                f"{refused}; write Recipe(reduce='each'), or {REMEDY}"
+            ) from refused.__cause__
         batch = fold_keys(batch, jax.lax.axis_index(axes))
         (loss, aux, _), grads = accumulate(loss_fn, params, batch, None, count, dtype)
         is_row[:] = row_leaves(loss_fn, params, batch, None, aux)

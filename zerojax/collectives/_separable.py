@@ -29,18 +29,24 @@ from zerojax._types import PyTree
 from zerojax.collectives._examples import is_key, map_batch, num_examples, resized
 from zerojax.collectives._mixing import LINEAR, Refused, Value, check_operands, meet, result_of
 
+#: What a loss should be where parts of the batch are averaged.
+REMEDY = (
+    "a loss that is a mean over examples; for the mean over a mask, divide the mask by its mean "
+    "over the batch before the step, and return jnp.mean(losses * mask)"
+)
 
-def check_mean_over_examples(
+
+def why_no_mean(
     loss_fn: Callable[[PyTree, PyTree], Any], params: PyTree, batch: PyTree
-) -> None:
-    """Refuse a loss that is not the mean of what it is for parts of the batch.
+) -> Refused | None:
+    """Return why a loss is not the mean of what it is for parts of the batch; None if it is.
 
     Args:
         loss_fn: `loss_fn(params, batch)` returns the loss and whatever else.
         params, batch: arrays or shapes.
 
-    Raises:
-        ValueError: with the operation, where it stands and the remedy.
+    Returns:
+        What says the operation, and where it stands.
     """
     few = max(num_examples(batch) or 0, 2)
     values = [
@@ -53,10 +59,8 @@ def check_mean_over_examples(
         if loss.degree:
             raise Refused(f"it grows with the number of examples (to the power {loss.degree:g})")
     except Refused as refused:
-        raise ValueError(
-            "with reduce='once' each device computes the loss of its own examples, and "
-            f"{refused}; write Recipe(reduce='each'), or a loss that is a mean over examples"
-        ) from refused.__cause__
+        return refused
+    return None
 
 
 def _traced(loss_fn: Any, params: PyTree, batch: PyTree, size: int) -> core.ClosedJaxpr:

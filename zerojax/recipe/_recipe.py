@@ -26,7 +26,7 @@ class Recipe:
     Attributes:
         precision: "fp32", "bf16" or "fp16" (with fp32 masters, and a loss scale for fp16), or a
             `Precision`.
-        accumulate: microbatches per step.
+        accumulate: microbatches per step, whose losses and gradients are averaged.
         reduce: "each" sums every microbatch's gradients over devices into a partitioned
             accumulator, which is stage 2's memory; the loss sees the whole microbatch. "once" sums
             over devices once per step, from an accumulator that is whole on each device; the loss

@@ -23,6 +23,7 @@ from zerojax.collectives import (
     num_examples,
     reduce_once,
     store,
+    warn_unless_mean,
     write_back,
 )
 from zerojax.layout import Layout, as_transformation, check_layout
@@ -269,6 +270,8 @@ class TrainStep:
         count, dtype = recipe.accumulate, recipe.accumulator
         if self._reduction == "once":
             return reduce_once(_scaled(self._loss_fn), layout, params, given, count, dtype)
+        if count > 1 and state.model_state is None:
+            warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
         loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=recipe.precision.reduce)
