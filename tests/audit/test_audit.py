@@ -279,7 +279,7 @@ def test_every_kind_of_problem_is_proved_here():
     assert set(CHECKS) == {
         "unmatched", "placement", "donation", "unread", "reduce-scatter", "volume", "dtype",
         "activation", "shuffle", "hoisted gather", "kept gather", "host traffic", "recompile",
-        "precision", "offload", "batch", "accumulator", "exposed",
+        "precision", "offload", "batch", "accumulator", "exposed", "reduction",
     }  # fmt: skip
 
 

@@ -9,7 +9,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.audit.audit_programs import WIDTH, compile_step, only, pair_loss
+from tests.audit.audit_programs import (
+    WIDTH,
+    compile_step,
+    kinds,
+    mse,
+    only,
+    pair_loss,
+    shapes_of,
+)
 from zerojax.audit import audit
 
 SHAPES = {
@@ -55,6 +63,31 @@ def test_a_forgotten_reduction_is_no_frozen_leaf(make, mesh8):
     layout = make(2)
     problem = only(audit(compile_step(loss, layout), layout), "reduce-scatter")
     assert "missing (0 elements)" in problem.seen
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_small_leaf_that_is_never_reduced_is_named(stage, mesh8):
+    """Its share of all elements is 1 in 65."""
+    shapes = {"up": {"w": (WIDTH, WIDTH), "b": (WIDTH,)}}
+    layout = zerojax.make_layout(shapes_of(shapes), mesh8, stage=stage, min_size=8)
+
+    def compiled(forgotten):
+        def grads(params, x):
+            g = jax.grad(lambda p: mse(jnp.tanh(x @ p["w"] + p["b"]), x))(params["up"])
+            mean = jax.lax.pmean(g, "data")
+            return {"up": {name: g[name] if name == forgotten else mean[name] for name in g}}
+
+        def loss(params, x):
+            own = jax.shard_map(
+                grads, mesh=mesh8, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+            )(jax.lax.stop_gradient(params), x)
+            return sum(map(jnp.vdot, jax.tree.leaves(own), jax.tree.leaves(params)))
+
+        return audit(compile_step(loss, layout), layout)
+
+    problem = only(compiled("b"), "reduction")
+    assert problem.where == "up/b"
+    assert "reduction" not in kinds(compiled(""))
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

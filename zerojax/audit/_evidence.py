@@ -121,19 +121,26 @@ class Evidence:
         """
         if self.recipe.reduction(self.layout.kinds) == "once":
             return frozenset()
-        results, outputs = self.module.entry.root.operands, self.program.outputs
         own: dict[int | None, set[int | None]] = {}
         for one in self.held:
             own.setdefault(one.parameter, set()).add(one.argument.number)
         frozen = frozenset(
-            one.parameter
-            for one, new in self.pairs
-            if one.kind == "parameter"
-            and one.parameter is not None
-            and len(results) == len(outputs)
-            if arguments_of(self.module, results[outputs.index(new)]) <= own[one.parameter]
+            leaf
+            for leaf, values in self.updated.items()
+            if "parameter" in values and arguments_of(self.module, values["parameter"]) <= own[leaf]
         )
         return frozen if len(frozen) < len(self.layout.leaves) else frozenset()
+
+    @cached_property
+    def updated(self) -> dict[int, dict[str, str]]:
+        """Map leaves of the layout to what the program makes of them: kinds of state to values."""
+        results, outputs = self.module.entry.root.operands, self.program.outputs
+        found: dict[int, dict[str, str]] = {}
+        for one, new in self.pairs if len(results) == len(outputs) else ():
+            if one.parameter is not None:
+                values = found.setdefault(one.parameter, {})
+                values[one.kind] = results[outputs.index(new)]
+        return found
 
     @cached_property
     def parameter_bits(self) -> dict[int, int]:

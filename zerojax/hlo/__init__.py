@@ -9,9 +9,9 @@ from zerojax.hlo._host import HostMove, find_host_moves, host_parameters
 from zerojax.hlo._loops import Loop
 from zerojax.hlo._memory import Result, largest_results
 from zerojax.hlo._module import Module, element_bits, parse_module
-from zerojax.hlo._parse import parse_collectives
+from zerojax.hlo._parse import is_collective, parse_collectives
 from zerojax.hlo._schedule import Operation, Schedule, parse_schedule
-from zerojax.hlo._values import Use, arguments_of, is_widened, uses_of
+from zerojax.hlo._values import Use, Value, arguments_of, is_widened, uses_of
 
 __all__ = [
     "Carry",
@@ -26,11 +26,13 @@ __all__ = [
     "Result",
     "Schedule",
     "Use",
+    "Value",
     "arguments_of",
     "element_bits",
     "find_carries",
     "find_host_moves",
     "host_parameters",
+    "is_collective",
     "is_widened",
     "largest_results",
     "mesh_axes",

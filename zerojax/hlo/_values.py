@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from zerojax.hlo._module import Computation, Instruction, Module
@@ -100,14 +100,21 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
 
 
-def arguments_of(module: Module, name: str) -> set[int]:
-    """Return the numbers of the program's parameters of which a value of the entry is made.
+def arguments_of(
+    module: Module, *names: str, until: Callable[[Value], bool] = lambda _: False
+) -> set[int]:
+    """Return the numbers of the program's parameters of which values of the entry are made.
 
     What comes through scalars does not count. Of an update `w - rate * (g + decay * w)`, these are
     those of `w`, and whatever the gradient `g` was computed from.
+
+    Args:
+        module: the program.
+        names: of the values.
+        until: says which values are not followed further back.
     """
     found: set[int] = set()
-    waiting = [Value(Frame(computation=module.entry), name, None)]
+    waiting = [Value(Frame(computation=module.entry), name, None) for name in names]
     seen: set[tuple[str, str, int | None]] = set()
     while waiting:
         value = waiting.pop()
@@ -115,6 +122,8 @@ def arguments_of(module: Module, name: str) -> set[int]:
             continue
         seen.add(value.key)
         line = value.line
+        if until(value):
+            continue
         if line.opcode == "parameter" and value.frame.parent is None:
             found.add(int(line.literal))
         elif value.index is not None or [one.elements > 1 for one in line.shapes] != [False]:

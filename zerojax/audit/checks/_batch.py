@@ -10,7 +10,16 @@ from zerojax.audit.checks._traffic import check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.
 FOLLOWS = frozenset(
-    {"reduce-scatter", "volume", "accumulator", "activation", "shuffle", "dtype", "kept gather"}
+    {
+        "reduce-scatter",
+        "reduction",
+        "volume",
+        "accumulator",
+        "activation",
+        "shuffle",
+        "dtype",
+        "kept gather",
+    }
 )
 
 
