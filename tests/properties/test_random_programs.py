@@ -8,6 +8,7 @@ A seed draws 25 programs; docs/benchmarks.md tells of a thousand:
 from __future__ import annotations
 
 import os
+import re
 import warnings
 
 import jax
@@ -25,12 +26,15 @@ from zerojax.collectives import gather_where_used
 
 NUM_STEPS = 2
 KEY = jax.random.key(7)
+#: The warning of a stack that is cut along its layers: what is told is not lost silently.
+TOLD = "all layers of leaf .* are gathered before the loop"
 #: The variable that asks for more than one seed, and the programs of each.
 SEEDS, PER_SEED = "ZEROJAX_PROGRAM_SEEDS", 25
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 #: How many roundings an update may be off by: gradients are sums of up to 48 terms through some ten
 #: operations, and optimizers divide by their sizes. A wrong reduction is off by one in ten or more.
 ROUNDINGS = {"fp32": 2**13, "bf16": 2**5}
+LOSS_ROUNDINGS = {"fp32": 2**8, "bf16": 2**5}
 
 
 def held(tree):
@@ -41,18 +45,16 @@ def unmarked(batch):
     return {name: getattr(x, "value", x) for name, x in batch.items()}
 
 
-def noise(program: Program, number: int, reduction: str):
+def noise(program: Program, number: int, blocks: int):
     """Draw what dropout keeps in a step, [B, D]: a key for each part that is computed alone.
 
-    One reduction a step computes each device's block of examples alone; of a block or of the batch,
-    every `accumulate`-th example is a microbatch.
+    One reduction a step computes `blocks` of examples alone, one on each device; of a block or of
+    the batch, every `accumulate`-th example is a microbatch.
     """
-    count = int(np.prod(list(programs.MESHES[program.mesh][0].values())))
-    blocks = count if reduction == "once" else 1
     step_key = jax.random.fold_in(KEY, number)
     keep = np.zeros((blocks, program.num_examples // blocks, program.dim), np.float32)
     for block in range(blocks):
-        key = jax.random.fold_in(step_key, block) if reduction == "once" else step_key
+        key = jax.random.fold_in(step_key, block) if blocks > 1 else step_key
         for part in range(program.accumulate):
             one = jax.random.fold_in(key, part) if program.accumulate > 1 else key
             rows = keep[block, part :: program.accumulate]
@@ -60,7 +62,7 @@ def noise(program: Program, number: int, reduction: str):
     return keep.reshape(program.num_examples, program.dim)
 
 
-def plain_steps(program: Program, params, batches, reduction):
+def plain_steps(program: Program, params, batches, blocks):
     """Train with jax and optax alone, masters in fp32 where the program computes in bf16.
 
     Returns:
@@ -88,7 +90,7 @@ def plain_steps(program: Program, params, batches, reduction):
     state, told = tx.init(params), []
     moving = jnp.zeros(program.dim) if program.beside == "batch norm" else None
     for number, batch in enumerate(map(unmarked, batches)):
-        keep = noise(program, number, reduction) if program.beside == "dropout" else None
+        keep = noise(program, number, blocks) if program.beside == "dropout" else None
         found = []
         for part in range(parts):
             one = jax.tree.map(lambda x, part=part: x[part::parts], batch)
@@ -127,7 +129,7 @@ def kept_weights(program: Program, layout) -> list[str]:
         traced = jax.make_jaxpr(
             lambda params, batch: jax.tree.leaves(jax.vjp(loss, params, batch)[1])
         )(layout.structure.unflatten(stored), jax.eval_shape(lambda: program.batch(0)))
-    if any("are gathered before the loop" in str(one.message) for one in told):
+    if any(re.match(TOLD, str(one.message)) for one in told):
         return []
     smallest = min(
         np.prod(leaf.shape) for leaf in layout.leaves if leaf.cut and len(leaf.shape) > 1
@@ -171,13 +173,13 @@ def check(program: Program) -> None:
     masters = start
     if recipe.precision.master is not None:
         masters = jax.tree.map(lambda x: x.astype(recipe.precision.master), start)
-    reduction = recipe.reduction(layout.kinds)
-    want, told = plain_steps(program, masters, batches, reduction)
+    blocks = layout.num_batch_parts if recipe.reduction(layout.kinds) == "once" else 1
+    want, told = plain_steps(program, masters, batches, blocks)
     if program.stage == 3:
         assert not kept_weights(program, layout)
     state = step.init(start, key=KEY if program.beside == "dropout" else None)
     promised = layout.bytes_per_device(tx, recipe)
-    bound = 2**8 * ROUNDING[program.rounded]
+    bound = LOSS_ROUNDINGS[program.rounded] * ROUNDING[program.rounded]
     for batch, (loss, rows) in zip(batches, told, strict=True):
         state, metrics = step(state, batch)
         assert abs(float(metrics["loss"]) - loss) <= bound * max(1, abs(loss))
@@ -211,7 +213,9 @@ def test_programs_have_the_numbers_of_plain_jax_and_keep_no_weight(number):
     )
     @given(programs.strategy())
     def run(program):
-        check(program)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", TOLD)
+            check(program)
 
     run()
 

@@ -22,6 +22,7 @@ from zerojax.collectives._examples import (
 )
 from zerojax.collectives._forms import constrain, to_stored
 from zerojax.collectives._gather import PerDevice, scatter
+from zerojax.collectives._mixing import Refused
 from zerojax.collectives._prefetch import prefetched
 from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
@@ -141,13 +142,18 @@ def warn_unless_mean(
         count: microbatches per step.
     """
     logical = layout.map_leaves(lambda leaf, x: jax.ShapeDtypeStruct(leaf.shape, x.dtype), params)
-    first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
-    if refused := why_no_mean(lambda *given: loss_fn(*given, None), logical, first):
+    if refused := _why_no_mean(loss_fn, logical, batch, count):
         warnings.warn(
             f"with accumulate={count} each microbatch computes its own loss, whose average is "
             f"another one than that of the batch: {refused}; if that is not meant, write {REMEDY}",
             stacklevel=2,
         )
+
+
+def _why_no_mean(loss_fn: StepLoss, params: PyTree, batch: PyTree, count: int) -> Refused | None:
+    """Return why the average over parts of microbatches is not the loss of one."""
+    first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
+    return why_no_mean(lambda params, batch: loss_fn(params, batch, None), params, first)
 
 
 def reduce_once(
@@ -195,8 +201,7 @@ def reduce_once(
     is_row: list[bool] = []
 
     def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-        first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
-        if refused := why_no_mean(lambda *given: loss_fn(*given, None), params, first):
+        if refused := _why_no_mean(loss_fn, params, batch, count):
             raise ValueError(
                 "with reduce='once' each device computes the loss of its own examples, and "
                 f"{refused}; write Recipe(reduce='each'), or {REMEDY}"
