@@ -24,7 +24,7 @@ def everything_known(monkeypatch):
 
 
 def layout_on(platform, stage):
-    device = SimpleNamespace(device_kind=platform)
+    device = SimpleNamespace(device_kind="TPU v5p")
     return SimpleNamespace(
         platform=platform,
         mesh=None,
@@ -33,12 +33,10 @@ def layout_on(platform, stage):
     )
 
 
-def rows_of(platform, stage):
-    return {
-        name: row["value"]
-        for name, row in OPTIONS.items()
-        if row["platform"] == platform and (stage == 3 or "partitions" not in row)
-    }
+def options_of(platform, stage):
+    rows = [row for row in OPTIONS.values() if row["platform"] == platform]
+    kept = [row["options"] for row in rows if stage == 3 or "partitions" not in row]
+    return dict(pair for options in kept for pair in options.items())
 
 
 @pytest.mark.parametrize(
@@ -55,22 +53,15 @@ def rows_of(platform, stage):
 )
 @pytest.mark.usefixtures("everything_known")
 def test_each_backend_is_asked_in_its_own_words(platform, stage, bucket_bytes, buckets):
-    wanted = rows_of(platform, stage) | dict.fromkeys(buckets, str(bucket_bytes))
+    wanted = options_of(platform, stage) | dict.fromkeys(buckets, str(bucket_bytes))
     assert compiler_options(layout_on(platform, stage), bucket_bytes) == wanted
 
 
-def test_every_row_says_for_whom_whence_and_what_it_changes():
+def test_every_set_says_for_whom_whence_and_what_it_changes():
+    asked = {"platform", "source", "seen", "changes", "options"}
     for row in OPTIONS.values():
-        assert {"value", "platform", "seen", "source", "changes"} <= set(row)
-        assert set(row) <= {
-            "value",
-            "platform",
-            "device_kinds",
-            "partitions",
-            "seen",
-            "source",
-            "changes",
-        }
+        assert asked <= set(row) <= asked | {"device_kinds", "partitions"}
+        assert all(isinstance(value, str) for value in row["options"].values())
 
 
 @pytest.mark.parametrize("variable", _options._VARIABLES)
@@ -79,7 +70,7 @@ def test_what_the_user_set_holds_but_not_over_the_recipe(monkeypatch, variable):
     monkeypatch.setenv(variable, f"--xla_other=1 --{GPU[0]}=7")
     layout = layout_on("gpu", 3)
     assert GPU[0] not in compiler_options(layout)
-    assert compiler_options(layout)[GPU[1]] == OPTIONS[GPU[1]]["value"]
+    assert compiler_options(layout)[GPU[1]] == OPTIONS["gpu_buckets"]["options"][GPU[1]]
     assert compiler_options(layout, 5000)[GPU[0]] == "5000"
 
 

@@ -1,7 +1,7 @@
 """Compiler options of a step: what lets collectives run beside computation, and their size.
 
-`options.toml` has a row per option: for which devices, whose advice it is, and what it was seen to
-change in compiled programs.
+`options.toml` has sets of them: for which devices, whose advice they are, and what they were seen
+to change in compiled programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.collectives._buckets import bucket_options
 from zerojax.layout import Layout
 
-#: By name, as `options.toml` has them.
+#: Sets of options by name, as `options.toml` has them.
 OPTIONS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     resources.files("zerojax.collectives").joinpath("options.toml").read_text(encoding="utf-8")
 )
@@ -36,7 +36,7 @@ _UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
 def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[str, Any]:
     """Return the compiler options of a step, for `jax.jit(step, compiler_options=...)`.
 
-    They are the rows of `options.toml` for the layout's devices, without those that `XLA_FLAGS` or
+    They are the sets of `options.toml` for the layout's devices, without those that `XLA_FLAGS` or
     `LIBTPU_INIT_ARGS` sets: a user's own value holds. An option that the installed compiler does
     not know is left out with a warning, for it would refuse the program.
 
@@ -48,9 +48,11 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
         flag for name in _VARIABLES for flag in re.findall(r"--(\w+)", os.environ.get(name, ""))
     }
     wanted = {
-        name: row["value"]
-        for name, row in OPTIONS.items()
-        if name not in user and _is_for(row, layout)
+        name: value
+        for row in OPTIONS.values()
+        if _is_for(row, layout)
+        for name, value in row["options"].items()
+        if name not in user
     }
     if bucket_bytes is not None:
         wanted |= bucket_options(layout.platform, bucket_bytes)
@@ -58,7 +60,7 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
 
 
 def _is_for(row: Mapping[str, Any], layout: Layout) -> bool:
-    """Return whether an option is for these devices, and for what the stage partitions."""
+    """Return whether a set is for these devices, and for what the stage partitions."""
     kind = str(layout.devices.flat[0].device_kind)
     return (
         layout.platform == row["platform"]
