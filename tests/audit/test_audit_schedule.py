@@ -19,6 +19,7 @@ from tests.hlo.programs import text_of
 from zerojax.audit import Program
 from zerojax.audit._clock import Clock
 from zerojax.audit._evidence import TOOLS, Evidence
+from zerojax.audit._schedule import schedule_of
 from zerojax.audit._tables import schedule_table
 from zerojax.audit.checks._schedule import check_exposed, note_exposed
 from zerojax.hlo import Cost, Operation
@@ -190,6 +191,12 @@ def test_an_unknown_chip_has_a_schedule_without_seconds():
     assert schedule.blocking_share == 1.0
     assert "not known" in schedule.summary
     assert not list(check_exposed(evidence))
+
+
+def test_a_cpu_has_none():
+    one = evidence_of("v6e")
+    program = dataclasses.replace(one.program, platform="cpu")
+    assert schedule_of(program, one.layout, one.module, one.moves) is None
 
 
 @pytest.mark.parametrize("target", KINDS)

@@ -109,7 +109,7 @@ def schedule_table(schedule: ScheduleReport) -> Table:
     """Make a table of the most exposed collectives, with what the step waits for below it."""
     names = ("waits for", "of", "beside it", "links ms", "exposed ms")
     table = _table("scheduled by the compiler, not measured", 3, *names)
-    for column, width in zip(table.columns[:3], (16, 22, 15), strict=True):
+    for column, width in zip(table.columns[:3], (15, 18, 13), strict=True):
         column.no_wrap, column.overflow, column.max_width = True, "ellipsis", width
     for one in schedule.collectives[:5]:
         beside = one.beside_source.rpartition("/")[2] or one.beside or "nothing"
