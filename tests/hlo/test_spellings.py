@@ -74,6 +74,19 @@ def test_collectives_are_read_as_their_row_says(name):
     assert [(one.op, one.spelling, one.is_async) for one in found.records] == expected
 
 
+def test_a_scatter_within_an_async_fusion_counts_at_its_start():
+    """As libtpu writes it with xla_enable_async_reduce_scatter_fusion, v6e:2x4."""
+    scatter = (
+        "%reduce-scatter.7 = bf16[4]{0} reduce-scatter(%x), replica_groups={{0,1}}, "
+        'dimensions={0}, to_apply=%add, frontend_attributes={chain_id="7"}'
+    )
+    line = SPELLINGS["async start"].line.replace("all-gather.21", "reduce-scatter.7")
+    (record,) = parse_collectives(program(line, scatter)).records
+    assert (record.op, record.is_async, record.shape) == ("reduce-scatter", True, (8,))
+    done = SPELLINGS["async done"].line.replace("all-gather.30", "reduce-scatter.7")
+    assert not parse_collectives(program(done, scatter)).records
+
+
 def test_a_trip_count_is_read_and_the_others_have_their_place():
     line = SPELLINGS["trip count"].line
     (record,) = parse_collectives(program(line)).records
