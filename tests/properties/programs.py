@@ -110,6 +110,7 @@ class Program:
     clip_norm: float | None
     remat: str | None
     beside: str = "nothing"
+    prefetch: float | None = None
 
     def init(self, key: jax.Array) -> Tree:
         """Draw the parameters."""
@@ -238,6 +239,7 @@ def strategy() -> st.SearchStrategy[Program]:
         clip_norm=st.sampled_from([None, 0.5]),
         remat=st.sampled_from([None, None, "full", "dots"]),
         beside=st.sampled_from(BESIDE),
+        prefetch=st.sampled_from([None, 1, 0.5]),
     ).map(_possible)
 
 

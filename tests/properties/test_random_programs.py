@@ -159,6 +159,7 @@ def check(program: Program) -> None:
         reduce=program.reduce,
         clip_norm=program.clip_norm,
         remat=program.remat,
+        prefetch=program.prefetch,
     )
     tx = programs.OPTIMIZERS[program.optimizer]()
     step = zerojax.make_train_step(
