@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.audit import audit_programs
 from tests.audit.audit_programs import (
     BATCH,
     HIDDEN,
@@ -231,13 +232,18 @@ def test_a_gather_in_fp32_of_what_is_used_in_bf16_is_caught(make, mesh8, early):
     assert "before the gather" in problem.remedy
 
 
-def test_a_gathered_activation_is_caught(make, mesh8):
+@pytest.mark.parametrize("rows", [BATCH, WIDTH])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gathered_activation_is_caught(rows, stage, make, mesh8, monkeypatch):
+    """With as many rows as `up` has, an activation has its shape, [64, 128]."""
+    monkeypatch.setattr(audit_programs, "BATCH", rows)
+
     def loss(params, x):
         hidden = constrain(jnp.tanh(x @ params["up"]), mesh8)
         return mse(x + constrain(hidden, mesh8, "data") @ params["down"], x)
 
-    problem = only(audit(compile_step(loss, make(1)), make(1)), "activation")
-    assert f"all-gather f32[{BATCH}, {HIDDEN}]" in problem.where
+    problem = only(audit(compile_step(loss, make(stage)), make(stage)), "activation")
+    assert f"all-gather f32[{rows}, {HIDDEN}]" in problem.where
     assert "gathered" in problem.seen
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher
+from zerojax.audit._origins import without_activations
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
@@ -16,7 +17,9 @@ from zerojax.audit._traffic import Move, moves_of
 from zerojax.hlo import (
     Carry,
     Module,
+    Value,
     arguments_of,
+    entry_value,
     find_carries,
     host_parameters,
     parse_collectives,
@@ -59,6 +62,7 @@ class Evidence:
         held = classify(program, layout, host_parameters(module))
         found = parse_collectives(module)
         matcher = Matcher(layout, _own_shapes(held, layout))
+        moves = moves_of(found.records, program, layout, matcher)
         return cls(
             program=program,
             layout=layout,
@@ -66,7 +70,7 @@ class Evidence:
             recipe=recipe,
             has_recipe=has_recipe,
             held=held,
-            moves=find_padding(moves_of(found.records, program, layout, matcher), matcher),
+            moves=find_padding(without_activations(moves, module, held), matcher),
             unread=found.unread,
         )
 
@@ -132,14 +136,14 @@ class Evidence:
         return frozen if len(frozen) < len(self.layout.leaves) else frozenset()
 
     @cached_property
-    def updated(self) -> dict[int, dict[str, str]]:
+    def updated(self) -> dict[int, dict[str, Value]]:
         """Map leaves of the layout to what the program makes of them: kinds of state to values."""
         results, outputs = self.module.entry.root.operands, self.program.outputs
-        found: dict[int, dict[str, str]] = {}
+        found: dict[int, dict[str, Value]] = {}
         for one, new in self.pairs if len(results) == len(outputs) else ():
             if one.parameter is not None:
                 values = found.setdefault(one.parameter, {})
-                values[one.kind] = results[outputs.index(new)]
+                values[one.kind] = entry_value(self.module, results[outputs.index(new)])
         return found
 
     @cached_property

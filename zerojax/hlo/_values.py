@@ -100,22 +100,31 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
 
 
+def entry_value(module: Module, name: str) -> Value:
+    """Return a value of the program's entry."""
+    return Value(Frame(computation=module.entry), name, None)
+
+
 def arguments_of(
-    module: Module, *names: str, until: Callable[[Value], bool] = lambda _: False
+    module: Module,
+    *values: Value,
+    until: Callable[[Value], bool] = lambda _: False,
+    seen: set[tuple[str, str, int | None]] | None = None,
 ) -> set[int]:
-    """Return the numbers of the program's parameters of which values of the entry are made.
+    """Return the numbers of the program's parameters of which some values are made.
 
     What comes through scalars does not count. Of an update `w - rate * (g + decay * w)`, these are
     those of `w`, and whatever the gradient `g` was computed from.
 
     Args:
         module: the program.
-        names: of the values.
+        values: where to start.
         until: says which values are not followed further back.
+        seen: collects the keys of the values that were come to.
     """
     found: set[int] = set()
-    waiting = [Value(Frame(computation=module.entry), name, None) for name in names]
-    seen: set[tuple[str, str, int | None]] = set()
+    waiting = list(values)
+    seen = set() if seen is None else seen
     while waiting:
         value = waiting.pop()
         if value.key in seen:
@@ -146,7 +155,8 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
         if frame.caller.opcode == "while":  # or of what the turn before made
             yield Value(frame, frame.computation.root.name, index)
     else:
-        yield from (Value(frame, operand, None) for operand in line.operands)
+        part = index if line.opcode in _WHOLE else None
+        yield from (Value(frame, operand, part) for operand in line.operands)
 
 
 def uses_of(module: Module, name: str, computation: str, index: int | None = None) -> list[Use]:

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, hint
+from zerojax.audit._origins import Origins
 from zerojax.audit._problems import Finding
 from zerojax.audit.checks._traffic import check_scatter
-from zerojax.hlo import Value, arguments_of, is_collective
 
 
 def check_reduction(evidence: Evidence) -> Iterator[Finding]:
@@ -21,31 +21,18 @@ def check_reduction(evidence: Evidence) -> Iterator[Finding]:
     Where parameters are gathered after the update, the states of the optimizer show it.
     """
     layout, axes = evidence.layout, set(evidence.layout.batch_axes)
-    batch = {one.argument.number for one in evidence.states("batch")}
     # A matmul that overlaps a ring of permutes adds its own part to what has come around.
     rings = any(move.record.spelling == "windowed reduce-scatter" for move in evidence.ours)
-    if not batch or layout.num_batch_parts == 1 or rings:
+    if layout.num_batch_parts == 1 or rings:
         return
-    others = {(m.record.computation, m.record.name) for m in evidence.moves if not m.is_ours}
-
-    def crosses(value: Value) -> bool:
-        # What runs in a branch or beside the program may have a collective in it.
-        line = value.line
-        beside = line.opcode == "conditional" or line.opcode.startswith("async-")
-        return beside or (is_collective(line) and value.key[:2] not in others)
-
-    def reaches(*values: str) -> bool:
-        return not batch.isdisjoint(arguments_of(evidence.module, *values, until=crosses))
-
+    reaches = Origins(evidence.module, evidence.held, evidence.moves).are_of_examples
     # A leaf that the user cuts over the batch axes has a part for each device, as experts have.
     trained = {
         leaf: values.values()
         for leaf, values in evidence.updated.items()
         if axes.isdisjoint(itertools.chain(*layout.leaves[leaf].entries))
     }
-    # All leaves in one walk first: most programs have nothing to find.
-    is_found = reaches(*itertools.chain(*trained.values()))
-    found = [leaf for leaf, values in trained.items() if is_found and reaches(*values)]
+    found = [leaf for leaf, values in trained.items() if reaches(values)]
     if not found or (len(found) == len(trained) and any(check_scatter(evidence))):
         return
     yield Finding(

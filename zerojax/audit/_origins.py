@@ -1,0 +1,83 @@
+"""Which values of a program are made of a device's own examples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+
+from zerojax.audit._arguments import Held
+from zerojax.audit._match import UNMATCHED
+from zerojax.audit._traffic import Move
+from zerojax.hlo import Module, Value, arguments_of, is_collective, walk
+
+
+class Origins:
+    """Follow values back to the batch, as far as the collectives that they come through.
+
+    Args:
+        module: the program.
+        held: its arguments.
+        moves: its collectives.
+    """
+
+    def __init__(self, module: Module, held: Iterable[Held], moves: Collection[Move]) -> None:
+        self._module = module
+        numbers = [(one.kind, one.argument.number) for one in held]
+        self._batch = {number for kind, number in numbers if kind == "batch"}
+        self._states = {number for kind, number in numbers if kind in ("master", "optimizer")}
+        self._others = {(m.record.computation, m.record.name) for m in moves if not m.is_ours}
+        self._clean: set[tuple[str, str, int | None]] = set()
+
+    def are_of_examples(self, values: Iterable[Value]) -> bool:
+        """Return whether one of some values is made of a device's own examples."""
+        return not self._batch.isdisjoint(self._arguments(values))
+
+    def is_activation(self, value: Value) -> bool:
+        """Return whether a value is made of examples, and not of the optimizer's states.
+
+        A new parameter is made of both where its gradient's reduction is no single collective. Of
+        an optimizer without states that can't be told.
+        """
+        found = self._arguments([value]) if self._states else set()
+        return not self._batch.isdisjoint(found) and self._states.isdisjoint(found)
+
+    def _arguments(self, values: Iterable[Value]) -> set[int]:
+        seen: set[tuple[str, str, int | None]] = set()
+        found = arguments_of(self._module, *values, until=self._ends, seen=seen)
+        if found.isdisjoint(self._batch | self._states):
+            self._clean |= seen  # where one walk found nothing, the next need not go
+        return found
+
+    def _ends(self, value: Value) -> bool:
+        line = value.line
+        # What runs in a branch or beside the program may have a collective in it.
+        beside = line.opcode == "conditional" or line.opcode.startswith("async-")
+        crosses = is_collective(line) and value.key[:2] not in self._others
+        return beside or crosses or value.key in self._clean
+
+
+def without_activations(
+    moves: Collection[Move], module: Module, held: Iterable[Held]
+) -> tuple[Move, ...]:
+    """Return the same moves; gathers of what is made of examples are of no leaf.
+
+    Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's.
+    """
+    origins = Origins(module, held, moves)
+    frames = {
+        (site.frame.computation.name, line.name): (site.frame, line)
+        for site, line in walk(module)
+        if is_collective(line)
+    }
+
+    def of_leaf(move: Move) -> bool:
+        key = (move.record.computation, move.record.name)
+        if move.role != "gather" or not move.match.form or key not in frames:
+            return True
+        frame, line = frames[key]
+        operand = line.operands[min(move.record.part, len(line.operands) - 1)]
+        return not origins.is_activation(Value(frame, operand, None))
+
+    return tuple(
+        move if of_leaf(move) else dataclasses.replace(move, match=UNMATCHED) for move in moves
+    )
