@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zerojax
 from zerojax.collectives import OPTIONS, _options, compiler_options
 
 GPU = [
@@ -78,3 +81,17 @@ def test_an_unknown_option_is_left_out_with_a_warning(mesh8):
     options = (("xla_no_such_option", "true"), ("xla_cpu_enable_fast_math", True))
     with pytest.warns(UserWarning, match="does not know xla_no_such_option"):
         assert _options._known(mesh8, options) == options[1:]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("h100:1x8", marks=pytest.mark.aot("cuda")),
+        pytest.param("v5p:2x2x2", marks=pytest.mark.aot("libtpu")),
+    ],
+)
+def test_compilers_know_every_option(target):
+    mesh = zerojax.topology_mesh(target, {"data": 8})
+    shapes = {"kernel": jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)}
+    layout = zerojax.make_layout(shapes, mesh, stage=3)
+    assert compiler_options(layout) == options_of(layout.platform, 3)
