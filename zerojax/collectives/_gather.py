@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import Axes
@@ -38,6 +40,26 @@ def gather(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> j
     return constrain(x, layout, as_spec(entries))
 
 
+def in_tiles(x: jax.Array, layout: Layout, dim: int | None) -> jax.Array:
+    """Ask a TPU to hold a gradient so in memory that each shard is made of whole tiles.
+
+    libtpu makes a reduce-scatter of whole tiles only, 8 rows of 128 along the minor two dims, and
+    chooses which dims those are. With 8 devices it would reduce these whole:
+
+        [heads, model, head size] = [8, 256, 32], cut along 256    held model last: 32 columns
+        [heads, head size, model] = [8, 32, 256], cut along 32     held in order: 4 rows
+
+    The first is held in order, the second with the dim that is cut as the major one.
+    """
+    if not dim or layout.platform != "tpu":
+        return x
+    tile = (8, 128)[dim - x.ndim] if dim >= x.ndim - 2 else 1
+    order = list(range(x.ndim))
+    if x.shape[dim] % (tile * layout.num_shards):
+        order.insert(0, order.pop(dim))
+    return with_layout_constraint(x, MemoryLayout(major_to_minor=tuple(order)))
+
+
 def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> jax.Array:
     """Sum what every device has and keep its shard of the sum.
 
@@ -48,6 +70,7 @@ def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> 
         dim: the partitioned dim; None where there is none.
     """
     between = ()
+    x = in_tiles(x, layout, dim)
     if dim is not None and layout.phases.reduces(x.shape, dim):
         between = layout.phases.between(entries, dim)
     if not between:
@@ -108,6 +131,7 @@ class PerDevice:
             # XLA sums 16-bit numbers in fp32 on a CPU, but its own conversion aborts the process
             # where another axis of the mesh is left to the partitioner (seen in jaxlib 0.10.2).
             x = x.astype(jnp.float32)
+        x = in_tiles(x, self._layout, dim)
         for phase in self._phases:
             x = jax.lax.psum_scatter(x, phase, scatter_dimension=dim, tiled=True)
         rest = tuple(name for name in self.axes if name not in self._names)
