@@ -13,25 +13,99 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, layout_of, loss_of, params_of
+from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
 from zerojax._jaxpr import bodies, called, opened
-from zerojax.collectives import gather_where_used
+from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import makes_gathered
-from zerojax.collectives._prefetch import prefetched
 
 #: Layers that are gathered for the backward pass of each loop: all, but where the loop computes
 #: its first pass again.
 PASSES = {"remat of scan": 3}
 
 
+def step(x, p):
+    return x + jnp.tanh(x @ p["w"]) @ p["v"], None
+
+
+def with_keys(stack, x):
+    """Noise of each layer, whose key the backward pass needs again."""
+
+    def body(x, given):
+        p, key = given
+        key = jax.random.fold_in(key, 1)
+        kept = jax.checkpoint(lambda x, p, k: jax.random.bernoulli(k, 0.9, x.shape) * step(x, p)[0])
+        return kept(x, p, key), None
+
+    return jax.lax.scan(body, x, (stack, jax.random.split(jax.random.key(0), NUM_LAYERS)))[0]
+
+
+def in_another_order(stack, x):
+    def body(x, i):
+        return step(x, jax.tree.map(lambda w: w[i], stack))
+
+    return jax.lax.scan(body, x, jnp.array([2, 0, 3, 1]))[0]
+
+
+def in_groups(stack, x):
+    groups = jax.tree.map(lambda w: w.reshape(2, NUM_LAYERS // 2, *w.shape[1:]), stack)
+
+    @jax.checkpoint
+    def group(x, p):
+        return jax.lax.scan(jax.checkpoint(step), x, p)
+
+    return jax.lax.scan(group, x, groups)[0]
+
+
+def in_branches(stack, x):
+    def body(x, given):
+        p, i = given
+        return jax.lax.cond(
+            i % 2 == 0, lambda x: step(x, p)[0], lambda x: x @ p["w"] @ p["v"], x
+        ), None
+
+    return jax.lax.scan(body, x, (stack, jnp.arange(NUM_LAYERS)))[0]
+
+
+def chosen_by_the_loop(stack, x):
+    def body(x, _):
+        i = (100 * jnp.abs(x.sum())).astype(int) % NUM_LAYERS
+        return step(x, jax.tree.map(lambda w: w[i], stack))
+
+    return jax.lax.scan(body, x, None, length=3)[0]
+
+
+def of_one_layer(stack, x):
+    return jax.lax.scan(step, x, jax.tree.map(lambda w: w[:1], stack))[0]
+
+
+def unrolled(stack, x):
+    return jax.lax.scan(step, x, stack, unroll=2)[0]
+
+
+ODD = {
+    f.__name__: f
+    for f in (
+        with_keys,
+        in_another_order,
+        in_groups,
+        in_branches,
+        chosen_by_the_loop,
+        of_one_layer,
+        unrolled,
+    )
+}
+ALL = LOOPS | ODD
+
+
 def gradient_of(names, mesh):
     """Return the gradient of models in one loss, with its arguments."""
-    params = {name: params_of(LOOPS[name], WIDE) for name in names}
-    layout = layout_of(params, 3, mesh)
+    params = {name: params_of(LOOPS["scan"], WIDE) for name in names}
+    rules = [zerojax.Rule(path=".", stacked=1)]
+    layout = zerojax.make_layout(params, mesh, stage=3, min_size=16, rules=rules)
     x = jax.random.normal(jax.random.key(2), (16, WIDE[0]))
 
     def loss(params, x):
-        return sum(loss_of(LOOPS[name], params[name], x) for name in names)
+        return sum(loss_of(ALL[name], params[name], x) for name in names)
 
     placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
     return jax.grad(gather_where_used(loss, layout)), layout, placed
@@ -55,7 +129,7 @@ def needed(program, args):
 
 @pytest.mark.parametrize("layers", [1.0, 0.5])
 def test_gradients_have_the_same_bits(layers, mesh8):
-    gradient, layout, args = gradient_of(LOOPS, mesh8)
+    gradient, layout, args = gradient_of(ALL, mesh8)
     run = functools.partial(jax.jit, out_shardings=layout.grads)
     want, got = run(gradient)(*args), run(prefetched(gradient, layers))(*args)
     for path, a in jax.tree_util.tree_leaves_with_path(got):
@@ -130,6 +204,19 @@ def test_steps_have_the_same_losses_and_volume(axes, accumulate):
     assert losses[:3] == losses[3:]
     # A CPU gathers the first layer of both passes once for all microbatches: a little less.
     assert volumes[1] <= volumes[0] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(chosen_by_the_loop, "test_prefetch.py.*chosen by what the loop"), (of_one_layer, "no loop")],
+)
+def test_what_was_asked_for_and_cannot_be_is_told(model, said, mesh8):
+    params = params_of(LOOPS["scan"], WIDE)
+    layout = zerojax.make_layout(params, mesh8, stage=3, rules=[zerojax.Rule(path=".", stacked=1)])
+    recipe = zerojax.Recipe(prefetch=1)
+    made = zerojax.make_train_step(lambda p, x: loss_of(model, p, x), optax.sgd(1), layout, recipe)
+    with pytest.warns(UserWarning, match=said):
+        made.lower(made.abstract_state(), jax.ShapeDtypeStruct((16, WIDE[0]), jnp.float32))
 
 
 def test_a_cpu_and_whole_parameters_gather_nothing_ahead():

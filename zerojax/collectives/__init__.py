@@ -20,6 +20,7 @@ from zerojax.collectives._forms import (
     view,
 )
 from zerojax.collectives._options import OPTIONS, compiler_options
+from zerojax.collectives._prefetch import prefetched
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean
 from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._writeback import write_back
@@ -37,6 +38,7 @@ __all__ = [
     "is_whole",
     "map_batch",
     "num_examples",
+    "prefetched",
     "reduce_once",
     "resized",
     "shard",

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from zerojax._jaxpr import (
     REMATERIALISED,
@@ -44,65 +46,85 @@ from zerojax._jaxpr import (
 from zerojax.collectives._boxed import makes_gathered
 
 
-def prefetched(function: Callable[..., Any], layers: float) -> Callable[..., Any]:
+def prefetched(
+    function: Callable[..., Any], layers: float, *, warn: bool = False
+) -> Callable[..., Any]:
     """Make a function whose loops gather weights of the next layer while one computes.
 
     Args:
         function: of pytrees of arrays: the gradient of a loss. It can't be differentiated again
             without keeping what its loops carry.
         layers: how much of a layer is gathered ahead, by bytes of weights: 1, or a part, of those
-            that it uses first.
+            that it uses first; 0 leaves the function as it is.
+        warn: whether to warn of loops that can't gather ahead, and of a program without any.
     """
+    if not layers:
+        return function
 
     def wrapped(*args: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = run(traced, jax.tree.leaves(args), _outside(layers))
+        runner = _Prefetch(layers)
+        results = run(traced, jax.tree.leaves(args), runner.outside)
+        if warn and not runner.num_ahead:
+            warnings.warn(NO_LOOP, stacklevel=2)
+        for where in dict.fromkeys(runner.late) if warn else ():
+            warnings.warn(LATE.format(where), stacklevel=2)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
 
 
-def _outside(layers: float) -> EquationRunner:
-    """Return what runs an equation outside of loops."""
+NO_LOOP = (
+    "Recipe(prefetch=): no loop gathers weights of its own for each iteration, so nothing is "
+    "gathered ahead; scan over stacked layers, or leave prefetch out"
+)
+LATE = (
+    "Recipe(prefetch=): the weight that a loop reads at {} is chosen by what the loop computes, so "
+    "it is gathered where it is used; scan over the stack, or index it with the loop's counter"
+)
 
-    def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+
+class _Prefetch:
+    """Runs a differentiated program, and counts the loops that gather ahead."""
+
+    def __init__(self, layers: float) -> None:
+        self.layers = layers
+        self.num_ahead = 0
+        self.late: list[str] = []
+
+    def outside(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Run an equation outside of loops."""
         if eqn.primitive.name == REMATERIALISED:
             # As jax does it, so that the forward pass is not taken for what is computed again.
-            return run(called(eqn), jax.lax.optimization_barrier(values), step)
-        return _step(eqn, values, layers, step)
+            return run(called(eqn), jax.lax.optimization_barrier(values), self.outside)
+        return self._step(eqn, values, self.outside)
 
-    return step
-
-
-def _inside(layers: float) -> EquationRunner:
-    """Return what runs an equation of a loop's body."""
-
-    def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def inside(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Run an equation of a loop's body."""
         if eqn.primitive.name == REMATERIALISED:
             # One by one: a gather must not wait for what the loop carries.
-            return run(called(eqn), [*map(jax.lax.optimization_barrier, values)], step)
-        return _step(eqn, values, layers, step)
+            return run(called(eqn), [*map(jax.lax.optimization_barrier, values)], self.inside)
+        return self._step(eqn, values, self.inside)
 
-    return step
+    def _step(self, eqn: Any, values: list[Any], step: EquationRunner) -> Sequence[Any]:
+        if runs_in_place(eqn):
+            return run(called(eqn), values, step)
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, values)
+        return bind(eqn, values)
 
-
-def _step(eqn: Any, values: list[Any], layers: float, step: EquationRunner) -> Sequence[Any]:
-    if runs_in_place(eqn):
-        return run(called(eqn), values, step)
-    if eqn.primitive.name == "scan":
-        return _scan(eqn, values, layers)
-    return bind(eqn, values)
-
-
-def _scan(eqn: Any, values: list[Any], layers: float) -> list[Any]:
-    """Run a scan, ahead if its iterations gather weights of their own."""
-    program = eqn.params["jaxpr"]
-    inputs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in opened(program)[0].invars]
-    body = jax.make_jaxpr(lambda *args: run(program, args, _inside(layers)))(*inputs)
-    halves = _halves(body, *scan_parts(eqn.params), layers)
-    if halves is None or eqn.params["length"] < 2:
-        return run_scan(eqn, values, lambda given: run(body, given))
-    return _run_ahead(eqn, values, halves)
+    def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Run a scan, ahead if its iterations gather weights of their own."""
+        program = eqn.params["jaxpr"]
+        avals = [var.aval for var in opened(program)[0].invars]
+        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        body = jax.make_jaxpr(lambda *args: run(program, args, self.inside))(*inputs)
+        halves, late = _halves(body, *scan_parts(eqn.params), self.layers)
+        self.late += [source_info_util.summarize(gather.source_info) for gather in late]
+        if not halves.gathers or eqn.params["length"] < 2:
+            return run_scan(eqn, values, lambda given: run(body, given))
+        self.num_ahead += 1
+        return _run_ahead(eqn, values, halves)
 
 
 def _run_ahead(eqn: Any, values: list[Any], halves: _Halves) -> list[Any]:
@@ -131,7 +153,8 @@ def _run_ahead(eqn: Any, values: list[Any], halves: _Halves) -> list[Any]:
 
     rows = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
     state = (start, halves.gather(inputs(0, start)[1]), rows)
-    (carry, now, rows), _ = jax.lax.scan(one, state, jnp.arange(length - 1))
+    unroll = eqn.params["unroll"]
+    (carry, now, rows), _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
     carry, rows = layer(length - 1, carry, now, rows)
     return [*carry, *rows]
 
@@ -175,8 +198,8 @@ class _Halves:
         return run_equations(_needed(eqns, wanted), {**dict(inputs), **made}, wanted)
 
 
-def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> _Halves | None:
-    """Cut a body behind gathers that can go ahead; None where there are none."""
+def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[_Halves, list[Any]]:
+    """Cut a body behind the gathers that go ahead; return also those that can't."""
     jaxpr, _ = opened(body)
     first = num_consts + num_carry
     carried = jaxpr.invars[num_consts:first]
@@ -186,19 +209,16 @@ def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> _Halve
     ]
     counters = [var for var, step in zip(carried, steps, strict=True) if step is not None]
     computed = depending(jaxpr.eqns, set(carried) - set(counters))
-    own = depending(jaxpr.eqns, [*counters, *jaxpr.invars[first:]]) - computed
-    gathers = [
-        eqn
-        for eqn in jaxpr.eqns
-        if makes_gathered(eqn.primitive.name, eqn.params) and own.issuperset(eqn.outvars)
-    ]
-    whole, ahead = sum(map(_num_bytes, gathers)), 0
-    chosen = []
-    for eqn in gathers:
+    own = depending(jaxpr.eqns, [*counters, *jaxpr.invars[first:]])
+    gathers = [eqn for eqn in jaxpr.eqns if makes_gathered(eqn.primitive.name, eqn.params)]
+    late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
+    early = [eqn for eqn in gathers if eqn not in late and own.issuperset(eqn.outvars)]
+    bound, ahead, chosen = layers * sum(map(_num_bytes, early)), 0, []
+    for eqn in early:
         ahead += _num_bytes(eqn)
-        if ahead <= layers * whole:
+        if ahead <= bound:
             chosen.append(eqn)
-    return _Halves(body, steps, chosen) if chosen else None
+    return _Halves(body, steps, chosen), late
 
 
 def _num_bytes(eqn: Any) -> int:

@@ -23,7 +23,6 @@ from zerojax.collectives._examples import (
 from zerojax.collectives._forms import constrain, to_stored
 from zerojax.collectives._gather import PerDevice, scatter
 from zerojax.collectives._mixing import Refused
-from zerojax.collectives._prefetch import prefetched
 from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
 
@@ -39,7 +38,7 @@ def accumulate(
     carried: PyTree,
     count: int,
     dtype: Any,
-    prefetch: float = 0.0,
+    transform: Callable[..., Any] = lambda gradient: gradient,
 ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.
 
@@ -53,14 +52,12 @@ def accumulate(
         carried: its third argument for the first microbatch.
         count: number of microbatches.
         dtype: dtype of the running sum of gradients; None is their own.
-        prefetch: how much of the next layer a loop gathers while one computes.
+        transform: what is made of the gradient's function before it is run.
 
     Returns:
         `(loss, aux, carried), gradients`.
     """
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)
-    if prefetch:
-        gradient = prefetched(gradient, prefetch)
+    gradient = transform(jax.value_and_grad(loss_fn, has_aux=True))
     if count == 1:
         (_, value), grads = gradient(params, batch, carried)
         return value, grads

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, unwrapped
@@ -21,6 +20,7 @@ from zerojax.collectives import (
     gather_where_used,
     map_batch,
     num_examples,
+    prefetched,
     reduce_once,
     store,
     warn_unless_mean,
@@ -41,7 +41,7 @@ from zerojax.train._initial import InitialState
 from zerojax.train._loss import Loss, make_loss
 from zerojax.train._loss_scale import kept_unless, next_loss_scale, scaled
 from zerojax.train._state import TrainState, hold
-from zerojax.train._update import Update
+from zerojax.train._update import Update, learning_rate
 
 
 class TrainStep:
@@ -190,7 +190,8 @@ class TrainStep:
 
         def run(state: TrainState, batch: PyTree) -> Any:
             loss_fn = gather_where_used(self._loss.without_noise(), self.layout)
-            out = loss_fn(unwrapped(state.params), self._given(state, batch), state.model_state)
+            given = self._given(state, batch)
+            out = self._ahead(loss_fn)(unwrapped(state.params), given, state.model_state)
             return out[:2] if self._loss.has_aux else out[0]
 
         return auto_region(run, self.layout, lambda *args: self._specs(run, *args))(state, batch)
@@ -240,15 +241,8 @@ class TrainStep:
             model_state=model_state,
             padded=state.padded,
         )
-        rates = [
-            value
-            for _, value in optax.tree_utils.tree_get_all_with_path(
-                updated.opt_state, "learning_rate"
-            )
-            if isinstance(value, jax.Array) and value.ndim == 0
-        ]
-        if len(rates) == 1:
-            metrics["learning_rate"] = rates[0]
+        if (rate := learning_rate(updated.opt_state)) is not None:
+            metrics["learning_rate"] = rate
         if self._loss.has_aux:
             metrics["aux"] = aux
         return new_state, metrics
@@ -275,8 +269,14 @@ class TrainStep:
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
         loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=recipe.precision.reduce)
-        ahead = recipe.lookahead(layout.kinds, layout.platform)
-        return accumulate(_scaled(loss_fn), params, given, state.model_state, count, dtype, ahead)
+        return accumulate(
+            _scaled(loss_fn), params, given, state.model_state, count, dtype, self._ahead
+        )
+
+    def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a function that is not differentiated any more gather ahead, as the recipe says."""
+        layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
+        return prefetched(function, layers, warn=self.recipe.prefetch is not None)
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:

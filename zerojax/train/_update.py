@@ -163,3 +163,10 @@ class Update:
 
     def _stored(self, x: jax.Array, leaf: LeafLayout, is_far: bool) -> jax.Array:
         return x if is_far else store(x, leaf, self._layout)
+
+
+def learning_rate(opt_state: PyTree) -> Any:
+    """Return the learning rate that an optimizer's state holds; None for none or several."""
+    held = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+    rates = [x for _, x in held if isinstance(x, jax.Array) and x.ndim == 0]
+    return rates[0] if len(rates) == 1 else None
