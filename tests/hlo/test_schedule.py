@@ -96,6 +96,31 @@ def test_a_tpu_s_asynchronous_fusion_begins_once_and_its_cycles_count_beside_it(
     assert ("all-gather.42", 0, ["all-gather.42"], "all-gather.42") in told
 
 
+def test_a_gather_on_sparse_cores_moves_beside_what_follows():
+    gather = "all-gather(%s), replica_groups={{0,1}}, dimensions={0}"
+    there = f"""
+%there (s: f32[512]) -> f32[1024] {{
+  %s = f32[512]{{0}} parameter(0)
+  ROOT %ag = f32[1024]{{0}} {gather}
+}}, execution_thread="sparsecore"
+"""
+    text = wrap(
+        "%x = f32[512]{0} parameter(0)",
+        '%go = ((f32[512]), f32[1024]) call-start(%x), async_execution_thread="sparsecore", '
+        "to_apply=%there",
+        "%y = f32[512]{0} copy(%x)",
+        "ROOT %end = f32[1024]{0} call-done(%go)",
+        computations=there,
+    )
+    schedule = scheduled(text)
+    assert schedule is not None
+    assert names(schedule.operations) == ["go", "y", "end"]
+    (record,) = parse_collectives(text).records
+    assert record.is_async
+    assert schedule.operations[0].begins == ((record.computation, record.name, ()),)
+    assert schedule.operations[-1].ends == "go"
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_collective_of_every_backend_begins_once_and_ends(name):
     module = parse_module(text_of(name))

@@ -12,7 +12,7 @@ from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.hlo._parse import async_role, is_collective, is_end
 from zerojax.hlo._spellings import SPELLINGS
 from zerojax.hlo._values import Frame
-from zerojax.hlo._walk import SCHEDULED, Site, inside
+from zerojax.hlo._walk import BESIDE, SCHEDULED, Site, inside
 
 _START, _DONE = SPELLINGS["async start"].mark, SPELLINGS["async done"].mark
 _REMATERIALISED = SPELLINGS["rematerialised"].mark
@@ -147,7 +147,7 @@ class _Reader:
         if is_collective(line):
             if not is_end(line) and line.opcode != "recv":  # the other end of a send
                 yield computation.name, line
-        elif callee is not None and line.opcode in ("fusion", "async-start"):
+        elif callee is not None and line.opcode in ("fusion", *BESIDE):
             for inner in callee.instructions:
                 yield from self._collectives(callee, inner)
 

@@ -187,6 +187,8 @@ OPCODES: tuple[tuple[str, frozenset[str], str], ...] = tuple(
         ("async-start", "stays", "%a = (f32[8], f32[8], u32[]) async-start(%x), calls=%there"),
         ("async-update", "no buffer, stays", "%a = (f32[8], f32[8], u32[]) async-update(%s)"),
         ("async-done", "no buffer", "%a = f32[8]{0} async-done(%s), calls=%there"),
+        ("call-start", "stays", "%c = ((f32[8]), f32[16]) call-start(%x), to_apply=%there"),
+        ("call-done", "no buffer", "%d = f32[16]{0} call-done(%c)"),
         ("custom-call-done", "stays", "%d = f32[8]{0} custom-call-done(%s)"),
     )
 )

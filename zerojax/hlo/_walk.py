@@ -13,6 +13,8 @@ from zerojax.hlo._values import Frame
 
 #: What runs computations whose results lie in memory, as those within a fusion do not.
 SCHEDULED = ("while", "call", "conditional")
+#: What runs a computation beside what follows; a "call-start" does on a TPU's sparse cores.
+BESIDE = ("async-start", "call-start")
 #: The other ends of an `async-start`, which name its computation again.
 _REPEATS = ("async-update", "async-done")
 _SCATTER = SPELLINGS["scatter"].mark
@@ -67,7 +69,7 @@ def inside(module: Module, site: Site, line: Instruction, name: str, position: i
         return dataclasses.replace(inner, loops=(*site.loops, loop))
     if line.opcode == "conditional":
         return dataclasses.replace(inner, branches=(*site.branches, (line.name, position)))
-    if line.opcode == "async-start":
+    if line.opcode in BESIDE:
         return dataclasses.replace(inner, is_async=True)
     if line.opcode == "fusion":
         return dataclasses.replace(inner, keeps_part=bool(_SCATTER.search(line.attributes)))
