@@ -19,7 +19,7 @@ GPU, TPU = pytest.mark.aot("cuda"), pytest.mark.aot("libtpu")
         pytest.param("gemma", "h100:1x8", 2, marks=GPU),
         pytest.param("gemma", "h100:1x8", 3, marks=GPU),
         # Heads of 32 features: a TPU's shards of them are no whole tiles.
-        pytest.param("nanodo", "v6e:2x4", 2, marks=TPU),
+        pytest.param("gemma", "v6e:2x4", 2, marks=TPU),
         pytest.param("nanodo", "v6e:2x4", 3, marks=TPU),
     ],
 )
