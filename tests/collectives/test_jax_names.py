@@ -12,9 +12,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from zerojax._jaxpr import LOOPS, PLAIN_CALLS, REMATERIALISED
+from zerojax._jaxpr import LOOPS, PLAIN_CALLS, REMATERIALISED, is_elementwise, runs_in_place
 from zerojax.collectives import _boxed, _structural
-from zerojax.collectives._retrace import _is_unplaced
 
 SIZE = 8
 
@@ -105,10 +104,10 @@ def test_every_name_that_is_known_is_looked_at():
 
 def test_a_plain_jit_says_nothing_of_placement():
     (plain,) = (e for e in traced(jax.jit(jnp.sin)) if e.primitive.name == "jit")
-    assert _is_unplaced(plain.params)
+    assert runs_in_place(plain)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     (placed,) = (e for e in traced(jax.jit(jnp.sin, in_shardings=single)) if "jaxpr" in e.params)
-    assert not _is_unplaced(placed.params)
+    assert not runs_in_place(placed)
 
 
 ELEMENTWISE = [
@@ -130,5 +129,5 @@ def last(function):
 
 
 def test_elementwise_is_what_works_on_scalars():
-    assert all(map(_structural.is_elementwise, map(last, ELEMENTWISE)))
-    assert [e for e in map(last, MIXING) if _structural.is_elementwise(e)] == []
+    assert all(map(is_elementwise, map(last, ELEMENTWISE)))
+    assert [e for e in map(last, MIXING) if is_elementwise(e)] == []

@@ -79,6 +79,20 @@ def test_a_loop_holds_one_layer(name, mesh8):
     assert memory.temp_size_in_bytes < weights * (2 / NUM_DEVICES + 3 / NUM_LAYERS)
 
 
+def test_a_table_that_a_loop_looks_tokens_up_in_is_no_stack(mesh8):
+    params = {"table": jnp.ones((64, 16))}
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1)
+
+    def loss(params, tokens):
+        def read(h, token):
+            return jnp.tanh(h + params["table"][token]), None
+
+        return jax.lax.scan(read, jnp.zeros((8, 16)), tokens.T)[0].mean()
+
+    tokens = jnp.zeros((8, 5), int)
+    jax.make_jaxpr(gather_where_used(loss, layout))(params, tokens)  # without a warning
+
+
 def test_a_stack_that_a_loop_indexes_along_its_cut_dim_is_told_of(mesh8):
     """No dim of a layer divides, so the layers are cut: a slice needs all devices' parts."""
     params = {"w": jnp.ones((8, 3, 3))}

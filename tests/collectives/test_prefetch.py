@@ -66,6 +66,16 @@ def in_branches(stack, x):
     return jax.lax.scan(body, x, (stack, jnp.arange(NUM_LAYERS)))[0]
 
 
+def counted_down(stack, x):
+    def body(state, _):
+        x, i, j = state
+        x = step(x, jax.tree.map(lambda w: w[i], stack))[0]
+        return (step(x, jax.tree.map(lambda w: w[j], stack))[0], i - 1, 1 + j), None
+
+    start = (x, NUM_LAYERS - 1, jnp.int32(0))
+    return jax.lax.scan(body, start, None, length=NUM_LAYERS)[0][0]
+
+
 def chosen_by_the_loop(stack, x):
     def body(x, _):
         i = (100 * jnp.abs(x.sum())).astype(int) % NUM_LAYERS
@@ -89,6 +99,7 @@ ODD = {
         in_another_order,
         in_groups,
         in_branches,
+        counted_down,
         chosen_by_the_loop,
         of_one_layer,
         unrolled,
@@ -217,6 +228,13 @@ def test_what_was_asked_for_and_cannot_be_is_told(model, said, mesh8):
     made = zerojax.make_train_step(lambda p, x: loss_of(model, p, x), optax.sgd(1), layout, recipe)
     with pytest.warns(UserWarning, match=said):
         made.lower(made.abstract_state(), jax.ShapeDtypeStruct((16, WIDE[0]), jnp.float32))
+
+
+def test_a_loop_that_counts_down_gathers_ahead(mesh8):
+    gradient, _, args = gradient_of(["counted_down"], mesh8)
+    jax.make_jaxpr(prefetched(gradient, 1, warn=True))(*args)  # without a warning
+    found = [*gathers(needed(prefetched(gradient, 1), args))]
+    assert {times for times, looped in found if looped} == {NUM_LAYERS - 1}
 
 
 def test_a_cpu_and_whole_parameters_gather_nothing_ahead():

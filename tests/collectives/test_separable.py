@@ -94,6 +94,13 @@ def convolved(p, b):
     return jnp.mean(jax.nn.relu(out).max(1))
 
 
+def rotated(x):
+    """Turn pairs of features, as rotary embeddings do."""
+    a, b = jnp.unstack(x.reshape(*x.shape[:-1], -1, 2), axis=-1)
+    cos = jnp.tile(jnp.cos(jnp.arange(TOKENS))[:, None], (1, WIDTH // 2))
+    return jnp.stack([a * cos - b, b * cos + a], axis=-1).reshape(x.shape)
+
+
 MEANS = {
     "labels": lambda p, b: entropy(logits(p, b), b["y"]).mean(),
     "tokens": lambda p, b: entropy(p["embed"][b["tokens"]] @ p["out"], b["tokens"]).mean(),
@@ -157,6 +164,15 @@ MEANS = {
     "chunked": lambda p, b: chunked_cross_entropy(b["x"], p["embed"], b["tokens"], chunk=2).mean(),
     "loop": lambda p, b: jnp.mean(
         jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["layers"][i]), b["x"])
+    ),
+    "rotated": lambda p, b: jnp.mean(rotated(b["x"]) @ p["out"]),
+    "stacked losses": lambda p, b: jnp.sum(
+        jnp.stack([jnp.mean(b["x"] @ p["out"]), jnp.mean(b["x"] ** 2)])
+    ),
+    "spectra": lambda p, b: jnp.mean(jnp.abs(jnp.fft.rfft(b["x"] @ p["out"], axis=1)) ** 2),
+    "matrices": lambda p, b: jnp.mean(
+        jnp.linalg.cholesky(jnp.einsum("bti,btj->bij", b["x"], b["x"]) + 9 * jnp.eye(WIDTH))
+        @ p["out"]
     ),
     "no examples": lambda p, b: jnp.sum(p["out"] ** 2),
 }
@@ -241,6 +257,15 @@ OTHERS = {
     "running mean": (
         lambda p, b: jnp.mean(jnp.cumsum(logits(p, b), 0)),
         "joins examples.*: cumsum",
+    ),
+    "repeated": (lambda p, b: jnp.mean(jnp.tile(logits(p, b), (2, 1))), "joins examples.*: tile"),
+    "spectrum of the batch": (
+        lambda p, b: jnp.mean(jnp.abs(jnp.fft.fft(logits(p, b), axis=0))),
+        "joins examples.*: fft|in another order",
+    ),
+    "a list of examples": (
+        lambda p, b: jnp.unstack(logits(p, b))[0].mean(),
+        "one by one: unstack",
     ),
     "the count": (
         lambda p, b: jnp.mean(logits(p, b)) / jnp.log(len(b["y"])),

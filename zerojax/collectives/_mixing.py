@@ -17,14 +17,16 @@ _MOVES = "broadcast_in_dim expand_dims reshape squeeze"
 _MIXES = frozenset(
     """
     argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum reduce_and reduce_max
-    reduce_min reduce_or reduce_prod rev sort split top_k
+    reduce_min reduce_or reduce_prod rev sort split top_k unstack
     """.split()
 )
 _DIMS = ("axes", "axis", "dimension", "dimensions")
 #: Operations that keep examples apart, whatever their parameters are.
-_APART = frozenset(f"{_SAME} {_MOVES} bitcast_convert_type dot_general reduce_sum".split())
+_APART = frozenset(f"{_SAME} {_MOVES} bitcast_convert_type dot_general reduce_sum stack".split())
 #: Operations that keep an example's place if their result is as long as what they are given.
-_CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice transpose".split())
+_CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice tile transpose".split())
+#: Operations that mix the last dims: two, or as many as a Fourier transform has lengths.
+_MATRICES = frozenset("cholesky eigh fft lu qr svd".split())
 _PRODUCTS = frozenset("conv_general_dilated div dot_general mul".split())
 _RANDOM = frozenset(
     "random_bits random_fold_in random_seed random_split random_unwrap random_wrap".split()
@@ -32,7 +34,7 @@ _RANDOM = frozenset(
 #: What a pooled value may go through.
 LINEAR = _PRODUCTS.union(
     f"{_SAME} {_MOVES} add add_any concatenate cumsum imag neg pad real reduce_sum rev select_n "
-    "slice split stop_gradient sub transpose".split()
+    "slice split stack stop_gradient sub tile transpose unstack".split()
 )
 #: What positions in the batch, 0, 1, 2, ..., may go through: it picks an element of each example.
 _PICKS = frozenset(f"{_SAME} {_MOVES} add concatenate gather lt select_n".split())
@@ -196,6 +198,9 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
     if name in _MIXES:
         mixed = next((params[key] for key in _DIMS if key in params), None)
         return not any(d in (mixed if isinstance(mixed, tuple) else (mixed,)) for d in dims)
+    if name in _MATRICES:
+        num_mixed = len(params["fft_lengths"]) if name == "fft" else 2
+        return first is not None and first < eqn.invars[0].aval.ndim - num_mixed
     size = eqn.outvars[0].aval.shape[out]
     if name in _CUTS:
         if name == "pad" and params["padding_config"][first] != (0, 0, 0):

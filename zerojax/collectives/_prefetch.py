@@ -34,7 +34,6 @@ from zerojax._jaxpr import (
     bind,
     called,
     depending,
-    is_variable,
     opened,
     run,
     run_equations,
@@ -79,8 +78,9 @@ NO_LOOP = (
     "gathered ahead; scan over stacked layers, or leave prefetch out"
 )
 LATE = (
-    "Recipe(prefetch=): the weight that a loop reads at {} is chosen by what the loop computes, so "
-    "it is gathered where it is used; scan over the stack, or index it with the loop's counter"
+    "Recipe(prefetch=): the weight that a loop reads at {} is chosen by what the loop computes, or "
+    "computed with it, so it is gathered where it is used; scan over the stack, or index it with "
+    "the loop's counter"
 )
 
 
@@ -165,7 +165,7 @@ class _Halves:
 
     Attributes:
         body: the program.
-        steps: what each iteration adds to each carried value that only counts; None for others.
+        steps: the equation that counts each carried value on, `add i 1`; None for others.
         gathers: the equations that gather what the next iteration uses.
     """
 
@@ -175,7 +175,10 @@ class _Halves:
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
         """Return what the next iteration is given of what only counts."""
-        return [x if step is None else x + step for x, step in zip(carry, self.steps, strict=True)]
+        return [
+            x if step is None else _counted_on(step, x)
+            for x, step in zip(carry, self.steps, strict=True)
+        ]
 
     def gather(self, given: Sequence[Any]) -> list[Any]:
         """Gather the weights of a layer; values that the loop computes are not read."""
@@ -227,11 +230,15 @@ def _num_bytes(eqn: Any) -> int:
 
 
 def _step_of(jaxpr: Any, var: Any, out: Any) -> Any:
-    """Return what an iteration adds to a carried value, `out = add var 1`; None for another."""
+    """Return the equation that counts a carried value on, `out = add var 1`; None for others."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "add" and eqn.outvars[0] is out and eqn.invars[0] is var:
-            return None if is_variable(eqn.invars[1]) else eqn.invars[1].val
+        if eqn.primitive.name in ("add", "sub") and eqn.outvars[0] is out:
+            return eqn if variables(eqn.invars) == [var] else None
     return None
+
+
+def _counted_on(step: Any, value: Any) -> Any:
+    return run_equations([step], dict.fromkeys(variables(step.invars), value), step.outvars)[0]
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:

@@ -141,7 +141,7 @@ def warn_unless_mean(
     logical = layout.map_leaves(lambda leaf, x: jax.ShapeDtypeStruct(leaf.shape, x.dtype), params)
     if refused := _why_no_mean(loss_fn, logical, batch, count):
         warnings.warn(
-            f"with accumulate={count} each microbatch computes its own loss, whose average is "
+            f"with accumulate={count} each microbatch computes its own loss, whose average may be "
             f"another one than that of the batch: {refused}; if that is not meant, write {REMEDY}",
             stacklevel=2,
         )

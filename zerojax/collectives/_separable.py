@@ -124,6 +124,9 @@ class _Reader:
             raise Refused("it is another program for another number of examples")
         for eqn, other in zip(one.eqns, two.eqns, strict=True):
             try:
+                counts = ((len(x.invars), len(x.outvars)) for x in (eqn, other))
+                if len(set(counts)) > 1:
+                    raise Refused("it takes examples one by one")
                 results = self._step(eqn, other, read(eqn.invars, other.invars))
             except Refused as refused:
                 # What JAX's own functions hold has no line of the user's; what calls them has.

@@ -74,8 +74,9 @@ def waits_elementwise(boxed: Boxed) -> bool:
 
 
 def is_slice(eqn: Any) -> bool:
-    """Whether an equation takes a slice of its first operand."""
-    return eqn.primitive.name in ("slice", "dynamic_slice", "gather")
+    """Whether an equation takes one slice of its first operand; a lookup of examples takes many."""
+    is_one = eqn.primitive.name != "gather" or eqn.invars[1].aval.ndim == 1
+    return is_one and eqn.primitive.name in ("slice", "dynamic_slice", "gather")
 
 
 def keeps_parts(eqn: Any, boxed: Boxed, opening: Opening) -> bool:
