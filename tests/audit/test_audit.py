@@ -78,7 +78,7 @@ def test_a_program_that_returns_no_state_is_not_asked_for_a_step(make, mesh8):
 def test_a_replicated_optimizer_is_caught(replicated, make):
     report = audit(replicated, make(1))
     problem = only(report, "placement")
-    assert "optimizer" in problem
+    assert "optimizer" in str(problem)
     assert "mu/down" in problem.where
     assert "[128, 64]" in problem.seen
     assert "[16, 64]" in problem.expected
@@ -295,6 +295,6 @@ def test_problems_are_raised_and_say_all(replicated, make):
         report.raise_if_problems()
     assert caught.value.report is report
     for problem in report.problems:
-        assert problem in str(caught.value)
+        assert str(problem) in str(caught.value)
         for part in (problem.where, problem.expected, problem.seen, problem.remedy):
-            assert part in problem
+            assert part in str(problem)

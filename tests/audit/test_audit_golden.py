@@ -156,8 +156,8 @@ def test_fp32_gathers_of_bf16_parameters_are_caught(name):
     assert "f32 moved where 16 bits would do" in problem.seen
     assert any("reduced in f32" in note for note in wide.notes)
     narrow, reduced = told(params=jnp.bfloat16).problems
-    assert "gathers of 16-bit" in narrow
-    assert "the precision says" in reduced
+    assert "gathers of 16-bit" in str(narrow)
+    assert "the precision says" in str(reduced)
     assert len(told(params=jnp.bfloat16, reduce=jnp.float32).problems) == 1
 
 

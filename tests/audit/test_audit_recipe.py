@@ -63,7 +63,7 @@ def test_another_precision_is_caught(name, precision, words, programs, layout):
     report = audit(programs[name], layout, zerojax.Recipe(precision=precision))
     found = [problem for problem in report.problems if problem.kind == "precision"]
     for word in words:
-        assert any(word in problem for problem in found), report
+        assert any(word in str(problem) for problem in found), report
     assert all("with the recipe that the step was made with" in one.remedy for one in found)
 
 

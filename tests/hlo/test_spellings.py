@@ -20,21 +20,16 @@ REDUCE = "all-reduce(%p), replica_groups={{0,1}}, to_apply=%add"
 #: What the collectives of a program with the row's line are: operation, spelling, whether async.
 COLLECTIVES = {
     "scatter": [("reduce-scatter", "all-reduce-scatter fusion", False)],
-    "async start": [("all-gather", "all-gather", True)],
-    "async done": [],
+    "async end": [("all-gather", "all-gather", True)],
     "async beside": [],
-    "chain": [],
     "blocking": [("all-gather", "all-gather", False)],
     "between slices": [("all-reduce", "megascale", True)],
-    "slices": None,  # a transfer of unknown kind
     "callback": [],
     "library call": None,
     "window": [("collective-permute", "windowed reduce-scatter", False)],
 }
-MARKS = {"window": "rs", "trip count": "6", "cycles": "36864", "slices": "1,2",
-         "between slices": "ALL_REDUCE", "chain": "0", "callback": "true",
-         "library call": "__nccl$AllReduce",
-         "async start": "AsyncCollectiveStart", "async done": "AsyncCollectiveDone"}  # fmt: skip
+MARKS = {"window": "rs", "trip count": "6", "cycles": "36864", "between slices": "1,2",
+         "callback": "true", "library call": "__nccl$AllReduce", "async end": "Start"}  # fmt: skip
 
 
 def program(line, *before):
@@ -80,10 +75,10 @@ def test_a_scatter_within_an_async_fusion_counts_at_its_start():
         "%reduce-scatter.7 = bf16[4]{0} reduce-scatter(%x), replica_groups={{0,1}}, "
         'dimensions={0}, to_apply=%add, frontend_attributes={chain_id="7"}'
     )
-    line = SPELLINGS["async start"].line.replace("all-gather.21", "reduce-scatter.7")
+    line = SPELLINGS["async end"].line.replace("all-gather.21", "reduce-scatter.7")
     (record,) = parse_collectives(program(line, scatter)).records
     assert (record.op, record.is_async, record.shape) == ("reduce-scatter", True, (8,))
-    done = SPELLINGS["async done"].line.replace("all-gather.30", "reduce-scatter.7")
+    done = line.replace("CollectiveStart", "CollectiveDone")
     assert not parse_collectives(program(done, scatter)).records
 
 

@@ -2,13 +2,143 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
 import jax
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from zerojax.audit._evidence import Evidence
+from zerojax.audit._host import HostTraffic, traffic_of
+from zerojax.audit._memory import MemoryReport, memory_of
+from zerojax.audit._problems import Problem
 from zerojax.audit._program import Program
-from zerojax.audit._report import AuditReport, build_report
+from zerojax.audit._schedule import ScheduleReport
+from zerojax.audit._tables import (
+    AxisVolume,
+    collective_table,
+    host_table,
+    labelled,
+    largest_table,
+    memory_table,
+    schedule_table,
+    volume_table,
+)
+from zerojax.audit._traffic import Move
+from zerojax.audit.checks import NOTES, find_problems
+from zerojax.hlo import Collective, sum_moved
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe
+
+#: The volumes of a report, in elements moved per parameter.
+VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume", "paper_volume")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """What a compiled step moves and keeps on one device.
+
+    Volumes are elements moved per device and step over the number of parameters, along the axes of
+    ZeRO and of the batch.
+    """
+
+    title: str  # stage, mesh and platform in one line
+    volume: float  # what the program moves
+    # the same without the compiler's padding, and where the backend has no reduce-scatters (a CPU),
+    # with all-reduces of which a part is kept counted as such
+    judged_volume: float
+    padding_volume: float  # what the compiler adds to fit its tiles
+    # what the layout has to move, leaf by leaf: leaves that stay whole, padding, microbatches and
+    # further batch axes included
+    theory_volume: float
+    paper_volume: float  # the paper's plain number, 2 or 3 times (N-1)/N
+    # seen and theory by mesh axis, "data" or "data x model" for one collective along both
+    volume_by_axis: dict[str, AxisVolume]
+    memory: MemoryReport  # bytes on one device by kind
+    host_traffic: HostTraffic  # bytes between one device and its host in a step
+    # what the step waits for, as scheduled and not measured; None on a CPU, which has no
+    # asynchronous collectives and whose compiler tells no costs, and on an unknown chip
+    schedule: ScheduleReport | None
+    problems: tuple[Problem, ...]  # what is wrong
+    notes: tuple[str, ...]  # what is worth knowing and no failure
+    unread: tuple[str, ...]  # lines with a collective that could not be read
+    # every collective, with the axes along which it moves and the leaf that it may be
+    moves: tuple[Move, ...] = dataclasses.field(repr=False)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return every collective of the program."""
+        return tuple(move.record for move in self.moves)
+
+    @property
+    def verdict(self) -> str:
+        """Return in one line whether the program is what the layout says."""
+        if not self.problems:
+            return f"clean: {self.title}"
+        count = len(self.problems)
+        kinds = ", ".join(dict.fromkeys(problem.kind for problem in self.problems))
+        return f"{count} problem{'s' if count > 1 else ''} ({kinds}): {self.title}"
+
+    def raise_if_problems(self) -> None:
+        """Raise an `AuditError` that lists every problem, if there are any."""
+        if self.problems:
+            raise AuditError(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {name: getattr(self, name) for name in ("title", "verdict", *VOLUMES)} | {
+            "volume_by_axis": {k: dataclasses.asdict(v) for k, v in self.volume_by_axis.items()},
+            "memory": dataclasses.asdict(self.memory),
+            "host_traffic": dataclasses.asdict(self.host_traffic)
+            | {"total": self.host_traffic.total},
+            "schedule": self.schedule and self.schedule.to_dict(),
+            "problems": [problem.to_dict() for problem in self.problems],
+            "notes": list(self.notes),
+            "collectives": [_record(move) for move in self.moves],
+            "unread": list(self.unread),
+        }
+
+    def to_json(self) -> str:
+        """Write the report as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the verdict, the problems, and what moves and stays."""
+        yield Text(self.verdict, style="bold red" if self.problems else "bold green")
+        for problem in self.problems:
+            yield Text(problem.kind, style="bold red")
+            parts = problem.to_dict()
+            names = ("where", "seen", "expected", "remedy")
+            yield labelled({f"{name}:": parts[name] for name in names}, "red")
+        totals = {name: getattr(self, name) for name in VOLUMES}
+        yield volume_table(self.volume_by_axis, totals)
+        yield collective_table(self.moves)
+        yield memory_table(self.memory)
+        yield largest_table(self.memory)
+        if self.schedule is not None and self.schedule.collectives:
+            yield schedule_table(self.schedule)
+        if self.host_traffic.total:
+            yield host_table(self.host_traffic)
+        for note in self.notes:
+            yield labelled({"note:": note})
+
+    def __str__(self) -> str:
+        """Render the report as plain text."""
+        out = io.StringIO()
+        Console(file=out, width=160, color_system=None).print(self)
+        return out.getvalue()
+
+
+class AuditError(Exception):
+    """Raise this where a compiled step has problems; `report` is the whole audit."""
+
+    def __init__(self, report: AuditReport) -> None:
+        self.report = report
+        super().__init__("\n".join([report.verdict, *map(str, report.problems)]))
 
 
 def audit(
@@ -36,4 +166,63 @@ def audit(
     """
     check_layout(layout, "audit(compiled, layout, recipe)")
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
-    return build_report(Evidence.gather(program, layout, recipe))
+    evidence = Evidence.gather(program, layout, recipe)
+    psi = max(layout.num_params, 1)
+    names = ("moved", "judged", "padding")
+    volume, judged, padding = (sum_moved(evidence.ours, name) / psi for name in names)
+    return AuditReport(
+        title=_title(evidence),
+        volume=volume,
+        judged_volume=judged,
+        padding_volume=padding,
+        theory_volume=evidence.theory.elements / psi,
+        paper_volume=evidence.theory.paper / psi,
+        volume_by_axis=_by_axis(evidence, psi),
+        memory=memory_of(evidence),
+        host_traffic=traffic_of(evidence),
+        schedule=evidence.schedule,
+        problems=find_problems(evidence),
+        notes=tuple(note for find in NOTES for note in find(evidence)),
+        unread=evidence.unread,
+        moves=evidence.moves,
+    )
+
+
+def _title(evidence: Evidence) -> str:
+    layout = evidence.layout
+    axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
+    return (
+        f"ZeRO stage {layout.stage} over {' x '.join(layout.axis)} (N = {layout.num_shards}) on "
+        f"{evidence.program.platform}, mesh {axes}; {layout.num_params:,} parameters"
+    )
+
+
+def _by_axis(evidence: Evidence, psi: int) -> dict[str, AxisVolume]:
+    """Group by the axes that theory knows: the steps of a staged gather count for all its axes."""
+    layout, theory = evidence.layout, evidence.theory.by_axes
+    order = list(layout.mesh.axis_names)
+    groups: dict[tuple[str, ...], list[Move]] = {axes: [] for axes in theory}
+    for move in evidence.moves:
+        axes = tuple(sorted(move.axes, key=order.index))
+        known = [a for a in theory if set(axes) <= set(a)]
+        groups.setdefault(min(known, key=len) if known else axes, []).append(move)
+    ours = {*layout.axis, *layout.batch_axes}
+    return {
+        " x ".join(axes): AxisVolume(
+            seen=sum_moved(moves, "moved") / psi,
+            theory=theory.get(axes, 0.0) / psi if ours & set(axes) else None,
+        )
+        for axes, moves in groups.items()
+    }
+
+
+def _record(move: Move) -> dict[str, Any]:
+    record = move.record
+    same = ("op", "spelling", "dtype", "group_size", "is_async", "combined", "moved_elements")
+    same += ("moved_bytes", "name", "op_name", "source")
+    return {name: getattr(record, name) for name in same} | {
+        "role": move.role,
+        "shape": list(record.shape),
+        "axes": list(move.spans),
+        "loops": list(record.trips),
+    }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import Evidence, some
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 from zerojax.hlo import find_host_moves
 
 #: More than this share above what the update has to move is a problem.
@@ -63,14 +63,14 @@ def _theory(evidence: Evidence) -> int:
     return round(bits / 8)
 
 
-def check_host_traffic(evidence: Evidence) -> Iterator[Finding]:
+def check_host_traffic(evidence: Evidence) -> Iterator[Problem]:
     """Check that the host's update takes gradients and gives parameters, and no more."""
     traffic = traffic_of(evidence)
     if not traffic.theory or traffic.updated <= traffic.theory * (1 + TOLERANCE):
         return
     computed = (m for m in find_host_moves(evidence.module) if m.is_computed)
     worst = sorted(computed, key=lambda m: -(m.to_host + m.from_host))
-    yield Finding(
+    yield Problem(
         where=some([m.name for m in worst], 2),
         expected=f"{traffic.theory:,} bytes per device: gradients to the host and parameters back",
         seen=f"the update moves {traffic.updated:,} bytes between the device and the host, "

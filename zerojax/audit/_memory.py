@@ -24,40 +24,27 @@ _HOST_ARGUMENTS = "host_argument_size_in_bytes"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Count bytes on one device.
+    """Count bytes on one device."""
 
-    Attributes:
-        parameters, masters, optimizer, gradients, batch, other: arguments by kind; gradients where
-            they persist from step to step.
-        outputs: results that take no argument's buffer.
-        reused: results that take the buffer of an argument, which donation saves.
-        temporaries: what the step needs beside arguments and results at its peak.
-        peak: all of it at the worst moment, as the compiler says where it does.
-        host: what lies in the host's memory.
-        generated_code: the program itself; not in the peak.
-        fragmentation: the part of the arena of the temporaries that none of them uses at the worst
-            moment (arXiv 1910.02054, section 6.3); None where the compiler does not tell.
-        theory: the same kinds by the stage's formula, whole / N for what the stage partitions,
-            without what lives in the host's memory;
-            "gradients" are those of one step, which live while it runs.
-        largest: the largest results of instructions, from the program's text; which of them share
-            a buffer the text does not tell.
-    """
-
+    # arguments by kind; gradients where they persist from step to step
     parameters: int
     masters: int
     optimizer: int
     gradients: int
     batch: int
     other: int
-    outputs: int
-    reused: int
-    temporaries: int
-    peak: int
-    host: int
-    generated_code: int
+    outputs: int  # results that take no argument's buffer
+    reused: int  # results that take the buffer of an argument, which donation saves
+    temporaries: int  # what the step needs beside arguments and results at its peak
+    peak: int  # all of it at the worst moment, as the compiler says where it does
+    host: int  # what lies in the host's memory
+    # the part of the arena of the temporaries that none of them uses at the worst moment (arXiv
+    # 1910.02054, section 6.3); None where the compiler does not tell
     fragmentation: float | None
+    # the same kinds by the stage's formula, whole / N for what the stage partitions, without what
+    # lives in the host's memory; "gradients" are those of one step, which live while it runs
     theory: dict[str, int]
+    # the largest results of instructions; which of them share a buffer the text does not tell
     largest: tuple[Result, ...]
 
     @property
@@ -91,7 +78,6 @@ def memory_of(evidence: Evidence) -> MemoryReport:
         temporaries=max(peak - arguments - outputs, 0),
         peak=peak,
         host=max(on_host, stats.get(_HOST_ARGUMENTS, 0)) + stats.get("host_temp_size_in_bytes", 0),
-        generated_code=stats.get("generated_code_size_in_bytes", 0),
         fragmentation=_fragmentation(program, arguments + outputs),
         theory=_theory(evidence),
         largest=tuple(largest_results(evidence.module, 8)),

@@ -14,17 +14,14 @@ from dataclasses import dataclass, field
 from zerojax.audit._clock import Clock, Tally
 from zerojax.audit._program import Program
 from zerojax.audit._traffic import Move, device_order
-from zerojax.hlo import Cost, Module, Operation, parse_schedule
+from zerojax.hlo import Collective, Cost, Module, Operation, parse_schedule
 from zerojax.layout import Layout
-from zerojax.planner import Hardware, Place, Transfer, find_hardware, permute_of, transfer_of
+from zerojax.planner import Hardware, Places, Transfer, find_hardware
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledCollective:
-    """Hold what was scheduled for one instruction that communicates; seconds are of a whole step.
-
-    Seconds are None where the chip is not known.
-    """
+    """Hold what was scheduled for one instruction that communicates; seconds are of a step."""
 
     op: str  # as `Collective.spelling`
     name: str  # of the instruction that begins it
@@ -35,46 +32,33 @@ class ScheduledCollective:
     is_blocking: bool  # whether nothing was scheduled between its beginning and its end
     beside: str  # the largest operation beside it; empty for none
     beside_source: str  # its line or its scope
-    beside_seconds: float | None  # all work beside it
-    link_seconds: float | None  # for which it keeps links busy
-    exposed_seconds: float | None  # for which the device waits for it
+    beside_seconds: float  # all work beside it
+    link_seconds: float  # for which it keeps links busy
+    exposed_seconds: float  # for which the device waits for it
     remedy: str = ""  # what may hide it; empty where nothing is exposed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleReport:
-    """What a step waits for, as scheduled by the compiler and never measured.
+    """What a step waits for, as scheduled by the compiler and never measured."""
 
-    Attributes:
-        hardware: the chip whose figures were used; empty where it is not known, and then all
-            seconds are None.
-        collectives: what communicates, the most exposed first.
-        work_seconds: what the device computes, by the compiler's estimates or a roofline.
-        exposed_seconds: for which it waits for collectives.
-        busiest_seconds: for which the busiest links are busy.
-        bound_by: "work", or the links that are busy for longer: "fast links", "x+ links".
-        rematerialised: instructions that the compiler itself runs again to save memory.
-    """
-
-    hardware: str
-    collectives: tuple[ScheduledCollective, ...] = field(repr=False)
-    work_seconds: float | None
-    exposed_seconds: float | None
-    busiest_seconds: float | None
-    bound_by: str
-    rematerialised: tuple[str, ...]
+    hardware: str  # the chip whose figures were used
+    collectives: tuple[ScheduledCollective, ...] = field(repr=False)  # the most exposed first
+    work_seconds: float  # for which it computes, by the compiler's estimates or a roofline
+    exposed_seconds: float  # for which it waits for collectives
+    busiest_seconds: float  # for which the busiest links are busy
+    bound_by: str  # "work", or the links that are busy for longer: "fast links", "x+ links"
+    rematerialised: tuple[str, ...]  # instructions that the compiler itself runs again
 
     @property
-    def step_seconds(self) -> float | None:
+    def step_seconds(self) -> float:
         """Add what is computed and what is waited for."""
-        if self.work_seconds is None or self.exposed_seconds is None:
-            return None
         return self.work_seconds + self.exposed_seconds
 
     @property
-    def exposed_share(self) -> float | None:
+    def exposed_share(self) -> float:
         """Return the part of the step for which the device waits."""
-        return self.exposed_seconds and self.exposed_seconds / (self.step_seconds or 1)
+        return self.exposed_seconds / (self.step_seconds or 1)
 
     @property
     def blocking_share(self) -> float:
@@ -86,15 +70,12 @@ class ScheduleReport:
     @property
     def summary(self) -> str:
         """Return the totals in words."""
-        blocking = f"{self.blocking_share:.1%} of moved bytes block"
         again = len(self.rematerialised)
         kept = f"; the compiler rematerialised {again} instructions" if again else ""
-        if self.step_seconds is None or self.exposed_seconds is None:
-            return f"{blocking}; no seconds, for the chip is not known{kept}"
         return (
-            f"{blocking}; a step of {self.step_seconds * 1e3:.2f} ms waits for "
-            f"{self.exposed_seconds * 1e3:.2f} ms ({self.exposed_share:.1%}); bound by "
-            f"{self.bound_by}{kept}"
+            f"{self.blocking_share:.1%} of moved bytes block; a step of "
+            f"{self.step_seconds * 1e3:.2f} ms waits for {self.exposed_seconds * 1e3:.2f} ms "
+            f"({self.exposed_share:.1%}); bound by {self.bound_by}{kept}"
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -106,113 +87,74 @@ class ScheduleReport:
 def schedule_of(
     program: Program, layout: Layout, module: Module, moves: Sequence[Move]
 ) -> ScheduleReport | None:
-    """Run the clock over a program; None on a CPU, whose collectives always wait."""
-    found = None if program.platform == "cpu" else parse_schedule(module)
-    if found is None:
-        return None
+    """Run the clock over a program; None on a CPU, whose collectives always wait, or another chip.
+
+    Another chip is one whose figures `HARDWARE` does not have.
+    """
     hardware = _hardware_of(layout)
+    found = None if program.platform == "cpu" else parse_schedule(module)
+    if found is None or hardware is None:
+        return None
+    devices, order = list(layout.devices.flat), device_order(program, layout)
+    places = Places(hardware, (devices[order.get(at, at)] for at in range(len(devices))))
     issued: dict[object, list[Move]] = {}
     for move in moves:
         record = move.record
         issued.setdefault((record.computation, record.name, record.loops), []).append(move)
-    transfers = _Transfers(hardware, program, layout)
 
     def moves_of(one: Operation) -> list[Move]:
         return [move for key in one.begins for move in issued.get(key, ())]
 
-    clock = Clock(
-        lambda cost: _seconds(cost, hardware), lambda one: transfers.all_of(moves_of(one))
-    )
+    def transfer_of(one: Operation) -> Transfer:
+        found = [_transfer(move.record, places, hardware) for move in moves_of(one)]
+        links = dict.fromkeys(link for one in found for link in one.links)
+        return Transfer(sum(one.seconds for one in found), tuple(links))
+
+    clock = Clock(lambda cost: _seconds(cost, hardware), transfer_of)
     clock.run(found.operations)
     collectives = [
-        _collective(moves_of(tally.operation), tally, layout, hardware is not None)
+        _collective(group, tally, layout)
         for tally in clock.tallies.values()
-        if moves_of(tally.operation)
+        if (group := moves_of(tally.operation))
     ]
     links, busiest = max(clock.busy.items(), key=lambda item: item[1], default=("", 0.0))
     return ScheduleReport(
-        hardware=hardware.name if hardware else "",
+        hardware=hardware.name,
         collectives=tuple(
-            sorted(collectives, key=lambda one: (-(one.exposed_seconds or 0), -one.moved_bytes))
+            sorted(collectives, key=lambda one: (-one.exposed_seconds, -one.moved_bytes))
         ),
-        work_seconds=clock.work if hardware else None,
-        exposed_seconds=clock.exposed if hardware else None,
-        busiest_seconds=busiest if hardware else None,
-        bound_by="" if hardware is None else "work" if clock.work >= busiest else f"{links} links",
+        work_seconds=clock.work,
+        exposed_seconds=clock.exposed,
+        busiest_seconds=busiest,
+        bound_by="work" if clock.work >= busiest else f"{links} links",
         rematerialised=found.rematerialised,
     )
 
 
-def _seconds(cost: Cost, hardware: Hardware | None) -> float:
-    """Return the time of an instruction: the compiler's cycles, or a roofline."""
-    if hardware is None:
-        return 0.0
-    if cost.cycles and hardware.clock:
-        return cost.cycles / hardware.clock
-    products = cost.flops / hardware.flops + cost.flops_fp32 / hardware.flops_fp32
-    return max(products, cost.bytes / hardware.hbm_bandwidth)
-
-
-# ------------------------------------------------------------------ links
-
-
 def _hardware_of(layout: Layout) -> Hardware | None:
-    """Return the chip of the layout's devices; None for one that is not known."""
     try:
         return find_hardware(str(layout.devices.flat[0].device_kind))
     except ValueError:
         return None
 
 
-class _Transfers:
-    """Finds how long collectives keep links busy, by the places of their devices."""
-
-    def __init__(self, hardware: Hardware | None, program: Program, layout: Layout) -> None:
-        self._hardware, self._order = hardware, device_order(program, layout)
-        self._places = [_place(hardware, device) for device in layout.devices.flat]
-        self._sizes = tuple(len(set(held)) for held in zip(*self._places, strict=True))
-
-    def all_of(self, moves: Sequence[Move]) -> Transfer:
-        """Add up what one instruction moves."""
-        if self._hardware is None or not moves:
-            return Transfer()
-        found = [self._one(self._hardware, move) for move in moves]
-        links = dict.fromkeys(link for one in found for link in one.links)
-        return Transfer(sum(one.seconds for one in found), tuple(links))
-
-    def _one(self, hardware: Hardware, move: Move) -> Transfer:
-        record = move.record
-        whole = record.elements * record.item_bits / 8
-        if not record.groups:  # between slices
-            moved = record.moved_bytes / max(math.prod(x or 1 for x in record.trips), 1)
-            return Transfer(moved / hardware.slow_bandwidth, ("slow",))
-        if record.op == "collective-permute":
-            moving = [(s, t) for s, t in record.groups if s != t]
-            pairs = [(self._place(s), self._place(t)) for s, t in moving]
-            ups = sum(s < t for s, t in moving)  # but one pair of a ring goes the same way
-            ways = "+-" if 2 * ups == len(moving) else "+" if 2 * ups > len(moving) else "-"
-            return permute_of(hardware, pairs, self._sizes, whole, ways)
-        group = [self._place(i) for i in record.groups[0]]
-        return transfer_of(hardware, group, self._sizes, whole, record.op)
-
-    def _place(self, number: int) -> Place:
-        return self._places[self._order.get(number, number)]
+def _seconds(cost: Cost, hardware: Hardware) -> float:
+    """Return the time of an instruction: the compiler's cycles, or a roofline."""
+    if cost.cycles and hardware.clock:
+        return cost.cycles / hardware.clock
+    products = cost.flops / hardware.flops + cost.flops_fp32 / hardware.flops_fp32
+    return max(products, cost.bytes / hardware.hbm_bandwidth)
 
 
-def _place(hardware: Hardware | None, device: object) -> Place:
-    """Return where a device stands: its slice or node, and its place there."""
-    if hardware is not None and hardware.torus and hasattr(device, "coords"):
-        slice_index = getattr(device, "slice_index", 0) or 0
-        return (slice_index, *device.coords, device.core_on_chip)  # type: ignore[attr-defined]
-    return divmod(int(device.id), hardware.domain if hardware else 1)  # type: ignore[attr-defined]
+def _transfer(record: Collective, places: Places, hardware: Hardware) -> Transfer:
+    """Return for how long one run of a collective keeps links busy."""
+    if record.groups:
+        return places.transfer(record.op, record.groups, record.elements * record.item_bits / 8)
+    turns = math.prod(count or 1 for count in record.trips)  # between slices
+    return Transfer(record.moved_bytes / max(turns, 1) / hardware.slow_bandwidth, ("slow",))
 
 
-# ------------------------------------------------------------------ what is told
-
-
-def _collective(
-    moves: Sequence[Move], tally: Tally, layout: Layout, is_timed: bool
-) -> ScheduledCollective:
+def _collective(moves: Sequence[Move], tally: Tally, layout: Layout) -> ScheduledCollective:
     first, beside = moves[0], tally.largest
     leaves = dict.fromkeys(index for move in moves for index in _likeliest(move, layout))
     found = ScheduledCollective(
@@ -225,9 +167,9 @@ def _collective(
         is_blocking=beside is None,
         beside=beside.name if beside else "",
         beside_source=(beside.source or beside.op_name) if beside else "",
-        beside_seconds=tally.beside if is_timed else None,
-        link_seconds=tally.links if is_timed else None,
-        exposed_seconds=tally.exposed if is_timed else None,
+        beside_seconds=tally.beside,
+        link_seconds=tally.links,
+        exposed_seconds=tally.exposed,
     )
     return dataclasses.replace(found, remedy=_remedy(found))
 

@@ -114,7 +114,12 @@ def schedule_table(schedule: ScheduleReport) -> Table:
     for one in schedule.collectives[:5]:
         beside = one.beside_source.rpartition("/")[2] or one.beside or "nothing"
         leaves = ", ".join(one.leaves) or "no leaf"
-        table.add_row(one.op, leaves, beside, _ms(one.link_seconds), _ms(one.exposed_seconds))
+        table.add_row(
+            one.op,
+            leaves,
+            beside,
+            *(f"{seconds * 1e3:.2f}" for seconds in (one.link_seconds, one.exposed_seconds)),
+        )
     table.caption, table.caption_justify = schedule.summary, "left"
     return table
 
@@ -131,10 +136,6 @@ def largest_table(memory: MemoryReport) -> Table:
 
 def _beside(seen: float, theory: float, style: str = ",") -> tuple[str, str, str]:
     return f"{seen:{style}}", f"{theory:{style}}", _ratio(seen, theory)
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
 def _ratio(seen: float, theory: float) -> str:

@@ -90,10 +90,7 @@ def moves_of(
 
 def role_of(record: Collective) -> Role:
     """Return what a collective does, whatever its spelling."""
-    if record.op == "all-gather" or record.spelling in (
-        "windowed all-gather",
-        "all-reduce of parts",
-    ):
+    if record.op == "all-gather" or record.spelling in _GATHERS:
         return "gather"
     if record.op == "reduce-scatter" or record.spelling == "windowed reduce-scatter":
         return "scatter"

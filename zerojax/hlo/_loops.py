@@ -23,7 +23,6 @@ class Loop:
 
     name: str
     body: str
-    op_name: str
     trip_count: int | None
 
 

@@ -1,15 +1,18 @@
-"""The largest results of a program: what its temporaries are."""
+"""The results of a program in memory: the largest, and how much of some lies there at one time."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerojax.hlo._module import Instruction, Module
+from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.hlo._spellings import SPELLINGS, having
 from zerojax.hlo._walk import SCHEDULED, walk
 
 _NO_BUFFER = having("no buffer")
+#: What makes of a value another name for it.
+_NAMES = having("hands on") & having("no buffer") | {"tuple", "get-tuple-element"}
 _FAR = SPELLINGS["host memory"].mark
 
 
@@ -46,3 +49,45 @@ def _text(line: Instruction) -> str:
         if elements >= ordered[0][0][0] / 100
     ]
     return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")
+
+
+def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
+    """Return the largest sum of sizes that is in use at one time, in the order of the schedule.
+
+    %a = f32[8] all-gather(%x);  %y = f32[8] add(%a, %a)
+    %b = f32[8] all-gather(%z);  %c = f32[8] all-gather(%w);  %d = f32[8] add(%b, %c)
+
+    holds 16 elements of gathers at most: %b and %c, since %a is done before.
+
+    Args:
+        module: the program, scheduled.
+        sizes: of the results that count, by (computation, instruction).
+    """
+    known: dict[str, int] = {}
+
+    def peak(name: str) -> int:
+        """Return the most of a computation; what it calls adds to what it holds meanwhile."""
+        if name not in known:
+            lines, ends = module.computations[name].instructions, _ends(module.computations[name])
+            alive = [0] * len(lines)
+            for at, line in enumerate(lines):
+                for later in range(at, ends[line.name] + 1 if (name, line.name) in sizes else at):
+                    alive[later] += sizes[name, line.name]
+                called = [callee for _, callee in line.called if callee in module.computations]
+                if line.opcode in SCHEDULED:
+                    alive[at] += max(map(peak, called), default=0)
+            known[name] = max(alive)
+        return known[name]
+
+    return peak(module.entry.name)
+
+
+def _ends(computation: Computation) -> dict[str, int]:
+    """Map results to the line that uses them last, under other names and within tuples too."""
+    place = {line.name: at for at, line in enumerate(computation.instructions)}
+    ends: dict[str, int] = {}
+    for line in reversed(computation.instructions):
+        users = computation.users.get(line.name, ())
+        uses = [(ends if user.opcode in _NAMES else place)[user.name] for user in users]
+        ends[line.name] = max(uses, default=place[line.name])
+    return ends

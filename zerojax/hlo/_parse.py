@@ -81,11 +81,11 @@ def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     chain = line.attribute("chain_id")
     key = chain or line.attribute("channel_id") or ""
     users = computation.users.get(line.name, [])
-    if any(_MARKS["async start"].search(user.attributes) for user in users):
+    ends = {end[1] for user in users if (end := _MARKS["async end"].search(user.attributes))}
+    if "Start" in ends:
         return "start", key
-    is_end = any(_MARKS["async done"].search(user.attributes) for user in users)
     is_beside = _MARKS["async beside"].match(computation.name)
-    return ("repeat" if chain or is_end or is_beside else "", key)
+    return ("repeat" if chain or ends or is_beside else "", key)
 
 
 def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
@@ -111,10 +111,8 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
 
 def _is_foreign(line: Instruction) -> bool:
     """Return whether a call to a library communicates, and is no end of a TPU's async fusion."""
-    known = (_MARKS["async start"], _MARKS["async done"])
-    if any(mark.search(line.attributes) for mark in known):
-        return False
-    return _MARKS["library call"].search(line.attributes) is not None
+    is_known = _MARKS["async end"].search(line.attributes) is not None
+    return not is_known and _MARKS["library call"].search(line.attributes) is not None
 
 
 # ------------------------------------------------------------------ from a line to records
@@ -170,16 +168,14 @@ def _respelled(
 
 def _read_transfer(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
     """Read a send between TPU slices; its recv is the other end, a host's callback is none."""
-    kind = _MARKS["between slices"].search(line.attributes)
-    if kind is None:
+    between = _MARKS["between slices"].search(line.attributes)
+    if between is None:
         return [] if _MARKS["callback"].search(line.attributes) else None
-    op = kind[1].lower().replace("_", "-")
+    op, size = between[2].lower().replace("_", "-"), len(between[1].split(","))
     if line.opcode == "recv":
         return []
-    slices = _MARKS["slices"].search(line.attributes)
-    if slices is None or op not in OPS or not line.shapes:
+    if op not in OPS or not line.shapes:
         return None
-    size = len(slices[1].split(","))
     tensor = _widen(line.shapes[0], 0, size) if op == "all-gather" else line.shapes[0]
     record = _build(module, site, line, op, tensor, (), size)
     return record and [dataclasses.replace(record, spelling="megascale", is_async=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +13,11 @@ from zerojax.hlo._spellings import SPELLINGS
 from zerojax.hlo._values import Frame
 from zerojax.hlo._walk import BESIDE, SCHEDULED, Site, inside
 
-_START, _DONE = SPELLINGS["async start"].mark, SPELLINGS["async done"].mark
+_ENDS = SPELLINGS["async end"].mark
 _REMATERIALISED = SPELLINGS["rematerialised"].mark
 #: Names a collective: the computation and the instruction, and the loops around them.
 Key = tuple[str, str, tuple[Loop, ...]]
-Held = tuple[str, Instruction]  # a collective and the computation that it stands in
+Held = tuple[Computation, Instruction]  # a collective and the computation that it stands in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,95 +65,79 @@ def parse_schedule(module: Module) -> Schedule | None:
         for line in computation.instructions
         if _REMATERIALISED.search(line.name) and cost_of(module, computation, line)
     ]
-    found = _Reader(module).read(Site(frame=Frame(computation=module.entry)))
-    return Schedule(operations=found, rematerialised=tuple(again))
+    operations = _read(module, Site(frame=Frame(computation=module.entry)))
+    return Schedule(operations=operations, rematerialised=tuple(again))
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the computations of a program."""
-
-    module: Module
-
-    def read(self, site: Site) -> tuple[Operation, ...]:
-        """List what a place in the program does, without what takes nothing."""
-        started: dict[str, str] = {}  # by the start's name or its chain: the start
-        found = []
-        for line in site.frame.computation.instructions:
-            one = self._nested(site, line) or self._operation(site, line, started)
-            if one.begins or one.ends or one.bodies or one.cost:
-                found.append(one)
-        return tuple(found)
-
-    def _nested(self, site: Site, line: Instruction) -> Operation | None:
-        if line.opcode not in SCHEDULED:
-            return None
-        sites = [
-            inside(self.module, site, line, name, position)
-            for position, (role, name) in enumerate(line.called)
-            if role != "condition" and name in self.module.computations
-        ]
-        count = sites[0].loops[-1].trip_count if line.opcode == "while" and sites else 1
-        return Operation(
-            name=line.name,
-            op_name=line.op_name,
-            source="",
-            cost=Cost(),
-            times=1 if count is None else count,
-            bodies=tuple(self.read(inner) for inner in sites),
+def _read(module: Module, site: Site) -> tuple[Operation, ...]:
+    """List what a place in the program does, without what takes nothing."""
+    started: dict[str, str] = {}  # by the start's name or its chain: the start
+    found = []
+    for line in site.frame.computation.instructions:
+        inner = _inner_sites(module, site, line)
+        count = inner[0].loops[-1].trip_count if line.opcode == "while" and inner else 1
+        held = list(_collectives(module, site.frame.computation, line))
+        begins = tuple(
+            (where.name, one.name, site.loops)
+            for where, one in held
+            if async_role(where, one)[0] != "repeat"
         )
-
-    def _operation(self, site: Site, line: Instruction, started: dict[str, str]) -> Operation:
-        computation = site.frame.computation
-        held = list(self._collectives(computation, line))
-        cost = cost_of(self.module, computation, line)
-        begins, ends = self._moves(site, line, held, started)
-        return Operation(
+        cost = Cost() if inner else cost_of(module, site.frame.computation, line)
+        one = Operation(
             name=line.name,
             op_name=line.op_name,
-            source=self.module.source(line),
+            source=module.source(line),
             cost=cost if cost.cycles or not held else Cost(),  # moving is not computing
             begins=begins,
-            ends=ends,
+            ends=_ends(module, line, begins, held, started),
+            times=1 if count is None else count,
+            bodies=tuple(_read(module, site) for site in inner),
         )
+        if one.begins or one.ends or one.bodies or one.cost:
+            found.append(one)
+    return tuple(found)
 
-    def _moves(
-        self, site: Site, line: Instruction, held: Sequence[Held], started: dict[str, str]
-    ) -> tuple[tuple[Key, ...], str]:
-        """Return which collectives a line begins, and which operation's it waits for."""
-        chains = [chain for _, one in held if (chain := one.attribute("chain_id"))]
-        begins, ends = tuple(self._begun(site, held)), ""
-        if line.opcode == "async-update":
-            started[line.name] = started.get(line.operands[0], "")
-        elif line.opcode.endswith("-done") or self._calls(line, _DONE):
-            names = (*line.operands[:1], *chains)
-            ends = next((started[name] for name in names if name in started), "")
-        elif begins and not self._is_start(line):
-            ends = line.name
-        elif begins:
-            started |= dict.fromkeys((line.name, *chains), line.name)
-        return begins, ends
 
-    def _begun(self, site: Site, held: Sequence[Held]) -> Iterator[Key]:
-        """List the collectives that are not repeated from the start of an asynchronous fusion."""
-        for where, one in held:
-            if async_role(self.module.computations[where], one)[0] != "repeat":
-                yield where, one.name, site.loops
+def _inner_sites(module: Module, site: Site, line: Instruction) -> list[Site]:
+    """List what a loop, a call or a conditional runs."""
+    return [
+        inside(module, site, line, name, position)
+        for position, (role, name) in enumerate(line.called if line.opcode in SCHEDULED else ())
+        if role != "condition" and name in module.computations
+    ]
 
-    def _collectives(self, computation: Computation, line: Instruction) -> Iterator[Held]:
-        """List the collectives that a line is, or that its fusion holds, and where they stand."""
-        callee = self.module.callee(line)
-        if is_collective(line):
-            if not is_end(line) and line.opcode != "recv":  # the other end of a send
-                yield computation.name, line
-        elif callee is not None and line.opcode in ("fusion", *BESIDE):
-            for inner in callee.instructions:
-                yield from self._collectives(callee, inner)
 
-    def _is_start(self, line: Instruction) -> bool:
-        is_named = line.opcode == "send" or line.opcode.endswith("-start")
-        return is_named or self._calls(line, _START)
+def _collectives(module: Module, computation: Computation, line: Instruction) -> Iterator[Held]:
+    """List the collectives that a line is, or that its fusion holds, and where they stand."""
+    callee = module.callee(line)
+    if is_collective(line):
+        if not is_end(line) and line.opcode != "recv":  # the other end of a send
+            yield computation, line
+    elif callee is not None and line.opcode in ("fusion", *BESIDE):
+        for inner in callee.instructions:
+            yield from _collectives(module, callee, inner)
 
-    def _calls(self, line: Instruction, mark: re.Pattern[str]) -> bool:
-        callee = self.module.callee(line) if line.opcode == "fusion" else None
-        return callee is not None and any(mark.search(x.attributes) for x in callee.instructions)
+
+def _ends(
+    module: Module,
+    line: Instruction,
+    begins: Sequence[Key],
+    held: Sequence[Held],
+    started: dict[str, str],
+) -> str:
+    """Return which operation's collectives a line waits for; notes in `started` what it starts."""
+    callee = module.callee(line) if line.opcode == "fusion" else None
+    marks = {
+        m[1] for x in (callee.instructions if callee else ()) if (m := _ENDS.search(x.attributes))
+    }
+    names = [chain for _, one in held if (chain := one.attribute("chain_id"))]
+    if line.opcode == "async-update":
+        started[line.name] = started.get(line.operands[0], "")
+    elif line.opcode.endswith("-done") or "Done" in marks:
+        names = [*line.operands[:1], *names]
+        return next((started[name] for name in names if name in started), "")
+    elif begins and (line.opcode == "send" or line.opcode.endswith("-start") or "Start" in marks):
+        started |= dict.fromkeys((line.name, *names), line.name)
+    elif begins:
+        return line.name
+    return ""

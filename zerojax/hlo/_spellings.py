@@ -37,19 +37,12 @@ SPELLINGS: dict[str, Spelling] = {
         "%while.5 = bf16[4096,128]{0,1} while(%x), condition=%windowed_dot_general_cond_rs.1, "
         "body=%wide.windowed_dot_general_body_rs.1.clone.sunk",
     ),
-    "async start": Spelling(
-        "the start of an asynchronous collective within a fusion: the one that counts",
-        re.compile(r'custom_call_target="(AsyncCollectiveStart)"'),
+    "async end": Spelling(
+        "an end of an asynchronous collective within a fusion: its start counts, Done repeats it",
+        re.compile(r'custom_call_target="AsyncCollective(Start|Done)"'),
         f"{_TPU}, v5e:4x4",
         "%custom-call.6 = bf16[1,4096,1024]{2,1,0} custom-call(%all-gather.21), "
         'custom_call_target="AsyncCollectiveStart"',
-    ),
-    "async done": Spelling(
-        "its end, which repeats the collective",
-        re.compile(r'custom_call_target="(AsyncCollectiveDone)"'),
-        f"{_TPU}, v5e:4x4",
-        "%custom-call.9 = bf16[1,4096,1024]{2,1,0} custom-call(%all-gather.30), "
-        'custom_call_target="AsyncCollectiveDone"',
     ),
     "async beside": Spelling(
         "a fusion that runs beside it, which repeats the collective too",
@@ -57,13 +50,6 @@ SPELLINGS: dict[str, Spelling] = {
         f"{_TPU}, v5e:4x4",
         "%fusion.61 = bf16[1024,4096]{1,0} fusion(%x), kind=kOutput, "
         "calls=%async_collective_fusion.61",
-    ),
-    "chain": Spelling(
-        "what ties the start, those beside it and the end together",
-        re.compile(r'chain_id="(\d+)"'),
-        f"{_TPU}, v5e:4x4",
-        "%all-gather.21 = bf16[1,4096,1024]{2,1,0} all-gather(%x), replica_groups={}, "
-        'dimensions={1}, frontend_attributes={chain_id="0"}',
     ),
     "blocking": Spelling(
         "a start that waits at once",
@@ -93,19 +79,12 @@ SPELLINGS: dict[str, Spelling] = {
         'backend_config={"known_trip_count":{"n":"6"},"known_init_step":{"init":"0","step":"1"}}',
     ),
     "between slices": Spelling(
-        "the collective of which this is a transfer between TPU slices",
-        re.compile(r'_xla_megascale_transfer_type="(\w+)"'),
+        "a transfer between TPU slices: between which, and of which collective",
+        re.compile(r'_xla_megascale_target="\{([\d,]+)\}x.*_xla_megascale_transfer_type="(\w+)"'),
         f"{_TPU}, v5e:2x2x2slices",
         "%send = (bf16[8,128]{1,0}, u32[], token[]) send(%x, %after-all), channel_id=3, "
         'is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",'
         '_xla_megascale_transfer_type="ALL_REDUCE"}',
-    ),
-    "slices": Spelling(
-        "the slices between which it goes",
-        re.compile(r'_xla_megascale_target="\{([\d,]+)\}x'),
-        f"{_TPU}, v5e:2x2x2slices",
-        "%send = (bf16[8,128]{1,0}, u32[], token[]) send(%x, %after-all), channel_id=3, "
-        'frontend_attributes={_xla_megascale_target="{1,2}x{0:3}"}',
     ),
     "callback": Spelling(
         "a transfer to a callback on the host: no collective",

@@ -65,7 +65,7 @@ def inside(module: Module, site: Site, line: Instruction, name: str, position: i
     inner = dataclasses.replace(site, frame=frame)
     if line.opcode == "while":
         count = trip_count(module, line, site.frame)
-        loop = Loop(name=line.name, body=name, op_name=line.op_name, trip_count=count)
+        loop = Loop(name=line.name, body=name, trip_count=count)
         return dataclasses.replace(inner, loops=(*site.loops, loop))
     if line.opcode == "conditional":
         return dataclasses.replace(inner, branches=(*site.branches, (line.name, position)))

@@ -23,12 +23,10 @@ from zerojax.planner.formulas import (
 from zerojax.planner.hardware import (
     HARDWARE,
     Hardware,
-    Place,
+    Places,
     Transfer,
     find_hardware,
-    permute_of,
     torus_shape,
-    transfer_of,
 )
 
 __all__ = [
@@ -38,8 +36,8 @@ __all__ = [
     "Choices",
     "Configuration",
     "Hardware",
-    "Place",
     "Placement",
+    "Places",
     "Plan",
     "PlannedBytes",
     "SearchRequest",
@@ -58,11 +56,9 @@ __all__ = [
     "max_params",
     "max_transformer",
     "model_state_bytes",
-    "permute_of",
     "plan",
     "search_plans",
     "sweep",
     "theory_of",
     "torus_shape",
-    "transfer_of",
 ]

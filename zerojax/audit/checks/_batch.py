@@ -1,11 +1,13 @@
-"""The check of the batch: that every device has examples of its own."""
+"""Checks of examples: every device has its own, and every leaf learns of those of all devices."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import Evidence, some
-from zerojax.audit._problems import Finding
+from zerojax.audit._evidence import Evidence, hint, some
+from zerojax.audit._origins import Origins
+from zerojax.audit._problems import Problem
 from zerojax.audit.checks._traffic import check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.
@@ -23,7 +25,7 @@ FOLLOWS = frozenset(
 )
 
 
-def check_batch(evidence: Evidence) -> Iterator[Finding]:
+def check_batch(evidence: Evidence) -> Iterator[Problem]:
     """Check that the batch is cut over its axes: whole, every device computes all of it.
 
     A batch that was not placed, a NumPy array say, is whole, or cut along any dim that the compiler
@@ -46,11 +48,44 @@ def check_batch(evidence: Evidence) -> Iterator[Finding]:
         return
     largest = max(examples, key=lambda leaf: leaf.shard_bytes)
     held = "whole" if is_whole else f"in parts {list(largest.shard_shape)} of all examples"
-    yield Finding(
+    yield Problem(
         where=some([f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in examples]),
         expected=f"1 / {parts} of the examples on each device, along "
         f"{' x '.join(layout.batch_axes)}",
         seen=f"the batch is {held} on every device, so that each computes all examples; gradients "
         "and what moves can't be judged",
         remedy="place it: jax.device_put(batch, layout.batch), or in_shardings of layout.batch",
+    )
+
+
+def check_reduction(evidence: Evidence) -> Iterator[Problem]:
+    """Check that what becomes of examples in a new parameter went through a collective.
+
+        %g = f32[64] reduce(%x_of_own_examples);  %new = f32[64] subtract(%bias, %g)
+
+    follows from each device's own examples alone, so that devices train apart. It is a problem of
+    small leaves, a bias that is left out of a `psum`; where nothing is reduced, that alone is told.
+    Where parameters are gathered after the update, the states of the optimizer show it.
+    """
+    layout, axes = evidence.layout, set(evidence.layout.batch_axes)
+    # A matmul that overlaps a ring of permutes adds its own part to what has come around.
+    rings = any(move.record.spelling == "windowed reduce-scatter" for move in evidence.ours)
+    if layout.num_batch_parts == 1 or rings:
+        return
+    reaches = Origins(evidence.module, evidence.held, evidence.moves).are_of_examples
+    # A leaf that the user cuts over the batch axes has a part for each device, as experts have.
+    trained = {
+        leaf: values.values()
+        for leaf, values in evidence.updated.items()
+        if axes.isdisjoint(itertools.chain(*layout.leaves[leaf].entries))
+    }
+    found = [leaf for leaf, values in trained.items() if reaches(values)]
+    if not found or (len(found) == len(trained) and any(check_scatter(evidence))):
+        return
+    yield Problem(
+        where=evidence.paths(found),
+        expected=f"its gradient summed over {' x '.join(layout.batch_axes)}",
+        seen="its new value is made of one device's own examples, and others learn nothing of them",
+        remedy="sum or average the gradient over devices (jax.lax.pmean in shard_map)"
+        f"{hint(evidence, 'make_train_step')}",
     )

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, whose
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._gather import users
 from zerojax.hlo import is_widened, sum_moved
 
 
-def check_dtype(evidence: Evidence) -> Iterator[Finding]:
+def check_dtype(evidence: Evidence) -> Iterator[Problem]:
     """Check that what is gathered is as narrow as what the loss computes with."""
     gathers = [move for move in evidence.large if move.role == "gather"]
     found = [(move, bits) for move in gathers if (bits := _narrow_bits(evidence, move))]
@@ -22,7 +22,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Finding]:
         moved = sum(move.record.moved_bytes for move, _ in found)
         saved = sum(m.record.moved_bytes * (1 - bits / m.record.item_bits) for m, bits in found)
         largest, bits = max(found, key=lambda pair: pair[0].moved)
-        yield Finding(
+        yield Problem(
             where=f"{describe_move(largest)}, {whose(evidence, largest)}",
             expected=f"gathers of {bits}-bit elements, as the parameters are computed with",
             seen=f"{largest.record.dtype} moved where {bits} bits would do: {moved:,.0f} B in "
@@ -33,7 +33,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Finding]:
     wide = _wide_reductions(evidence)
     if _is_relevant(evidence, wide) and not _may_reduce_wide(evidence):
         largest = max(wide, key=lambda move: move.moved)
-        yield Finding(
+        yield Problem(
             where=f"{describe_move(largest)}, {whose(evidence, largest)}",
             expected="gradients reduced in the dtype that the precision says",
             seen=f"{largest.record.dtype} reductions of {len(wide)} gradient(s)",

@@ -10,7 +10,7 @@ from typing import Any
 
 from zerojax.audit._evidence import Evidence, describe_move, hint, name_move
 from zerojax.audit._match import Key, Match
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._memory import whole_carries
 from zerojax.hlo import Use, most_alive, uses_of
@@ -23,7 +23,7 @@ HOISTED_SHARE = 0.01
 AHEAD = 4
 
 
-def check_hoisted(evidence: Evidence) -> Iterator[Finding]:
+def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
     """Check that weights are gathered within the loop over layers, not all of them before."""
     found = _whole_stacks(evidence) if evidence.layout.partitions("parameter") else []
     total = sum(move.record.elements for move in found)
@@ -33,7 +33,7 @@ def check_hoisted(evidence: Evidence) -> Iterator[Finding]:
     largest = max(found, key=lambda move: move.record.elements)
     leaf = evidence.layout.leaves[largest.match.leaves[0]]
     size = sum(move.record.elements * move.record.item_bits // 8 for move in found)
-    yield Finding(
+    yield Problem(
         where=f"{evidence.leaf_names(largest)}: {describe_move(largest)}",
         expected=f"one layer gathered at a time, {list(leaf.shape[leaf.stacked :])}",
         seen=f"all {leaf.shape[0]} layers gathered at once: {size:,} B of temporaries",
@@ -42,7 +42,7 @@ def check_hoisted(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def check_kept(evidence: Evidence) -> Iterator[Finding]:
+def check_kept(evidence: Evidence) -> Iterator[Problem]:
     """Check that gathered weights are given up after the forward pass and gathered again."""
     if not evidence.layout.partitions("parameter") or not evidence.is_step:
         return
@@ -66,7 +66,7 @@ def check_kept(evidence: Evidence) -> Iterator[Finding]:
     total = sum(size for _, size in kept)
     if largest is None or total - stays < KEPT_SHARE * evidence.partitioned_elements:
         return
-    yield Finding(
+    yield Problem(
         where=f"{evidence.leaf_names(*(move for move, _ in kept))}: {describe_move(largest)}",
         expected="two gathers per microbatch, for the forward and for the backward pass",
         seen=f"weights gathered once and kept for the backward pass: {total:,} elements stay whole "

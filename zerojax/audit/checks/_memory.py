@@ -9,11 +9,11 @@ from zerojax._types import Shape
 from zerojax.audit._arguments import shard_of
 from zerojax.audit._evidence import SHARE, Evidence, hint
 from zerojax.audit._match import Key, key_of
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 from zerojax.hlo import Carry
 
 
-def check_accumulator(evidence: Evidence) -> Iterator[Finding]:
+def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
     """Check that no loop carries whole gradients where the stage partitions them.
 
     A loop over microbatches carries the sum of their gradients, one over layers the stack of
@@ -32,7 +32,7 @@ def check_accumulator(evidence: Evidence) -> Iterator[Finding]:
     largest = max((carry for _, carry in found), key=lambda carry: carry.tensor.bytes)
     sums = [carry for _, carry in found if carry.is_sum]
     what = "a sum over microbatches" if sums else "a stack over layers"
-    yield Finding(
+    yield Problem(
         where=f"{evidence.paths(i for i, _ in found)}: {largest.loop} ({largest.op_name})",
         expected=f"shards of gradients, 1 / {evidence.layout.num_shards} of each on a device, as "
         f"stage {evidence.layout.stage} has them",

@@ -7,12 +7,12 @@ from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import SHARE, Evidence, some
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 
 _REMEDY = "audit with the recipe that the step was made with, or make the step with this one"
 
 
-def check_precision(evidence: Evidence) -> Iterator[Finding]:
+def check_precision(evidence: Evidence) -> Iterator[Problem]:
     """Check that parameters and masters have the dtypes that the recipe names.
 
     A recipe that names no dtype of the parameters is taken as silent about masters too. Narrow
@@ -34,7 +34,7 @@ def check_precision(evidence: Evidence) -> Iterator[Finding]:
         yield _finding(params, f"masters in {precision.master}", "no masters")
 
 
-def check_offload(evidence: Evidence) -> Iterator[Finding]:
+def check_offload(evidence: Evidence) -> Iterator[Problem]:
     """Check that states live in the host's memory where the recipe has them there.
 
     A program for GPUs that are not here names no memories: what lies on the device is judged
@@ -81,8 +81,8 @@ def _may_have_masters(evidence: Evidence) -> bool:
     )
 
 
-def _finding(leaves: list[Held], expected: str, seen: str) -> Finding:
-    return Finding(
+def _finding(leaves: list[Held], expected: str, seen: str) -> Problem:
+    return Problem(
         where=f"{leaves[0].kind}: {some([one.argument.path for one in leaves], 2)}",
         expected=f"{expected}, as the recipe says",
         seen=seen,

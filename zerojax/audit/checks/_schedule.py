@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, hint, some
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 from zerojax.audit._schedule import ScheduledCollective
 
 #: The share of a scheduled step for which it may wait.
 SHARE = 0.1
 
 
-def check_exposed(evidence: Evidence) -> Iterator[Finding]:
+def check_exposed(evidence: Evidence) -> Iterator[Problem]:
     """Check that loops don't wait for collectives which could move beside their work.
 
     What `make_train_step` compiles is its own affair, and told in a note.
@@ -20,11 +20,11 @@ def check_exposed(evidence: Evidence) -> Iterator[Finding]:
     schedule, found = evidence.schedule, _waits_in_loops(evidence)
     if schedule is None or not schedule.step_seconds or "make_train_step" in evidence.tools:
         return
-    exposed = sum(one.exposed_seconds or 0.0 for one in found)
-    if min(exposed, schedule.work_seconds or 0.0) < SHARE * schedule.step_seconds:
+    exposed = sum(one.exposed_seconds for one in found)
+    if min(exposed, schedule.work_seconds) < SHARE * schedule.step_seconds:
         return
     names = some(list(dict.fromkeys(f"{one.op} of {some(one.leaves, 2)}" for one in found)), 2)
-    yield Finding(
+    yield Problem(
         where=names,
         expected=f"at most {SHARE:.0%} of a step spent waiting for what loops move",
         seen=f"{len(found)} in loops with nothing scheduled beside them: "
@@ -39,7 +39,7 @@ def check_exposed(evidence: Evidence) -> Iterator[Finding]:
 def note_exposed(evidence: Evidence) -> Iterator[str]:
     """Say how long a step waits where that is no problem of its own."""
     schedule = evidence.schedule
-    if schedule is None or (schedule.exposed_share or 0.0) < SHARE or any(check_exposed(evidence)):
+    if schedule is None or schedule.exposed_share < SHARE or any(check_exposed(evidence)):
         return
     most = schedule.collectives[0]
     yield (

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence, hint, some
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
@@ -40,12 +40,12 @@ _DIFFERENCES = (
 )
 
 
-def check_recognised(evidence: Evidence) -> Iterator[Finding]:
+def check_recognised(evidence: Evidence) -> Iterator[Problem]:
     """Check that the program holds the parameters that the layout was made from."""
     if evidence.states("parameter"):
         return
     layout, leaves = evidence.layout, evidence.program.inputs
-    yield Finding(
+    yield Problem(
         where=some([f"{leaf.path} {list(leaf.shape)}" for leaf in leaves]) or "no argument",
         expected=f"an argument with the layout's {len(layout.leaves)} parameters, the first "
         f"{layout.leaves[0].path!r} {list(layout.leaves[0].shape)}",
@@ -54,7 +54,7 @@ def check_recognised(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def check_placement(evidence: Evidence) -> Iterator[Finding]:
+def check_placement(evidence: Evidence) -> Iterator[Problem]:
     """Check that every state takes on a device what the layout gives it."""
     judged = [(one, evidence.layout.partitions(_stage_kind(one))) for one in _judged(evidence)]
     whole = [one for one, _ in judged if _excess(one) > 0]
@@ -63,7 +63,7 @@ def check_placement(evidence: Evidence) -> Iterator[Finding]:
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
         should = sum(_expected_bytes(one) for one in group)
-        yield Finding(
+        yield Problem(
             where=f"{kind}: {_where(group)}",
             expected=f"{should:,} B in {list(group[0].shards[0])} as stage {stage} has it over "
             f"{shards} devices",
@@ -72,7 +72,7 @@ def check_placement(evidence: Evidence) -> Iterator[Finding]:
             remedy=_PLACE[kind] + (hint(evidence, *_MAKERS) if kind in _OF_OPTIMIZER else ""),
         )
     for kind, group in _by_kind(cut):
-        yield Finding(
+        yield Problem(
             where=f"{kind}: {_where(group)}",
             expected=f"whole leaves, as stage {stage} keeps them, the first {_shape(group[0])}",
             seen=f"{kind} partitioned that the layout keeps whole, the first in "
@@ -82,7 +82,7 @@ def check_placement(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def check_donation(evidence: Evidence) -> Iterator[Finding]:
+def check_donation(evidence: Evidence) -> Iterator[Problem]:
     """Check that a state gives its buffer to what replaces it."""
     aliased = set(evidence.module.aliases.values())
     lost = [
@@ -96,7 +96,7 @@ def check_donation(evidence: Evidence) -> Iterator[Finding]:
     for kind, group in _by_kind(lost):
         seen, remedy = _lost(group)
         size = sum(one.argument.shard_bytes for one in group)
-        yield Finding(
+        yield Problem(
             where=f"{kind}: {_where(group)}",
             expected="the new state written into the old one's buffer (input_output_alias)",
             seen=f"donation lost: {seen}; {size:,} B per device are held twice",
@@ -116,7 +116,7 @@ def _lost(group: list[Held]) -> tuple[str, str]:
     return "not donated", f"jax.jit(step, {donate}, ...), and use the returned state only"
 
 
-def check_recompile(evidence: Evidence) -> Iterator[Finding]:
+def check_recompile(evidence: Evidence) -> Iterator[Problem]:
     """Check that states come back as they went in: else the second step compiles anew."""
     placed = [pair for pair in evidence.pairs if pair[0].argument.placement >= 0]
     for field, name, shown, remedy in _DIFFERENCES:
@@ -125,7 +125,7 @@ def check_recompile(evidence: Evidence) -> Iterator[Finding]:
             continue
         first, result = found[0]
         kinds = dict.fromkeys(one.kind for one, _ in found)
-        yield Finding(
+        yield Problem(
             where=f"{', '.join(kinds)}: {_where([one for one, _ in found])}",
             expected=f"the {name} that the argument has: {getattr(first.argument, shown)}",
             seen=f"the step returns another {name}: {getattr(result, shown)}; the second step "

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from zerojax.audit import _host
 from zerojax.audit._evidence import Evidence
-from zerojax.audit._problems import Finding, Problem
+from zerojax.audit._problems import Problem
 from zerojax.audit.checks import (
     _batch,
     _dtype,
     _gather,
     _memory,
     _recipe,
-    _reduction,
     _schedule,
     _state,
     _traffic,
@@ -21,14 +21,14 @@ from zerojax.audit.checks import (
 )
 
 #: Every kind of problem and the function that looks for it.
-CHECKS: dict[str, Callable[[Evidence], Iterator[Finding]]] = {
+CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "unmatched": _state.check_recognised,
     "placement": _state.check_placement,
     "batch": _batch.check_batch,
     "donation": _state.check_donation,
     "unread": _traffic.check_unread,
     "reduce-scatter": _traffic.check_scatter,
-    "reduction": _reduction.check_reduction,
+    "reduction": _batch.check_reduction,
     "accumulator": _memory.check_accumulator,
     "volume": _volume.check_volume,
     "activation": _traffic.check_activation,
@@ -60,7 +60,7 @@ def find_problems(evidence: Evidence) -> tuple[Problem, ...]:
     """Return what every check finds; of a batch that is placed wrongly, that alone is told."""
     misplaced = any(True for _ in _batch.check_batch(evidence))
     return tuple(
-        Problem(kind=kind, **found._asdict())
+        dataclasses.replace(found, kind=kind)
         for kind, check in CHECKS.items()
         if not (misplaced and kind in _batch.FOLLOWS)
         for found in check(evidence)

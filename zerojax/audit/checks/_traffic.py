@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, hint
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 from zerojax.audit.checks._volume import STAGED, TOLERANCE, tolerance
 from zerojax.hlo import sum_moved
 
@@ -14,10 +14,10 @@ from zerojax.hlo import sum_moved
 SHUFFLED = 0.02
 
 
-def check_unread(evidence: Evidence) -> Iterator[Finding]:
+def check_unread(evidence: Evidence) -> Iterator[Problem]:
     """Check that all was read: what was not can't be called clean."""
     for line in evidence.unread:
-        yield Finding(
+        yield Problem(
             where=line,
             expected="a collective that the parser knows",
             seen="a line that names a collective and could not be read",
@@ -25,7 +25,7 @@ def check_unread(evidence: Evidence) -> Iterator[Finding]:
         )
     for move in evidence.large:
         if move.record.trip_count is None:
-            yield Finding(
+            yield Problem(
                 where=describe_move(move),
                 expected="a loop whose length the program says",
                 seen="a collective that runs an unknown number of times, counted once",
@@ -33,7 +33,7 @@ def check_unread(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def check_scatter(evidence: Evidence) -> Iterator[Finding]:
+def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     """Check that gradients of partitioned leaves are reduce-scattered, from stage 1 on."""
     layout = evidence.layout
     trained = {*range(len(layout.leaves))} - evidence.frozen
@@ -57,7 +57,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Finding]:
         "constrain the gradients to shards, as layout.grads of stage 2 has them, and don't compute "
         f"with whole gradients before{hint(evidence, 'make_train_step', 'sharded(tx, layout)')}"
     )
-    yield Finding(
+    yield Problem(
         where=describe_move(rest[0]) if rest else "no reduction along the axis",
         expected=f"{partitioned:,} elements of gradients reduce-scattered along "
         f"{' x '.join(layout.axis)}, as stage {layout.stage} does",
@@ -67,7 +67,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def check_activation(evidence: Evidence) -> Iterator[Finding]:
+def check_activation(evidence: Evidence) -> Iterator[Problem]:
     """Check that activations stay where they are: ZeRO moves parameters and gradients."""
     strange = [move for move in evidence.large if not move.match.form]
     gathered = [move for move in strange if move.role == "gather"]
@@ -79,7 +79,7 @@ def check_activation(evidence: Evidence) -> Iterator[Finding]:
         if not group:
             continue
         largest = max(group, key=lambda move: move.moved)
-        yield Finding(
+        yield Problem(
             where=describe_move(largest),
             expected="a tensor that is a parameter, a gradient, or a layer or part of one",
             seen=f"an activation is {verb}: {len(group)} tensor(s) that no leaf of the layout "
@@ -90,7 +90,7 @@ def check_activation(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def check_shuffle(evidence: Evidence) -> Iterator[Finding]:
+def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
     """Check that there is no all-to-all and no permute along the axes: ZeRO needs none."""
     found = [move for move in evidence.large if move.role == "shuffle" and not move.padding]
     moved = sum_moved(found, "moved")
@@ -98,7 +98,7 @@ def check_shuffle(evidence: Evidence) -> Iterator[Finding]:
         return
     largest = max(found, key=lambda move: move.moved)
     ops = sorted({move.record.op for move in found})
-    yield Finding(
+    yield Problem(
         where=describe_move(largest),
         expected="gathers and reductions only",
         seen=f"{len(found)} {' and '.join(ops)}, {moved:,.0f} elements per device",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
-from zerojax.audit._problems import Finding
+from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
@@ -44,7 +44,7 @@ def tolerance(evidence: Evidence) -> float:
     return TOLERANCE[kind][evidence.layout.partitions("parameter")]
 
 
-def check_volume(evidence: Evidence) -> Iterator[Finding]:
+def check_volume(evidence: Evidence) -> Iterator[Problem]:
     """Check that a device moves no more than the stage's formula."""
     if not evidence.is_step:
         return
@@ -59,7 +59,7 @@ def check_volume(evidence: Evidence) -> Iterator[Finding]:
         f"{describe_move(move)} moves {excess / psi:.3f} too much, {whose(evidence, move)}"
         for move, excess in offenders
     )
-    yield Finding(
+    yield Problem(
         where=what or "all collectives along the axes of ZeRO",
         expected=f"{evidence.theory.elements / psi:.3f} elements per parameter (stage "
         f"{evidence.layout.stage}, {evidence.recipe.accumulate} microbatches)",
@@ -95,7 +95,7 @@ def _is_too_much(evidence: Evidence) -> bool:
     return sum_moved(evidence.large, "judged") > allowed
 
 
-def _check_padding(evidence: Evidence) -> Iterator[Finding]:
+def _check_padding(evidence: Evidence) -> Iterator[Problem]:
     """Check what a compiler adds to fit its tiles: no fault of the step, but it may cost much."""
     padded = [move for move in evidence.large if move.padding]
     total = sum_moved(padded, "padding")
@@ -103,7 +103,7 @@ def _check_padding(evidence: Evidence) -> Iterator[Finding]:
         return
     largest = max(padded, key=lambda move: move.padding)
     psi = evidence.layout.num_params
-    yield Finding(
+    yield Problem(
         where=f"{describe_move(largest)}, {whose(evidence, largest)}",
         expected=f"at most {PADDED:.0%} of theory ({evidence.theory.elements / psi:.3f}) for "
         "padding",

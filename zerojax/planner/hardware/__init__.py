@@ -3,18 +3,16 @@
 from zerojax.planner.hardware._hardware import HARDWARE, Hardware, find_hardware
 from zerojax.planner.hardware._links import Collective, Network, Seconds
 from zerojax.planner.hardware._slice import torus_shape
-from zerojax.planner.hardware._transfer import Place, Transfer, permute_of, transfer_of
+from zerojax.planner.hardware._transfer import Places, Transfer
 
 __all__ = [
     "HARDWARE",
     "Collective",
     "Hardware",
     "Network",
-    "Place",
+    "Places",
     "Seconds",
     "Transfer",
     "find_hardware",
-    "permute_of",
     "torus_shape",
-    "transfer_of",
 ]

@@ -62,7 +62,7 @@ class Network:
         #: chips along each dim of a slice; empty where a switch joins the devices
         self.torus = torus_shape(hardware, num_devices)
         cores = num_devices // math.prod(self.torus) if self.torus else 1
-        self._extents: dict[str, int] = dict(zip(DIMS, self.torus, strict=False))
+        self._extents = {**dict(zip(DIMS, self.torus, strict=False)), DIMS[-1]: cores}
         self._stretches = lay_axes((*self.torus, cores), self.within) if self.torus else {}
         self._span = next((SPANS[kind] for kind in hardware.device_kinds if kind in SPANS), None)
 
@@ -138,33 +138,30 @@ class Network:
         sizes, rates, words = [], [], []
         for dim in dict.fromkeys(stretch.dim for stretch in group):
             along = [stretch for stretch in group if stretch.dim == dim]
-            rate, word = self._along(dim, along)
-            sizes.append(math.prod(stretch.size for stretch in along))
+            members = math.prod(stretch.size for stretch in along)
+            extent = max(stretch.stride * stretch.size for stretch in along)
+            rate, is_ring = rate_along(self.hardware, dim, members, extent, self._extents[dim])
+            sizes.append(members)
             rates.append(rate)
-            words.append(word)
+            words.append("the chip" if dim == DIMS[-1] else dim + " (ring)" * is_ring)
         n = math.prod(sizes)
         return Phase(n, (1 - 1 / n) / gather_time(sizes, rates), tuple(words))
 
-    def _along(self, dim: str, stretches: Sequence[Stretch]) -> tuple[float, str]:
-        """Return what a device receives along one dim, and the dim in words."""
-        if dim == DIMS[-1]:
-            return self.hardware.chip_bandwidth, "the chip"
-        members = math.prod(stretch.size for stretch in stretches)
-        extent = max(stretch.stride * stretch.size for stretch in stretches)
-        share, ring = share_of_links(self.hardware, members, extent, self._extents[dim])
-        return self.hardware.link_bandwidth * share, dim + (" (ring)" if ring else "")
 
-
-def share_of_links(hardware: Hardware, members: int, extent: int, size: int) -> tuple[float, bool]:
-    """Return the share of its links along a dim that a device receives over; whether it is a ring.
+def rate_along(
+    hardware: Hardware, dim: str, members: int, extent: int, size: int
+) -> tuple[float, bool]:
+    """Return the bytes/s that a device receives along a torus dim, and whether that is a ring.
 
     The end of a line has one neighbour and receives everything from there. Groups that lie between
     each other's members share the links: extent / members of them.
 
     `members` of a group extend over `extent` of the `size` places of the dim.
     """
+    if dim == DIMS[-1]:
+        return hardware.chip_bandwidth, False
     is_ring = extent == size and extent % hardware.wrap == 0
-    return members / extent / (1 if is_ring else 2), is_ring
+    return hardware.link_bandwidth * (members / extent / (1 if is_ring else 2)), is_ring
 
 
 def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:

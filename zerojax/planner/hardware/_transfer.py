@@ -7,15 +7,13 @@ group, and devices know their places: node and number, or coordinates on a torus
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerojax.layout import DIMS
 from zerojax.planner.hardware._hardware import Hardware
-from zerojax.planner.hardware._links import gather_time, share_of_links
-
-#: Where a device stands: its slice or node, and its place there along each of `DIMS` (0 for none).
-Place = tuple[int, ...]
+from zerojax.planner.hardware._links import gather_time, rate_along
 
 
 @dataclass(frozen=True)
@@ -27,75 +25,87 @@ class Transfer:
     links: tuple[str, ...] = ()
 
 
-def transfer_of(
-    hardware: Hardware, group: Sequence[Place], sizes: Place, num_bytes: float, op: str
-) -> Transfer:
-    """Return for how long a collective between the devices of a group keeps links busy.
-
-    As `Network.seconds` has it, for devices that stand anywhere: a gather of S bytes between n
-    devices brings each of them S (n - 1) / n, over all torus dims that the group extends along at
-    once. An all-reduce brings twice that.
+class Places:
+    """Where the devices of a program stand: a slice or node, and a place there along each dim.
 
     Args:
         hardware: the chip.
-        group: places of the devices of one group.
-        sizes: places of the slice along each of `DIMS`, after the number of slices or nodes.
-        num_bytes: of the whole tensor.
-        op: of HLO; `permute_of` has permutes.
+        devices: of jax, in the order in which the program counts them.
     """
-    n, inside = len(group), [place for place in group if place[0] == group[0][0]]
-    domains = len({place[0] for place in group})
-    size = num_bytes * (2 if op == "all-reduce" else 1)
-    slow = size * (domains / n - domains / n**2) / hardware.slow_bandwidth if domains > 1 else 0.0
-    links = ("slow",) if domains > 1 else ()
-    if len(inside) < 2:
-        return Transfer(slow, links)
-    if not hardware.torus:
-        fast = size * (1 - 1 / n) / hardware.link_bandwidth
-        return Transfer(max(fast, slow), ("fast", *links))
-    along = {}
-    for number, dim in enumerate(DIMS, 1):
-        held = sorted({place[number] for place in inside})
-        if len(held) > 1:
-            along[dim] = (len(held), _rate(hardware, dim, held, sizes[number]))
-    counts, rates = zip(*along.values(), strict=True)
-    both = tuple(dim + way for dim in along for way in "+-")
-    return Transfer(size * gather_time(counts, rates) + slow, (*both, *links))
+
+    def __init__(self, hardware: Hardware, devices: Iterable[Any]) -> None:
+        self._hardware = hardware
+        self._places = [_place(hardware, device) for device in devices]
+        self._sizes = [len(set(held)) for held in zip(*self._places, strict=True)]
+
+    def transfer(self, op: str, groups: Sequence[Sequence[int]], num_bytes: float) -> Transfer:
+        """Return for how long a collective keeps links busy.
+
+        As `Network.seconds` has it, for devices that stand anywhere: a gather of S bytes between n
+        devices brings each of them S (n - 1) / n, over all torus dims that the group extends along
+        at once. An all-reduce brings twice that.
+
+        Args:
+            op: of HLO.
+            groups: of devices, by their numbers; of a permute (source, target) pairs.
+            num_bytes: of the whole tensor.
+        """
+        if op == "collective-permute":
+            return self._permute([(s, t) for s, t in groups if s != t], num_bytes)
+        places, hardware = [self._places[number] for number in groups[0]], self._hardware
+        n, inside = len(places), [place for place in places if place[0] == places[0][0]]
+        domains = len({place[0] for place in places})
+        size = num_bytes * (2 if op == "all-reduce" else 1)
+        slow = size * (domains / n - domains / n**2) / hardware.slow_bandwidth
+        slow, links = (slow, ("slow",)) if domains > 1 else (0.0, ())
+        if len(inside) < 2:
+            return Transfer(slow, links)
+        if not hardware.torus:
+            fast = size * (1 - 1 / n) / hardware.link_bandwidth
+            return Transfer(max(fast, slow), ("fast", *links))
+        rates, counts = {}, []
+        for number, dim in enumerate(DIMS, 1):
+            held = sorted({place[number] for place in inside})
+            if len(held) > 1:
+                counts.append(len(held))
+                extent = len(held) * (held[1] - held[0])
+                rates[dim], _ = rate_along(hardware, dim, len(held), extent, self._sizes[number])
+        both = tuple(dim + way for dim in rates for way in "+-")
+        return Transfer(size * gather_time(counts, [*rates.values()]) + slow, (*both, *links))
+
+    def _permute(self, pairs: Sequence[tuple[int, int]], num_bytes: float) -> Transfer:
+        """Return for how long a permute keeps links busy: each device sends all to one other.
+
+        A torus link has half of its bandwidth each way, and who is not a neighbour takes the links
+        of all in between; the few pairs that close a line to a ring are taken to find a way.
+        """
+        hardware = self._hardware
+        placed = [(self._places[source], self._places[target]) for source, target in pairs]
+        if any(source[0] != target[0] for source, target in placed):
+            return Transfer(num_bytes / hardware.slow_bandwidth, ("slow",))
+        if not hardware.torus:
+            return Transfer(num_bytes / hardware.link_bandwidth, ("fast",))
+        steps = [
+            [
+                self._hops(*ends)
+                for ends in zip(source[1:], target[1:], self._sizes[1:], strict=True)
+            ]
+            for source, target in placed
+        ]
+        dims = [dim for dim, hops in zip(DIMS, zip(*steps, strict=True), strict=True) if any(hops)]
+        rate = hardware.chip_bandwidth if dims == [DIMS[-1]] else hardware.link_bandwidth / 2
+        hops = statistics.median_low(sum(one) for one in steps)
+        ups = sum(source < target for source, target in pairs)  # but one pair of a ring is like it
+        ways = "+-" if 2 * ups == len(pairs) else "+" if 2 * ups > len(pairs) else "-"
+        return Transfer(hops * num_bytes / rate, tuple(dim + way for dim in dims for way in ways))
+
+    def _hops(self, source: int, target: int, size: int) -> int:
+        straight = abs(target - source)
+        return straight if size % self._hardware.wrap else min(straight, size - straight)
 
 
-def permute_of(
-    hardware: Hardware,
-    pairs: Sequence[tuple[Place, Place]],
-    sizes: Place,
-    num_bytes: float,
-    ways: str,
-) -> Transfer:
-    """Return for how long a permute keeps links busy: each device sends all to one other.
-
-    A torus link has half of its bandwidth each way, and who is not a neighbour takes the links of
-    all in between; the few pairs that close a line to a ring are taken to find a way.
-
-    `ways` are the directions that it goes along the mesh, "+", "-" or both; the others are as for
-    `transfer_of`.
-    """
-    if any(source[0] != target[0] for source, target in pairs):
-        return Transfer(num_bytes / hardware.slow_bandwidth, ("slow",))
-    if not hardware.torus:
-        return Transfer(num_bytes / hardware.link_bandwidth, ("fast",))
-    steps = [
-        [min(abs(t - s), size - abs(t - s)) if size % hardware.wrap == 0 else abs(t - s)
-         for s, t, size in zip(source[1:], target[1:], sizes[1:], strict=True)]
-        for source, target in pairs
-    ]  # fmt: skip
-    dims = [dim for dim, hops in zip(DIMS, zip(*steps, strict=True), strict=True) if any(hops)]
-    rate = hardware.chip_bandwidth if dims == [DIMS[-1]] else hardware.link_bandwidth / 2
-    hops = statistics.median_low(sum(one) for one in steps)
-    return Transfer(hops * num_bytes / rate, tuple(dim + way for dim in dims for way in ways))
-
-
-def _rate(hardware: Hardware, dim: str, held: Sequence[int], size: int) -> float:
-    """Return what a device receives along one dim, where its group holds some places of `size`."""
-    if dim == DIMS[-1]:
-        return hardware.chip_bandwidth
-    share, _ = share_of_links(hardware, len(held), len(held) * (held[1] - held[0]), size)
-    return hardware.link_bandwidth * share
+def _place(hardware: Hardware, device: Any) -> tuple[int, ...]:
+    """Return where a device stands: its slice or node, and its place there."""
+    if hardware.torus and hasattr(device, "coords"):
+        return (getattr(device, "slice_index", 0) or 0, *device.coords, device.core_on_chip)
+    return divmod(int(device.id), hardware.domain)
