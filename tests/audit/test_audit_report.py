@@ -106,7 +106,6 @@ def test_bytes_are_those_that_the_layout_counts(reports, layouts, stage):
     assert memory.optimizer == counted["optimizer"]
     assert memory.batch == BATCH * 64 * 4 // 8
     assert memory.gradients == memory.host == 0
-    assert memory.states == memory.parameters + memory.masters + memory.optimizer
 
 
 @pytest.mark.parametrize("stage", [1, 3])

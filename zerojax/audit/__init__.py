@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zerojax.audit._audit import AuditError, AuditReport, audit
+from zerojax.audit._evidence import Problem
 from zerojax.audit._memory import MemoryReport
-from zerojax.audit._problems import Problem
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._tables import AxisVolume
 from zerojax.audit.checks import CHECKS

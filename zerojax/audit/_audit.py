@@ -12,10 +12,9 @@ import jax
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from zerojax.audit._evidence import Evidence
+from zerojax.audit._evidence import Evidence, Problem
 from zerojax.audit._host import HostTraffic, traffic_of
 from zerojax.audit._memory import MemoryReport, memory_of
-from zerojax.audit._problems import Problem
 from zerojax.audit._program import Program
 from zerojax.audit._schedule import ScheduleReport
 from zerojax.audit._tables import (

@@ -1,7 +1,8 @@
-"""Everything that a check may look at, worked out once."""
+"""What a check returns, a `Problem`; and everything that it may look at, worked out once."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,26 @@ TOOLS = {
     "sharded(tx, layout)": "zerojax/optim/_sharded.py",
     "gather_where_used": "zerojax/collectives/_retrace.py",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Hold one thing that is wrong; its text has all of it."""
+
+    kind: str = ""  # one of the names in `zerojax.audit.CHECKS`, which sets it
+    where: str  # the leaf's path, or the operation
+    expected: str  # what the layout asks for
+    seen: str  # what the program does
+    remedy: str  # what to do
+
+    def __str__(self) -> str:
+        """Return all parts as a text."""
+        found = f"{self.kind}: {self.where}: {self.seen}; expected {self.expected}"
+        return f"{found}\n  remedy: {self.remedy}"
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the parts as plain data."""
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.audit._arguments import item_bits
-from zerojax.audit._evidence import Evidence, some
-from zerojax.audit._problems import Problem
+from zerojax.audit._evidence import Evidence, Problem, some
 from zerojax.hlo import find_host_moves
 
 #: More than this share above what the update has to move is a problem.

@@ -47,11 +47,6 @@ class MemoryReport:
     # the largest results of instructions; which of them share a buffer the text does not tell
     largest: tuple[Result, ...]
 
-    @property
-    def states(self) -> int:
-        """Add parameters, masters, optimizer states and persisting gradients."""
-        return self.parameters + self.masters + self.optimizer + self.gradients
-
 
 def memory_of(evidence: Evidence) -> MemoryReport:
     """Count what a program takes."""

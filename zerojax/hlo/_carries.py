@@ -44,7 +44,15 @@ def find_carries(module: Module) -> Iterator[Carry]:
             if found is None or found[1].opcode not in _GROWS:
                 continue
             if _grows(module, *found, body, index) and is_zero(module, start[0], first):
-                yield _carry(module, *found, line, index)
+                frame, made = found
+                written = source_of(module, frame, made.operands[1])
+                yield Carry(
+                    loop=line.name,
+                    tensor=line.shapes[index],
+                    is_sum=made.opcode == "add",
+                    op_name=made.op_name,
+                    written=written[1].opcode.removesuffix("-done") if written else "",
+                )
 
 
 def _grows(module: Module, frame: Frame, line: Instruction, body: Frame, index: int) -> bool:
@@ -55,14 +63,3 @@ def _grows(module: Module, frame: Frame, line: Instruction, body: Frame, index: 
         return any(one is not None and _grows(module, *one, body, index) for one in found)
     is_state = frame.computation is body.computation and line.opcode == "get-tuple-element"
     return is_state and line.attribute("index") == str(index)
-
-
-def _carry(module: Module, frame: Frame, line: Instruction, loop: Instruction, index: int) -> Carry:
-    written = source_of(module, frame, line.operands[1])
-    return Carry(
-        loop=loop.name,
-        tensor=loop.shapes[index],
-        is_sum=line.opcode == "add",
-        op_name=line.op_name,
-        written=written[1].opcode.removesuffix("-done") if written else "",
-    )

@@ -7,18 +7,15 @@ written into, a tensor that the host's memory holds. The memory stands in the la
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.hlo._loops import total_trips
-from zerojax.hlo._module import Instruction, Module, parse_shapes
+from zerojax.hlo._module import Instruction, Module
 from zerojax.hlo._spellings import SPELLINGS, having
 from zerojax.hlo._values import Frame
 from zerojax.hlo._walk import SCHEDULED, walk
 
-_TENSOR = re.compile(r"([a-z]\w*\[[\d,<=]*\])(\{[^{}]*\})?")
-_FAR = SPELLINGS["host memory"].mark
 _COMPUTED = (SPELLINGS["host thread"].mark, SPELLINGS["host call"].mark)
 _STAYS = having("stays")
 #: Bytes: indices and other scalars ride along.
@@ -58,39 +55,26 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
 def host_parameters(module: Module) -> set[int]:
     """Return the numbers of the program's parameters that lie in the host's memory."""
     parameters = module.entry.parameters.items()
-    return {number for number, line in parameters if _FAR.search(line.type)}
+    return {number for number, line in parameters if any(x.is_far for x in line.shapes)}
 
 
 def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
     """Count the bytes that one instruction moves down and up."""
     by_name = frame.computation.by_name
-    operands = [by_name[name].type for name in line.operands if name in by_name]
-    given = [tensor for x in operands for tensor in _tensors(x)]
-    made = _tensors(line.type)
+    given = [x for name in line.operands if name in by_name for x in by_name[name].shapes]
+    made = [*line.shapes]
     if any(mark.search(line.attributes) for mark in _COMPUTED):
         if line.opcode.endswith("-start"):  # operands, results, context
             made = made[len(given) : -1]
-        near = [sum(size for size, far in tensors if not far) for tensors in (given, made)]
+        near = [sum(x.bytes for x in tensors if not x.is_far) for tensors in (given, made)]
         return near[0], near[1], True
     if line.opcode == "copy-start":
         made = made[:1]
     elif line.opcode.endswith("-start"):  # counted where it is done
         return 0, 0, False
-    if not given or not made or all(far == made[0][1] for _, far in given + made):
+    if not given or not made or all(x.is_far == made[0].is_far for x in given + made):
         return 0, 0, False
-    size, far = made[0]
-    if far:  # a copy, or a slice written into what lies there
-        inserted = sum(n for n, is_far in given if not is_far and n > _SCALAR)
-        return min(size, inserted), 0, False
-    return 0, min(size, sum(n for n, is_far in given if is_far)), False
-
-
-def _tensors(text: str) -> list[tuple[int, bool]]:
-    """List the bytes of the tensors in a type and whether they lie in the host's memory.
-
-    `(f32[8]{0}, f32[8]{0:S(5)}, u32[])` is `[(32, False), (32, True), (4, False)]`.
-    """
-    return [
-        (parse_shapes(shape)[0].bytes, _FAR.search(layout) is not None)
-        for shape, layout in _TENSOR.findall(text)
-    ]
+    if made[0].is_far:  # a copy, or a slice written into what lies there
+        inserted = sum(x.bytes for x in given if not x.is_far and x.bytes > _SCALAR)
+        return min(made[0].bytes, inserted), 0, False
+    return 0, min(made[0].bytes, sum(x.bytes for x in given if x.is_far)), False

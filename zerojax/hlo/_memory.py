@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerojax.hlo._module import Computation, Instruction, Module
-from zerojax.hlo._spellings import SPELLINGS, having
+from zerojax.hlo._spellings import having
 from zerojax.hlo._walk import SCHEDULED, walk
 
 _NO_BUFFER = having("no buffer")
 #: What makes of a value another name for it.
 _NAMES = having("hands on") & having("no buffer") | {"tuple", "get-tuple-element"}
-_FAR = SPELLINGS["host memory"].mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ def largest_results(module: Module, count: int) -> list[Result]:
         Result(name=line.name, shape=_text(line), bytes=size, op_name=line.op_name)
         for line in lines.values()
         if line.opcode not in _NO_BUFFER
-        and not _FAR.search(line.type)
+        and not any(tensor.is_far for tensor in line.shapes)
         and (size := sum(tensor.bytes for tensor in line.shapes))
     ]
     return sorted(found, key=lambda one: -one.bytes)[:count]

@@ -7,13 +7,16 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from zerojax.hlo._spellings import SPELLINGS
+
 #   ROOT %sum.1 = (f32[8]{0}, u32[]) all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
 # A tuple type ends where ") opcode(" follows.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 # ENTRY %main.7 (x: f32[8]) -> f32[8] {
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{")
-# bf16[2,3]{1,0:T(8,128)(2,1)}
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+# bf16[2,3]{1,0:T(8,128)(2,1)S(5)}
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_FAR = SPELLINGS["host memory"].mark
 # condition=%less.1, body=%layers.2
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
@@ -52,6 +55,7 @@ class Tensor:
 
     dtype: str
     dims: tuple[int, ...]
+    is_far: bool = False  # whether it lies in the host's memory
 
     @property
     def elements(self) -> int:
@@ -181,10 +185,8 @@ class Module:
     def source(self, instruction: Instruction) -> str:
         """Return "file:line" of the user's code, or nothing where the text doesn't tell."""
         frame = instruction.attribute("stack_frame_id")
-        if frame is None:
-            file, line = instruction.attribute("source_file"), instruction.attribute("source_line")
-            return f"{file}:{line}" if file else ""
-        location = _number(self.tables["StackFrames"].get(int(frame), ""), "file_location_id")
+        row = self.tables["StackFrames"].get(int(frame or -1), "")
+        location = _number(row, "file_location_id")
         row = self.tables["FileLocations"].get(location, "")
         file = self.tables["FileNames"].get(_number(row, "file_name_id"), "")
         return f"{file}:{_number(row, 'line')}" if file else ""
@@ -245,8 +247,12 @@ def parse_instruction(line: str) -> Instruction | None:
 def parse_shapes(text: str) -> tuple[Tensor, ...]:
     """List the tensors that a type names, in order."""
     return tuple(
-        Tensor(dtype, tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim))
-        for dtype, dims in _SHAPE.findall(text)
+        Tensor(
+            dtype,
+            tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim),
+            is_far=_FAR.search(layout) is not None,
+        )
+        for dtype, dims, layout in _SHAPE.findall(text)
     )
 
 

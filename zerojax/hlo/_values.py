@@ -95,8 +95,7 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     %sum = f32[4096] all-reduce(%g)
     %own = f32[512] dynamic-slice(%sum, %at)     the only user: each device keeps its part
     """
-    walk = Uses(module, through=KEEPS, into=("fusion", "call"))
-    uses = list(walk.follow(Value(frame, name, index)))
+    uses = list(follow(module, Value(frame, name, index), through=KEEPS, into=("fusion", "call")))
     return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
 
 
@@ -169,7 +168,7 @@ def uses_of(module: Module, name: str, computation: str, index: int | None = Non
     %b: %y = bf16[8,128] dot(%x, %element_0)      the one use, with the cast ("bf16",)
     """
     frame = Frame(computation=module.computations[computation])
-    return list(Uses(module).follow(Value(frame, name, index)))
+    return list(follow(module, Value(frame, name, index)))
 
 
 @dataclass(frozen=True)
@@ -192,50 +191,46 @@ class Value:
         return self.frame.computation.by_name[self.name]
 
 
-class Uses:
-    """Follow a value through a module, past each place once.
+def follow(
+    module: Module,
+    value: Value,
+    through: Collection[str] = _HANDS_ON,
+    into: Collection[str] = _ENTERED,
+    seen: set[tuple[str, str, int | None]] | None = None,
+) -> Iterator[Use]:
+    """Yield the real consumers of a value; returning it from a program or a loop is one.
 
     Args:
         module: the program.
+        value: to follow, past each place once.
         through: opcodes that hand a value on.
         into: opcodes whose computations are entered.
+        seen: the keys of the values that were come to.
     """
-
-    def __init__(
-        self,
-        module: Module,
-        through: Collection[str] = _HANDS_ON,
-        into: Collection[str] = _ENTERED,
-    ) -> None:
-        self._module, self._through, self._into = module, through, into
-        self._seen: set[tuple[str, str, int | None]] = set()
-
-    def follow(self, value: Value) -> Iterator[Use]:
-        """Yield the real consumers of a value; returning it from a program or a loop is one."""
-        if value.key in self._seen or len(self._seen) > MOST_PLACES:
-            return
-        self._seen.add(value.key)
-        for user in value.frame.computation.users.get(value.name, []):
-            if user.opcode in self._through or user.opcode in ("tuple", "get-tuple-element"):
-                for handed in _handed_on(value, user):
-                    yield from self.follow(handed)
-                continue
-            inner = value.frame.enter(self._module, user) if user.opcode in self._into else None
-            if inner is None:
-                yield Use(user, value.casts)
-            for parameter in _parameters(inner, value.name) if inner else ():
-                yield from self.follow(replace(value, frame=inner, name=parameter.name))
-        if value.frame.computation.root.name == value.name:
-            yield from self._leave(value)
-
-    def _leave(self, value: Value) -> Iterator[Use]:
-        """Follow a fusion's result to those who use the fusion."""
+    seen = set() if seen is None else seen
+    if value.key in seen or len(seen) > MOST_PLACES:
+        return
+    seen.add(value.key)
+    for user in value.frame.computation.users.get(value.name, []):
+        inner = value.frame.enter(module, user) if user.opcode in into else None
+        if user.opcode in through or user.opcode in ("tuple", "get-tuple-element"):
+            after = _handed_on(value, user)
+        elif inner is None:
+            yield Use(user, value.casts)
+            continue
+        else:
+            names = (parameter.name for parameter in _parameters(inner, value.name))
+            after = (replace(value, frame=inner, name=name) for name in names)
+        for one in after:
+            yield from follow(module, one, through, into, seen)
+    if value.frame.computation.root.name == value.name:
         caller, parent = value.frame.caller, value.frame.parent
         if caller is None or parent is None or caller.opcode == "while":
             yield Use(value.line, value.casts)
             return
         index = value.index if value.line.opcode == "tuple" else None
-        yield from self.follow(replace(value, frame=parent, name=caller.name, index=index))
+        outer = replace(value, frame=parent, name=caller.name, index=index)
+        yield from follow(module, outer, through, into, seen)
 
 
 def _handed_on(value: Value, user: Instruction) -> Iterator[Value]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import Evidence, hint, some
+from zerojax.audit._evidence import Evidence, Problem, hint, some
 from zerojax.audit._origins import Origins
-from zerojax.audit._problems import Problem
 from zerojax.audit.checks._traffic import check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.

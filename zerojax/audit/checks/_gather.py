@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from zerojax.audit._evidence import Evidence, describe_move, hint, name_move
+from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, name_move
 from zerojax.audit._match import Key, Match
-from zerojax.audit._problems import Problem
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._memory import whole_carries
 from zerojax.hlo import Use, most_alive, uses_of

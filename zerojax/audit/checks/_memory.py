@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from zerojax._types import Shape
 from zerojax.audit._arguments import shard_of
-from zerojax.audit._evidence import SHARE, Evidence, hint
+from zerojax.audit._evidence import SHARE, Evidence, Problem, hint
 from zerojax.audit._match import Key, key_of
-from zerojax.audit._problems import Problem
 from zerojax.hlo import Carry
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
-from zerojax.audit._evidence import SHARE, Evidence, some
-from zerojax.audit._problems import Problem
+from zerojax.audit._evidence import SHARE, Evidence, Problem, some
 
 _REMEDY = "audit with the recipe that the step was made with, or make the step with this one"
 

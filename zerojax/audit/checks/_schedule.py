@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import Evidence, hint, some
-from zerojax.audit._problems import Problem
-from zerojax.audit._schedule import ScheduledCollective
+from zerojax.audit._evidence import Evidence, Problem, hint, some
 
 #: The share of a scheduled step for which it may wait.
 SHARE = 0.1
@@ -17,9 +15,10 @@ def check_exposed(evidence: Evidence) -> Iterator[Problem]:
 
     What `make_train_step` compiles is its own affair, and told in a note.
     """
-    schedule, found = evidence.schedule, _waits_in_loops(evidence)
+    schedule = evidence.schedule
     if schedule is None or not schedule.step_seconds or "make_train_step" in evidence.tools:
         return
+    found = [one for one in schedule.collectives if one.is_blocking and one.trips and one.leaves]
     exposed = sum(one.exposed_seconds for one in found)
     if min(exposed, schedule.work_seconds) < SHARE * schedule.step_seconds:
         return
@@ -46,9 +45,3 @@ def note_exposed(evidence: Evidence) -> Iterator[str]:
         f"as scheduled, and not measured, the step waits {schedule.exposed_share:.0%} of its time, "
         f"longest for {most.op} of {some(most.leaves, 2) or 'no leaf'}; {most.remedy}"
     )
-
-
-def _waits_in_loops(evidence: Evidence) -> list[ScheduledCollective]:
-    """List the collectives of leaves in loops, with nothing beside them."""
-    found = evidence.schedule.collectives if evidence.schedule is not None else ()
-    return [one for one in found if one.is_blocking and one.trips and one.leaves]

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zerojax.audit._arguments import STATES, Held
-from zerojax.audit._evidence import Evidence, hint, some
-from zerojax.audit._problems import Problem
+from zerojax.audit._evidence import Evidence, Problem, hint, some
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from zerojax.audit import _host
-from zerojax.audit._evidence import Evidence
-from zerojax.audit._problems import Problem
+from zerojax.audit._evidence import Evidence, Problem
 from zerojax.audit.checks import (
     _batch,
     _dtype,

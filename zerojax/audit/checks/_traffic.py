@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import SHARE, Evidence, describe_move, hint
-from zerojax.audit._problems import Problem
+from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint
 from zerojax.audit.checks._volume import STAGED, TOLERANCE, tolerance
 from zerojax.hlo import sum_moved
 

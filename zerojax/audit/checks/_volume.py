@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerojax.audit._evidence import SHARE, Evidence, describe_move, name_move, whose
-from zerojax.audit._problems import Problem
+from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, name_move, whose
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
