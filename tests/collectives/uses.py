@@ -164,6 +164,21 @@ def stacked_in_the_loss(stack, x):
     return scan(jax.tree.map(lambda *ws: jnp.stack(ws), *layers), x)
 
 
+def branches(stack, x):
+    """Drop layers: a branch computes one, or nothing."""
+
+    def body(x, given):
+        i, p = given
+        return jax.lax.cond(i % 2 == 0, step, lambda x, _: (x, None), x, p)
+
+    return jax.lax.scan(body, x, (jnp.arange(NUM_LAYERS), stack))[0]
+
+
+def repeated(stack, x):
+    """Go through the same layers twice."""
+    return jax.lax.scan(jax.checkpoint(lambda x, _: (scan(stack, x), None)), x, length=2)[0]
+
+
 LOOPS = {
     "scan": scan,
     "scan of remat": scan_of_remat,
@@ -173,6 +188,8 @@ LOOPS = {
     "fori": fori,
     "indexed": indexed,
     "taken": taken,
+    "branches": branches,
+    "repeated": repeated,
     "stacked in the loss": stacked_in_the_loss,
 }
 

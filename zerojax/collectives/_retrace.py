@@ -218,7 +218,12 @@ class _Retracer:
         """Enter the branches with boxes: only the branch that is taken gathers."""
 
         def branch(program: Any) -> Callable[..., list[Any]]:
-            return lambda *values: [*map(self.opening.opened, self.run(program, values))]
+            def run(*values: Any) -> list[Any]:
+                # What a branch keeps for its backward pass is a result of it, and would lie whole.
+                placed = [self.opening.placed(v) if isinstance(v, Boxed) else v for v in values]
+                return [*map(self.opening.opened, self.run(program, placed))]
+
+            return run
 
         index, *operands = values
         branches = [*map(branch, eqn.params["branches"])]
@@ -276,9 +281,20 @@ def _slices(program: Any, index: int) -> list[Any] | None:
     found: list[Any] = []
     for eqn in jaxpr.eqns:
         for place in (i for i, atom in enumerate(eqn.invars) if atom is var):
-            enters = eqn.primitive.name in PLAIN_CALLS or eqn.primitive.name == REMATERIALISED
-            inner = _slices(called(eqn), place) if enters else [eqn] if is_slice(eqn) else None
+            inner = _slices_of(eqn, place)
             if inner is None:
                 return None
             found += inner
     return None if var in jaxpr.outvars else found
+
+
+def _slices_of(eqn: Any, place: int) -> list[Any] | None:
+    """List the slices that an equation takes of an operand; a scan asks for its own by itself."""
+    if eqn.primitive.name in PLAIN_CALLS or eqn.primitive.name == REMATERIALISED:
+        return _slices(called(eqn), place)
+    if eqn.primitive.name == "scan":
+        num_consts, num_carry = scan_parts(eqn.params)
+        if place < num_consts:
+            return _slices(eqn.params["jaxpr"], place)
+        return [] if place >= num_consts + num_carry else None
+    return [eqn] if is_slice(eqn) else None
