@@ -40,12 +40,13 @@ class Setting:
 
     @cached_property
     def sharing(self) -> Sharing:
-        """What the model axis and the host keep of activations."""
+        """What the model axis and the host keep of activations, and what is gathered ahead."""
         remat = remat_of(self.recipe)
         return Sharing(
             model_axis=self.devices.model_axis,
             partitions=remat is not None and remat.partition is not None,
             offloads="activation" in offloaded(self.recipe),
+            ahead=self.recipe.lookahead(self.layout.kinds, self.hardware.platform),
         )
 
     @property

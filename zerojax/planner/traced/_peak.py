@@ -44,7 +44,7 @@ class HeldLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the devices of a model axis share activations, and what the host keeps of them."""
+    """How the devices of a model axis share activations, what the host keeps, what goes ahead."""
 
     #: devices that share the values within layers, all but those of the shape that layers hand on
     #: to each other, which Megatron-LM has whole on every device
@@ -54,6 +54,8 @@ class Sharing:
     partitions: bool = False
     #: whether that goes to the host's memory, all but two layers of it (Pa+cpu)
     offloads: bool = False
+    #: how much of the next layer's weights a loop gathers while one computes (prefetch)
+    ahead: float = 0.0
 
     @property
     def checkpoint_parts(self) -> int:
@@ -171,13 +173,17 @@ class _Clock:
 
     def _gathers(self) -> list[tuple[int, int, float]]:
         """List when parameters are whole: first and last operation, bytes."""
-        found = []
+        found, ahead, end = [], {}, len(self.program.ops)
         for owner, first, last in self.lifetimes.uses:
             part = self.lifetimes.parameters[owner]
             size = part.share * self.leaves[part.leaf].gathered
-            if self.leaves[part.leaf].is_gathered and size > _SMALL:
-                found.append((first, last, size))
-        found.sort()
+            if not self.leaves[part.leaf].is_gathered or size <= _SMALL:
+                continue
+            if part.share < 1:  # a loop's slice: carried into this iteration, and the next one's
+                ahead[owner] = (0, end, 2 * self.sharing.ahead * size)
+                size *= 1 - self.sharing.ahead
+            found.append((first, last, size))
+        found = sorted([*found, *ahead.values()])
         if not self.lifetimes.backend.prefetches:
             return found
         starts = [first for first, _, _ in found]
