@@ -133,7 +133,7 @@ def needed(program, args):
 def test_gradients_have_the_same_bits(layers, mesh8):
     gradient, layout, args = gradient_of(ALL, mesh8)
     run = functools.partial(jax.jit, out_shardings=layout.grads)
-    want, got = run(gradient)(*args), run(prefetched(gradient, layers))(*args)
+    want, got = run(gradient)(*args), run(prefetched(gradient, layers, "cpu"))(*args)
     for path, a in jax.tree_util.tree_leaves_with_path(got):
         b = functools.reduce(lambda tree, key: tree[key.key], path, want)
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
@@ -144,7 +144,7 @@ def test_every_layer_is_gathered_once_a_pass(name, mesh8):
     """Both leaves of a layer, in the forward and in the backward pass, and the first one ahead."""
     gradient, _, args = gradient_of([name], mesh8)
     plain = list(gathers(needed(gradient, args)))
-    ahead = list(gathers(needed(prefetched(gradient, 1), args)))
+    ahead = list(gathers(needed(prefetched(gradient, 1, "cpu"), args)))
     passes = PASSES.get(name, 2)
     assert sum(times for times, _ in plain) == 2 * passes * NUM_LAYERS
     assert sum(times for times, _ in ahead) == 2 * passes * NUM_LAYERS
@@ -153,7 +153,7 @@ def test_every_layer_is_gathered_once_a_pass(name, mesh8):
 
 def test_a_part_of_a_layer_is_what_it_uses_first(mesh8):
     gradient, _, args = gradient_of(["scan"], mesh8)
-    found = sorted(gathers(needed(prefetched(gradient, 0.5), args)))
+    found = sorted(gathers(needed(prefetched(gradient, 0.5, "cpu"), args)))
     # Of both passes: one leaf of the first layer, both of the last, and both in the loop.
     assert found == 4 * [(1, False)] + 4 * [(NUM_LAYERS - 1, True)]
 
@@ -164,7 +164,7 @@ def test_two_layers_are_held_at_most(name, mesh8):
     run = functools.partial(jax.jit, out_shardings=layout.grads)
     before, after = (
         run(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
-        for f in (gradient, prefetched(gradient, 1))
+        for f in (gradient, prefetched(gradient, 1, "cpu"))
     )
     a_layer = 4 * 2 * math.prod(WIDE)
     assert after <= before + 2 * a_layer
@@ -230,6 +230,6 @@ def test_a_loop_that_counts_down_gathers_ahead(mesh8):
 
 def test_a_cpu_and_whole_parameters_gather_nothing_ahead():
     recipe = zerojax.Recipe()
-    assert recipe.lookahead({"parameter"}, "tpu") == recipe.lookahead({"parameter"}, "gpu") == 1
-    assert recipe.lookahead({"parameter"}, "cpu") == recipe.lookahead({"gradient"}, "tpu") == 0
+    assert recipe.lookahead({"parameter"}, "gpu") == 1
+    assert recipe.lookahead({"parameter"}, "cpu") == recipe.lookahead({"gradient"}, "gpu") == 0
     assert zerojax.Recipe(prefetch=0.5).lookahead({"parameter"}, "cpu") == 0.5

@@ -179,7 +179,7 @@ class Opening:
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
             cotangent = padded(cotangent.astype(wide))
             cotangent = cut(scatter(cotangent, self.layout, boxed.entries, dim))
-            return (cotangent.astype(stored),)
+            return (checkpoint_name(cotangent.astype(stored), REDUCED),)
 
         whole.defvjp(lambda x: (whole(x), None), backward)
         return boxed.replayed(whole(value), self.open_and_bind)
@@ -195,6 +195,9 @@ class Opening:
 
 #: The name under which rematerialisation policies see a gathered weight.
 GATHERED = "zerojax_gathered"
+
+#: The name of a gradient that has been reduced.
+REDUCED = "zerojax_reduced"
 
 #: What stands between a gather and the use of a weight; cheap to do again.
 FROM_GATHERED = frozenset(

@@ -14,12 +14,17 @@ which is given its result. The loop then carries the weights of the layer at han
 
 The last layer stands behind the loop, so that nothing is gathered in vain. What is carried is not
 kept for a backward pass: there is nothing left to differentiate.
+
+A backward loop reduces gradients too, and compilers start both as late as they can: at its end
+each waited for the others. A barrier ends the gathers where most of the layer is computed, so that
+the last reductions have the links for themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,11 +47,11 @@ from zerojax._jaxpr import (
     scan_parts,
     variables,
 )
-from zerojax.collectives._boxed import makes_gathered
+from zerojax.collectives._boxed import REDUCED, makes_gathered
 
 
 def prefetched(
-    function: Callable[..., Any], layers: float, *, warn: bool = False
+    function: Callable[..., Any], layers: float, platform: str, *, warn: bool = False
 ) -> Callable[..., Any]:
     """Make a function whose loops gather weights of the next layer while one computes.
 
@@ -55,6 +60,7 @@ def prefetched(
             without keeping what its loops carry.
         layers: how much of a layer is gathered ahead, by bytes of weights: 1, or a part, of those
             that it uses first; 0 leaves the function as it is.
+        platform: `Layout.platform`.
         warn: whether to warn of loops that can't gather ahead, and of a program without any.
     """
     if not layers:
@@ -62,7 +68,7 @@ def prefetched(
 
     def wrapped(*args: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        runner = _Prefetch(layers)
+        runner = _Prefetch(layers, platform)
         results = run(traced, jax.tree.leaves(args), runner.outside)
         if warn and not runner.num_ahead:
             warnings.warn(NO_LOOP, stacklevel=2)
@@ -87,8 +93,11 @@ LATE = (
 class _Prefetch:
     """Runs a differentiated program, and counts the loops that gather ahead."""
 
-    def __init__(self, layers: float) -> None:
+    def __init__(self, layers: float, platform: str) -> None:
         self.layers = layers
+        # Zeros that a scan overwrites as a whole cost nothing; libtpu writes these, which lack a
+        # layer. On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
+        self.empty = jax.lax.empty if platform == "tpu" else jnp.zeros
         self.num_ahead = 0
         self.late: list[str] = []
 
@@ -124,10 +133,12 @@ class _Prefetch:
         if not halves.gathers or eqn.params["length"] < 2:
             return run_scan(eqn, values, lambda given: run(body, given))
         self.num_ahead += 1
-        return _run_ahead(eqn, values, halves)
+        return _run_ahead(eqn, values, halves, self.empty)
 
 
-def _run_ahead(eqn: Any, values: list[Any], halves: _Halves) -> list[Any]:
+def _run_ahead(
+    eqn: Any, values: list[Any], halves: _Halves, empty: Callable[..., Any]
+) -> list[Any]:
     """Run a scan whose iterations gather for the next one; the last one stands behind the loop."""
     num_consts, num_carry = scan_parts(eqn.params)
     first, length = num_consts + num_carry, eqn.params["length"]
@@ -138,24 +149,23 @@ def _run_ahead(eqn: Any, values: list[Any], halves: _Halves) -> list[Any]:
         slices = [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacks]
         return index, [*consts, *carry, *slices]
 
-    def layer(count: Any, carry: Sequence[Any], now: Sequence[Any], rows: Sequence[Any]) -> Any:
+    def layer(count: Any, state: Any, following: list[Any]) -> Any:
         # Were the loop's results stacked by a scan, adding the last layer's would copy them all.
+        carry, now, rows = state
         index, given = inputs(count, carry)
-        out = halves.compute(given, now)
+        out, following = halves.compute(given, now, following)
         update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        return out[:num_carry], [*map(update, rows, out[num_carry:])]
+        return out[:num_carry], following, [*map(update, rows, out[num_carry:])]
 
     def one(state: Any, count: Any) -> tuple[Any, None]:
-        carry, now, rows = state
-        following = halves.gather(inputs(count + 1, halves.counted(carry))[1])
-        carry, rows = layer(count, carry, now, rows)
-        return (carry, following, rows), None
+        following = halves.gather(inputs(count + 1, halves.counted(state[0]))[1])
+        return layer(count, state, following), None
 
-    rows = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+    rows = [empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
     state = (start, halves.gather(inputs(0, start)[1]), rows)
     unroll = eqn.params["unroll"]
-    (carry, now, rows), _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
-    carry, rows = layer(length - 1, carry, now, rows)
+    state, _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
+    carry, _, rows = layer(length - 1, state, [])
     return [*carry, *rows]
 
 
@@ -167,11 +177,13 @@ class _Halves:
         body: the program.
         steps: the equation that counts each carried value on, `add i 1`; None for others.
         gathers: the equations that gather what the next iteration uses.
+        barrier: the product before which they end; None where the loop reduces nothing.
     """
 
     body: Any
     steps: Sequence[Any]
     gathers: Sequence[Any]
+    barrier: Any
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
         """Return what the next iteration is given of what only counts."""
@@ -186,19 +198,33 @@ class _Halves:
         eqns = [eqn for eqn in opened(self.body)[0].eqns if not eqn.effects]
         return self._run(eqns, given, {}, wanted)
 
-    def compute(self, given: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
-        """Compute a layer with its gathered weights."""
+    def compute(
+        self, given: Sequence[Any], gathered: Sequence[Any], following: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Compute a layer with its gathered weights; return also the next one's."""
         made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
         jaxpr, _ = opened(self.body)
         rest = [eqn for eqn in jaxpr.eqns if made.keys().isdisjoint(eqn.outvars)]
-        return self._run(rest, given, made, jaxpr.outvars)
+
+        def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+            nonlocal following
+            if eqn is self.barrier and following:
+                values, following = jax.lax.optimization_barrier((values, following))
+            return bind(eqn, values)
+
+        return self._run(rest, given, made, jaxpr.outvars, step), following
 
     def _run(
-        self, eqns: Sequence[Any], given: Sequence[Any], made: dict[Any, Any], wanted: Sequence[Any]
+        self,
+        eqns: Sequence[Any],
+        given: Sequence[Any],
+        made: dict[Any, Any],
+        wanted: Sequence[Any],
+        step: EquationRunner = bind,
     ) -> list[Any]:
         jaxpr, consts = opened(self.body)
         inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True)
-        return run_equations(_needed(eqns, wanted), {**dict(inputs), **made}, wanted)
+        return run_equations(_needed(eqns, wanted), {**dict(inputs), **made}, wanted, step)
 
 
 def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[_Halves, list[Any]]:
@@ -221,7 +247,32 @@ def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[
         ahead += _num_bytes(eqn)
         if ahead <= bound:
             chosen.append(eqn)
-    return _Halves(body, steps, chosen), late
+    return _Halves(body, steps, chosen, _barrier(jaxpr.eqns)), late
+
+
+def _barrier(eqns: Sequence[Any]) -> Any:
+    """Return the product at which `COMPUTED` of a backward layer's arithmetic is done."""
+    if not any(e.primitive.name == "name" and e.params["name"] == REDUCED for e in eqns):
+        return None
+    bound, done = COMPUTED * sum(map(_num_products, eqns)), 0
+    for eqn in eqns:
+        done += _num_products(eqn)
+        if done >= bound and _num_products(eqn):
+            return eqn
+    return None
+
+
+#: Of a backward layer with what it computes again. From 0.6 to 0.8 h100:1x8 and v5p:2x2x2 expose
+#: the same, scripts/overlap; below and above, gathers or reductions are left without work.
+COMPUTED = 0.75
+
+
+def _num_products(eqn: Any) -> int:
+    if eqn.primitive.name != "dot_general":
+        return 0
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return eqn.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
 
 
 def _num_bytes(eqn: Any) -> int:

@@ -276,7 +276,8 @@ class TrainStep:
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
         layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
-        return prefetched(function, layers, warn=self.recipe.prefetch is not None)
+        warn = self.recipe.prefetch is not None
+        return prefetched(function, layers, self.layout.platform, warn=warn)
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:
