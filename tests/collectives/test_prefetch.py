@@ -223,8 +223,8 @@ def test_what_was_asked_for_and_cannot_be_is_told(model, said, mesh8):
 
 def test_a_loop_that_counts_down_gathers_ahead(mesh8):
     gradient, _, args = gradient_of(["counted_down"], mesh8)
-    jax.make_jaxpr(prefetched(gradient, 1, warn=True))(*args)  # without a warning
-    found = [*gathers(needed(prefetched(gradient, 1), args))]
+    jax.make_jaxpr(prefetched(gradient, 1, "cpu", warn=True))(*args)  # without a warning
+    found = [*gathers(needed(prefetched(gradient, 1, "cpu"), args))]
     assert {times for times, looped in found if looped} == {NUM_LAYERS - 1}
 
 
