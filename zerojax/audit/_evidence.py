@@ -17,10 +17,10 @@ from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import Move, moves_of
 from zerojax.hlo import (
     Carry,
+    Frame,
     Module,
     Value,
     arguments_of,
-    entry_value,
     find_carries,
     host_parameters,
     parse_collectives,
@@ -159,12 +159,13 @@ class Evidence:
     @cached_property
     def updated(self) -> dict[int, dict[str, Value]]:
         """Map leaves of the layout to what the program makes of them: kinds of state to values."""
-        results, outputs = self.module.entry.root.operands, self.program.outputs
+        entry, outputs = Frame(computation=self.module.entry), self.program.outputs
+        results = entry.computation.root.operands
         found: dict[int, dict[str, Value]] = {}
         for one, new in self.pairs if len(results) == len(outputs) else ():
             if one.parameter is not None:
                 values = found.setdefault(one.parameter, {})
-                values[one.kind] = entry_value(self.module, results[outputs.index(new)])
+                values[one.kind] = Value(entry, results[outputs.index(new)], None)
         return found
 
     @cached_property

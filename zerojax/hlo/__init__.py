@@ -10,7 +10,7 @@ from zerojax.hlo._memory import Result, largest_results, most_alive
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import is_collective, parse_collectives
 from zerojax.hlo._schedule import Operation, Schedule, parse_schedule
-from zerojax.hlo._values import Use, Value, arguments_of, entry_value, is_widened, uses_of
+from zerojax.hlo._values import Frame, Use, Value, arguments_of, is_widened, uses_of
 from zerojax.hlo._walk import walk
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Collective",
     "Collectives",
     "Cost",
+    "Frame",
     "Groups",
     "HostMove",
     "Loop",
@@ -29,7 +30,6 @@ __all__ = [
     "Value",
     "arguments_of",
     "element_bits",
-    "entry_value",
     "find_carries",
     "find_host_moves",
     "host_parameters",

@@ -11,7 +11,7 @@ from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.hlo._parse import async_role, is_collective, is_end
 from zerojax.hlo._spellings import SPELLINGS
 from zerojax.hlo._values import Frame
-from zerojax.hlo._walk import BESIDE, SCHEDULED, Site, inside
+from zerojax.hlo._walk import BESIDE, SCHEDULED, Site, inner_sites
 
 _ENDS = SPELLINGS["async end"].mark
 _REMATERIALISED = SPELLINGS["rematerialised"].mark
@@ -74,7 +74,7 @@ def _read(module: Module, site: Site) -> tuple[Operation, ...]:
     started: dict[str, str] = {}  # by the start's name or its chain: the start
     found = []
     for line in site.frame.computation.instructions:
-        inner = _inner_sites(module, site, line)
+        inner = list(inner_sites(module, site, line, SCHEDULED))
         count = inner[0].loops[-1].trip_count if line.opcode == "while" and inner else 1
         held = list(_collectives(module, site.frame.computation, line))
         begins = tuple(
@@ -91,20 +91,11 @@ def _read(module: Module, site: Site) -> tuple[Operation, ...]:
             begins=begins,
             ends=_ends(module, line, begins, held, started),
             times=1 if count is None else count,
-            bodies=tuple(_read(module, site) for site in inner),
+            bodies=tuple(body for one in inner if (body := _read(module, one))),
         )
         if one.begins or one.ends or one.bodies or one.cost:
             found.append(one)
     return tuple(found)
-
-
-def _inner_sites(module: Module, site: Site, line: Instruction) -> list[Site]:
-    """List what a loop, a call or a conditional runs."""
-    return [
-        inside(module, site, line, name, position)
-        for position, (role, name) in enumerate(line.called if line.opcode in SCHEDULED else ())
-        if role != "condition" and name in module.computations
-    ]
 
 
 def _collectives(module: Module, computation: Computation, line: Instruction) -> Iterator[Held]:

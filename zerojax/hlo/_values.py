@@ -99,11 +99,6 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
 
 
-def entry_value(module: Module, name: str) -> Value:
-    """Return a value of the program's entry."""
-    return Value(Frame(computation=module.entry), name, None)
-
-
 def arguments_of(
     module: Module,
     *values: Value,

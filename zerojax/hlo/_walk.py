@@ -52,14 +52,21 @@ def _visit(
 ) -> Iterator[tuple[Site, Instruction]]:
     for line in site.frame.computation.instructions:
         yield site, line
-        if line.opcode in _REPEATS or not (into is None or line.opcode in into):
-            continue
+        for inner in inner_sites(module, site, line, into):
+            yield from _visit(module, inner, into)
+
+
+def inner_sites(
+    module: Module, site: Site, line: Instruction, into: Collection[str] | None = None
+) -> Iterator[Site]:
+    """List the places within the computations that a line runs, where its opcode is in `into`."""
+    if line.opcode not in _REPEATS and (into is None or line.opcode in into):
         for position, (_, name) in enumerate(line.called):
             if name in module.computations:
-                yield from _visit(module, inside(module, site, line, name, position), into)
+                yield _inside(module, site, line, name, position)
 
 
-def inside(module: Module, site: Site, line: Instruction, name: str, position: int) -> Site:
+def _inside(module: Module, site: Site, line: Instruction, name: str, position: int) -> Site:
     """Return the place within a computation that a line names."""
     frame = Frame(computation=module.computations[name], caller=line, parent=site.frame)
     inner = dataclasses.replace(site, frame=frame)

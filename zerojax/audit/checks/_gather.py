@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, name_move
+from zerojax.audit._evidence import Evidence, Problem, describe_move, hint
 from zerojax.audit._match import Key, Match
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._memory import whole_carries
@@ -111,18 +111,6 @@ def _largest_layer(evidence: Evidence) -> int:
         local = evidence.layout.local_shape(leaf, leaf.stored_shape)
         layers[name] += math.prod(local[leaf.stacked :])
     return max(layers.values())
-
-
-def note_stacks(evidence: Evidence) -> Iterator[str]:
-    """Report where stages 1 and 2 gather all layers of a leaf at once."""
-    found = [] if evidence.layout.partitions("parameter") else _whole_stacks(evidence)
-    if found:
-        largest = max(found, key=lambda move: move.record.elements)
-        yield (
-            f"{len(found)} stacked leaves are gathered whole, the largest {name_move(largest)}:"
-            " a temporary of that size; apply_updates(params, updates, layout) gathers layer by "
-            "layer"
-        )
 
 
 def users(evidence: Evidence, move: Move) -> list[Use]:

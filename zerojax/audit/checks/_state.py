@@ -55,10 +55,10 @@ def check_recognised(evidence: Evidence) -> Iterator[Problem]:
 
 def check_placement(evidence: Evidence) -> Iterator[Problem]:
     """Check that every state takes on a device what the layout gives it."""
-    judged = [(one, evidence.layout.partitions(_stage_kind(one))) for one in _judged(evidence)]
-    whole = [one for one, _ in judged if _excess(one) > 0]
-    cut = [one for one, partitioned in judged if _excess(one) < 0 and not partitioned]
-    stage, shards = evidence.layout.stage, evidence.layout.num_shards
+    layout, judged = evidence.layout, _judged(evidence)
+    whole = [one for one in judged if _excess(one) > 0]
+    cut = [x for x in judged if _excess(x) < 0 and not layout.partitions(_stage_kind(x))]
+    stage, shards = layout.stage, layout.num_shards
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
         should = sum(_expected_bytes(one) for one in group)

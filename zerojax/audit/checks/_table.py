@@ -49,7 +49,6 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _volume.note_recipe,
     _volume.note_excess,
     _dtype.note_dtypes,
-    _gather.note_stacks,
     _gather.note_alive,
     _schedule.note_exposed,
 )
