@@ -60,24 +60,23 @@ def inner_sites(
     module: Module, site: Site, line: Instruction, into: Collection[str] | None = None
 ) -> Iterator[Site]:
     """List the places within the computations that a line runs, where its opcode is in `into`."""
-    if line.opcode not in _REPEATS and (into is None or line.opcode in into):
-        for position, (_, name) in enumerate(line.called):
-            if name in module.computations:
-                yield _inside(module, site, line, name, position)
-
-
-def _inside(module: Module, site: Site, line: Instruction, name: str, position: int) -> Site:
-    """Return the place within a computation that a line names."""
-    frame = Frame(computation=module.computations[name], caller=line, parent=site.frame)
-    inner = dataclasses.replace(site, frame=frame)
-    if line.opcode == "while":
-        count = trip_count(module, line, site.frame)
-        loop = Loop(name=line.name, body=name, trip_count=count)
-        return dataclasses.replace(inner, loops=(*site.loops, loop))
-    if line.opcode == "conditional":
-        return dataclasses.replace(inner, branches=(*site.branches, (line.name, position)))
-    if line.opcode in BESIDE:
-        return dataclasses.replace(inner, is_async=True)
-    if line.opcode == "fusion":
-        return dataclasses.replace(inner, keeps_part=bool(_SCATTER.search(line.attributes)))
-    return inner
+    if line.opcode in _REPEATS or not (into is None or line.opcode in into):
+        return
+    for position, (_, name) in enumerate(line.called):
+        if name not in module.computations:
+            continue
+        frame = Frame(computation=module.computations[name], caller=line, parent=site.frame)
+        inner = dataclasses.replace(site, frame=frame)
+        if line.opcode == "while":
+            count = trip_count(module, line, site.frame)
+            loop = Loop(name=line.name, body=name, trip_count=count)
+            inner = dataclasses.replace(inner, loops=(*site.loops, loop))
+        elif line.opcode == "conditional":
+            branches = (*site.branches, (line.name, position))
+            inner = dataclasses.replace(inner, branches=branches)
+        elif line.opcode in BESIDE:
+            inner = dataclasses.replace(inner, is_async=True)
+        elif line.opcode == "fusion":
+            keeps_part = bool(_SCATTER.search(line.attributes))
+            inner = dataclasses.replace(inner, keeps_part=keeps_part)
+        yield inner
