@@ -296,7 +296,7 @@ def test_the_same_question_is_answered_from_the_cache_without_tracing(
 
 def test_every_choice_is_in_the_key_of_a_question():
     choices = [
-        *({}, {"stage": 1}, {"batch_size": 16}, {"accumulate": 2}),
+        *({}, {"stage": 1}, {"batch_size": 16}, {"accumulate": 2}, {"prefetch": 0.5, "stage": 3}),
         *({"accumulate": 2, "reduce": "once"}, {"remat": "none"}, {"remat": "dots"}),
         *({"precision": "fp32"}, {"optimizer": "lion"}, {"context": 8}, {"model": "other"}),
         *({"topology": "h200:1x8"}, {"topology": "h100:2x4"}, {"model_axis": 2}),

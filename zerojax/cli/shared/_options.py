@@ -71,6 +71,10 @@ class StepOptions(CommandOptions):
         None, show_default="once at stages 0 and 1 with several microbatches, else each", panel=ZERO
     )
     """Sum gradients over devices once per step, or for each microbatch."""
+    prefetch: float | None = option(
+        None, min=0, max=1, show_default="1 at stage 3 on a GPU, else 0", panel=ZERO
+    )
+    """Part of the next layer's weights that stage 3 gathers while a layer computes."""
     batch_size: int | None = option(
         None, min=1, show_default="one on each device in a microbatch", panel=TRAINING
     )
@@ -144,6 +148,7 @@ class StepOptions(CommandOptions):
             clip_norm=clip_norm,
             remat=self._remat_policy(),
             offload=OffloadPolicy(kinds=kinds) if kinds else None,
+            prefetch=self.prefetch,
         )
 
     def _remat_policy(self) -> RematPolicy | None:
