@@ -37,14 +37,15 @@ def test_it_is_told_where_the_compiler_told_enough(mesh8, platform, statistics, 
     assert zerojax.audit(program, layout).memory.fragmentation == pytest.approx(lost)
 
 
-def lowered(mesh, stage):
+def lowered(mesh, stage, prefetch=0):
     init, key = functools.partial(gpt.init, CONFIG), jax.random.key(0)
     precision = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
     tx = optax.adamw(1e-3)
     batch = jax.ShapeDtypeStruct((8, CONFIG.context + 1), jnp.int32, sharding=layout.batch)
     loss = functools.partial(gpt.loss, CONFIG)
-    step = zerojax.make_train_step(loss, tx, layout, zerojax.Recipe(precision=precision))
+    recipe = zerojax.Recipe(precision=precision, prefetch=prefetch)
+    step = zerojax.make_train_step(loss, tx, layout, recipe)
     return layout, step.lower(step.abstract_state(), batch)
 
 
@@ -66,8 +67,10 @@ def test_a_compiler_that_does_not_tell_is_not_guessed(target):
 
 
 @pytest.mark.aot("cuda")
-def test_a_gpu_loses_next_to_nothing_at_stage_3():
-    layout, step = lowered(zerojax.topology_mesh("h100:1x8", {"data": 8}), 3)
+@pytest.mark.parametrize(("prefetch", "bound"), [(0, 0.02), (1, 0.06)])
+def test_a_gpu_loses_little_at_stage_3(prefetch, bound):
+    """A carried layer lies between the temporaries of loops; in larger models it is a smaller share."""
+    layout, step = lowered(zerojax.topology_mesh("h100:1x8", {"data": 8}), 3, prefetch)
     lost = zerojax.audit(step.compile(), layout).memory.fragmentation
     assert lost is not None
-    assert 0 <= lost < 0.02
+    assert 0 <= lost < bound
