@@ -69,7 +69,7 @@ def test_a_compiler_that_does_not_tell_is_not_guessed(target):
 @pytest.mark.aot("cuda")
 @pytest.mark.parametrize(("prefetch", "bound"), [(0, 0.02), (1, 0.06)])
 def test_a_gpu_loses_little_at_stage_3(prefetch, bound):
-    """A carried layer lies between the temporaries of loops; in larger models it is a smaller share."""
+    """A carried layer lies between the temporaries of loops."""
     layout, step = lowered(zerojax.topology_mesh("h100:1x8", {"data": 8}), 3, prefetch)
     lost = zerojax.audit(step.compile(), layout).memory.fragmentation
     assert lost is not None
