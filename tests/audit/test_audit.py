@@ -298,3 +298,4 @@ def test_problems_are_raised_and_say_all(replicated, make):
         assert str(problem) in str(caught.value)
         for part in (problem.where, problem.expected, problem.seen, problem.remedy):
             assert part in str(problem)
+            assert part in problem

@@ -57,6 +57,10 @@ class Problem:
         found = f"{self.kind}: {self.where}: {self.seen}; expected {self.expected}"
         return f"{found}\n  remedy: {self.remedy}"
 
+    def __contains__(self, words: str) -> bool:
+        """Whether its text has some words: `any("optimizer" in p for p in report.problems)`."""
+        return words in str(self)
+
     def to_dict(self) -> dict[str, str]:
         """Return the parts as plain data."""
         return dataclasses.asdict(self)
