@@ -260,7 +260,7 @@ def test_clipping_equals_optax(mesh8):
 )
 def test_metrics_learning_rate_and_aux(make_mesh):
     mesh, layout_options = make_mesh()
-    tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 10))
+    tx = optax.adam(optax.linear_schedule(1e-2, 0.0, 10))
 
     def with_aux(params, batch):
         loss = loss_fn(params, batch)

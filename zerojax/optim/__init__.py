@@ -1,6 +1,7 @@
 """The optax wrapper."""
 
 from zerojax.optim._offloaded import Hosted, OffloadedUpdate, hosted_leaves
+from zerojax.optim._rate import learning_rate
 from zerojax.optim._sharded import apply_updates, as_params, sharded, store_state
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "apply_updates",
     "as_params",
     "hosted_leaves",
+    "learning_rate",
     "sharded",
     "store_state",
 ]

@@ -97,6 +97,10 @@ class Traced:
                 todo += variables(eqn.invars)
         return Slice(tuple(inputs), tuple(self._eqns[n] for n in sorted(needed)), tuple(outputs))
 
+    def maker(self, var: Any) -> Any:
+        """Return the equation that makes a variable; None for an input."""
+        return self._eqns[self._made[var]] if var in self._made else None
+
     def is_scalar(self, var: Any) -> bool:
         """Whether an equation makes this variable, of one element."""
         return var in self._made and num_elements(var.aval.shape) == 1

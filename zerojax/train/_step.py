@@ -41,7 +41,7 @@ from zerojax.train._initial import InitialState
 from zerojax.train._loss import Loss, make_loss
 from zerojax.train._loss_scale import kept_unless, next_loss_scale, scaled
 from zerojax.train._state import TrainState, hold
-from zerojax.train._update import Update, learning_rate
+from zerojax.train._update import Update
 
 
 class TrainStep:
@@ -96,7 +96,7 @@ class TrainStep:
 
         The state is donated: use the one that is returned. Metrics are scalars on every device:
         `loss`, `grad_norm` (before clipping), `param_norm` (after the update), `learning_rate`
-        where the optimizer's state holds one (`optax.inject_hyperparams`), `aux` with `has_aux`,
+        where all leaves have the same, as from a schedule, `aux` with `has_aux`,
         with a loss scale `loss_scale`, that of this step, and with one or `skip_nonfinite`
         `skipped`, whether its gradients were not finite, so that parameters, optimizer state and
         the model's state stayed what they were.
@@ -241,8 +241,8 @@ class TrainStep:
             model_state=model_state,
             padded=state.padded,
         )
-        if (rate := learning_rate(updated.opt_state)) is not None:
-            metrics["learning_rate"] = rate
+        if updated.rate is not None:
+            metrics["learning_rate"] = updated.rate
         if self._loss.has_aux:
             metrics["aux"] = aux
         return new_state, metrics

@@ -13,7 +13,7 @@ from zerojax._tree import unwrapped
 from zerojax._types import PyTree
 from zerojax.collectives import shard, store, view
 from zerojax.layout import Layout, LeafLayout
-from zerojax.optim import OffloadedUpdate, hosted_leaves
+from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate
 from zerojax.recipe import Recipe
 from zerojax.train._clipping import cast_floating, clip, global_norm
 from zerojax.train._loss_scale import LossScale, kept_unless, unscaled
@@ -25,6 +25,7 @@ class Updated(NamedTuple):
 
     Attributes:
         norm: L2 norm of the gradients, unscaled and before clipping.
+        rate: the learning rate, where all leaves have the same.
         params: new parameters as logical shards, in the dtype that the optimizer updates or in
             their own.
         masters: stored; None where there are none.
@@ -32,6 +33,7 @@ class Updated(NamedTuple):
     """
 
     norm: jax.Array
+    rate: jax.Array | None
     params: PyTree
     masters: PyTree
     opt_state: PyTree
@@ -85,11 +87,23 @@ class Update:
         masters = map(self._stored, new, leaves, hosted.masters)
         return Updated(
             norm=norm,
+            rate=self._rate(given, loss),
             params=layout.structure.unflatten(low or new),
             masters=layout.structure.unflatten(masters) if self._has_masters else None,
             opt_state=placed.structure.unflatten(
                 map(self._stored, opt_state, placed.leaves, hosted.state)
             ),
+        )
+
+    def _rate(self, given: tuple[Any, ...], loss: jax.Array) -> jax.Array | None:
+        _, held, leaves, _ = given
+        dtype = self._recipe.precision.updated
+        params = [jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in held]
+        return learning_rate(
+            self._tx,
+            self._layout.structure.unflatten(params),
+            self.placed.structure.unflatten(leaves),
+            loss,
         )
 
     def _run(
@@ -163,10 +177,3 @@ class Update:
 
     def _stored(self, x: jax.Array, leaf: LeafLayout, is_far: bool) -> jax.Array:
         return x if is_far else store(x, leaf, self._layout)
-
-
-def learning_rate(opt_state: PyTree) -> Any:
-    """Return the learning rate that an optimizer's state holds; None for none or several."""
-    held = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-    rates = [x for _, x in held if isinstance(x, jax.Array) and x.ndim == 0]
-    return rates[0] if len(rates) == 1 else None

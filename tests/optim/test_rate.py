@@ -1,0 +1,52 @@
+"""The learning rate in the metrics, read off the traced update."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax.optim import learning_rate
+
+FALLING = optax.linear_schedule(1e-2, 0.0, 10)
+PARAMS = {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4), "scale": jnp.ones(())}
+#: Optimizers, and their rate in the second step; None where there is no one rate.
+RATES = {
+    "adamw": (optax.adamw(FALLING), 9e-3),
+    "constant": (optax.adamw(1e-3), 1e-3),
+    "nesterov": (optax.sgd(FALLING, momentum=0.9, nesterov=True), 9e-3),
+    "lion": (optax.lion(FALLING), 9e-3),
+    "lamb": (optax.lamb(FALLING), 9e-3),
+    "adafactor": (optax.adafactor(FALLING), 9e-3),
+    "injected": (optax.inject_hyperparams(optax.adam)(FALLING), 9e-3),
+    "clipped": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(FALLING)), 9e-3),
+    "scaled": (optax.chain(optax.adam(FALLING), optax.scale(0.5)), 4.5e-3),
+    "frozen leaf": (
+        optax.partition(
+            {"adam": optax.adam(FALLING), "none": optax.set_to_zero()},
+            {"kernel": "adam", "bias": "none", "scale": "adam"},
+        ),
+        9e-3,
+    ),
+    "two rates": (
+        optax.partition(
+            {"adam": optax.adam(FALLING), "sgd": optax.sgd(0.1)},
+            {"kernel": "adam", "bias": "sgd", "scale": "adam"},
+        ),
+        None,
+    ),
+    "no rate": (optax.scale_by_adam(), None),
+    "in a branch": (optax.MultiSteps(optax.adam(FALLING), 2), None),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_rate_is_what_all_leaves_are_multiplied_with_last(name):
+    tx, expected = RATES[name]
+    tx = optax.with_extra_args_support(tx)
+    grads = jax.tree.map(lambda x: 0.1 * x, PARAMS)
+    _, state = tx.update(grads, tx.init(PARAMS), PARAMS, value=1.0, grad=grads)
+    rate = learning_rate(tx, PARAMS, state, jnp.float32(1))
+    assert (rate is None) == (expected is None)
+    if expected is not None:
+        np.testing.assert_allclose(rate, expected, rtol=1e-6)
