@@ -165,6 +165,7 @@ MEANS = {
     "loop": lambda p, b: jnp.mean(
         jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["layers"][i]), b["x"])
     ),
+    "one by one": lambda p, b: jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["out"]), b["x"])),
     "rotated": lambda p, b: jnp.mean(rotated(b["x"]) @ p["out"]),
     "stacked losses": lambda p, b: jnp.sum(
         jnp.stack([jnp.mean(b["x"] @ p["out"]), jnp.mean(b["x"] ** 2)])
@@ -271,9 +272,13 @@ OTHERS = {
         lambda p, b: jnp.mean(logits(p, b)) / jnp.log(len(b["y"])),
         "grows with|computes with the number",
     ),
-    "one by one": (
-        lambda p, b: jnp.mean(jax.lax.map(lambda x: x @ p["out"], b["x"])),
+    "a running sum": (
+        lambda p, b: jax.lax.scan(lambda c, x: (jnp.tanh(c + x.sum()), None), 0.0, b["x"])[0],
         "one after the other: scan",
+    ),
+    "one by one, with all": (
+        lambda p, b: jnp.mean(jax.lax.map(lambda x: x * jnp.exp(jnp.mean(b["x"])), b["x"])),
+        "not linear in what was made of all|joins single examples",
     ),
     "a constant key": (
         lambda p, b: jnp.mean(

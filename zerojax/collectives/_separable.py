@@ -156,6 +156,19 @@ class _Reader:
         found = [result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         return [dataclasses.replace(value, fresh=fresh) for value in found]
 
+    def _map(
+        self, one: Any, two: Any, values: list[Value], first: int, carried: int
+    ) -> list[Value]:
+        """Read a scan that computes each example by itself, as `jax.lax.map` does."""
+        slices = values[first:]
+        if carried or any(value != Value(1, fresh=value.fresh) for value in slices):
+            raise Refused("it goes through examples one after the other")
+        alone = [Value(fresh=value.fresh) for value in slices]
+        found = self.run(one, two, [*values[:first], *alone])
+        if any(value != Value(fresh=value.fresh) for value in found):
+            raise Refused("it joins single examples with what was made of all")
+        return [Value(1, fresh=value.fresh) for value in found]
+
     def _loop(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         """Read a scan, while or cond: what goes around is what it starts as and ends as."""
         mine, others = bodies(eqn), bodies(other)
@@ -165,9 +178,9 @@ class _Reader:
             found = [self.run(a, b, values[1:]) for a, b in zip(mine, others, strict=True)]
             return [meet(column) for column in zip(*found, strict=True)]
         if eqn.primitive.name == "scan":
-            if eqn.params["length"] != other.params["length"]:
-                raise Refused("it goes through examples one after the other")
             known, (first, carried) = [], scan_parts(eqn.params)
+            if eqn.params["length"] != other.params["length"]:
+                return self._map(mine[0], others[0], values, first, carried)
         else:
             skipped, first = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             known, values = values[:skipped], values[skipped:]
