@@ -7,6 +7,7 @@ from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
 from zerojax.collectives import Whole, gather_where_used
 from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
+from zerojax.lock import checked
 from zerojax.memory import checkpoint_names, rematerialised
 from zerojax.optim import apply_updates, sharded
 from zerojax.planner import (
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "apply_updates",
     "audit",
+    "checked",
     "checkpoint_names",
     "gather_where_used",
     "make_layout",

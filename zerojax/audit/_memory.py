@@ -55,17 +55,7 @@ def memory_of(evidence: Evidence) -> MemoryReport:
     for one in evidence.held:
         held[NAMES[one.kind]] += 0 if one.is_far else one.argument.shard_bytes
     on_host = sum(one.argument.shard_bytes for one in evidence.held if one.is_far)
-    near = (one.argument for one in evidence.held if not one.is_far)
-    used = sum(leaf.shard_bytes for leaf in near if leaf.number is not None)
-    arguments = stats.get("argument_size_in_bytes", used)
-    outputs = max(stats.get("output_size_in_bytes", 0) - stats.get("alias_size_in_bytes", 0), 0)
-    known = arguments + outputs + stats.get("temp_size_in_bytes", 0)
-    told = stats.get("peak_memory_in_bytes", 0)
-    # A TPU fits a program by this figure, and its temporaries can add up to more: not all of them
-    # live at once. A CPU's figure leaves temporaries out.
-    peak = told if told and program.platform != "cpu" else max(known, told)
-    # The figure adds what the host's memory holds, all the time as an argument or now and then.
-    peak = min(max(peak - host, 0), known) if (host := stats.get(_HOST_ARGUMENTS, 0)) else peak
+    arguments, outputs, peak = program.argument_bytes, program.output_bytes, program.peak
     return MemoryReport(
         **held,
         outputs=outputs,

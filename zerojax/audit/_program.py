@@ -17,7 +17,7 @@ from zerojax._types import Shape
 
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,8 @@ class Program:
     statistics: dict[str, int]  # bytes, named as `memory_analysis` names them
     inputs: tuple[Argument, ...]  # one leaf per argument leaf, in flattening order
     outputs: tuple[Argument, ...]  # one leaf per result leaf
+    # axes of the mesh that the arguments lie on, and their sizes; empty for none
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> Program:
@@ -78,10 +80,36 @@ class Program:
             text=text,
             platform=places.platform,
             device_ids=places.device_ids,
+            mesh=places.mesh,
             statistics=_statistics(compiled),
             inputs=inputs,
             outputs=outputs,
         )
+
+    @property
+    def argument_bytes(self) -> int:
+        """Count the bytes that arguments take on a device."""
+        used = (x.shard_bytes for x in self.inputs if x.number is not None and not x.memory_kind)
+        return self.statistics.get("argument_size_in_bytes", sum(used))
+
+    @property
+    def output_bytes(self) -> int:
+        """Count the bytes of results that take no argument's buffer."""
+        stats = self.statistics
+        return max(stats.get("output_size_in_bytes", 0) - stats.get("alias_size_in_bytes", 0), 0)
+
+    @property
+    def peak(self) -> int:
+        """Count the bytes of a device at the worst moment, as the compiler says where it does."""
+        stats = self.statistics
+        known = self.argument_bytes + self.output_bytes + stats.get("temp_size_in_bytes", 0)
+        told = stats.get("peak_memory_in_bytes", 0)
+        # A TPU fits a program by this figure, and its temporaries can add up to more: not all of
+        # them live at once. A CPU's figure leaves temporaries out.
+        peak = told if told and self.platform != "cpu" else max(known, told)
+        # It adds what the host's memory holds, all the time as an argument or now and then.
+        host = stats.get("host_argument_size_in_bytes", 0)
+        return min(max(peak - host, 0), known) if host else peak
 
     def to_json(self) -> str:
         """Write the program as JSON, its text included."""
@@ -107,6 +135,7 @@ class _Placements:
 
     def __init__(self) -> None:
         self.device_ids: tuple[int, ...] = ()
+        self.mesh: dict[str, int] = {}
         self.platform = ""
         self._numbers: dict[Any, int] = {}
 
@@ -136,6 +165,7 @@ class _Placements:
         if isinstance(sharding, NamedSharding) and not self.device_ids:
             devices = list(np.asarray(sharding.mesh.devices).flat)
             self.device_ids = tuple(device.id for device in devices)
+            self.mesh = dict(sharding.mesh.shape)
         if not self.platform:
             platform = str(devices[0].platform)
             self.platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

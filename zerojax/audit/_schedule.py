@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from zerojax.audit._clock import Clock, Tally
 from zerojax.audit._program import Program
-from zerojax.audit._traffic import Move, device_order
+from zerojax.audit._traffic import Move
 from zerojax.hlo import Collective, Cost, Module, Operation, parse_schedule
 from zerojax.layout import Layout
 from zerojax.planner import Hardware, Places, Transfer, find_hardware
@@ -84,42 +85,93 @@ class ScheduleReport:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
 
-def schedule_of(
-    program: Program, layout: Layout, module: Module, moves: Sequence[Move]
-) -> ScheduleReport | None:
+@dataclass(frozen=True)
+class Timeline:
+    """A program that a clock went through.
+
+    Attributes:
+        clock: what it saw.
+        hardware: the chip whose figures were used.
+        rematerialised: instructions that the compiler itself runs again.
+        issued: collectives by computation, instruction and loops.
+    """
+
+    clock: Clock
+    hardware: Hardware
+    rematerialised: tuple[str, ...]
+    issued: Mapping[object, Sequence[Collective]]
+
+    def records(self, one: Operation) -> list[Collective]:
+        """List the collectives that an operation begins."""
+        return [record for key in one.begins for record in self.issued.get(key, ())]
+
+    @property
+    def exposed_share(self) -> float:
+        """Return the part of the step for which the device waits."""
+        return self.clock.exposed / ((self.clock.work + self.clock.exposed) or 1)
+
+    @property
+    def blocking_bytes(self) -> float:
+        """Count the moved bytes that nothing was scheduled beside."""
+        alone = (one for one in self.clock.tallies.values() if one.largest is None)
+        return sum(x.moved_bytes for one in alone for x in self.records(one.operation))
+
+
+def timeline_of(
+    program: Program, module: Module, records: Sequence[Collective], devices: Sequence[Any]
+) -> Timeline | None:
     """Run the clock over a program; None on a CPU, whose collectives always wait, or another chip.
 
     Another chip is one whose figures `HARDWARE` does not have.
+
+    Args:
+        program: what was compiled.
+        module: its text.
+        records: its collectives.
+        devices: of the mesh; the program's own order of them counts, where it tells it.
     """
-    hardware = _hardware_of(layout)
+    hardware = _hardware_of(devices[0])
     found = None if program.platform == "cpu" else parse_schedule(module)
     if found is None or hardware is None:
         return None
-    devices, order = list(layout.devices.flat), device_order(program, layout)
-    places = Places(hardware, (devices[order.get(at, at)] for at in range(len(devices))))
-    issued: dict[object, list[Move]] = {}
-    for move in moves:
-        record = move.record
-        issued.setdefault((record.computation, record.name, record.loops), []).append(move)
-
-    def moves_of(one: Operation) -> list[Move]:
-        return [move for key in one.begins for move in issued.get(key, ())]
+    own = {device.id: device for device in devices}
+    if own.keys() == set(program.device_ids):
+        devices = [own[number] for number in program.device_ids]
+    places = Places(hardware, devices)
+    issued: dict[object, list[Collective]] = {}
+    for record in records:
+        if record.moved_elements:
+            issued.setdefault((record.computation, record.name, record.loops), []).append(record)
 
     def transfer_of(one: Operation) -> Transfer:
-        found = [_transfer(move.record, places, hardware) for move in moves_of(one)]
-        links = dict.fromkeys(link for one in found for link in one.links)
-        return Transfer(sum(one.seconds for one in found), tuple(links))
+        moving = [_transfer(x, places, hardware) for x in timeline.records(one)]
+        links = dict.fromkeys(link for each in moving for link in each.links)
+        return Transfer(sum(each.seconds for each in moving), tuple(links))
 
     clock = Clock(lambda cost: _seconds(cost, hardware), transfer_of)
+    timeline = Timeline(clock, hardware, found.rematerialised, issued)
     clock.run(found.operations)
+    return timeline
+
+
+def schedule_of(
+    program: Program, layout: Layout, module: Module, moves: Sequence[Move]
+) -> ScheduleReport | None:
+    """Report what a step waits for; None where `timeline_of` is."""
+    by_record = {id(move.record): move for move in moves}
+    records = [move.record for move in moves]
+    timeline = timeline_of(program, module, records, list(layout.devices.flat))
+    if timeline is None:
+        return None
+    clock = timeline.clock
     collectives = [
-        _collective(group, tally, layout)
+        _collective([by_record[id(record)] for record in group], tally, layout)
         for tally in clock.tallies.values()
-        if (group := moves_of(tally.operation))
+        if (group := timeline.records(tally.operation))
     ]
     links, busiest = max(clock.busy.items(), key=lambda item: item[1], default=("", 0.0))
     return ScheduleReport(
-        hardware=hardware.name,
+        hardware=timeline.hardware.name,
         collectives=tuple(
             sorted(collectives, key=lambda one: (-one.exposed_seconds, -one.moved_bytes))
         ),
@@ -127,13 +179,13 @@ def schedule_of(
         exposed_seconds=clock.exposed,
         busiest_seconds=busiest,
         bound_by="work" if clock.work >= busiest else f"{links} links",
-        rematerialised=found.rematerialised,
+        rematerialised=timeline.rematerialised,
     )
 
 
-def _hardware_of(layout: Layout) -> Hardware | None:
+def _hardware_of(device: Any) -> Hardware | None:
     try:
-        return find_hardware(str(layout.devices.flat[0].device_kind))
+        return find_hardware(str(device.device_kind))
     except ValueError:
         return None
 

@@ -10,6 +10,7 @@ import typer
 
 from zerojax._extras import MissingExtra
 from zerojax._version import __version__
+from zerojax.cli._check import check, diff
 from zerojax.cli._checkpoint import checkpoint
 from zerojax.cli._doctor import doctor
 from zerojax.cli.compile._command import compile_
@@ -32,6 +33,8 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command(name="compile")(compile_)
+app.command()(check)
+app.command()(diff)
 app.add_typer(checkpoint)
 app.command()(doctor)
 

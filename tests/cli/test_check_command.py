@@ -1,0 +1,107 @@
+"""`zerojax check` holds steps against their lock file; `zerojax diff` two lock files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerojax.cli import main
+
+STEPS = """
+import jax, jax.numpy as jnp, numpy as np, optax, zerojax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+WIDTH = 64
+
+def step_of(devices, cut):
+    mesh = Mesh(np.array(devices), ("data",))
+    make = lambda spec, *shape: jax.ShapeDtypeStruct(
+        shape, "float32", sharding=NamedSharding(mesh, spec)
+    )
+    w, x = make(cut, WIDTH, WIDTH), make(P("data"), 16, WIDTH)
+    step = lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return jax.jit(step, donate_argnums=0, out_shardings=w.sharding).lower(w, x)
+
+@zerojax.checked("cpu:8")
+def plain(devices):
+    return step_of(devices, P("data"))
+
+@zerojax.checked("cpu:4")
+def audited(devices):
+    mesh = zerojax.make_mesh({"data": 4}, devices=devices)
+    params = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+    layout = zerojax.make_layout(params, mesh, stage=2, min_size=8)
+    loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+    step = zerojax.make_train_step(loss, optax.adam(1e-3), layout)
+    return step, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
+
+def unmarked(devices):
+    return step_of(devices, P())
+
+def wrong(devices):
+    return len(devices)
+
+def broken(devices):
+    return devices[0].no_such_thing
+"""
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text(STEPS)
+    return tmp_path / "steps.py"
+
+
+def test_a_step_is_accepted_then_checked_and_a_change_is_told(steps, capsys):
+    assert main(["check", "steps.py"]) == 1
+    err = capsys.readouterr().err
+    assert "plain @ cpu:8 is not in the lock file" in err
+    assert "zerojax check steps.py --accept" in err
+    assert main(["check", "steps.py", "--accept"]) == 0
+    assert main(["check", "steps.py"]) == 0
+    lock = steps.parent / "zerojax.lock"
+    before = steps.parent / "before.lock"
+    before.write_text(lock.read_text())
+    assert list(json.loads(lock.read_text())["steps"]) == ["audited @ cpu:4", "plain @ cpu:8"]
+    steps.write_text(STEPS.replace('step_of(devices, P("data"))', "step_of(devices, P())"))
+    capsys.readouterr()
+    assert main(["check", "steps.py", "--json", "found.json"]) == 1
+    out, err = capsys.readouterr()
+    assert "argument: 0: expected spec P('data',), bytes 2,048, seen spec P(), bytes 16,384" in out
+    assert "plain @ cpu:8 differs from the lock file" in err
+    assert "audited" not in err
+    found = json.loads((steps.parent / "found.json").read_text())
+    assert found["plain @ cpu:8"]["differences"][0]["where"] == "0"
+    assert main(["check", "steps.py", "--accept"]) == 0
+    capsys.readouterr()
+    assert main(["diff", "before.lock", "zerojax.lock"]) == 1
+    assert "all-reduce f32[64,64] over data" in capsys.readouterr().out
+    assert main(["diff", "before.lock", "before.lock"]) == 0
+
+
+def test_a_function_is_named_with_its_target(steps, capsys):
+    assert main(["check", "steps.py:unmarked", "--target", "cpu:2", "--accept"]) == 0
+    assert "unmarked @ cpu:2: peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing.py"], "there is no file nothing.py"),
+        (["steps.py:absent"], "has no function 'absent'; it has "),
+        (["steps.py:unmarked"], "for which hardware is unmarked? Give --target"),
+        (["steps.py:plain", "--target", "cpu"], "name the number of virtual devices, as in cpu:8"),
+        (["steps.py:plain", "--target", "h1000:1x8"], "'h1000:1x8' is not a topology"),
+        (["steps.py:wrong", "--target", "cpu:2"], "gives a int; return jax.jit(step).lower(...)"),
+        (["steps.py:broken", "--target", "cpu:2"], "steps.py:36: AttributeError"),
+        (["steps.py", "--lock", "steps.py"], "is no lock file that can be read"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(steps, capsys, arguments, told):
+    assert main(["check", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1

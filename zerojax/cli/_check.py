@@ -1,0 +1,271 @@
+"""`zerojax check` and `zerojax diff`: a step against its lock, and one lock against another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from rich.text import Text
+
+from zerojax.aot import ProgramCache, compile_lowered, describe_shortage, parse_topology
+from zerojax.aot import topology_mesh as make_topology_mesh
+from zerojax.audit import Problem, Program, audit
+from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
+from zerojax.cli.shared._machine import find_devices
+from zerojax.cli.shared._screen import Screen, binary, run_task
+from zerojax.lock import (
+    CheckedStep,
+    Difference,
+    StepRecord,
+    compare,
+    find_steps,
+    read_lock,
+    write_lock,
+)
+
+LOCK = "zerojax.lock"
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckOptions(CommandOptions):
+    """What `zerojax check` was asked for."""
+
+    steps: str = argument("FILE[:NAME]")
+    """A Python file, and the function in it if not all that are marked."""
+    target: tuple[str, ...] = option((), metavar="NAME", panel="Hardware")
+    """Hardware to compile for, in the place of what the functions are marked with: a topology
+    (h100:1x8, v5p:2x2x2), or cpu:8; may be given several times."""
+    lock: Path | None = option(None, metavar="FILE", panel="Output", show_default="beside FILE")
+    """The lock file: zerojax.lock in the folder of the steps."""
+    accept: bool = option(False, panel="Output")
+    """Write what the steps are now into the lock file."""
+    json: Path | None = option(None, metavar="FILE", panel="Output")
+    """Keep what was found as JSON."""
+    no_cache: bool = option(False, panel="Output")
+    """Compile even what was compiled before, and keep nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What was found of one step: its record, what differs from the lock, and its audit."""
+
+    step: CheckedStep
+    record: StepRecord
+    differences: tuple[Difference, ...]
+    is_new: bool
+    problems: tuple[Problem, ...]
+
+
+@command
+def check(options: CheckOptions) -> None:
+    r"""Compile training steps for hardware that is not here, and hold them against a lock file.
+
+    For the CI of any JAX project: a function that takes devices and returns a lowered step is all
+    that is asked for, `jax.jit(step).lower(state, batch)` of plain JAX, flax, equinox or a trainer
+    that does the like; it is marked `@zerojax.checked("h100:1x8", "cpu:8")`. The lock file says for
+    each step and target what every argument takes on a device, what is moved along which axis of
+    the mesh and how often, what of it blocks, and the peak. A change of any is an error, with the
+    leaf, the line, what was expected and what was seen, until it is accepted with --accept.
+
+    Exit status: 0 as the lock file says; 1 something differs; 2 asked for what can't be done.
+
+    Examples: the first time; in CI; one function for one target.
+
+    ```
+    zerojax check ci/steps.py --accept
+    zerojax check ci/steps.py
+    zerojax check ci/steps.py:train --target v5p:2x2x2
+    ```
+    """
+    screen = Screen(width=100)
+    name, _, function = options.steps.partition(":")
+    path = Path(name)
+    lock_path = options.lock or path.parent / LOCK
+    with refusing():
+        steps = _told(lambda: find_steps(path, function, options.target), path)
+        held = read_lock(lock_path) if lock_path.exists() else {}
+        devices = _devices(steps)
+    cache = None if options.no_cache else ProgramCache()
+    found = [_check(step, devices[step.target], held, cache, screen, path) for step in steps]
+    for one in found:
+        _show(one, screen)
+    if options.json is not None:
+        plain = {one.step.name: _to_dict(one) for one in found}
+        options.json.write_text(json.dumps(plain, indent=2) + "\n")
+        screen.wrote(options.json)
+    if options.accept:
+        write_lock(lock_path, {**held, **{one.step.name: one.record for one in found}})
+        screen.wrote(lock_path)
+    wrong = [complaint for one in found if (complaint := _complaint(one, options.accept))]
+    if wrong:
+        accept = f"zerojax check {options.steps} --accept"
+        remedy = "" if options.accept else f"; if it is meant: {accept}"
+        raise Failure("; ".join(wrong) + remedy, 1)
+
+
+def _devices(steps: Sequence[CheckedStep]) -> dict[str, list[Any]]:
+    """Return the devices of each target; the CPU is divided once, for the largest."""
+    targets = list(dict.fromkeys(step.target for step in steps))
+    counts = {one: _cpu_count(one) for one in targets if one.partition(":")[0] == "cpu"}
+    here = find_devices(max(counts.values())) if counts else []
+    found = {one: here[:count] for one, count in counts.items()}
+    for one in targets:
+        if one not in found:
+            mesh = make_topology_mesh(one, {"device": parse_topology(one).num_devices})
+            found[one] = list(mesh.devices.flat)
+    return found
+
+
+def _cpu_count(target: str) -> int:
+    count = target.partition(":")[2]
+    if not count.isdigit() or int(count) < 1:
+        raise ValueError(f"{target}: name the number of virtual devices, as in cpu:8")
+    return int(count)
+
+
+def _check(
+    step: CheckedStep,
+    devices: Sequence[Any],
+    held: Mapping[str, StepRecord],
+    cache: ProgramCache | None,
+    screen: Screen,
+    path: Path,
+) -> Checked:
+    """Lower, compile and read one step, and compare it with what was accepted."""
+    lower = functools.partial(_told, functools.partial(step.lower, devices), path)
+    given, layout, recipe = run_task(screen.console, f"{step.name}: lowering", lower)
+    work = functools.partial(_compile, given, cache, step)
+    program = run_task(screen.console, f"{step.name}: compiling", work)
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    record = StepRecord.of(program, devices, versions)
+    old = held.get(step.name)
+    return Checked(
+        step=step,
+        record=record,
+        differences=() if old is None else compare(old, record),
+        is_new=old is None,
+        problems=() if layout is None else audit(program, layout, recipe).problems,
+    )
+
+
+def _compile(given: Any, cache: ProgramCache | None, step: CheckedStep) -> Program:
+    if isinstance(given, jax.stages.Compiled):
+        return Program.of(given)
+    compilation = compile_lowered(given, cache)
+    if compilation.program is None:
+        assert compilation.shortage is not None
+        raise Failure(f"{step.name}: {describe_shortage(compilation.shortage)}", 1)
+    return compilation.program
+
+
+def _told(work: Callable[[], Result], path: Path) -> Result:
+    """Run code of the user's; what it raises ends the command, with the line of the user's file."""
+    try:
+        return work()
+    except (ValueError, OSError) as error:
+        if error.__traceback__ and not _user_line(error, path):
+            raise
+        raise _failure(error, path) from error
+    except Exception as error:
+        raise _failure(error, path) from error
+
+
+def _failure(error: Exception, path: Path) -> Failure:
+    told = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return Failure(f"{_user_line(error, path) or path}: {told}")
+
+
+def _user_line(error: Exception, path: Path) -> str:
+    """Return the last place in the user's file that an error went through; empty for none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if Path(one.filename).resolve() == path.resolve()]
+    return f"{path}:{own[-1].lineno}" if own else ""
+
+
+def _show(one: Checked, screen: Screen) -> None:
+    totals = one.record.totals
+    words = [f"peak {binary(totals['peak bytes'])}"] if "peak bytes" in totals else []
+    words += [
+        f"{binary(count)} {name.removeprefix('bytes ')}"
+        for name, count in totals.items()
+        if name.startswith("bytes over")
+    ]
+    if "exposed share" in totals:
+        words.append(f"waits for {totals['exposed share']:.1%} of the scheduled step")
+    screen.show(Text.assemble((one.step.name, "bold"), ": " + ", ".join(words)))
+    screen.say(f"  {one.record.theory}")
+    for difference in one.differences:
+        style = "green" if difference.grows is False else "red"
+        screen.show(Text(f"  {difference}", style=style))
+    for problem in one.problems:
+        screen.show(Text(f"  {problem}", style="red"))
+
+
+def _complaint(one: Checked, is_accepted: bool) -> str:
+    """Say in a few words what is wrong with a step; empty for nothing."""
+    words = []
+    if one.is_new and not is_accepted:
+        words.append("is not in the lock file")
+    if one.differences and not is_accepted:
+        words.append(f"differs from the lock file in {len(one.differences)} places")
+    if one.problems:
+        words.append(f"has {len(one.problems)} problems by its audit")
+    return f"{one.step.name} {' and '.join(words)}" if words else ""
+
+
+def _to_dict(one: Checked) -> dict[str, Any]:
+    return {
+        "record": dataclasses.asdict(one.record),
+        "in_lock": not one.is_new,
+        "differences": [dataclasses.asdict(difference) for difference in one.differences],
+        "problems": [problem.to_dict() for problem in one.problems],
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiffOptions(CommandOptions):
+    """What `zerojax diff` was asked for."""
+
+    old: Path = argument("OLD")
+    """A lock file."""
+    new: Path = argument("NEW")
+    """Another one."""
+
+
+@command
+def diff(options: DiffOptions) -> None:
+    """Compare two lock files: what moved, what grew, what began to block.
+
+    Exit status: 0 no difference; 1 something differs; 2 asked for what can't be done.
+
+    ```
+    git show main:zerojax.lock > before.lock
+    zerojax diff before.lock zerojax.lock
+    ```
+    """
+    screen = Screen(width=100)
+    with refusing():
+        old, new = read_lock(options.old), read_lock(options.new)
+    differs = False
+    for name in dict.fromkeys([*old, *new]):
+        if name not in old or name not in new:
+            screen.show(Text(f"{name}: only in {options.old if name in old else options.new}"))
+            differs = True
+            continue
+        found = compare(old[name], new[name])
+        differs = differs or bool(found)
+        screen.show(Text.assemble((name, "bold"), f": {len(found) or 'no'} differences"))
+        if old[name].versions != new[name].versions:
+            screen.say(f"  compiled with {dict(old[name].versions)}, {dict(new[name].versions)}")
+        for one in found:
+            screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
+    if differs:
+        raise Failure("", 1)

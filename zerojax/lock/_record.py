@@ -1,0 +1,225 @@
+"""`StepRecord`: what a compiled step holds and moves on one device, as a lock file keeps it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerojax._types import Shape
+from zerojax.audit import Argument, Program, role_of, timeline_of
+from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module
+
+_NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """Arguments that look the same, such as a matrix of each layer."""
+
+    count: int  # how many they are
+    dtype: str
+    shape: Shape  # of one, whole
+    spec: str  # its PartitionSpec
+    bytes: int  # that all of them take on a device
+    donated: bool
+    settled: bool  # whether the step returns them as it takes them, so that it compiles once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Collectives that look the same."""
+
+    runs: int  # how often a step runs them; loops of unknown length count once
+    bytes: float  # that a device sends in a step
+    leaf: str  # arguments that they may move; empty for an activation
+    source: str = ""  # file:line of one of them; a lock file leaves it out
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What a compiled step holds and moves on one device.
+
+    Attributes:
+        versions: of what compiled it.
+        mesh: its axes and their sizes.
+        leaves: arguments by path, layer numbers written as *.
+        moved: collectives by what they do: "all-gather bf16[1024,4096] over data".
+        totals: bytes of the peak, of arguments and of host memory, that are moved along each axis,
+            and of those that block; and the exposed share of the scheduled step. What
+            the compiler does not tell is left out.
+        theory: what ZeRO moves for arguments that lie as these, beside what is moved; in words. A
+            lock file leaves it out.
+    """
+
+    versions: Mapping[str, str]
+    mesh: Mapping[str, int]
+    leaves: Mapping[str, Leaf]
+    moved: Mapping[str, Moved]
+    totals: Mapping[str, float]
+    theory: str = ""
+
+    @classmethod
+    def of(
+        cls, program: Program, devices: Sequence[Any], versions: Mapping[str, str]
+    ) -> StepRecord:
+        """Read a program that was compiled for some devices."""
+        module = parse_module(program.text)
+        records = parse_collectives(module).records
+        leaves = _leaves(program)
+        totals = _totals(program, records)
+        if (timeline := timeline_of(program, module, records, devices)) is not None:
+            totals["blocking bytes"] = round(timeline.blocking_bytes)
+            totals["exposed share"] = round(timeline.exposed_share, 4)
+        return cls(
+            versions=dict(versions),
+            mesh=dict(program.mesh),
+            leaves=leaves,
+            moved=_moved(records, program, leaves),
+            totals=totals,
+            theory=_theory(program, records),
+        )
+
+
+def _leaves(program: Program) -> dict[str, Leaf]:
+    """Group arguments by path without layer numbers, dtype, shape and placement."""
+    returned = _returned(program)
+    groups: dict[tuple[Any, ...], list[Argument]] = {}
+    for one in program.inputs:
+        settled = not one.donated or _same(one, returned.get(one.path))
+        key = (_pattern(one.path), one.dtype, one.shape, one.spec, one.donated, settled)
+        groups.setdefault(key, []).append(one)
+    found: dict[str, Leaf] = {}
+    for (path, dtype, shape, spec, donated, settled), alike in groups.items():
+        single = len(alike) == 1 or path in found
+        found[alike[0].path if single else path] = Leaf(
+            count=len(alike),
+            dtype=dtype,
+            shape=shape,
+            spec=spec,
+            bytes=sum(one.shard_bytes for one in alike),
+            donated=donated,
+            settled=settled,
+        )
+    return dict(sorted(found.items()))
+
+
+def _pattern(path: str) -> str:
+    """Write numbers within a path as *: 0/params/blocks/3/qkv as 0/params/blocks/*/qkv."""
+    return _NUMBER.sub("*", path)
+
+
+def _returned(program: Program) -> dict[str, Argument]:
+    """Find for each argument the result that takes its place in the next step.
+
+    An argument `0/params/w` is returned as `0/params/w`, or where the state is the one result, as
+    `params/w`.
+    """
+    results = {one.path: one for one in program.outputs}
+    return {
+        one.path: results[name]
+        for one in program.inputs
+        for name in (one.path, one.path.partition("/")[2])
+        if name in results and results[name].shape == one.shape
+    }
+
+
+def _same(one: Argument, returned: Argument | None) -> bool:
+    """Whether an argument comes back so that the next call compiles nothing anew."""
+    if returned is None or -1 in (one.placement, returned.placement):
+        return True
+    kept = ("placement", "dtype", "weak_type", "memory_kind")
+    return all(getattr(one, name) == getattr(returned, name) for name in kept)
+
+
+def _moved(
+    records: Iterable[Collective], program: Program, leaves: Mapping[str, Leaf]
+) -> dict[str, Moved]:
+    groups: dict[str, list[Collective]] = {}
+    for one in records:
+        if one.moved_elements:
+            shape = ",".join(map(str, one.shape))
+            key = f"{_name(one)} {one.dtype}[{shape}] over {_axes(one, program)}"
+            groups.setdefault(key, []).append(one)
+    # Moments look like their parameters, and are not what is moved.
+    states = {_pattern(one.path) for one in program.inputs if one.role}
+    named = {path: leaf for path, leaf in leaves.items() if _pattern(path) not in states}
+    return {
+        key: Moved(
+            runs=sum(one.trip_count or 1 for one in alike),
+            bytes=round(sum(one.moved_bytes for one in alike)),
+            leaf=_leaf_of(alike[0].shape, named),
+            source=next((one.source for one in alike if one.source), ""),
+        )
+        for key, alike in sorted(groups.items())
+    }
+
+
+def _name(record: Collective) -> str:
+    """Name what a collective does, whatever its spelling."""
+    names = {"gather": "all-gather", "scatter": "reduce-scatter", "sliced": "reduce-scatter"}
+    return names.get(role_of(record), record.op)
+
+
+def _axes(record: Collective, program: Program) -> str:
+    pairs = record.op == "collective-permute"
+    return " x ".join(mesh_axes(record.groups, program.mesh, pairs=pairs)) or "slices"
+
+
+def _leaf_of(shape: Shape, leaves: Mapping[str, Leaf]) -> str:
+    """Name the arguments that a tensor may be all of, or a layer of."""
+    dims = sorted(size for size in shape if size > 1)
+    for cut in (0, 1, 2):
+        found = [
+            path
+            for path, leaf in leaves.items()
+            if leaf.shape[cut:] and sorted(size for size in leaf.shape[cut:] if size > 1) == dims
+        ]
+        if found and dims:
+            return " or ".join(found[:3]) + (" ..." if len(found) > 3 else "")
+    return ""
+
+
+def _totals(program: Program, records: Iterable[Collective]) -> dict[str, float]:
+    totals: dict[str, float] = {
+        "peak bytes": program.peak,
+        "argument bytes": program.argument_bytes,
+        "host bytes": program.statistics.get("host_argument_size_in_bytes", 0),
+    }
+    for one in records:
+        if one.moved_elements:
+            name = f"bytes over {_axes(one, program)}"
+            totals[name] = totals.get(name, 0) + one.moved_bytes
+    return {name: round(value) for name, value in totals.items() if value}
+
+
+def _theory(program: Program, records: Iterable[Collective]) -> str:
+    """Say what ZeRO moves for arguments that lie as these, in elements per parameter (Psi).
+
+    Parameters are the donated arguments of which an optimizer's leaf has shape and end of path. Cut
+    in n parts, one is gathered twice and reduced once, 3 (n-1)/n; where only its moments are, or
+    none, 2 (n-1)/n (arXiv 1910.02054, section 7).
+    """
+    moments = [one for one in program.inputs if one.role == "optimizer" and one.shape]
+    size, moves, partitioned = 0, 0.0, 0
+    num_devices = math.prod(program.mesh.values()) or len(program.device_ids)
+    for one in program.inputs:
+        end = one.path.split("/", 2)[-1]
+        own = [x for x in moments if x.shape == one.shape and x.path.endswith(f"/{end}")]
+        if one.role or not own:
+            continue
+        count = math.prod(one.shape)
+        parts = [count // math.prod(x.shard_shape) for x in (one, *own)]
+        factor = 3 if parts[0] > 1 else 2
+        parts = max(parts) if max(parts) > 1 else num_devices
+        size, moves = size + count, moves + factor * count * (parts - 1) / parts
+        partitioned += factor == 3
+    if not size:
+        return "no optimizer's state is recognised among the arguments, so no theory is told"
+    seen = sum(one.moved_elements for one in records) / size
+    return (
+        f"inferred from {len(moments)} moments: {size:,} parameters, {partitioned} leaves of them "
+        f"partitioned; ZeRO moves {moves / size:.3f} elements per parameter, this step {seen:.3f}"
+    )
