@@ -68,7 +68,10 @@ def test_an_accelerator_that_jax_does_not_use_is_a_warning(monkeypatch, bench):
 
 def test_real_accelerators_are_named_with_their_memory(monkeypatch, bench):
     one = SimpleNamespace(
-        platform="gpu", device_kind="H100", memory_stats=lambda: {"bytes_limit": 80 * 10**9}
+        process_index=0,
+        platform="gpu",
+        device_kind="H100",
+        memory_stats=lambda: {"bytes_limit": 80 * 10**9},
     )
     monkeypatch.setattr(checks, "find_devices", lambda asked: [one] * 4)
     found = checks.check_devices(bench)
@@ -101,7 +104,7 @@ print(jax.config.jax_platforms, "libtpu" in sys.modules)
 
 def test_devices_without_host_memory_are_a_warning(monkeypatch):
     memories = [SimpleNamespace(kind="device")]
-    one = SimpleNamespace(platform="tpu", addressable_memories=lambda: memories)
+    one = SimpleNamespace(process_index=0, platform="tpu", addressable_memories=lambda: memories)
     found = checks.check_host_memory(Bench(devices=[one]))
     assert found.status == "warning"
     assert "(only device)" in found.found

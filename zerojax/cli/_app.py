@@ -13,10 +13,12 @@ from zerojax._version import __version__
 from zerojax.cli._check import check, diff
 from zerojax.cli._checkpoint import checkpoint
 from zerojax.cli._doctor import doctor
+from zerojax.cli._launch import launch
 from zerojax.cli.compile._command import compile_
 from zerojax.cli.plan._command import plan
 from zerojax.cli.shared._command import INTERRUPTED, Failure
 from zerojax.cli.train._command import train
+from zerojax.processes import fail
 
 # typer names one of its usage errors in public; that one's base is all of them.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -31,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command()(launch)
 app.command()(plan)
 app.command(name="compile")(compile_)
 app.command()(check)
@@ -60,8 +63,8 @@ def zerojax(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; errors are one line on stderr.
 
-    0: done. 1: the run failed. 2: it was asked for what can't be done. 75: preempted (SIGTERM),
-    saved, to be resumed. 130: interrupted.
+    0: done. 1: the run failed. 2: it was asked for what can't be done. 75: preempted (SIGTERM or
+    SIGHUP), saved, to be resumed. 130: interrupted.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -77,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(message: str, status: int) -> int:
+    message = " ".join(message.split())
     if message:  # bare `zerojax` has printed its help already
-        typer.echo(f"zerojax: {' '.join(message.split())}", err=True)
+        typer.echo(f"zerojax: {message}", err=True)
+    fail(message, status)  # where there are other processes, that wait for this one
     return status

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, unwrapped
-from zerojax._types import LossFn, PyTree
+from zerojax._types import PyTree
 from zerojax.audit import AuditReport, audit
 from zerojax.collectives import (
     StepLoss,
@@ -26,20 +26,20 @@ from zerojax.collectives import (
     warn_unless_mean,
     write_back,
 )
-from zerojax.layout import Layout, as_transformation, check_layout
+from zerojax.layout import Layout, as_transformation
 from zerojax.memory import activation_policy, rematerialised
-from zerojax.recipe import Recipe, as_recipe
+from zerojax.recipe import Recipe
 from zerojax.train._checks import (
     check_batch,
     check_placement,
     check_state,
-    check_trainable,
     check_usable,
 )
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
-from zerojax.train._loss import Loss, make_loss
+from zerojax.train._loss import Loss
 from zerojax.train._loss_scale import kept_unless, next_loss_scale, scaled
+from zerojax.train._rows import batch_part, place_rows
 from zerojax.train._state import TrainState, hold
 from zerojax.train._update import Update
 
@@ -104,9 +104,10 @@ class TrainStep:
         Args:
             state: from `step.init` or from the step before; donated.
             batch: arrays whose leading dim is the global batch, placed as `layout.batch` or not
-                placed at all. Scalars and what is marked `Whole` go to every device. A PRNG key
-                (a scalar) is folded for each microbatch, and for each device that computes its
-                gradients alone, so that no two examples draw the same noise.
+                placed at all; of several processes, what `place` returns. Scalars and what is
+                marked `Whole` go to every device. A PRNG key (a scalar) is folded for each
+                microbatch, and for each device that computes its gradients alone, so that no two
+                examples draw the same noise.
 
         Raises:
             ValueError: the state is of another layout, recipe or optimizer, or the devices or the
@@ -124,6 +125,32 @@ class TrainStep:
             The loss; with `has_aux`, `(loss, aux)`.
         """
         return self._call("evaluate", state, batch)
+
+    def place(self, batch: PyTree) -> PyTree:
+        """Make global arrays of the rows of a batch that this process has, for the step.
+
+        Each of several processes hands over its own rows, as many as the others; together they are
+        the batch. One process hands over all.
+
+        Args:
+            batch: numpy or jax arrays on this process, whose leading dim counts its rows. Scalars
+                and what is marked `Whole` have to be the same on all processes.
+
+        >>> index, count = step.batch_part
+        >>> state, metrics = step(state, step.place(x[index::count]))
+
+        Raises:
+            ValueError: the devices don't divide the rows.
+        """
+        return place_rows(batch, self.layout)
+
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """`(index, count)`: the part of each batch that this process places, of how many.
+
+        Processes whose devices hold the same rows, as along a model axis, have the same part.
+        """
+        return batch_part(self.layout)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays or shapes, as `jax.jit(...).lower` does."""
@@ -288,62 +315,3 @@ def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:
         return scaled(loss, given["scale"]), (loss, aux, carried)
 
     return run
-
-
-def make_train_step(
-    loss_fn: LossFn,
-    tx: Any,
-    layout: Layout,
-    recipe: Recipe | None = None,
-    *,
-    has_aux: bool = False,
-    model_state: PyTree = None,
-) -> TrainStep:
-    """Make the train step of a loss under a ZeRO stage.
-
-    Args:
-        loss_fn: `loss_fn(params, batch)` of logical parameters returns a scalar, or with `has_aux`
-            `(loss, aux)`; it knows nothing of the mesh. By further parameters it can ask for `key`,
-            a PRNG key for this step and these examples, derived from that of `step.init`; for
-            `step`, the number of steps done; and for `model_state`, which it returns anew:
-            `(loss, model_state)`, or `(loss, (aux, model_state))`.
-        tx: the optimizer, bare or wrapped by `sharded`.
-        layout: the placement; its stage decides what is partitioned.
-        recipe: precision, microbatches, clipping, rematerialisation, offload; fp32 by default.
-        has_aux: whether `loss_fn` returns a pytree beside the loss. Over microbatches and devices,
-            rows of examples keep the order of the batch, other floating leaves are averaged, and
-            whole numbers are counts: they are summed.
-        model_state: where the loss asks for it, the first value of state that is not trained, as
-            the statistics of BatchNorm are; or its shapes, for a step that is only compiled. The
-            train state holds it, whole on every device; microbatches pass it on.
-
-    Raises:
-        ValueError: a recipe that the layout can't follow: "once" at stage 3, where no device holds
-            a whole gradient, or an offload on a backend without host memory; a `model_state` that
-            the loss does not ask for, asks for without one, or under "once", where each device
-            would make its own.
-
-    Source: arXiv 1910.02054, sections 5 and 7.
-    """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
-    check_layout(layout, "make_train_step(loss_fn, tx, layout, recipe)")
-    check_trainable(layout)
-    loss, recipe = make_loss(loss_fn, has_aux=has_aux), as_recipe(recipe)
-    asks = "model_state" in loss.asks
-    if asks != (model_state is not None):
-        raise ValueError(
-            "loss_fn asks for model_state: give its first value, or its shapes, to "
-            "make_train_step(model_state=)"
-            if asks
-            else "loss_fn does not ask for model_state: name one of its parameters so"
-        )
-    if asks and recipe.reduction(layout.kinds) == "once":
-        raise ValueError(
-            "with reduce='once' each device would make a model_state of its own examples: write "
-            "Recipe(reduce='each')"
-        )
-    first = jax.tree.map(
-        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x), model_state
-    )
-    return TrainStep(loss, tx, layout, recipe, first)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 
 from zerojax.aot import MissingCompiler
+from zerojax.processes import ProcessError
 
 #: Ctrl-C, as shells have it; and preemption, as mail servers say "come again" (EX_TEMPFAIL).
 INTERRUPTED, PREEMPTED = 130, 75
@@ -42,12 +43,12 @@ def refusing() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError, MissingCompiler) as error:
+    except (ValueError, OSError, MissingCompiler, ProcessError) as error:
         raise Failure(str(error)) from error
 
 
 #: The groups of options, in the order in which they are shown.
-PANELS = ("Model", "Hardware", "ZeRO", "Training", "Data", "Other questions", "Output")
+PANELS = ("Model", "Hardware", "ZeRO", "Training", "Data", "Other questions", "Output", "Processes")
 #: The key of a field's metadata under which typer's view of it lies.
 PARAMETER = "parameter"
 
@@ -86,9 +87,14 @@ def option(default: Any, *names: str, panel: str | None = None, **looks: Any) ->
     return dataclasses.field(default=default, metadata={PARAMETER: info})
 
 
-def argument(metavar: str) -> Any:
-    """Return a field that is a positional argument; the string below the field is its help."""
-    info = typer.Argument(..., metavar=metavar, show_default=False)
+def argument(metavar: str, *, several: bool = False) -> Any:
+    """Return a field that is a positional argument; the string below the field is its help.
+
+    With `several` it takes all words that are left, in a tuple.
+    """
+    info = typer.Argument(None if several else ..., metavar=metavar, show_default=False)
+    if several:
+        return dataclasses.field(default=(), metadata={PARAMETER: info})
     return dataclasses.field(metadata={PARAMETER: info})
 
 

@@ -16,18 +16,24 @@ from zerojax.checkpoint import find_checkpoints, read_manifest
 NUM_VIRTUAL = 8
 
 
-def find_devices(num_devices: int | None) -> list[Any]:
+def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
     """Return `num_devices` devices; by default all real ones, or eight virtual ones on a CPU.
 
     The CPU is divided before jax starts, which does nothing to an accelerator. A number in the
-    environment (XLA_FLAGS, JAX_NUM_CPU_DEVICES) holds where the caller names none.
+    environment (XLA_FLAGS, JAX_NUM_CPU_DEVICES) holds where the caller names none. Of several
+    processes each has its part of the devices.
     """
+    if num_devices is not None and num_devices % num_processes:
+        raise ValueError(
+            f"--devices {num_devices} are shared by {num_processes} processes; give a multiple"
+        )
     divided = "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )
     if num_devices is not None or not divided:
         with contextlib.suppress(RuntimeError):  # jax has started; its devices stay
-            jax.config.update("jax_num_cpu_devices", num_devices or NUM_VIRTUAL)
+            own = (num_devices or NUM_VIRTUAL) // num_processes
+            jax.config.update("jax_num_cpu_devices", max(own, 1))
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter: a platform without a plugin
@@ -35,6 +41,11 @@ def find_devices(num_devices: int | None) -> list[Any]:
         raise ValueError(f"jax finds no devices: {told}") from error
     if num_devices is None:
         return found
+    if num_processes > 1 and len(found) > num_devices:
+        raise ValueError(
+            f"--devices {num_devices}: there are {len(found)}, and of several processes none is "
+            "left without; leave --devices out"
+        )
     if len(found) < num_devices:
         kind = found[0].platform
         remedy = "" if kind == "cpu" else "; or set JAX_PLATFORMS=cpu for virtual devices"
@@ -50,9 +61,10 @@ def memory_per_device(devices: list[Any]) -> int | None:
 
     Virtual devices share the machine's memory evenly.
     """
-    if devices[0].platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    return (devices[0].memory_stats() or {}).get("bytes_limit")
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    if here[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(here)
+    return (here[0].memory_stats() or {}).get("bytes_limit")
 
 
 def check_outputs(files: Mapping[str, Path | None]) -> None:

@@ -18,7 +18,7 @@ from zerojax.models import gpt
 from zerojax.planner import CONFIGURATIONS, Configuration, find_configuration
 from zerojax.recipe import OffloadPolicy, Recipe, Reduce, Remat, RematPolicy, as_remat
 
-MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT = PANELS
+MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT, PROCESSES = PANELS
 #: The mesh axis of model parallelism.
 MODEL_AXIS = "model"
 #: What the host can keep, and the kinds that this means.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NoReturn
 
 import absl.logging  # which orbax logs with
@@ -22,8 +19,10 @@ from zerojax.cli import charts
 from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
 from zerojax.cli.shared._machine import CHECKPOINTS
 from zerojax.cli.train._options import TrainOptions
-from zerojax.cli.train._run import TrainRun, bits, evaluate, sample, take_up
+from zerojax.cli.train._run import TrainRun, bits, evaluate, sample, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen
+from zerojax.cli.train._signals import LOSSES, Signals
+from zerojax.processes import ProcessError, gather_texts, has_started, initialize, leave
 from zerojax.train import unpad
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
@@ -58,14 +57,15 @@ def train(options: TrainOptions) -> None:
     zerojax train --resume --steps 4000 --out runs/books
     ```
     """
-    screen = TrainScreen()
     with refusing():
-        run = TrainRun(*take_up(options))
-    screen.start(run)
+        run = TrainRun(*take_up(options), _connect(options))
+    screen = TrainScreen(quiet=jax.process_index() > 0)
+    queued = QUEUED_STEPS.get(run.devices[0].platform, QUEUED_STEPS_ELSEWHERE)
     absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
     try:
-        with Signals() as signals:
-            _Training(run, screen, signals).go()
+        with sole_run(options.out), Signals(queued) as signals:
+            screen.start(run)
+            _Training(run, screen, signals, queued).go()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -76,46 +76,24 @@ def train(options: TrainOptions) -> None:
         ) from error
 
 
-MESSAGES = {
-    signal.SIGINT: b"\nzerojax: ending after this step; Ctrl-C again ends at once\n",
-    signal.SIGTERM: b"\nzerojax: saving and ending after this step (SIGTERM)\n",
-}
-
-
-class Signals:
-    """Catches SIGINT (Ctrl-C) and SIGTERM (preemption) within a `with` block of the main thread.
-
-    Attributes:
-        seen: those that came; any of them asks the run to end.
-    """
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._handle) for number in MESSAGES}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
-            # None stands for a handler that Python did not set and can't set again.
-            signal.signal(number, before or signal.SIG_DFL)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in self.seen and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if number not in self.seen:  # a second SIGTERM changes nothing: the state is on its way
-            self.seen.add(number)
-            # Not through a stream: it may be in the middle of a write.
-            os.write(2, MESSAGES[signal.Signals(number)])
+def _connect(options: TrainOptions) -> int:
+    """Connect this process with the others, if there are any; returns how many there are."""
+    # jax would take SIGTERM, and end nothing; a run that is set up ends as any other process.
+    jax.config.update("jax_enable_preemption_service", False)
+    places = options.coordinator, options.num_processes, options.process_id
+    if places == (None, None, None) and has_started():  # called from Python, in a notebook say
+        return jax.process_count()
+    return initialize(*places, patience=options.patience)
 
 
 class _Training:
     """The moving parts of a run."""
 
-    def __init__(self, run: TrainRun, screen: TrainScreen, signals: Signals) -> None:
+    def __init__(
+        self, run: TrainRun, screen: TrainScreen, signals: Signals, queued_steps: int
+    ) -> None:
         self.run, self.options = run, run.options
-        self.screen, self.signals = screen, signals
+        self.screen, self.signals, self.queued_steps = screen, signals, queued_steps
         self.first_step = 0
         with refusing():
             self.state, restored = run.start()
@@ -125,11 +103,11 @@ class _Training:
             screen.restored(restored, self.first_step)
         self.number = self.saved = self.first_step
         self.saving: PendingSave | None = None
-        self.metrics = Metrics(self.options.out / "metrics.jsonl", self.first_step)
+        self.is_first = jax.process_index() == 0  # which alone prints and writes
+        path = self.options.out / "metrics.jsonl"
+        self.metrics = Metrics(path, self.first_step, is_kept=self.is_first)
         self.evaluated = max(self.metrics.column("validation_bits_per_byte")[0], default=-1)
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
-        platform = run.devices[0].platform
-        self.queued_steps = QUEUED_STEPS.get(platform, QUEUED_STEPS_ELSEWHERE)
         self.clock = time.perf_counter()
 
     def go(self) -> None:
@@ -138,7 +116,7 @@ class _Training:
         try:
             with self.screen.progress:
                 self.train()
-            if not self.signals.seen:
+            if not self.signals.everywhere():
                 self.finish()
                 self.save_if_wanted()  # preempted after the last step
             if self.metrics.lines:
@@ -146,12 +124,14 @@ class _Training:
         finally:
             self.metrics.close()
             self.end_saving()
-        if self.signals.seen:
-            self.stop()
+        seen = self.signals.everywhere()
+        leave()
+        if seen:
+            self.stop(seen)
 
-    def stop(self) -> NoReturn:
+    def stop(self, seen: set[int]) -> NoReturn:
         """Say where the run stopped and how to go on."""
-        options, preempted = self.options, signal.SIGTERM in self.signals.seen
+        options, preempted = self.options, not LOSSES.isdisjoint(seen)
         word, status = ("preempted", PREEMPTED) if preempted else ("interrupted", INTERRUPTED)
         stopped = f"{word} after step {self.number} of {options.steps}"
         how = f"; go on with: zerojax train --resume --out {options.out}" if self.saved else ""
@@ -163,9 +143,9 @@ class _Training:
         eval_every = options.eval_every or max(options.steps // 10, 10)
         if self.number >= options.steps:
             self.screen.say(f"already at step {self.number}; nothing is left to train")
-        if self.number == 0 and not self.signals.seen:
+        if self.number == 0 and not self.signals.end_before(self.number + 1):
             self.evaluate()
-        while self.number < options.steps and not self.signals.seen:
+        while self.number < options.steps and not self.signals.end_before(self.number + 1):
             self.step()
             if self.number % eval_every == 0:
                 self.evaluate()
@@ -176,14 +156,15 @@ class _Training:
 
     def save_if_wanted(self) -> None:
         """Save what was not saved yet, where checkpoints or a preemption ask for it."""
-        wanted = self.options.save_every or signal.SIGTERM in self.signals.seen
+        seen = self.signals.everywhere()
+        wanted = self.options.save_every or not LOSSES.isdisjoint(seen)
         if wanted and self.saved < self.number:
             self.save()
         self.end_saving()
 
     def step(self) -> None:
         """Send one step off and take in those that are done."""
-        batch = jax.device_put(next(self.run.batches), self.run.layout.batch)
+        batch = self.run.step.place(next(self.run.batches))
         before = time.perf_counter()
         self.state, metrics = self.run.step(self.state, batch)
         if self.number == self.first_step:  # the first call compiled the step
@@ -217,6 +198,7 @@ class _Training:
             self.screen.step(line)
             if not math.isfinite(loss) and not metrics.get("skipped", False):
                 self.write()
+                gather_texts("diverged", "")  # the first to fail would end the one that writes
                 raise Failure(
                     f"the loss is {loss} at step {number}: training diverged; give a smaller --lr, "
                     "a longer --warmup or a smaller --clip-norm",
@@ -268,15 +250,15 @@ class _Training:
         self.screen.console.print(learned + start)
         if self.options.sample_bytes:
             params = unpad(self.state.params, self.run.layout)
-            prompt, written = sample(
-                self.run.config, params, self.run.corpus.held_out, self.options
-            )
+            prompt, written = sample(self.run, params)
             text = Text.assemble((prompt, "dim"), (written, "bold"))
             title = "sample: the prompt, then what the model wrote"
             self.screen.console.print(Panel(text, title=title, title_align="left"))
 
     def write(self) -> None:
         """Write the plot, and say what else was written."""
+        if not self.is_first:
+            return
         run, options, plot = self.run, self.options, self.options.out / "training.png"
         figure = charts.training_figure(
             f"{options.model}, {options.optimizer}, {options.precision}, "
@@ -293,7 +275,7 @@ def _saving() -> Iterator[None]:
     """Turn what keeps a checkpoint from being written, a full disk say, into one line."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ProcessError) as error:
         told = " ".join(str(error).split())[:MOST_TOLD]
         raise Failure(
             f"can't save a checkpoint: {told}; mend that (a full disk needs room), and go on with "

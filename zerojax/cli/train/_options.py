@@ -11,14 +11,19 @@ from zerojax.cli.shared._options import (
     DATA,
     MODEL,
     OUTPUT,
+    PROCESSES,
     TRAINING,
     ZERO,
     BuiltStepOptions,
     Precision,
 )
+from zerojax.processes import PATIENCE
 
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.
-OF_ONE_RUN = ("devices", "layout", "out", "init", "resume", "sample_bytes")
+OF_ONE_RUN = (
+    *("devices", "layout", "out", "init", "resume", "sample_bytes"),
+    *("coordinator", "num_processes", "process_id", "patience"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,12 +73,26 @@ class TrainOptions(BuiltStepOptions):
     """Gets metrics.jsonl, training.png and the checkpoints."""
     save_every: int | None = option(None, min=1, show_default="no checkpoints", panel=OUTPUT)
     """Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as preemption
-    sends it, always saves one and ends with status 75."""
+    sends it, and SIGHUP always save one and end with status 75."""
     keep: int | None = option(None, min=1, show_default="all", panel=OUTPUT)
     """Checkpoints to keep, the newest ones."""
     resume: bool = option(False, panel=OUTPUT)
     """Go on from the newest whole checkpoint in --out, with its options where none are given; on
     any devices, at any stage and precision."""
+    coordinator: str | None = option(
+        None, metavar="HOST:PORT", show_default="found by jax on a cluster", panel=PROCESSES
+    )
+    """Where process 0 of several listens for the others."""
+    num_processes: int | None = option(
+        None, min=1, show_default="found by jax on a cluster", panel=PROCESSES
+    )
+    """Processes of this run; 1 where jax should look for none."""
+    process_id: int | None = option(
+        None, min=0, show_default="found by jax on a cluster", panel=PROCESSES
+    )
+    """Which of them this one is."""
+    patience: float = option(PATIENCE, min=1.0, panel=PROCESSES)
+    """Seconds without a sign of life after which a process is lost, and all end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import itertools
-from collections.abc import Iterable
+import os
+import socket
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
 from zerojax._types import PyTree
@@ -23,6 +28,7 @@ from zerojax.checkpoint import (
     read_manifest,
     restore,
 )
+from zerojax.cli.shared._command import Failure
 from zerojax.cli.shared._machine import (
     CHECKPOINTS,
     check_outputs,
@@ -57,26 +63,12 @@ def held_out_batches(
 
 def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
     """Return the mean loss over batches in bits per byte."""
-    placed = (jax.device_put(rows, step.layout.batch) for rows in batches)
-    return bits(float(np.mean([step.evaluate(state, rows) for rows in placed])))
+    return bits(float(np.mean([step.evaluate(state, step.place(rows)) for rows in batches])))
 
 
 def bits(nats: float) -> float:
     """Convert a loss per byte from nats."""
     return nats / float(np.log(2))
-
-
-def sample(
-    config: gpt.Config, params: PyTree, text: np.ndarray, options: TrainOptions
-) -> tuple[str, str]:
-    """Return the first bytes of a text, and how the model continues them."""
-    prompt = jnp.asarray(text[None, :PROMPT_SIZE], jnp.int32)
-    if all(x.is_fully_replicated for x in jax.tree.leaves(params)):
-        params = jax.tree.map(lambda x: x.addressable_data(0), params)  # all would do the same
-    key, count = jax.random.key(options.seed), options.sample_bytes
-    tokens = gpt.generate(config, params, prompt, key, num_tokens=count, temperature=TEMPERATURE)
-    # A vocabulary larger than bytes can give tokens that are none; 255 is never UTF-8 either.
-    return decode(prompt[0]), decode(np.minimum(np.asarray(tokens[0]), 255))
 
 
 #: Examples per step where none are asked for: the next number that devices and microbatches divide.
@@ -95,10 +87,12 @@ class TrainRun:
         rates: the learning rate of each step.
         checkpoint: the newest one, which the run is to start from, or None.
         checkpoints: all of them, one per step that was saved.
+        batches: this process's rows of each batch.
+        held_out: its rows of the held-out text, in batches.
     """
 
-    def __init__(self, options: TrainOptions, checkpoint: Path | None) -> None:
-        found = find_devices(options.devices)
+    def __init__(self, options: TrainOptions, checkpoint: Path | None, num_processes: int) -> None:
+        found = find_devices(options.devices, num_processes)
         axes = options.mesh_axes(len(found))
         self.config, optimizer = options.chosen_model, options.chosen_optimizer
         context, width = self.config.context, self.config.width
@@ -118,14 +112,22 @@ class TrainRun:
             functools.partial(gpt.loss, self.config), tx, self.layout, recipe
         )
         self.rates = np.asarray(jax.vmap(schedule)(jnp.arange(options.steps)))
+        index, count = self.step.batch_part
         self.batches = make_batches(
-            self.corpus.train, context=context, batch_size=self.batch_size, seed=options.seed
+            self.corpus.train,
+            context=context,
+            batch_size=self.batch_size,
+            seed=options.seed,
+            process_index=index,
+            process_count=count,
         )
-        self.held_out = held_out_batches(
+        held_out = held_out_batches(
             self.corpus.held_out, context, options.eval_windows, self.batch_size
         )
-        files = {"--out": "metrics.jsonl", "--plot": "training.png"}
-        check_outputs({option: options.out / name for option, name in files.items()})
+        self.held_out = held_out[:, index::count]
+        if jax.process_index() == 0:
+            files = {"--out": "metrics.jsonl", "--plot": "training.png"}
+            check_outputs({option: options.out / name for option, name in files.items()})
         self.checkpoint = checkpoint
         self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
 
@@ -160,6 +162,52 @@ class TrainRun:
                 f"model states on each of {len(devices)} devices, which have {decimal(there)} "
                 "each; give a higher --stage, more devices or a smaller --model"
             )
+
+
+def sample(run: TrainRun, params: PyTree) -> tuple[str, str]:
+    """Return the first bytes of the held-out text, and how the model continues them."""
+    options, prompt = run.options, run.corpus.held_out[None, :PROMPT_SIZE].astype(np.int32)
+    place = run.layout.sharding(P())
+    if all(x.is_fully_replicated for x in jax.tree.leaves(params)):
+        params, place = jax.tree.map(lambda x: x.addressable_data(0), params), None  # each alone
+
+    def write(params: PyTree) -> jax.Array:
+        key, start, count = jax.random.key(options.seed), jnp.asarray(prompt), options.sample_bytes
+        return gpt.generate(
+            run.config, params, start, key, num_tokens=count, temperature=TEMPERATURE
+        )
+
+    tokens = jax.jit(write, out_shardings=place)(params).addressable_data(0)
+    # A vocabulary larger than bytes can give tokens that are none; 255 is never UTF-8 either.
+    return decode(prompt[0]), decode(np.minimum(np.asarray(tokens[0]), 255))
+
+
+@contextlib.contextmanager
+def sole_run(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder: they would write over each other's files.
+
+    The lock ends with the process, however that ends. On a file system without locks there is none.
+    """
+    if jax.process_index():
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise Failure(
+                f"{folder} is in use by another run, {file.read()}; give another folder to --out. "
+                "Are these processes of one run? Then let them find each other: --coordinator, "
+                "--num-processes and --process-id, or a launcher that jax knows (srun, mpirun)"
+            ) from error
+        except OSError:
+            pass
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:

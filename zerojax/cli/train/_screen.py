@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import statistics
@@ -30,8 +31,8 @@ LINE_EVERY = 10.0
 class TrainScreen(Screen):
     """Prints a run, from its mesh to the sample of what was learned."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
         self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -138,14 +139,16 @@ class Metrics:
     Args:
         path: the file.
         first_step: lines up to this step are kept, as a resumed run needs; others are dropped.
+        is_kept: whether to write them, as one of several processes does.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    def __init__(self, path: Path, first_step: int, *, is_kept: bool = True) -> None:
         self.lines = _read(path, first_step)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(map(_as_json, self.lines)))
-        partial.replace(path)
-        self._file = path.open("a")
+        if is_kept:
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(map(_as_json, self.lines)))
+            partial.replace(path)
+        self._file = path.open("a") if is_kept else io.StringIO()
 
     def add(self, **values: Any) -> None:
         """Add one line."""

@@ -1,0 +1,89 @@
+"""`zerojax launch`: processes of one run learn what one process learns, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.running import QUICK, enter
+from zerojax.checkpoint import verify
+from zerojax.cli import main
+from zerojax.cli.shared._command import Failure
+from zerojax.cli.train._run import sole_run
+
+LAUNCH = [sys.executable, "-m", "zerojax", "launch", "-n", "2", "--", "train"]
+MODEL = ["--data", "../text.txt", "--context", "32", "--batch-size", "8", *QUICK]
+#: Seconds after which a launch is ended.
+PATIENCE = 150
+
+
+@pytest.fixture
+def environment():
+    """Two devices a process, in a folder of its own."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
+    root = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": root}
+
+
+def losses(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_two_processes_learn_what_one_learns_and_one_goes_on(tmp_path, monkeypatch, environment):
+    work = enter(tmp_path, monkeypatch)
+    command = [*LAUNCH, *MODEL, "--stage", "2", "--steps", "4", "--save-every", "2", "--out", "two"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[0] mesh  4 virtual CPU devices" in done.stdout
+    assert not re.findall(r"^\[1\]", done.stdout, re.MULTILINE), "process 0 alone prints"
+    train = ["train", *MODEL, "--devices", "4", "--stage", "2", "--steps", "4"]
+    assert main([*train, "--out", "one"]) == 0
+    assert np.allclose(losses(work / "one"), losses(work / "two"), rtol=1e-6)
+    assert verify(work / "two/checkpoints/4").step == 4
+    resume = ["train", *MODEL, "--resume", "--devices", "2", "--stage", "3", "--steps", "5"]
+    assert main([*resume, "--out", "two"]) == 0
+    assert len(losses(work / "two")) == 5
+
+
+def test_a_signal_stops_all_processes_after_the_same_step(tmp_path, monkeypatch, environment):
+    work = enter(tmp_path, monkeypatch)
+    command = [*LAUNCH, *MODEL, "--stage", "3", "--steps", "100000", "--out", "run"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            told = ""
+            while "step 1/" not in told:
+                told += process.stdout.readline()
+            process.send_signal(signal.SIGHUP)
+            told += process.communicate(timeout=PATIENCE)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 75, told
+    stopped = set(re.findall(r"preempted after step (\d+)", told))
+    assert len(stopped) == 1
+    assert verify(work / f"run/checkpoints/{stopped.pop()}")
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path):
+    found = rf"in use by another run, process {os.getpid()} on"
+    with sole_run(tmp_path / "run"), pytest.raises(Failure, match=found):
+        sole_run(tmp_path / "run").__enter__()
+    with sole_run(tmp_path / "run"):
+        pass
+
+
+def test_launch_starts_what_it_knows(capsys):
+    assert main(["launch", "-n", "2", "--", "plan"]) == 2
+    assert "zerojax launch -n 2 -- train" in capsys.readouterr().err

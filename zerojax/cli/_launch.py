@@ -1,0 +1,107 @@
+"""`zerojax launch`: several processes of one run on this machine, for development."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option
+
+#: Seconds that processes have to end by themselves when one has failed.
+GRACE = 10.0
+HERE = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions(CommandOptions):
+    """What `zerojax launch` was asked for."""
+
+    processes: int = option(2, "-n", "--processes", min=1)
+    """Processes to start."""
+    words: tuple[str, ...] = argument("-- train ...", several=True)
+    """The command, `train` with its options."""
+
+    def __post_init__(self) -> None:
+        if self.words[:1] != ("train",):
+            raise ValueError(
+                "launch starts `train`: write zerojax launch -n 2 -- train ...; a program of your "
+                "own is started by what your cluster has, and calls zerojax.processes.initialize()"
+            )
+
+
+@command
+def launch(options: LaunchOptions) -> None:
+    """Start several processes of `zerojax train` on this machine, for development.
+
+    They find each other on the loopback interface, and each line that they print begins with the
+    number of the process. When one fails, all end. On a cluster its own launcher starts the
+    processes (srun, mpirun, a Kubernetes job), and `zerojax train` finds the others by itself.
+
+    Virtual devices are shared out; XLA_FLAGS in the environment says how many each process has.
+
+    ```
+    zerojax launch -n 2 -- train --stage 3 --steps 20
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 zerojax launch -n 4 -- train
+    ```
+    """
+    with socket.socket() as free:
+        free.bind((HERE, 0))
+        run = f"--coordinator={HERE}:{free.getsockname()[1]} --num-processes={options.processes}"
+    command = [sys.executable, "-m", "zerojax", *options.words, *run.split()]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for index in range(options.processes):
+            process = subprocess.Popen(
+                [*command, f"--process-id={index}"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # a terminal's Ctrl-C comes once, through this process
+            )
+            started.append(process)
+        status = _wait(started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    if status:
+        raise Failure("", status)
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all processes, for GRACE seconds after the first failure; return its status."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: [x.send_signal(number) for x in started])
+    printers = [threading.Thread(target=_print, args=each) for each in enumerate(started)]
+    for printer in printers:
+        printer.start()
+    status, until = 0, float("inf")
+    while any(process.poll() is None for process in started) and time.monotonic() < until:
+        failed = [
+            (i, process.returncode) for i, process in enumerate(started) if process.returncode
+        ]
+        if failed and not status:
+            (index, code), until = failed[0], time.monotonic() + GRACE
+            status = code if code > 0 else 128 - code
+            if code < 0:
+                sys.stderr.write(
+                    f"zerojax: process {index} ended by {signal.Signals(-code).name}\n"
+                )
+        time.sleep(0.05)
+    return status or max(abs(process.returncode or 0) for process in started)
+
+
+def _print(index: int, process: subprocess.Popen[bytes]) -> None:
+    """Pass on what a process prints, a line at a time, but not what its collectives greet with."""
+    for line in process.stdout or ():
+        if not line.startswith(b"[Gloo] Rank "):
+            sys.stdout.buffer.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))
+            sys.stdout.buffer.flush()

@@ -1,0 +1,62 @@
+"""The signals that end a run: at once, or in order and on all of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from zerojax.processes import CommonStop, gather_texts
+
+MESSAGES = {
+    signal.SIGINT: b"\nzerojax: ending after this step; Ctrl-C again ends at once\n",
+    signal.SIGTERM: b"\nzerojax: saving and ending after this step (SIGTERM)\n",
+    signal.SIGHUP: b"\nzerojax: saving and ending after this step (SIGHUP)\n",
+}
+#: The signals that come from a machine that is about to be lost.
+LOSSES = {signal.SIGTERM, signal.SIGHUP}
+
+
+class Signals:
+    """Catches the signals that end a run in order, within a `with` block of the main thread.
+
+    They are SIGINT (Ctrl-C), SIGTERM (preemption) and SIGHUP (a terminal that is closed), which
+    stays ignored where it was, as under nohup.
+
+    Args:
+        most_queued: steps that are started before an earlier one has ended.
+
+    Attributes:
+        seen: those that came to this process; any of them asks the run to end.
+    """
+
+    def __init__(self, most_queued: int) -> None:
+        self.seen: set[int] = set()
+        self._common_stop = CommonStop(most_queued)
+
+    def end_before(self, step: int) -> bool:
+        """Whether any process was asked to end; true for the same `step` on all of them."""
+        return self._common_stop.is_reached(step - 1, asked=bool(self.seen))
+
+    def everywhere(self) -> set[int]:
+        """Return the signals that came to any process; called by all."""
+        told = gather_texts("signals", " ".join(map(str, self.seen)))
+        return {int(number) for number in " ".join(told).split()}
+
+    def __enter__(self) -> Signals:
+        caught = [number for number in MESSAGES if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in caught}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            # None stands for a handler that Python did not set and can't set again.
+            signal.signal(number, before or signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in self.seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if number not in self.seen:  # a second SIGTERM changes nothing: the state is on its way
+            self.seen.add(number)
+            # Not through a stream: it may be in the middle of a write.
+            os.write(2, MESSAGES[signal.Signals(number)])

@@ -1,0 +1,196 @@
+"""How processes start together, and how all of them end when one does.
+
+A process that is killed or stopped leaves the others in a collective, which waits for ever. So each
+writes a sign of life to the coordinator every few seconds, and reads there whether another one has
+failed. Whoever learns so says it in one line and ends, whatever its main thread waits for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import jax
+
+from zerojax.processes._texts import ProcessError, connection, gather_texts
+
+#: Seconds without a sign of life after which a process counts as lost.
+PATIENCE = 50.0
+_ALIVE, _FAILED = "zerojax/alive/", "zerojax/failed/"
+_LOOPBACK = ("127.0.0.1:", "localhost:")
+
+
+def has_started() -> bool:
+    """Whether this process uses its devices already, and so can't be connected any more."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    patience: float = PATIENCE,
+) -> int:
+    """Connect this process with the others of its run; call it before anything else uses jax.
+
+    It is `jax.distributed.initialize`, after which all processes end when one does: killed, stopped
+    or out of the network it is missed after `patience` seconds, and an error is told at once.
+    Without arguments jax finds the others by itself: under Slurm and Open MPI, in Kubernetes (GKE)
+    and on TPU pods. Where it finds none, and with `num_processes=1`, this process is alone.
+
+    Args:
+        coordinator: `HOST:PORT` of process 0, where it listens; a loopback address keeps to it.
+        num_processes: how many there are.
+        process_id: which of them this one is, from 0.
+        patience: seconds.
+
+    Returns:
+        The number of processes.
+
+    Raises:
+        ValueError: some of the three are missing, and can't be found.
+        ProcessError: the processes did not find each other.
+    """
+    given = coordinator, num_processes, process_id
+    if num_processes == 1:
+        return 1
+    listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
+    # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
+    late = int(2 * patience)
+    try:
+        jax.distributed.initialize(
+            *given,
+            coordinator_bind_address=listens,
+            heartbeat_timeout_seconds=late,
+            shutdown_timeout_seconds=late,
+        )
+    except ValueError as error:
+        if given == (None, None, None):
+            return 1  # no cluster that jax knows
+        raise ValueError(
+            f"{error} Give the coordinator, HOST:PORT of process 0, the number of processes and "
+            "this one's, or none of them on a cluster where jax finds them"
+        ) from error
+    except RuntimeError as error:
+        raise ProcessError(
+            f"the processes did not find each other: {str(error).splitlines()[0]}; to run this one "
+            "alone, give 1 as the number of processes"
+        ) from error
+    if (count := connection().num_processes) > 1:
+        _watches.append(_Watch(patience))
+        atexit.register(leave)  # before jax's own end, which waits longer and says less
+        sys.excepthook = _end_on_exception
+    return count
+
+
+class _Watch:
+    """Looks after the other processes, in two threads: a call of the coordinator may hang."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience, self.interval = patience, patience / 25
+        self.index, self.count = connection().process_id, connection().num_processes
+        self.is_over = threading.Event()
+        self._answered = time.monotonic()
+        self._signs: dict[int, tuple[str, float]] = {}  # the last of each process, and since when
+        for run in (self._exchange, self._miss_coordinator):
+            threading.Thread(target=run, name="zerojax watch", daemon=True).start()
+
+    def tell(self, status: int, message: str) -> None:
+        """Tell all processes that, and with which status, they have to end."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError, ProcessError):
+            connection().client.key_value_set(f"{_FAILED}{self.index}", f"{status} {message}")
+
+    def exit(self, status: int) -> NoReturn:
+        """End this process at once; process 0, whom the others ask, when they have asked."""
+        if self.index == 0:
+            time.sleep(2 * self.interval)
+        os._exit(status)
+
+    def _exchange(self) -> None:
+        for number in itertools.count():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other thread sees how long
+                told = self._ask(str(number))
+                self._answered = time.monotonic()
+                if told:
+                    status, message = told.split(" ", 1)
+                    self._end(int(status), message)
+            if self.is_over.wait(self.interval):
+                return
+
+    def _ask(self, sign: str) -> str:
+        """Give a sign of life, and return what another process has told, if anything."""
+        client = connection().client
+        client.key_value_set(f"{_ALIVE}{self.index}", sign, allow_overwrite=True)
+        if failed := client.key_value_dir_get(_FAILED):
+            return failed[0][1]
+        if self.index == 0 and (lost := self._lost(dict(client.key_value_dir_get(_ALIVE)))):
+            self.tell(1, lost)
+            return f"1 {lost}"
+        return ""
+
+    def _lost(self, signs: dict[str, str]) -> str:
+        """Describe the first process that has given no sign of life for too long."""
+        now = time.monotonic()
+        for index in range(self.count):
+            sign = signs.get(f"{_ALIVE}{index}", "")
+            before, since = self._signs.get(index, (None, now))
+            if sign != before:
+                self._signs[index] = sign, now
+            elif now - since > self.patience:
+                return f"process {index} gave no sign of life for {self.patience:.0f} s" + _CAUSES
+        return ""
+
+    def _miss_coordinator(self) -> None:
+        while not self.is_over.wait(self.interval):
+            if time.monotonic() - self._answered > self.patience:
+                told = f"process 0, the coordinator, did not answer for {self.patience:.0f} s"
+                self._end(1, told + _CAUSES)
+
+    def _end(self, status: int, message: str) -> None:
+        if not self.is_over.is_set():  # else the process is about to end by itself
+            os.write(2, f"zerojax: {message}\n".encode())
+            self.exit(status)
+
+
+_CAUSES = ": it was killed or stopped, or has lost its network"
+#: The watch of this process, if there is one.
+_watches: list[_Watch] = []
+
+
+def fail(message: str, status: int = 1) -> None:
+    """End this process and, with the message and the status, all others; not one that is alone.
+
+    It returns only where there are no others.
+    """
+    for watch in _watches:
+        watch.is_over.set()
+        watch.tell(status, f"process {watch.index} failed: {message}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        watch.exit(status)
+
+
+def _end_on_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    sys.__excepthook__(kind, error, trace)
+    fail(f"{kind.__name__}: {error}")
+
+
+def leave() -> None:
+    """Wait for the other processes at the end of the run, and part from them."""
+    for watch in _watches:
+        try:
+            gather_texts("the end", "", watch.patience)
+        except (ProcessError, jax.errors.JaxRuntimeError) as error:
+            fail(str(error))
+        watch.is_over.set()
+        jax.distributed.shutdown()
+    _watches.clear()
