@@ -187,7 +187,7 @@ def test_what_moves_more_and_passes_is_named():
 def test_no_table_is_wrapped(width):
     out = io.StringIO()
     Console(file=out, width=width, color_system=None).print(report_of(padded=1728, back=112))
-    assert "all-reduce-scatter fusion │ data " in out.getvalue()
+    assert "all-reduce-scatter fusion  data " in out.getvalue()
     assert "…" not in out.getvalue()
 
 

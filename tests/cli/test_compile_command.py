@@ -15,8 +15,8 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from zerojax import aot
-from zerojax.cli import charts, main
+from zerojax import aot, charts
+from zerojax.cli import main
 from zerojax.cli.compile import _command as command
 from zerojax.cli.compile import _request as request
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests

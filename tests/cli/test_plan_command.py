@@ -19,10 +19,10 @@ import pytest
 import zerojax
 from tests.cli.plan_requests import FIGURE_1, TINY, strict
 from tests.planner import paper
+from zerojax._display import BINARY, DECIMAL, amount, binary, unit_for
 from zerojax.cli import main
 from zerojax.cli.plan._question import read_bytes, read_count
 from zerojax.cli.shared._optimizers import OPTIMIZERS
-from zerojax.cli.shared._screen import BINARY, DECIMAL, amount, binary, unit_for
 from zerojax.models import gpt
 
 ROOT = Path(__file__).resolve().parents[2]

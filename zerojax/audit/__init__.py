@@ -6,7 +6,12 @@ from zerojax.audit._audit import AuditError, AuditReport, audit
 from zerojax.audit._evidence import Problem
 from zerojax.audit._memory import MemoryReport
 from zerojax.audit._program import Argument, Program
-from zerojax.audit._schedule import Timeline, timeline_of
+from zerojax.audit._schedule import (
+    ScheduledCollective,
+    ScheduleReport,
+    Timeline,
+    timeline_of,
+)
 from zerojax.audit._tables import AxisVolume
 from zerojax.audit._traffic import role_of
 from zerojax.audit.checks import CHECKS
@@ -20,6 +25,8 @@ __all__ = [
     "MemoryReport",
     "Problem",
     "Program",
+    "ScheduleReport",
+    "ScheduledCollective",
     "Timeline",
     "audit",
     "role_of",

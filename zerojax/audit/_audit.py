@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import DECIMAL, Shown, unit_for
 from zerojax.audit._evidence import Evidence, Problem
 from zerojax.audit._host import HostTraffic, traffic_of
 from zerojax.audit._memory import MemoryReport, memory_of
@@ -37,8 +38,8 @@ from zerojax.recipe import Recipe
 VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume", "paper_volume")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AuditReport(Shown):
     """What a compiled step moves and keeps on one device.
 
     Volumes are elements moved per device and step over the number of parameters, along the axes of
@@ -66,7 +67,7 @@ class AuditReport:
     notes: tuple[str, ...]  # what is worth knowing and no failure
     unread: tuple[str, ...]  # lines with a collective that could not be read
     # every collective, with the axes along which it moves and the leaf that it may be
-    moves: tuple[Move, ...] = dataclasses.field(repr=False)
+    moves: tuple[Move, ...]
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -105,9 +106,16 @@ class AuditReport:
         """Write the report as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print the verdict, the problems, and what moves and stays."""
-        yield Text(self.verdict, style="bold red" if self.problems else "bold green")
+    @property
+    def _summary(self) -> str:
+        peak = unit_for(self.memory.peak, DECIMAL).words(self.memory.peak)
+        return f"{self.verdict}; {self.volume:.3f} elements moved per parameter, peak {peak}"
+
+    @property
+    def _style(self) -> str:
+        return "bold red" if self.problems else "bold green"
+
+    def _parts(self) -> Iterator[Text | Table]:
         for problem in self.problems:
             yield Text(problem.kind, style="bold red")
             parts = problem.to_dict()
@@ -124,12 +132,6 @@ class AuditReport:
             yield host_table(self.host_traffic)
         for note in self.notes:
             yield labelled({"note:": note})
-
-    def __str__(self) -> str:
-        """Render the report as plain text."""
-        out = io.StringIO()
-        Console(file=out, width=160, color_system=None).print(self)
-        return out.getvalue()
 
 
 class AuditError(Exception):

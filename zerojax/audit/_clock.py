@@ -32,6 +32,9 @@ class Tally:
     beside: float = 0.0
     largest: Operation | None = None
     most: float = 0.0  # seconds of the largest operation beside it, or its bytes or cycles
+    # when links begin, when they are through, and for how long the device waits: of each run, of a
+    # loop's the first two turns
+    runs: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -45,7 +48,8 @@ class Clock:
     exposed: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)  # by link: for how long
     free: dict[str, float] = field(default_factory=dict)  # by link: when its queue is through
-    flying: dict[str, tuple[Tally, float]] = field(default_factory=dict)  # and when it arrives
+    #: by name, with when its links begin and are through
+    flying: dict[str, tuple[Tally, float, float]] = field(default_factory=dict)
     tallies: dict[tuple[object, ...], Tally] = field(default_factory=dict)
 
     def run(self, operations: Sequence[Operation], times: int = 1) -> None:
@@ -90,21 +94,22 @@ class Clock:
             self.busy[link] = self.busy.get(link, 0.0) + moving.seconds * times
         tally = self.tallies.setdefault(one.begins, Tally(one))
         tally.links += moving.seconds * times
-        self.flying[one.name] = tally, arrives
+        self.flying[one.name] = tally, start, arrives
 
     def _compute(self, one: Operation, times: int) -> None:
         seconds = self.seconds(one.cost)
         self.now += seconds
         self.work += seconds * times
         size = seconds or one.cost.cycles or one.cost.bytes
-        for tally, _ in self.flying.values():
+        for tally, *_ in self.flying.values():
             tally.beside += seconds * times
             if size > tally.most:
                 tally.largest, tally.most = one, size
 
     def _end(self, name: str, times: int) -> None:
-        tally, arrives = self.flying.pop(name)
+        tally, start, arrives = self.flying.pop(name)
         waits = max(arrives - self.now, 0.0)
+        tally.runs.append((start, arrives, waits))
         self.now += waits
         self.exposed += waits * times
         tally.exposed += waits * times

@@ -36,6 +36,9 @@ class ScheduledCollective:
     beside_seconds: float  # all work beside it
     link_seconds: float  # for which it keeps links busy
     exposed_seconds: float  # for which the device waits for it
+    # when its links begin, when they are through, and for how long the device waits, of each run in
+    # seconds from the step's beginning; of a loop's the first two turns
+    runs: tuple[tuple[float, float, float], ...] = field(repr=False)
     remedy: str = ""  # what may hide it; empty where nothing is exposed
 
 
@@ -222,6 +225,7 @@ def _collective(moves: Sequence[Move], tally: Tally, layout: Layout) -> Schedule
         beside_seconds=tally.beside,
         link_seconds=tally.links,
         exposed_seconds=tally.exposed,
+        runs=tuple(tally.runs),
     )
     return dataclasses.replace(found, remedy=_remedy(found))
 

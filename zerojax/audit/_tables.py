@@ -1,4 +1,4 @@
-"""How a report is laid out, for a width of 100 columns."""
+"""How a report is laid out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import make_bar, make_table
 from zerojax.audit._host import HostTraffic
 from zerojax.audit._memory import MemoryReport
 from zerojax.audit._schedule import ScheduleReport
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
+
+#: Columns of figures that have a theory.
+BESIDE = (">seen", ">theory", ">seen / theory")
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def labelled(texts: Mapping[str, str], style: str = "") -> Table:
 
 def volume_table(by_axis: Mapping[str, AxisVolume], totals: Mapping[str, float]) -> Table:
     """Make a table of what moves beside theory, by axis; `totals` are the report's volumes."""
-    table = _table("volume (elements per parameter)", 1, "axis", "seen", "theory", "seen / theory")
+    table = make_table("axis", *BESIDE, title="volume (elements per parameter)")
     for axis, volume in by_axis.items():
         if volume.theory is None:
             table.add_row(axis, f"{volume.seen:.4f}", "not judged", "")
@@ -58,46 +62,51 @@ def collective_table(moves: Iterable[Move]) -> Table:
     for move in moves:
         key = (move.record.spelling, " x ".join(move.spans), move.record.dtype)
         groups.setdefault(key, []).append(move)
-    names = ("what", "along", "dtype", "sites", "per step", "largest", "B / device")
-    table = _table("collectives", 3, *names)
+    names = ("what", "along", "dtype", ">sites", ">per step", ">largest", ">B / device", "")
+    table = make_table(*names, title="collectives")
     table.caption = "largest: elements; B / device: bytes that a device sends in a step"
-    table.caption_justify = "left"
+    total = sum(move.record.moved_bytes for group in groups.values() for move in group)
     for key, group in sorted(groups.items(), key=lambda item: -sum_moved(item[1], "moved")):
         runs = [move.record.trip_count for move in group]
         times = "?" if None in runs else f"{sum(run or 0 for run in runs):,}"
         size = sum(move.record.moved_bytes for move in group)
         largest = max(move.record.elements for move in group)
-        table.add_row(*key, str(len(group)), times, f"{largest:,}", f"{size:,.0f}")
+        table.add_row(
+            *key, str(len(group)), times, f"{largest:,}", f"{size:,.0f}", make_bar(size, total)
+        )
     return table
 
 
 def memory_table(memory: MemoryReport) -> Table:
     """Make a table of the bytes of one device by kind, beside theory."""
-    table = _table("memory (B per device)", 1, "what", "seen", "theory", "seen / theory")
+    table = make_table("what", *BESIDE, "of the peak", title="memory (B per device)")
+
+    def add(name: str, seen: int, theory: int = 0) -> None:
+        beside = (f"{seen:,}", f"{theory:,}" if theory else "", _ratio(seen, theory))
+        table.add_row(name, *beside, make_bar(seen, memory.peak))
+
     for name in ("parameters", "masters", "optimizer"):
         if getattr(memory, name) or memory.theory[name]:
-            table.add_row(name, *_beside(getattr(memory, name), memory.theory[name]))
-    if memory.gradients:
-        table.add_row("gradients", f"{memory.gradients:,}")
-    table.add_row("gradients of a step", "", f"{memory.theory['gradients']:,}")
-    for name in ("batch", "other", "outputs"):
+            add(name, getattr(memory, name), memory.theory[name])
+    for name in ("gradients", "batch", "other", "outputs"):
         if count := getattr(memory, name):
-            table.add_row(name, f"{count:,}")
-    table.add_row("temporaries, with gradients", f"{memory.temporaries:,}")
-    table.add_row("peak", *_beside(memory.peak, memory.theory["total"]))
+            add(name, count)
+    table.add_row("gradients of a step", "", f"{memory.theory['gradients']:,}")
+    add("temporaries, with gradients", memory.temporaries)
+    add("peak", memory.peak, memory.theory["total"])
     if memory.reused:
         table.add_row("saved by donation", f"{memory.reused:,}")
-    lost = memory.fragmentation
-    told = "not told by this compiler" if lost is None else f"{lost:.2%}"
-    table.add_row("fragmentation of temporaries", told)
     if memory.host:
         table.add_row("host", f"{memory.host:,}")
+    lost = memory.fragmentation
+    told = "not told by this compiler" if lost is None else f"{lost:.2%}"
+    table.caption = f"fragmentation of temporaries: {told}"
     return table
 
 
 def host_table(traffic: HostTraffic) -> Table:
     """Make a table of what moves between a device and its host, beside theory."""
-    table = _table("host (B per device and step)", 1, "what", "seen", "theory", "seen / theory")
+    table = make_table("what", *BESIDE, title="host (B per device and step)")
     table.add_row("to the host", f"{traffic.to_host:,}")
     table.add_row("from the host", f"{traffic.from_host:,}")
     if traffic.theory:
@@ -107,8 +116,8 @@ def host_table(traffic: HostTraffic) -> Table:
 
 def schedule_table(schedule: ScheduleReport) -> Table:
     """Make a table of the most exposed collectives, with what the step waits for below it."""
-    names = ("waits for", "of", "beside it", "links ms", "exposed ms")
-    table = _table("scheduled by the compiler, not measured", 3, *names)
+    names = ("waits for", "of", "beside it", ">links ms", ">exposed ms")
+    table = make_table(*names, title="scheduled by the compiler, not measured")
     for column, width in zip(table.columns[:3], (15, 18, 13), strict=True):
         column.no_wrap, column.overflow, column.max_width = True, "ellipsis", width
     for one in schedule.collectives[:5]:
@@ -120,13 +129,13 @@ def schedule_table(schedule: ScheduleReport) -> Table:
             beside,
             *(f"{seconds * 1e3:.2f}" for seconds in (one.link_seconds, one.exposed_seconds)),
         )
-    table.caption, table.caption_justify = schedule.summary, "left"
+    table.caption = schedule.summary
     return table
 
 
 def largest_table(memory: MemoryReport) -> Table:
     """Make a table of the largest results of instructions."""
-    table = _table("largest results (some share a buffer)", 2, "what", "of", "B")
+    table = make_table("what", "of", ">B", title="largest results (some share a buffer)")
     for column in table.columns[:2]:
         column.no_wrap, column.overflow = True, "ellipsis"
     for one in memory.largest[:3]:
@@ -140,11 +149,3 @@ def _beside(seen: float, theory: float, style: str = ",") -> tuple[str, str, str
 
 def _ratio(seen: float, theory: float) -> str:
     return f"{seen / theory:.3f}" if theory and seen else ""
-
-
-def _table(title: str, num_texts: int, *names: str) -> Table:
-    """Make a table whose first columns are texts and whose others are figures."""
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number < num_texts else "right")
-    return table

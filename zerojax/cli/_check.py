@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import jax
 from rich.text import Text
 
+from zerojax._display import binary
 from zerojax.aot import ProgramCache, compile_lowered, describe_shortage, parse_topology
 from zerojax.aot import topology_mesh as make_topology_mesh
 from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
 from zerojax.cli.shared._machine import find_devices
-from zerojax.cli.shared._screen import Screen, binary, run_task
+from zerojax.cli.shared._screen import Screen, run_task
 from zerojax.lock import (
     CheckedStep,
     Difference,

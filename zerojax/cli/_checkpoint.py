@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import make_table
 from zerojax.checkpoint import (
     Manifest,
     export_safetensors,
@@ -26,7 +27,7 @@ from zerojax.checkpoint import (
 )
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
 from zerojax.cli.shared._machine import find_checkpoint, list_checkpoints
-from zerojax.cli.shared._screen import Screen, table
+from zerojax.cli.shared._screen import Screen
 from zerojax.layout import make_layout, make_mesh
 
 #: Columns where there is no terminal to say how many.
@@ -193,7 +194,7 @@ def _show(
         if leaves:
             screen.show(_leaves_table(manifest))
         if len(found) > 1:
-            beside = table(">checkpoint", "state")
+            beside = make_table(">checkpoint", "state")
             for one, why in found.items():
                 beside.add_row(one.name, why or "files are all there")
             screen.show(beside)
@@ -214,7 +215,7 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _parts_table(manifest: Manifest) -> Table:
-    made = table("part", ">leaves", ">elements", ">bytes", "dtype")
+    made = make_table("part", ">leaves", ">elements", ">bytes", "dtype")
     for path, leaves in parts(manifest).items():
         num_elements = f"{sum(math.prod(leaf.shape) for leaf in leaves):,}"
         size = decimal(sum(leaf.num_bytes for leaf in leaves))
@@ -227,7 +228,7 @@ def _parts_table(manifest: Manifest) -> Table:
 
 
 def _leaves_table(manifest: Manifest) -> Table:
-    made = table("leaf", "dtype", "shape", "stored", "placed as")
+    made = make_table("leaf", "dtype", "shape", "stored", "placed as")
     for path, leaf in manifest.leaves.items():
         stored = "" if leaf.stored_shape == leaf.shape else str(list(leaf.stored_shape))
         if leaf.same_as is not None:

@@ -24,10 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 import zerojax
+from zerojax._display import make_table
 from zerojax.aot import MissingCompiler, has_accelerators, require_cuda, require_libtpu
 from zerojax.cli.shared._command import CommandOptions, Failure, command, option
 from zerojax.cli.shared._machine import find_devices, memory_per_device
-from zerojax.cli.shared._screen import Screen, table
+from zerojax.cli.shared._screen import Screen
 from zerojax.memory import has_host_memory, memory_kinds
 from zerojax.models import gpt
 from zerojax.recipe import HOST_MEMORY
@@ -266,7 +267,7 @@ def examine(checks: Sequence[Check]) -> dict[str, Finding]:
 
 def findings_table(findings: Mapping[str, Finding]) -> Table:
     """Make the table of findings, a row to each, with the remedy below what was found."""
-    made = table("check", "", "found")
+    made = make_table("check", "", "found")
     for name, one in findings.items():
         found = Text(one.found)
         if one.remedy:

@@ -1,6 +1,7 @@
 """Where every leaf lives: decided once, from shapes and a mesh, as plain data."""
 
 from zerojax.layout._describe import Description
+from zerojax.layout._holders import Holders
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_spec
 from zerojax.layout._mesh import make_mesh
@@ -30,6 +31,7 @@ __all__ = [
     "Description",
     "Digit",
     "Entries",
+    "Holders",
     "Layout",
     "LeafLayout",
     "OptimizerLayout",

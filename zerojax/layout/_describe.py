@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import DECIMAL, Shown, make_bar, make_table, unit_for
 from zerojax._tree import floating_dtype, num_elements
 from zerojax._types import Kind
-from zerojax.layout._leaf import LeafLayout
+from zerojax.layout._leaf import LeafLayout, as_entries
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._tree_layout import TreeLayout
@@ -35,16 +34,13 @@ class Row:
     """One parameter: its placement and the bytes per device of each kind."""
 
     path: str
-    shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
-    dtype: str
-    spec: str
+    placed: str  # dtype, dims and the axes that cut them: "bfloat16[1009+7/data,64]" is padded
     bytes: dict[str, int]
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Description:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Description(Shown):
     """The placement of every leaf.
 
     Attributes:
@@ -63,45 +59,41 @@ class Description:
     padding: int
     notes: tuple[str, ...]
 
-    def table(self) -> Table:
-        """Return the rows as a rich table."""
-        shown = [key for _, key in KINDS if self.bytes[key] or self.theory[key]]
-        table = Table(title=self.title, title_justify="left", show_footer=True)
-        table.add_column("leaf", "total\ntheory\nratio", overflow="fold")
-        table.add_column("shape", overflow="fold")
-        table.add_column("shard")
-        for key in shown:
-            ratio = f"{self.bytes[key] / self.theory[key]:.3f}" if self.theory[key] else "-"
-            footer = f"{self.bytes[key]:,}\n{self.theory[key]:,}\n{ratio}"
-            table.add_column(f"{key}\nB/device", footer, justify="right")
-        ratio = self.bytes["total"] / max(self.theory["total"], 1)
-        table.add_column(
-            "why",
-            f"{self.bytes['total']:,} B/device in all\n{self.theory['total']:,} B/device by the "
-            f"formula\n{ratio:.3f}",
-        )
-        for row in self.rows:
-            stored = "" if row.stored_shape == row.shape else f" as {list(row.stored_shape)}"
-            table.add_row(
-                Text(row.path),
-                Text(f"{row.dtype}{list(row.shape)}{stored}"),
-                Text(row.spec),
-                *(f"{row.bytes[key]:,}" if key in row.bytes else "" for key in shown),
-                Text(row.reason),
-            )
-        return table
+    @property
+    def _summary(self) -> str:
+        words = unit_for(self.bytes["total"], DECIMAL).words(self.bytes["total"])
+        return f"{self.title}; {words} of model states per device"
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print the table and the notes under it."""
-        yield self.table()
+    def _parts(self) -> Iterator[Text | Table]:
+        reasons = list(dict.fromkeys(row.reason for row in self.rows))
+        yield self._leaves_table(reasons)
+        for number, reason in enumerate(reasons, 1):
+            yield Text(f"({number}) {reason}", style="dim")
+        yield self.kinds_table()
         for note in self.notes:
             yield Text(note)
 
-    def __str__(self) -> str:
-        """Render the table as plain text."""
-        out = io.StringIO()
-        Console(file=out, width=180, color_system=None).print(self)
-        return out.getvalue()
+    def kinds_table(self) -> Table:
+        """Return the bytes of one device by kind, beside the stage's formula."""
+        made = make_table("one device holds", ">B", ">by the formula", ">ratio", "share")
+        shown = [key for _, key in KINDS if self.bytes[key] or self.theory[key]]
+        for key in (*shown, "total"):
+            held, theory = self.bytes[key], self.theory[key]
+            ratio = f"{held / theory:.3f}" if theory else ""
+            bar = make_bar(held, self.bytes["total"])
+            made.add_row(key, f"{held:,}", f"{theory:,}", ratio, bar, end_section=key == shown[-1])
+        return made
+
+    def _leaves_table(self, reasons: Sequence[str]) -> Table:
+        made = make_table("leaf", "shape / axes", ">B/device", "share", ">why")
+        largest = max(sum(row.bytes.values()) for row in self.rows)
+        for row in self.rows:
+            held = sum(row.bytes.values())
+            why = f"({reasons.index(row.reason) + 1})"
+            made.add_row(
+                Text(row.path), Text(row.placed), f"{held:,}", make_bar(held, largest), why
+            )
+        return made
 
 
 #: A kind of tensor that a row of the table holds: its leaf and dtype.
@@ -126,13 +118,8 @@ def describe(
         theory[key] //= layout.num_shards if layout.partitions(kind) else 1
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
-    axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
-    title = (
-        f"ZeRO stage {layout.stage} over {' x '.join(layout.axis)} (N = {layout.num_shards}) "
-        f"on a mesh of {axes}; {layout.num_params:,} parameters"
-    )
     notes = _notes(layout, padding, state.unmatched_rules)
-    return Description(title, rows, total, theory, padding, notes)
+    return Description(layout.title, rows, total, theory, padding, notes)
 
 
 def _groups(
@@ -168,9 +155,15 @@ def _row(path: str, held: list[_Held], stored: bool) -> Row:
         is_stored = stored or kind != "parameter"
         size = leaf.bytes_per_device(kind, stored=is_stored, dtype=own)
         counted[key] = counted.get(key, 0) + size
-    spec = str(first.shard_spec).removeprefix("PartitionSpec")
     name = jnp.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
-    return Row(path, first.shape, first.stored_shape, name, spec, counted, first.reason)
+    dims = zip(
+        first.shape, first.stored_shape, as_entries(first.shard_spec, len(first.shape)), strict=True
+    )
+    placed = [
+        f"{size}{f'+{stored - size}' * (stored > size)}{''.join(f'/{axis}' for axis in names)}"
+        for size, stored, names in dims
+    ]
+    return Row(path, f"{name}[{','.join(placed)}]", counted, first.reason)
 
 
 def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> tuple[str, ...]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import PartitionSpec as P
+from rich.table import Table
+from rich.text import Text
 
+from zerojax._display import DECIMAL, Shown, unit_for
 from zerojax._tree import leaves_by_path
 from zerojax._types import AnyMesh, PyTree, Shape
 from zerojax.layout import _mesh
 from zerojax.layout._describe import Description, describe
+from zerojax.layout._holders import Holders, holders
 from zerojax.layout._leaf import Entries, LeafLayout, as_entries
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout, optimizer_leaves
 from zerojax.layout._rule import Rule
@@ -27,11 +32,13 @@ from zerojax.recipe import Recipe, as_recipe
 MIN_SIZE = 1024
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout(TreeLayout):
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Layout(Shown, TreeLayout):
     """The placement of parameters, gradients, optimizer states and batches over a mesh.
 
-    Every method that takes an optimizer takes it bare or wrapped by `zerojax.sharded`.
+    It prints, and shows itself in a notebook, as a table of parameters and gradients;
+    `layout.describe(tx)` adds the optimizer's states. Every method that takes an optimizer takes it
+    bare or wrapped by `zerojax.sharded`.
     """
 
     def optimizer(self, tx: Any, dtype: Any = None) -> OptimizerLayout:
@@ -102,6 +109,23 @@ class Layout(TreeLayout):
         """
         precision = as_recipe(recipe).precision
         return describe(self, self.optimizer(tx, precision.updated), precision, stored)
+
+    def show(self, path: str) -> Holders:
+        """Return who holds what of a leaf, or of each leaf below a path; it prints as a grid.
+
+        Raises:
+            ValueError: no parameter has the path, or one below it.
+        """
+        return holders(self, path)
+
+    @property
+    def _summary(self) -> str:
+        held = sum(leaf.bytes_per_device("parameter") for leaf in self.leaves)
+        words = unit_for(held, DECIMAL).words(held)
+        return f"{self.title} in {len(self.leaves)} leaves, {words} of them per device"
+
+    def _parts(self) -> Iterator[Text | Table]:
+        return self.describe(optax.identity())._parts()
 
 
 def check_layout(given: Any, call: str) -> None:

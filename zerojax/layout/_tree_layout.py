@@ -24,7 +24,7 @@ from zerojax.layout._stages import STAGES
 from zerojax.layout._torus import Phases, find_phases
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TreeLayout:
     """The placement of parameters, gradients and batches over a mesh.
 
@@ -57,6 +57,15 @@ class TreeLayout:
     def num_batch_parts(self) -> int:
         """The parts that the batch axes cut a batch into."""
         return self.num_parts(self.batch_axes)
+
+    @property
+    def title(self) -> str:
+        """The stage, the mesh and the number of parameters, in one line."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        return (
+            f"ZeRO stage {self.stage} over {' x '.join(self.axis)} (N = {self.num_shards}) "
+            f"on a mesh of {axes}; {self.num_params:,} parameters"
+        )
 
     def num_parts(self, axes: Sequence[str]) -> int:
         """Count the parts that some axes of the mesh cut a dim into."""

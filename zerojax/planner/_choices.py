@@ -6,13 +6,13 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import Shown, make_table
 from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Rule
-from zerojax.planner._report import Plan, as_text, make_table
+from zerojax.planner._report import Plan
 from zerojax.planner._workload import Model
 from zerojax.planner.hardware import Hardware
 from zerojax.recipe import OffloadPolicy, Recipe, Remat, RematPolicy, as_remat
@@ -88,8 +88,8 @@ class Verified:
     note: str  # the audit's verdict, or why there is none
 
 
-@dataclasses.dataclass(frozen=True)
-class Choices:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Choices(Shown):
     """Plans that fit, fastest first: one for each family, with its fastest microbatch."""
 
     plans: tuple[Plan, ...]  # the choices
@@ -146,8 +146,11 @@ class Choices:
         }
         return json.dumps(data, indent=2)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print the best choices, the front and what was rejected."""
+    @property
+    def _summary(self) -> str:
+        return f"{len(self)} plans fit {gigabytes(self.limit)}, the fastest: {self[0]._summary}"
+
+    def _parts(self) -> Iterator[Text | Table]:
         yield self._table(f"fastest of {len(self)} that fit {gigabytes(self.limit)}", self.plans)
         yield self._table("none is both faster and smaller", self.pareto, verified=False)
         for number, one in self.verified.items():
@@ -160,10 +163,6 @@ class Choices:
         if len(self.rejected) > _ROWS:
             yield Text(f"and {len(self.rejected) - _ROWS} more")
 
-    def __str__(self) -> str:
-        """Render the tables as plain text."""
-        return as_text(self, width=140)
-
     def _compiled(self, number: int) -> str:
         """Write a compiled peak beside the planned one."""
         one = self.verified.get(number)
@@ -172,19 +171,36 @@ class Choices:
         return f"{one.peak / 1e9:,.3f} ({one.peak / self.plans[number].bytes.total:.3f})"
 
     def _table(self, title: str, plans: Sequence[Plan], *, verified: bool = True) -> Table:
-        names = ["stage", "N", "groups", "model", "remat", "on the host"]
-        figures = [">microbatch", ">GB", ">ms", ">bound by", ">volume"]
-        compiled = [">compiled GB"] if verified and self.verified else []
-        table = make_table(*names, *figures, *compiled, title=title)
-        for number, plan in enumerate(plans[:_ROWS]):
-            row = [f"{plan.stage}", f"{plan.num_shards:,}", f"{plan.num_groups:,}"]
-            row.append(f"{plan.model_axis}")
-            row.append((plan.remat or "-") + (" Pa" if plan.partitions_activations else ""))
-            row.append(", ".join(plan.offload) or "-")
-            row += [f"{plan.accumulate} x {plan.count:g}", f"{plan.bytes.total / 1e9:,.3f}"]
-            row += [f"{1e3 * plan.step_time:,.3f}", plan.bound_by, f"{plan.volume:.3f}"]
-            table.add_row(*row, *(self._compiled(number) for _ in compiled))
+        """Make a table; what all rows share stands below it, once."""
+        rows = [_row(plan) for plan in plans[:_ROWS]]
+        if verified and self.verified:
+            rows = [row | {">compiled GB": self._compiled(n)} for n, row in enumerate(rows)]
+        shared = dict(set.intersection(*(set(row.items()) for row in rows))) if rows[1:] else {}
+        names = [name for name in rows[0] if name not in shared]
+        table = make_table(*names, title=title)
+        for row in rows:
+            table.add_row(*(row[name] for name in names))
+        if shared:
+            said = [f"{name} {value}" for name, value in rows[0].items() if name in shared]
+            table.caption = f"all: {', '.join(said)}".replace(">", "")
         return table
+
+
+def _row(plan: Plan) -> dict[str, str]:
+    """Write a plan as a row, by the names of columns."""
+    return {
+        "stage": f"{plan.stage}",
+        ">N": f"{plan.num_shards:,}",
+        ">groups": f"{plan.num_groups:,}",
+        ">model": f"{plan.model_axis}",
+        "remat": (plan.remat or "-") + (" Pa" if plan.partitions_activations else ""),
+        "on the host": ", ".join(plan.offload) or "-",
+        ">microbatch": f"{plan.accumulate} x {plan.count:g}",
+        ">GB": f"{plan.bytes.total / 1e9:,.3f}",
+        ">ms": f"{1e3 * plan.step_time:,.3f}",
+        "bound by": plan.bound_by,
+        ">volume": f"{plan.volume:.3f}",
+    }
 
 
 def gigabytes(size: float) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import BINARY, DECIMAL, Shown, make_bar, make_table, unit_for
 from zerojax._types import Axes
 from zerojax.planner._devices import MODEL
 from zerojax.planner._policies import offloaded
@@ -49,8 +49,8 @@ class PlannedBytes:
         return max(self.total - self.states, 0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Shown):
     """A planned training step."""
 
     stage: int  # 0 to 3
@@ -184,24 +184,26 @@ class Plan:
         """Write the figures as JSON; bytes, seconds, elements over parameters."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print tables of bytes and time, and what they rest on."""
-        yield Text(self.title, style="bold")
+    @property
+    def _summary(self) -> str:
+        peak = unit_for(self.bytes.total, DECIMAL).words(self.bytes.total)
+        least = f"at least {1e3 * self.step_time:#.4g} ms a step"
+        return f"{self.title}; {'' if self.fits else 'does not fit: '}peak {peak}, {least}"
+
+    def _parts(self) -> Iterator[Text | Table]:
         yield self._bytes_table()
         yield self._time_table()
         for line in self._notes():
             yield Text(line)
 
-    def __str__(self) -> str:
-        """Render the plan as plain text."""
-        return as_text(self, width=120)
-
     def _bytes_table(self) -> Table:
-        table = make_table("one device holds", ">GB (1e9)", ">GiB", ">of its memory")
+        decimal, binary = (unit_for(self.bytes.total, units) for units in (DECIMAL, BINARY))
+        names = (f">{decimal.name} ({decimal.size:.0e})", f">{binary.name}", ">of its memory", "")
+        table = make_table("one device holds", *names)
         memory = self.hardware.memory
 
         def add(name: str, size: int, of: int = memory, style: str = "") -> None:
-            row = f"{size / 1e9:,.3f}", f"{size / GIB:,.3f}", f"{size / of:.1%}"
+            row = decimal.number(size), binary.number(size), f"{size / of:.1%}", make_bar(size, of)
             table.add_row(name, *row, style=style)
 
         add("parameters", self.bytes.parameters)
@@ -251,18 +253,3 @@ class Plan:
             excess = self.bytes.total - self.hardware.memory
             lines.append(f"does not fit: {excess / GIB:,.2f} GiB too much")
         return [*lines, *self.assumptions]
-
-
-def make_table(*columns: str, title: str | None = None) -> Table:
-    """Make a table; the name of a column of numbers begins with ">"."""
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left")
-    return table
-
-
-def as_text(shown: Any, width: int) -> str:
-    """Render what prints itself as plain text."""
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(shown)
-    return out.getvalue()

@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args
 
 from zerojax._types import Kind
 from zerojax.recipe._offload import OffloadPolicy
-from zerojax.recipe._precision import Precision, as_precision
+from zerojax.recipe._precision import PRECISIONS, Precision, as_precision
 from zerojax.recipe._remat import Remat, RematPolicy, as_remat
 
 #: When gradients are summed over devices: once a step, or once a microbatch.
 Reduce = Literal["once", "each"]
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Recipe:
     """Choose how a step is computed; the layout says where its tensors live.
 
@@ -111,6 +111,15 @@ class Recipe:
         }
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """Write what is not left to its default: `Recipe(precision='bf16', accumulate=2)`."""
+        default, names = Recipe(), {policy: name for name, policy in PRECISIONS.items()}
+        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        chosen = {name: x for name, x in chosen.items() if x != getattr(default, name)}
+        if "precision" in chosen:
+            chosen["precision"] = names.get(self.precision, self.precision)
+        return f"Recipe({', '.join(f'{name}={x!r}' for name, x in chosen.items())})"
 
     def reduction(self, kinds: Collection[Kind]) -> Reduce:
         """Return when gradients are summed over devices, where these kinds are partitioned.

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from rich.table import Table
+from rich.text import Text
 
-from zerojax._tree import UNNAMED, unwrapped
+from zerojax._display import DECIMAL, Shown, make_bar, make_table, unit_for
+from zerojax._tree import UNNAMED, num_bytes, num_elements, unwrapped
 from zerojax._types import PyTree, Shape
 from zerojax.collectives import auto_region, constrain, to_logical
 from zerojax.layout import Layout, check_layout
@@ -64,8 +69,8 @@ def hold(params: PyTree, layout: Layout) -> PyTree:
     data_fields=("step", "params", "masters", "opt_state", "loss_scale", "key", "model_state"),
     meta_fields=("padded",),
 )
-@dataclasses.dataclass(frozen=True)
-class TrainState:
+@dataclasses.dataclass(frozen=True, repr=False)
+class TrainState(Shown):
     """What a training step reads and writes.
 
     Attributes:
@@ -90,6 +95,43 @@ class TrainState:
     key: Any = None
     model_state: PyTree = None
     padded: tuple[tuple[int, Shape], ...] = ()
+
+    @property
+    def _summary(self) -> str:
+        count = sum(num_elements(x.shape) for x in _arrays(self.params))
+        size = sum(map(_bytes_per_device, _arrays(self)))
+        words = unit_for(size, DECIMAL).words(size)
+        return f"{_count_of(self.step)}, {count:,} stored parameters, {words} per device"
+
+    def _parts(self) -> Iterator[Text | Table]:
+        table = make_table("part", ">leaves", ">elements", "dtypes", ">B/device", "share")
+        total = sum(map(_bytes_per_device, _arrays(self)))
+        for field in dataclasses.fields(self):
+            if leaves := _arrays(getattr(self, field.name)):
+                size = sum(map(_bytes_per_device, leaves))
+                elements = sum(num_elements(x.shape) for x in leaves)
+                dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in leaves))
+                counts = (f"{len(leaves):,}", f"{elements:,}", dtypes, f"{size:,}")
+                table.add_row(field.name, *counts, make_bar(size, total))
+        yield table
+
+
+def _arrays(tree: PyTree) -> list[Any]:
+    """List the arrays of a tree, or their shapes; a state may hold shardings as well."""
+    return [x for x in jax.tree.leaves(tree) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+
+def _bytes_per_device(x: Any) -> int:
+    """Count the bytes of a leaf that one device holds; a leaf without placement counts whole."""
+    sharding = getattr(x, "sharding", None)
+    return num_bytes(x.shape if sharding is None else sharding.shard_shape(x.shape), x.dtype)
+
+
+def _count_of(step: Any) -> str:
+    """Write how many steps were done, where that can be read."""
+    if not isinstance(step, jax.Array) or isinstance(step, Tracer):
+        return "shapes of a state"
+    return "donated to a step" if step.is_deleted() else f"step {int(step)}"
 
 
 def unpad(tree: PyTree, layout: Layout) -> PyTree:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zerojax._display import Shown
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
 from zerojax.audit import AuditReport, audit
@@ -44,7 +45,7 @@ from zerojax.train._state import TrainState, hold
 from zerojax.train._update import Update
 
 
-class TrainStep:
+class TrainStep(Shown):
     """A compiled step: `state, metrics = step(state, batch)`.
 
     Attributes:
@@ -173,6 +174,13 @@ class TrainStep:
         return sum(
             jitted._cache_size() for (what, *_), jitted in self._compiled.items() if what == "step"
         )
+
+    @property
+    def _summary(self) -> str:
+        return f"{self.layout.title}, {self.recipe!r}"
+
+    def _parts(self) -> Any:
+        return self.abstract_state()._parts()
 
     def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
         check_usable(state)

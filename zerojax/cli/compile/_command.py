@@ -9,12 +9,13 @@ import jax
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import BINARY, binary, make_table, unit_for
 from zerojax.aot import ProgramCache, compile_lowered
 from zerojax.audit import AuditReport, Problem
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
-from zerojax.cli.compile._result import PARTS, CompileResult, write
+from zerojax.cli.compile._result import CompileResult, write
 from zerojax.cli.shared._command import Failure, command, refusing
-from zerojax.cli.shared._screen import BINARY, Screen, binary, run_task, table, unit_for
+from zerojax.cli.shared._screen import Screen, run_task
 
 #: The part of the peak from which on something has a row.
 LEAST = 0.001
@@ -127,7 +128,7 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
     """Make the table of stages side by side; what is next to nothing is left out."""
     largest = max(result.needed or result.available for result in results)
     unit = unit_for(largest, BINARY)
-    made = table(unit.name, *(f">stage {one.stage}" for one in results))
+    made = make_table(unit.name, *(f">stage {one.stage}" for one in results))
     for result, column in zip(results, made.columns[1:], strict=True):
         column.style = "" if result.shortage is None else "red"
 
@@ -138,7 +139,7 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
         cells = ("-" if one.report is None else write(one.report) for one in results)
         made.add_row(name, *cells, style=style)
 
-    for name in PARTS:
+    for name in dict.fromkeys(name for one in results for name in one.parts):
         counts = [result.parts.get(name) for result in results]
         if max(count or 0 for count in counts) >= LEAST * largest:
             bytes_row(name, counts)

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax import charts
+from zerojax._display import binary
 from zerojax.aot import Compilation, Shortage, describe_shortage
 from zerojax.audit import AuditReport, audit
-from zerojax.cli import charts
 from zerojax.cli.compile._request import CompileRequest
-from zerojax.cli.shared._screen import BINARY, binary, unit_for
 
-#: What a device holds, in the order in which it is shown: the name, and the kinds of the audit.
-PARTS = {
-    "parameters": ("parameters",),
-    "masters": ("masters",),
-    "optimizer": ("optimizer",),
-    "gradients kept": ("gradients",),
-    "batch and the rest": ("batch", "other", "outputs"),
-    "gradients, activations": ("temporaries",),
-}
 #: Options that say where an answer goes, or which stages are asked for.
 NOT_OF_A_STEP = ("plot", "hlo", "json", "no_cache", "stage", "all_stages")
 #: The part of a GPU that JAX takes by default; a program that needs more needs a variable.
@@ -67,12 +58,9 @@ class CompileResult:
         return self.request.stage
 
     @property
-    def parts(self) -> dict[str, int]:
-        """Bytes per device, named as in `PARTS`; nothing of a refused program."""
-        if self.report is None:
-            return {}
-        memory = self.report.memory
-        return {name: sum(getattr(memory, k) for k in kinds) for name, kinds in PARTS.items()}
+    def parts(self) -> Mapping[str, float]:
+        """Bytes per device by kind; nothing of a refused program."""
+        return {} if self.report is None else charts.bytes_of(self.report).parts
 
     @property
     def verdict(self) -> str:
@@ -145,40 +133,22 @@ def write(results: Sequence[CompileResult]) -> list[Path | None]:
     return [*written, options.json, options.plot]
 
 
-def draw(results: Sequence[CompileResult]) -> charts.Figure:
+def draw(results: Sequence[CompileResult]) -> Any:
     """Draw what one device holds and moves under each stage."""
     layout, options = results[0].request.layout, results[0].request.options
-    memory = [_memory_bar(result) for result in results]
-    return charts.stages_figure(
-        f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
+    return charts.compare(
+        {f"stage {result.stage}": result.report or _refused(result) for result in results},
+        title=f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
         f"{options.optimizer}, compiled for {options.topology}",
-        memory=memory,
-        beside=[_volume_bar(result) for result in results],
-        axes={"title": "moved by one device in a step", "ylabel": "elements per parameter"},
         available=results[0].available,
-        unit=unit_for(max(bar.top for bar in memory), BINARY),
     )
 
 
-def _memory_bar(result: CompileResult) -> charts.Bar:
-    refused = (
-        {"what the refused program needs": result.needed or 0} if result.report is None else {}
-    )
-    label = binary(result.needed or result.available)
-    if result.shortage is not None:
-        label = f"needs {label}" if result.needed else f"needs more than\n{label}"
+def _refused(result: CompileResult) -> charts.Bar:
+    words = binary(result.needed or result.available)
     return charts.Bar(
-        name=f"stage {result.stage}",
-        parts=result.parts | refused,
-        label=label,
+        parts={"what the refused program needs": result.needed or 0},
+        label=f"needs {words}" if result.needed else f"needs more than\n{words}",
         theory=result.request.theory,
-        fits=result.shortage is None,
+        fits=False,
     )
-
-
-def _volume_bar(result: CompileResult) -> charts.Bar:
-    name, report = f"stage {result.stage}", result.report
-    if report is None:
-        return charts.Bar(name=name, parts={}, label="not\ncompiled", fits=False)
-    parts, theory = {"volume": report.volume}, report.theory_volume
-    return charts.Bar(name=name, parts=parts, label=f"{report.volume:.3f}", theory=theory)

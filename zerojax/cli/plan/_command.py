@@ -11,16 +11,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.cli import charts
+from zerojax import charts
+from zerojax._display import DECIMAL, amount, make_table, unit_for
 from zerojax.cli.plan._question import PlanOptions, PlanQuestion
 from zerojax.cli.shared._command import Failure, command, refusing
-from zerojax.cli.shared._screen import DECIMAL, Screen, Unit, amount, table, unit_for
+from zerojax.cli.shared._screen import Screen
 from zerojax.layout import STAGES
 from zerojax.models import gpt
 from zerojax.planner import Plan, find_hardware
 
-#: Where gradients take the buffers of weights that are done, they are not told from activations.
-TOGETHER = "gradients and activations, partly in weights' buffers"
 #: Columns where there is no terminal to say how many: those of the widest table.
 WIDTH = 132
 #: Columns from which on the table of stages has all of its own.
@@ -113,48 +112,11 @@ def _write(asked: PlanQuestion, screen: Screen, found: dict[str, Any]) -> None:
 
 
 def _draw(asked: PlanQuestion) -> Any:
-    plans = [asked.plan(stage) for stage in STAGES]
-    unit = unit_for(max(max(one.bytes.total, one.bytes.theory) for one in plans), DECIMAL)
+    plans = {f"stage {stage}": asked.plan(stage) for stage in STAGES}
     hardware = f"{asked.options.devices:,} x {asked.hardware.name}"
     step = asked.options.step_in_words(asked.num_examples, asked.context)
-    times = [
-        charts.Bar(
-            name=f"stage {one.stage}",
-            parts={"time of a step": 1e3 * one.step_time},
-            label=_milliseconds(one.step_time),
-            fits=one.fits,
-        )
-        for one in plans
-    ]
-    return charts.stages_figure(
-        f"{plans[0].num_params:,} parameters, {hardware}\n{step}",
-        memory=[_bar(one, unit) for one in plans],
-        beside=times,
-        axes={"title": "time of a step, at least", "ylabel": "ms"},
-        available=asked.hardware.memory,
-        unit=unit,
-    )
-
-
-def _bar(plan: Plan, unit: Unit) -> charts.Bar:
-    """Part a plan's peak by kind."""
-    held = plan.bytes
-    parts = {
-        "parameters": held.parameters,
-        "masters": held.masters,
-        "optimizer": held.optimizer - held.masters,
-    }
-    if held.total < held.states:
-        parts[TOGETHER] = held.total - sum(parts.values())
-    else:
-        parts |= {"gradients": held.gradients, "activations and buffers": held.activations}
-    return charts.Bar(
-        name=f"stage {plan.stage}\n({unit.number(held.theory)})",
-        parts=parts,
-        label=unit.words(held.total) + (f"\nhost {unit.number(held.host)}" if held.host else ""),
-        theory=held.theory,
-        fits=plan.fits,
-    )
+    title = f"{plans['stage 0'].num_params:,} parameters, {hardware}\n{step}"
+    return charts.compare(plans, title=title)
 
 
 def _show_question(asked: PlanQuestion, screen: Screen, network: str = "") -> None:
@@ -175,7 +137,7 @@ def stages_table(plans: Sequence[Plan], size: float, width: int) -> Table:
     roomy, hosted = width >= ROOMY, any(one.bytes.host for one in plans)
     columns = [">stage", ">params", ">grads", ">optimizer", ">states", ">peak"]
     columns += [">of device"] * roomy + [">on host"] * hosted + [">volume", ">ms", "bound by"]
-    made = table(*columns, padding=1 if roomy else 0)
+    made = make_table(*columns, padding=1 if roomy else 0)
     for one in plans:
         held, style = one.bytes, "green" if one.fits else "red"
         cells: list[str | Text] = [

@@ -1,4 +1,4 @@
-"""What the screens of the commands have in common: tables, bytes in words, long tasks."""
+"""What the screens of the commands have in common: facts, titles, long tasks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from rich import box
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from zerojax.cli.shared._command import INTERRUPTED
@@ -50,55 +48,6 @@ class Screen:
         """Print which files were written; None is one that nobody asked for."""
         if names := ", ".join(str(path) for path in paths if path is not None):
             self.say(f"wrote {names}")
-
-
-def table(*columns: str, padding: int = 1) -> Table:
-    """Make a table without rows; `>peak` is a column of numbers with the name peak."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding))
-    for name in columns:
-        is_number = name.startswith(">")
-        justify = "right" if is_number else "left"
-        made.add_column(name.removeprefix(">"), justify=justify, no_wrap=is_number, overflow="fold")
-    return made
-
-
-class Unit(NamedTuple):
-    """A number of bytes; the largest figure of a column has at least `least` of its unit."""
-
-    name: str
-    size: float
-    least: float
-
-    def number(self, count: float | None) -> str:
-        """Write bytes as a number of this unit: 79.11 GiB as 79.11, 31.4 GB as 31.4."""
-        if count is None:
-            return "-"
-        return f"{count / self.size:,.2f}" if self in BINARY else amount(count / self.size)
-
-    def words(self, count: float) -> str:
-        """Write bytes with this unit: 79.11 GiB."""
-        return f"{self.number(count)} {self.name}"
-
-
-BINARY = (Unit("GiB", 2**30, 0.1), Unit("MiB", 2**20, 0))
-DECIMAL = (Unit("GB", 1e9, 10), Unit("MB", 1e6, 10), Unit("kB", 1e3, 10), Unit("bytes", 1, 0))
-
-
-def unit_for(largest: float, units: tuple[Unit, ...]) -> Unit:
-    """Return the unit that suits figures of which this is the largest."""
-    return next(unit for unit in units if largest >= unit.least * unit.size)
-
-
-def binary(count: float) -> str:
-    """Write bytes with the power of 1024 that suits them: 79.11 GiB."""
-    return unit_for(count, BINARY).words(count)
-
-
-def amount(value: float) -> str:
-    """Write a figure as the paper does: 120, 31.4, 1.9; below one with three digits."""
-    if value and value < 1:
-        return f"{value:.3g}"
-    return f"{value:,.1f}".removesuffix(".0")
 
 
 Result = TypeVar("Result")

@@ -14,8 +14,8 @@ import jax
 from rich.panel import Panel
 from rich.text import Text
 
+from zerojax import charts
 from zerojax.checkpoint import PendingSave
-from zerojax.cli import charts
 from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
 from zerojax.cli.shared._machine import CHECKPOINTS
 from zerojax.cli.train._options import TrainOptions
@@ -260,7 +260,7 @@ class _Training:
         if not self.is_first:
             return
         run, options, plot = self.run, self.options, self.options.out / "training.png"
-        figure = charts.training_figure(
+        figure = charts.training(
             f"{options.model}, {options.optimizer}, {options.precision}, "
             f"ZeRO stage {options.stage} on {len(run.devices)} devices",
             training=self.metrics.column("train_bits_per_byte"),

@@ -18,8 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._display import make_table
 from zerojax.checkpoint import Restored
-from zerojax.cli.shared._screen import Screen, table
+from zerojax.cli.shared._screen import Screen
 from zerojax.cli.train._run import TrainRun
 from zerojax.recipe import HOST_MEMORY
 from zerojax.train import TrainState
@@ -124,7 +125,7 @@ def bytes_table(run: TrainRun) -> Table:
     """Make the table of bytes per device, beside the theory and beside plain data parallelism."""
     description = run.description
     plainly = "plain data parallel" if run.layout.num_shards == len(run.devices) else "stage 0"
-    made = table("kind", ">this run", ">theory", f">{plainly}", ">saved")
+    made = make_table("kind", ">this run", ">theory", f">{plainly}", ">saved")
     for kind, count in description.bytes.items():
         if whole := run.plain[kind]:
             counts = map(decimal, (count, description.theory[kind], whole))

@@ -1,0 +1,119 @@
+"""Figures say what their results say: every bar, line and axis is read back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from tests.audit.test_audit_schedule import evidence_of
+from zerojax import charts
+from zerojax.audit import audit
+
+PARAMS = {
+    "down": jax.ShapeDtypeStruct((4, 2048, 512), jnp.float32),
+    "up": jax.ShapeDtypeStruct((4, 512, 2048), jnp.float32),
+}
+TX = optax.adam(1e-3)
+
+
+def loss_fn(params, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    return jnp.mean(jax.lax.scan(layer, x, params)[0])
+
+
+WORKLOAD = zerojax.Workload(loss_fn=loss_fn, batch=jax.ShapeDtypeStruct((64, 512), jnp.float32))
+
+
+def plan(stage):
+    options = {"num_devices": 8, "hardware": "h100", "workload": WORKLOAD}
+    return zerojax.plan(PARAMS, TX, stage=stage, **options)
+
+
+def heights(axes):
+    """Return the height of each bar: its parts, one on top of the other."""
+    tops = {}
+    for part in axes.patches:
+        tops[part.get_x()] = max(tops.get(part.get_x(), 0), part.get_y() + part.get_height())
+    return [tops[x] for x in sorted(tops)]
+
+
+def words(figure):
+    return " ".join(
+        text.get_text() for text in figure.findobj(match=lambda x: hasattr(x, "get_text"))
+    )
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {f"stage {stage}": plan(stage) for stage in (0, 1, 2, 3)}
+
+
+def test_plans_are_drawn_beside_each_other(plans, tmp_path):
+    figure = charts.compare(plans, title="a title")
+    left, right = figure.axes
+    assert heights(left) == pytest.approx([one.bytes.total / 1e6 for one in plans.values()])
+    assert heights(right) == pytest.approx([one.volume for one in plans.values()])
+    assert [tick.get_text() for tick in left.get_xticklabels()] == [f"stage {n}" for n in range(4)]
+    assert left.get_ylabel() == "MB per device"
+    assert right.get_ylabel() == "elements per parameter"
+    for said in ("a title", "activations and buffers", "by the theory", "along data", " ms"):
+        assert said in words(figure)
+    charts.write(figure, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_description_has_bytes_alone(mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=2)
+    described = layout.describe(TX)
+    (axes,) = charts.compare({"mine": described}).axes
+    assert heights(axes) == pytest.approx([described.bytes["total"] / 1e6])
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["mine"]
+
+
+def test_what_does_not_fit_is_beneath_its_line_and_red(plans):
+    one = plans["stage 0"]
+    (axes, _) = charts.compare({"one": one}, available=one.bytes.total / 2).axes
+    (line,) = axes.lines
+    assert line.get_ydata()[0] == pytest.approx(one.bytes.total / 2e6)
+    assert line.get_label() == "a device's memory"
+
+
+def test_a_schedule_is_drawn_as_it_was_clocked():
+    evidence = evidence_of("h100")
+    report = audit(evidence.program, evidence.layout)
+    (axes,) = charts.schedule(report).axes
+    lanes = report.schedule.collectives
+    assert len(axes.get_yticks()) == len(lanes)
+    runs = [run for one in lanes for run in one.runs]
+    seen = {(round(bar.get_x(), 6), round(bar.get_width(), 6)) for bar in axes.patches}
+    assert {(round(1e3 * a, 6), round(1e3 * (b - a), 6)) for a, b, _ in runs} <= seen
+    assert all(waits <= end - begin + 1e-12 for begin, end, waits in runs)
+    assert "the device waits" in words(axes.figure)
+
+
+def test_a_program_of_a_cpu_has_no_schedule_to_draw(mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=3)
+    step = zerojax.make_train_step(loss_fn, TX, layout)
+    report = step.audit(jax.ShapeDtypeStruct((64, 512), jnp.float32))
+    with pytest.raises(ValueError, match="compile the step for a TPU or GPU"):
+        charts.schedule(report)
+    left, right = charts.compare({"CPU": report}).axes
+    assert heights(left)[0] >= report.memory.peak / 1e6 * 0.99
+    assert heights(right) == [pytest.approx(report.volume)]
+
+
+def test_a_search_shows_all_that_was_tried_its_front_and_the_limit():
+    choices = zerojax.search_plans(
+        PARAMS, TX, num_devices=8, hardware="h100", workload=WORKLOAD, memory_limit=5e8
+    )
+    (axes,) = charts.pareto(choices).axes
+    assert sum(len(points.get_offsets()) for points in axes.collections) == len(choices.tried)
+    front, limit = axes.lines
+    assert list(front.get_xdata()) == [1e3 * one.step_time for one in choices.pareto]
+    assert len(set(limit.get_ydata())) == 1
+    assert {"ms", "MB"} <= set(words(axes.figure).replace("(", " ").replace(")", " ").split())

@@ -1,0 +1,162 @@
+"""How results show themselves: one line, text on 80 columns, HTML without scripts."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from rich.text import Text
+
+import zerojax
+from zerojax._display import Shown, make_bar, make_table
+
+PARAMS = {"down": jnp.ones((128, 64)), "up": jnp.ones((64, 128))}
+X = jnp.ones((32, 64))
+TX = optax.adam(1e-3)
+RECIPE = zerojax.Recipe(precision="bf16", accumulate=2)
+
+
+def loss_fn(params, x):
+    y = jnp.tanh(x @ params["up"].astype(x.dtype)) @ params["down"].astype(x.dtype)
+    return jnp.mean((y - x) ** 2)
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects the texts of a page; checks that what is opened is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.texts = [], []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag != "script"
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def read(shown):
+    reader = Reader()
+    reader.feed(shown._repr_html_())
+    assert reader.open == []
+    return reader.texts
+
+
+@pytest.fixture(scope="module")
+def layout(mesh8):
+    params = {"embed": (1009, 64), "blocks": {"qkv": {"kernel": (64, 192), "bias": (192,)}}}
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        params,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    return zerojax.make_layout(shapes, mesh8, stage=2)
+
+
+@pytest.fixture(scope="module")
+def step(mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=3)
+    return zerojax.make_train_step(loss_fn, TX, layout, RECIPE)
+
+
+@pytest.fixture(scope="module")
+def results(layout, step):
+    return {
+        "Layout": layout,
+        "Description": layout.describe(TX, RECIPE),
+        "Holders": layout.show("blocks/qkv"),
+        "TrainStep": step,
+        "TrainState": step.init(PARAMS),
+        "AuditReport": step.audit(X),
+    }
+
+
+NAMES = ("Layout", "Description", "Holders", "TrainStep", "TrainState", "AuditReport")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_result_is_a_line_a_text_and_a_page(name, results):
+    shown = results[name]
+    line = repr(shown)
+    assert line.startswith(f"<{name}: ")
+    assert "\n" not in line
+    text = str(shown)
+    assert max(map(len, text.splitlines())) <= 80
+    words = set(re.findall(r"[\d,.]{5,}", " ".join(read(shown))))
+    assert words <= set(re.findall(r"[\d,.]{5,}", text)), "the same figures"
+
+
+def test_a_line_names_stage_mesh_parameters_and_bytes(layout, step):
+    held = layout.bytes_per_device(optax.identity())["parameters"]
+    assert repr(layout) == (
+        "<Layout: ZeRO stage 2 over data (N = 8) on a mesh of data=8; "
+        f"{layout.num_params:,} parameters in 3 leaves, {held / 1e3:,.1f} kB of them per device>"
+    )
+    assert "Recipe(precision='bf16', accumulate=2)" in repr(step)
+
+
+def test_a_state_says_its_step_and_what_became_of_it(results, step):
+    state = step.init(PARAMS)
+    assert repr(state).startswith("<TrainState: step 0, ")
+    new, _ = step(state, X)
+    assert "donated to a step" in repr(state)
+    assert "step 1" in repr(new)
+    assert "shapes of a state" in repr(step.abstract_state())
+    assert repr(step.shardings).startswith("<TrainState: ")
+    seen = []
+    jax.eval_shape(lambda state: seen.append(repr(state)), new)
+    assert "shapes of a state" in seen[0]
+
+
+def test_a_state_counts_what_a_device_holds(results, step):
+    state = results["TrainState"]
+    held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(state))
+    counted = re.findall(r" ([\d,]+)(?:  [█▏▎▍▌▋▊▉]+)?$", str(state), re.MULTILINE)
+    assert sum(int(count.replace(",", "")) for count in counted) == held
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_who_holds_what_is_what_jax_places(stage, mesh8):
+    """Each device's part of a leaf, as `NamedSharding` itself says it."""
+    params = {"w": jax.ShapeDtypeStruct((96, 64), jnp.float32)}
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    specs = {"w": jax.sharding.PartitionSpec("model")}
+    layout = zerojax.make_layout(params, mesh, stage=stage, specs=specs)
+    shown, (leaf,) = layout.show("w"), layout.leaves
+    for kind in ("parameter", "gradient", "optimizer"):
+        placed = layout.sharding(leaf.spec(kind)).devices_indices_map(leaf.shape)
+        for data in range(4):
+            for model in range(2):
+                want = placed[mesh.devices[data, model]]
+                part = shown.part(leaf, kind, {"data": data, "model": model})
+                sizes = zip(want, leaf.shape, strict=True)
+                assert list(part) == [slice(*one.indices(size)[:2]) for one, size in sizes]
+
+
+def test_a_path_that_is_not_there_is_refused_with_near_ones(layout):
+    with pytest.raises(ValueError, match=r"'blocks/qkw'.*near ones: \['blocks/qkv/bias"):
+        layout.show("blocks/qkw")
+
+
+def test_html_is_escaped_and_bars_lie_where_they_begin():
+    class Sample(Shown):
+        _summary = "a sample"
+
+        def _parts(self):
+            table = make_table("name", ">size", "part")
+            table.add_row(Text("<b>&"), "1", make_bar(3, 4, 1))
+            yield table
+
+    page = Sample()._repr_html_()
+    assert "&lt;b&gt;&amp;" in page
+    assert "margin-left:25.00%;width:50.00%" in page
+    assert "<script" not in page
+    assert read(Sample())[2:] == ["name", "size", "part", "<b>&", "1"]

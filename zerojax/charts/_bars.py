@@ -1,0 +1,85 @@
+"""`Bar`: what a plan, a report or a description holds on one device, to be drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from zerojax._display import DECIMAL, unit_for
+from zerojax.audit import AuditReport
+from zerojax.layout import Description
+from zerojax.planner import Plan
+
+#: Where gradients take the buffers of weights that are done, they are not told from activations.
+TOGETHER = "gradients and activations, partly in weights' buffers"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar of parts, one on top of the other.
+
+    Attributes:
+        parts: bytes, or elements per parameter, by name.
+        label: what stands above it; empty for the size of its parts.
+        theory: the height of a dashed line; None for none.
+        fits: False writes the label in red.
+    """
+
+    parts: Mapping[str, float]
+    label: str = ""
+    theory: float | None = None
+    fits: bool = True
+
+    @property
+    def top(self) -> float:
+        """The height of all parts together, or of the line where that is higher."""
+        return max(sum(self.parts.values()), self.theory or 0)
+
+
+#: What has bytes by kind.
+Holding: TypeAlias = Plan | AuditReport | Description | Bar
+
+
+def bytes_of(held: Holding) -> Bar:
+    """Return the bytes of one device by kind, up to its peak."""
+    if isinstance(held, Bar):
+        return held
+    if isinstance(held, Description):
+        parts = {kind: size for kind, size in held.bytes.items() if kind != "total"}
+        return _bar(parts, held.theory["total"])
+    if isinstance(held, AuditReport):
+        memory = held.memory
+        parts = {name: getattr(memory, name) for name in ("parameters", "masters", "optimizer")}
+        parts["gradients kept"] = memory.gradients
+        parts["batch and the rest"] = memory.batch + memory.other + memory.outputs
+        parts["gradients, activations"] = memory.temporaries
+        return _bar(parts, memory.theory["total"])
+    size = held.bytes
+    parts = {"parameters": size.parameters, "masters": size.masters}
+    parts["optimizer"] = size.optimizer - size.masters
+    if size.total < size.states:
+        parts[TOGETHER] = size.total - sum(parts.values())
+    else:
+        parts |= {"gradients": size.gradients, "activations and buffers": size.activations}
+    return _bar(parts, size.theory, host=size.host, fits=held.fits)
+
+
+def _bar(parts: Mapping[str, float], theory: float, *, host: int = 0, fits: bool = True) -> Bar:
+    label = ""
+    if host:
+        label = "\nhost ".join(unit_for(n, DECIMAL).words(n) for n in (sum(parts.values()), host))
+    return Bar(parts=parts, label=label, theory=theory, fits=fits)
+
+
+def volume_of(held: Holding) -> Bar | None:
+    """Return what a device moves in a step by mesh axis; None where that is not known."""
+    if isinstance(held, Plan):
+        parts = {f"along {' x '.join(axes)}": moved for axes, moved in held.volume_by_axes.items()}
+        return Bar(parts=parts, label=f"{held.volume:.3f}\n≥ {1e3 * held.step_time:#.4g} ms")
+    if isinstance(held, AuditReport):
+        by_axis = held.volume_by_axis
+        parts = {f"along {axes}": moved.seen for axes, moved in by_axis.items()}
+        theory = sum(moved.theory or 0 for moved in by_axis.values())
+        return Bar(parts=parts, label=f"{sum(parts.values()):.3f}", theory=theory)
+    return None
