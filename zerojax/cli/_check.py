@@ -171,24 +171,11 @@ def _told(work: Callable[[], Result], path: Path) -> Result:
     """Run code of the user's; what it raises ends the command, with the line of the user's file."""
     try:
         return work()
-    except (ValueError, OSError) as error:
-        if error.__traceback__ and not _user_line(error, path):
-            raise
-        raise _failure(error, path) from error
     except Exception as error:
-        raise _failure(error, path) from error
-
-
-def _failure(error: Exception, path: Path) -> Failure:
-    told = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return Failure(f"{_user_line(error, path) or path}: {told}")
-
-
-def _user_line(error: Exception, path: Path) -> str:
-    """Return the last place in the user's file that an error went through; empty for none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if Path(one.filename).resolve() == path.resolve()]
-    return f"{path}:{own[-1].lineno}" if own else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [one.lineno for one in frames if Path(one.filename).resolve() == path.resolve()]
+        told = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise Failure(f"{path}:{lines[-1]}: {told}" if lines else str(error)) from error
 
 
 def _show(one: Checked, screen: Screen) -> None:
@@ -203,11 +190,14 @@ def _show(one: Checked, screen: Screen) -> None:
         words.append(f"waits for {totals['exposed share']:.1%} of the scheduled step")
     screen.show(Text.assemble((one.step.name, "bold"), ": " + ", ".join(words)))
     screen.say(f"  {one.record.theory}")
-    for difference in one.differences:
-        style = "green" if difference.grows is False else "red"
-        screen.show(Text(f"  {difference}", style=style))
+    _show_differences(one.differences, screen)
     for problem in one.problems:
         screen.show(Text(f"  {problem}", style="red"))
+
+
+def _show_differences(differences: Sequence[Difference], screen: Screen) -> None:
+    for one in differences:
+        screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
 
 
 def _complaint(one: Checked, is_accepted: bool) -> str:
@@ -255,18 +245,15 @@ def diff(options: DiffOptions) -> None:
     screen = Screen(width=100)
     with refusing():
         old, new = read_lock(options.old), read_lock(options.new)
-    differs = False
-    for name in dict.fromkeys([*old, *new]):
-        if name not in old or name not in new:
-            screen.show(Text(f"{name}: only in {options.old if name in old else options.new}"))
-            differs = True
-            continue
+    for name in sorted(old.keys() ^ new.keys()):
+        screen.show(Text(f"{name}: only in {options.old if name in old else options.new}"))
+    differs = old.keys() != new.keys()
+    for name in sorted(old.keys() & new.keys()):
         found = compare(old[name], new[name])
         differs = differs or bool(found)
         screen.show(Text.assemble((name, "bold"), f": {len(found) or 'no'} differences"))
         if old[name].versions != new[name].versions:
-            screen.say(f"  compiled with {dict(old[name].versions)}, {dict(new[name].versions)}")
-        for one in found:
-            screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
+            screen.say(f"  compiled with {old[name].versions}, {new[name].versions}")
+        _show_differences(found, screen)
     if differs:
         raise Failure("", 1)

@@ -33,7 +33,7 @@ class Moved:
     """Collectives that look the same."""
 
     runs: int  # how often a step runs them; loops of unknown length count once
-    bytes: float  # that a device sends in a step
+    bytes: int  # that a device sends in a step
     leaf: str  # arguments that they may move; empty for an activation
     source: str = ""  # file:line of one of them; a lock file leaves it out
 
@@ -74,8 +74,8 @@ class StepRecord:
             totals["blocking bytes"] = round(timeline.blocking_bytes)
             totals["exposed share"] = round(timeline.exposed_share, 4)
         return cls(
-            versions=dict(versions),
-            mesh=dict(program.mesh),
+            versions=versions,
+            mesh=program.mesh,
             leaves=leaves,
             moved=_moved(records, program, leaves),
             totals=totals,
