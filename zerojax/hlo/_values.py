@@ -13,6 +13,8 @@ KEEPS = having("keeps")
 _ZEROS = ("0", "-0", "false")
 _HANDS_ON, _WHOLE = having("hands on"), having("whole")
 _ENTERED = ("fusion", "call", "while")
+#: What runs its computation once, in its place; jax 0.12's CPU compiler calls small loops so.
+_INLINED = ("fusion", "call")
 #: A walk that has come to more places than this has gone astray.
 MOST_PLACES = 2000
 
@@ -60,11 +62,11 @@ def source_of(
         if value.index is None:
             found = value
         is_part = line.opcode == "tuple" and value.index is not None
-        is_input = line.opcode == "parameter" and _is_fused(value.frame)
+        is_input = line.opcode == "parameter" and _is_inlined(value.frame)
         is_element = line.opcode == "get-tuple-element" and value.index is None
         if line.opcode in (through if value.index is None else _WHOLE.intersection(through)):
             value = replace(value, name=line.operands[0])
-        elif is_part or is_input or is_element or line.opcode == "fusion":
+        elif is_part or is_input or is_element or line.opcode in _INLINED:
             value = next(_made_of(module, value))
         else:
             return found.frame, found.line
@@ -95,7 +97,7 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     %sum = f32[4096] all-reduce(%g)
     %own = f32[512] dynamic-slice(%sum, %at)     the only user: each device keeps its part
     """
-    uses = list(follow(module, Value(frame, name, index), through=KEEPS, into=("fusion", "call")))
+    uses = list(follow(module, Value(frame, name, index), through=KEEPS, into=_INLINED))
     return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
 
 
@@ -252,5 +254,5 @@ def _parameters(inner: Frame, name: str) -> list[Instruction]:
     return [inner.computation.parameters[number] for number in numbers]
 
 
-def _is_fused(frame: Frame) -> bool:
-    return frame.caller is not None and frame.caller.opcode == "fusion"
+def _is_inlined(frame: Frame) -> bool:
+    return frame.caller is not None and frame.caller.opcode in _INLINED
