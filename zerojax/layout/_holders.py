@@ -49,7 +49,9 @@ class Holders(Shown):
 
     @property
     def _summary(self) -> str:
-        return f"{', '.join(leaf.path for leaf in self.leaves)} on a mesh of {dict(self.axes)}"
+        paths = ", ".join(leaf.path for leaf in self.leaves)
+        axes = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"who holds what of {paths} on a mesh of {axes}"
 
     def _parts(self) -> Iterator[Text | Table]:
         for leaf in self.leaves:

@@ -198,8 +198,8 @@ class Plan(Shown):
 
     def _bytes_table(self) -> Table:
         decimal, binary = (unit_for(self.bytes.total, units) for units in (DECIMAL, BINARY))
-        names = (f">{decimal.name} ({decimal.size:.0e})", f">{binary.name}", ">of its memory", "")
-        table = make_table("one device holds", *names)
+        units = f">{decimal.name}", f">{binary.name}"
+        table = make_table("one device holds", *units, ">of its memory", "")
         memory = self.hardware.memory
 
         def add(name: str, size: int, of: int = memory, style: str = "") -> None:
