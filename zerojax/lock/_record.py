@@ -10,7 +10,7 @@ from typing import Any
 
 from zerojax._types import Shape
 from zerojax.audit import Argument, Program, role_of, timeline_of
-from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module
+from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, sum_moved
 
 _NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
 
@@ -92,9 +92,8 @@ def _leaves(program: Program) -> dict[str, Leaf]:
         key = (_pattern(one.path), one.dtype, one.shape, one.spec, one.donated, settled)
         groups.setdefault(key, []).append(one)
     found: dict[str, Leaf] = {}
-    for (path, dtype, shape, spec, donated, settled), alike in groups.items():
-        single = len(alike) == 1 or path in found
-        found[alike[0].path if single else path] = Leaf(
+    for (_, dtype, shape, spec, donated, settled), alike in groups.items():
+        found[_common_path([one.path for one in alike])] = Leaf(
             count=len(alike),
             dtype=dtype,
             shape=shape,
@@ -109,6 +108,13 @@ def _leaves(program: Program) -> dict[str, Leaf]:
 def _pattern(path: str) -> str:
     """Write numbers within a path as *: 0/params/blocks/3/qkv as 0/params/blocks/*/qkv."""
     return _NUMBER.sub("*", path)
+
+
+def _common_path(paths: Sequence[str]) -> str:
+    """Write the numbers in which paths differ as *."""
+    columns = zip(*(path.split("/") for path in paths), strict=True)
+    parts = (x[0] if len({*x}) == 1 else _pattern(f"/{x[0]}")[1:] for x in columns)
+    return "/".join(parts)
 
 
 def _returned(program: Program) -> dict[str, Argument]:
@@ -195,31 +201,38 @@ def _totals(program: Program, records: Iterable[Collective]) -> dict[str, float]
     return {name: round(value) for name, value in totals.items() if value}
 
 
-def _theory(program: Program, records: Iterable[Collective]) -> str:
+def _theory(program: Program, records: Sequence[Collective]) -> str:
     """Say what ZeRO moves for arguments that lie as these, in elements per parameter (Psi).
 
-    Parameters are the donated arguments of which an optimizer's leaf has shape and end of path. Cut
-    in n parts, one is gathered twice and reduced once, 3 (n-1)/n; where only its moments are, or
-    none, 2 (n-1)/n (arXiv 1910.02054, section 7).
+    Arguments with the shape and the end of the path of an optimizer's leaf are a parameter, and its
+    master if there are two. Cut in n parts, a parameter is gathered twice and reduced once,
+    3 (n-1)/n; where only its states are, or nothing, 2 (n-1)/n (arXiv 1910.02054, section 7).
     """
     moments = [one for one in program.inputs if one.role == "optimizer" and one.shape]
-    size, moves, partitioned = 0, 0.0, 0
-    num_devices = math.prod(program.mesh.values()) or len(program.device_ids)
+    found: dict[tuple[str, Shape], list[Argument]] = {}
     for one in program.inputs:
-        end = one.path.split("/", 2)[-1]
-        own = [x for x in moments if x.shape == one.shape and x.path.endswith(f"/{end}")]
-        if one.role or not own:
-            continue
-        count = math.prod(one.shape)
-        parts = [count // math.prod(x.shard_shape) for x in (one, *own)]
-        factor = 3 if parts[0] > 1 else 2
-        parts = max(parts) if max(parts) > 1 else num_devices
-        size, moves = size + count, moves + factor * count * (parts - 1) / parts
-        partitioned += factor == 3
+        key = (one.path.split("/", 2)[-1], one.shape)
+        if not one.role and any(
+            x.shape == key[1] and x.path.endswith(f"/{key[0]}") for x in moments
+        ):
+            found.setdefault(key, []).append(one)
+    moves, partitioned = 0.0, 0
+    for (end, shape), held in found.items():
+        own = [x for x in moments if x.shape == shape and x.path.endswith(f"/{end}")]
+        parameter = min(held, key=lambda one: one.shard_bytes / math.prod(one.shard_shape))
+        count = math.prod(shape)
+        parts = max(count // math.prod(x.shard_shape) for x in (*held, *own))
+        parts = parts if parts > 1 else len(program.device_ids)
+        is_cut = parameter.shard_shape != shape
+        partitioned += is_cut
+        moves += (3 if is_cut else 2) * count * (parts - 1) / parts
+    size = sum(math.prod(shape) for _, shape in found)
     if not size:
         return "no optimizer's state is recognised among the arguments, so no theory is told"
-    seen = sum(one.moved_elements for one in records) / size
+    # A CPU has no reduce-scatters: it reduces whole and keeps a part.
+    halved = [one for one in records if program.platform == "cpu" and role_of(one) == "sliced"]
+    seen = (sum_moved(records) - sum_moved(halved) / 2) / size
     return (
-        f"inferred from {len(moments)} moments: {size:,} parameters, {partitioned} leaves of them "
-        f"partitioned; ZeRO moves {moves / size:.3f} elements per parameter, this step {seen:.3f}"
+        f"inferred from {len(moments)} moments: {size:,} parameters, {partitioned} of {len(found)} "
+        f"leaves partitioned; ZeRO moves {moves / size:.3f} elements each, this step {seen:.3f}"
     )
