@@ -37,6 +37,8 @@ class Bar:
         return max(sum(self.parts.values()), self.theory or 0)
 
 
+#: Kinds of model states, from the bottom of a bar on.
+KINDS = ("parameters", "masters", "optimizer", "gradients")
 #: What has bytes by kind.
 Holding: TypeAlias = Plan | AuditReport | Description | Bar
 
@@ -46,7 +48,7 @@ def bytes_of(held: Holding) -> Bar:
     if isinstance(held, Bar):
         return held
     if isinstance(held, Description):
-        parts = {kind: size for kind, size in held.bytes.items() if kind != "total"}
+        parts = {kind: held.bytes[kind] for kind in KINDS}
         return _bar(parts, held.theory["total"])
     if isinstance(held, AuditReport):
         memory = held.memory

@@ -49,10 +49,7 @@ def compare(
     figure, drawings = make_figure(title, (inches, 5.2), widths)
     _draw_memory(drawings[0], results, available)
     for axes in drawings[1:]:
-        axes.set(
-            title="moved by one device in a step, and the least time of a plan",
-            ylabel="elements per parameter",
-        )
+        axes.set(title="moved by one device in a step", ylabel="elements per parameter")
         draw_bars(axes, moved)
     for axes, place in zip(drawings, _LEGENDS, strict=False):
         look: Any = {"loc": place, "ncols": 3, "frameon": False, "fontsize": "small"}
@@ -106,6 +103,7 @@ def pareto(choices: Choices, *, title: str = "") -> Figure:
     axes.set(xlabel="time of a step, at least (ms)", ylabel=f"peak of a device ({unit.name})")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.25, which="both")
     axes.legend(frameon=False, fontsize="small")
     return figure
@@ -134,7 +132,7 @@ def _draw_memory(axes: Axes, found: Mapping[str, Holding], available: float | No
     highest = max(bar.top for bar in bars.values())
     unit = unit_for(highest, DECIMAL)
     of = f", of {unit.words(available)}" if available else ""
-    axes.set(title=f"one device's memory at its peak{of}", ylabel=f"{unit.name} per device")
+    axes.set(title=f"one device's memory{of}", ylabel=f"{unit.name} per device")
     draw_bars(axes, bars, unit.size, unit.words)
     if 0 < available <= HEADROOM * highest:
         line: dict[str, Any] = {"color": TOO_MUCH, "linewidth": 1.3, "zorder": 0}
