@@ -14,11 +14,12 @@ import numpy as np
 from zerojax._types import Axes
 from zerojax.audit._match import Match, Matcher
 from zerojax.audit._program import Program
+from zerojax.collectives import OWNERS
 from zerojax.hlo import Collective, Groups, mesh_axes
 from zerojax.layout import Layout
 
 _GATHERS = ("windowed all-gather", "all-reduce of parts")
-Role = Literal["gather", "scatter", "sliced", "reduce", "shuffle"]
+Role = Literal["gather", "scatter", "sliced", "reduce", "owners", "shuffle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,14 @@ class Move:
     spans: tuple[str, ...]
     is_ours: bool  # whether it moves along the axes of ZeRO or of the batch
     # gather, scatter (any spelling of a reduce-scatter), sliced (an all-reduce of which each
-    # device keeps one part), reduce (an all-reduce), or shuffle (all else)
+    # device keeps one part), reduce (an all-reduce), owners (matrices on their way to devices that
+    # compute with whole ones), or shuffle (all else)
     role: Role
     match: Match  # the leaves that the tensor may be; of no form for an activation
     # elements as they are judged: without padding, and as other backends would move them where a
     # CPU has no reduce-scatter (an all-reduce of which a part is kept counts as one) and does not
-    # add up what it reduces (two gradients of a tied embedding count once)
+    # add up what it reduces (two gradients of a tied embedding count once); what an optimizer needs
+    # is beside the stage's formula and counts nothing
     judged: float
     padding: float = 0.0  # elements that the compiler adds to fit its tiles
 
@@ -73,7 +76,9 @@ def moves_of(
     for record, spans in found:
         role = role_of(record)
         scale = windows.get((record.op_name, record.elements), 1.0)
-        if program.platform == "cpu" and role in ("sliced", "reduce"):
+        if role == "owners":
+            scale = 0.0
+        elif program.platform == "cpu" and role in ("sliced", "reduce"):
             scale = 0.0 if record.is_added else 0.5 if role == "sliced" else 1.0
         moves.append(
             Move(
@@ -96,7 +101,9 @@ def role_of(record: Collective) -> Role:
         return "scatter"
     if record.spelling == "all-reduce + slice":
         return "sliced"
-    return "reduce" if record.op == "all-reduce" else "shuffle"
+    if record.op == "all-reduce":
+        return "reduce"
+    return "owners" if OWNERS in record.op_name else "shuffle"
 
 
 def _axes(spans: Iterable[str]) -> Axes:

@@ -20,6 +20,7 @@ from zerojax.collectives._forms import (
     view,
 )
 from zerojax.collectives._options import OPTIONS, compiler_options
+from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners
 from zerojax.collectives._prefetch import prefetched
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean
 from zerojax.collectives._retrace import gather_where_used
@@ -27,11 +28,15 @@ from zerojax.collectives._writeback import write_back
 
 __all__ = [
     "OPTIONS",
+    "OWNERS",
+    "Job",
+    "Spread",
     "StepLoss",
     "Whole",
     "accumulate",
     "auto_region",
     "compiler_options",
+    "compute_by_owners",
     "constrain",
     "gather_where_used",
     "has_examples",

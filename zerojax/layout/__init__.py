@@ -1,11 +1,13 @@
 """Where every leaf lives: decided once, from shapes and a mesh, as plain data."""
 
 from zerojax.layout._describe import Description
+from zerojax.layout._dims import has_matrices
 from zerojax.layout._holders import Holders
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_spec
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
+from zerojax.layout._regions import Region, Regions
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
@@ -36,6 +38,8 @@ __all__ = [
     "LeafLayout",
     "OptimizerLayout",
     "Phases",
+    "Region",
+    "Regions",
     "Rule",
     "Span",
     "as_spec",
@@ -43,6 +47,7 @@ __all__ = [
     "check_layout",
     "check_stage",
     "group_digits",
+    "has_matrices",
     "in_order",
     "make_layout",
     "make_mesh",

@@ -145,7 +145,7 @@ def _place(
         if options:
             return options[0]
         why = f"made from {source.path!r} with dims of its own"
-        return _by_own_shape(path, leaf, layout, why=why)
+        return dataclasses.replace(_by_own_shape(path, leaf, layout, why=why), parameter=owner)
     same = {(other.entries, other.cut) for other in layout.leaves if other.shape == leaf.shape}
     if len(same) > 1 and layout.partitions("optimizer"):
         why = f"parameters of this shape live in {len(same)} different ways and its path names none"

@@ -3,6 +3,7 @@
 from zerojax.optim._offloaded import Hosted, OffloadedUpdate, hosted_leaves
 from zerojax.optim._rate import learning_rate
 from zerojax.optim._sharded import apply_updates, as_params, sharded, store_state
+from zerojax.optim._whole import update_whole
 
 __all__ = [
     "Hosted",
@@ -13,4 +14,5 @@ __all__ = [
     "learning_rate",
     "sharded",
     "store_state",
+    "update_whole",
 ]

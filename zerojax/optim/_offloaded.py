@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import compute_on as _compute_on
 
-from zerojax._jaxpr import bind
+from zerojax._jaxpr import Slice, Traced, bind, is_fill
 from zerojax._tree import num_elements
 from zerojax.collectives import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
 from zerojax.memory import offloaded_kinds
-from zerojax.optim._slices import Slice, Traced, is_fill
 from zerojax.recipe import OffloadPolicy
 
 #: jax 0.10 has it under another name than 0.12.

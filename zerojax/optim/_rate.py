@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._jaxpr import is_variable, variables
+from zerojax._jaxpr import Traced, is_fill, is_variable, variables
 from zerojax._types import PyTree
-from zerojax.optim._slices import Traced, is_fill
 
 #: Operations that change neither the values nor their order.
 _PASSED_ON = frozenset({"convert_element_type", "copy", "reshape"})

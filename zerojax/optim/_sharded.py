@@ -14,6 +14,7 @@ from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store, view, write_back
 from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation, check_layout
+from zerojax.optim._whole import update_whole
 
 
 def sharded(
@@ -170,6 +171,9 @@ def _update(
     like = layout.shapes if params is None else params
     placed = state_layout(tx, layout, like)
 
+    def call(grads: PyTree, state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
+        return tx.update(grads, state, params, **arrays, **functions)
+
     def run(updates: PyTree, leaves: list[Any], params: PyTree, arrays: dict[str, Any]) -> Any:
         shards = None if params is None else shard_tree(params, layout)
         for name, value in arrays.items():
@@ -178,7 +182,8 @@ def _update(
         seen = placed.structure.unflatten(
             view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )
-        updates, new = tx.update(shard_tree(updates, layout), seen, shards, **arrays, **functions)
+        given = (shard_tree(updates, layout), seen, shards, arrays)
+        updates, new = call(*given) if functions else update_whole(call, given, placed, layout)
         updates = shard_tree(as_params(updates, layout, "updates of the wrapped optimizer"), layout)
         return in_layout_of_params(updates, layout), store_state(new, placed, layout)
 

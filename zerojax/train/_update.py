@@ -13,7 +13,7 @@ from zerojax._tree import unwrapped
 from zerojax._types import PyTree
 from zerojax.collectives import shard, store, view
 from zerojax.layout import Layout, LeafLayout
-from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate
+from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate, update_whole
 from zerojax.recipe import Recipe
 from zerojax.train._clipping import cast_floating, clip, global_norm
 from zerojax.train._loss_scale import LossScale, kept_unless, unscaled
@@ -142,11 +142,18 @@ class Update:
         tree = layout.structure.unflatten(clip(wide, norm, clip_norm))
         params = layout.structure.unflatten(held)
         old = self.placed.structure.unflatten(leaves)
-        updates, state = self._tx.update(tree, old, params, value=loss, grad=tree)
+        given = (tree, old, params, {"value": loss})
+        if shards:
+            updates, state = update_whole(self._call, given, self.placed, layout)
+        else:
+            updates, state = self._call(*given)
         new = optax.apply_updates(params, layout.structure.unflatten(place(updates)))
         if self._recipe.skips:
             new, state = kept_unless(jnp.isfinite(norm), (new, state), (params, old))
         return norm, place(new), self.placed.flatten(state)
+
+    def _call(self, grads: PyTree, state: PyTree, params: PyTree, extra: Any) -> Any:
+        return self._tx.update(grads, state, params, grad=grads, **extra)
 
     def _offloaded(
         self, state: TrainState, given: tuple[Any, ...]

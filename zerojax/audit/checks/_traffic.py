@@ -114,6 +114,11 @@ def note_traffic(evidence: Evidence) -> Iterator[str]:
             f"{len(sliced)} all-reduce + slice count as reduce-scatters: a CPU's partitioner makes "
             "no others; TPU and GPU have them"
         )
+    if moved := sum_moved([move for move in evidence.ours if move.role == "owners"], "moved"):
+        yield (
+            f"{moved / evidence.layout.num_params:.3f} elements per parameter take matrices to the "
+            "devices that compute the optimizer's products of whole ones, and back"
+        )
     if tolerance(evidence) not in TOLERANCE["at once"]:
         yield f"gathers and reductions run in stages; up to {tolerance(evidence)} of theory passes"
 

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, name_move, whose
+from zerojax.audit._evidence import (
+    SHARE,
+    Evidence,
+    Problem,
+    describe_move,
+    hint,
+    name_move,
+    whose,
+)
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
@@ -82,10 +90,23 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
                 "no token uses): the compiler reduces it whole where it is cut along a later dim, "
                 "and scatters rows"
             )
+    wrapped = hint(evidence, "make_train_step", "sharded(tx, layout)")
+    if wrapped and _gathers_for_update(evidence):
+        return (
+            "if the optimizer multiplies whole matrices, as Muon does, let each be computed by one "
+            f"device, to which its parts go by all-to-all{wrapped}"
+        )
     return (
         "see the collectives named here: what is gathered again, or reduced whole where a shard "
         "would do, is moved too often (report.collectives lists all)"
     )
+
+
+def _gathers_for_update(evidence: Evidence) -> bool:
+    """Return whether more is gathered outside of the differentiated loss than new parameters."""
+    found = (m for m in evidence.large if m.role == "gather" and "jvp(" not in m.record.op_name)
+    own = 0 if evidence.layout.partitions("parameter") else evidence.partitioned_elements
+    return sum(move.handled for move in found) > 1.5 * own + evidence.floor
 
 
 def _is_too_much(evidence: Evidence) -> bool:

@@ -1,0 +1,236 @@
+"""Where an optimizer computes: the parts of its update that need whole matrices.
+
+Of Muon's update of a leaf, the moments are computed where they are stored, element by element, and
+the Newton-Schulz products need whole matrices. The equations from the first product to the last
+are a *region*: its inputs go to the devices that own whole matrices, its results come back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax._jaxpr import Slice, Traced, bind, bodies, called, depending, run, run_scan, variables
+from zerojax._tree import num_elements
+from zerojax._types import Axes, Shape
+from zerojax.layout._dims import SHARED, Dims
+from zerojax.layout._leaf import LeafLayout
+from zerojax.layout._tree_layout import TreeLayout
+
+#: Of operations that say sizes, the parameter that says them.
+_SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """A part of an update that needs whole matrices.
+
+    Attributes:
+        owner: the parameter whose update it is.
+        slice: its equations, inputs and results.
+        dims: the labels of all dims.
+        axes: the mesh axes that cut the leaf, those of ZeRO last.
+        names: the labels of dims that are cut, and the axes that cut them.
+        rows: the label along which rows are matrices of their own; None where the leaf is one.
+        moved: the inputs that are cut, or that rows differ in; the others are the same for all.
+    """
+
+    owner: int
+    slice: Slice
+    dims: Dims
+    axes: Axes
+    names: dict[int, Axes]
+    rows: int | None
+    moved: tuple[Any, ...]
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """The inputs that are the same for all rows."""
+        return tuple(var for var in self.slice.inputs if var not in self.moved)
+
+    @property
+    def num_rows(self) -> int:
+        """Count the matrices."""
+        dim = self.row_dim(self.moved[0])
+        return 1 if dim is None else self.moved[0].aval.shape[dim]
+
+    def row_dim(self, var: Any) -> int | None:
+        """Return the dim of a value whose rows are matrices of their own."""
+        labels = self.dims.labels(var)
+        return labels.index(self.rows) if self.rows in labels else None
+
+    def row_shape(self, var: Any) -> Shape:
+        """Return the shape of one row of a value."""
+        dim = self.row_dim(var)
+        return tuple(size for d, size in enumerate(var.aval.shape) if d != dim)
+
+    def cuts(self, var: Any) -> list[int]:
+        """Return the dim of a row that each axis cuts where the value lies, or else the longest."""
+        labels = [label for label in self.dims.labels(var) if label != self.rows]
+        shape = self.row_shape(var)
+        longest = max(range(len(shape)), key=shape.__getitem__, default=0)
+        names = [self.names.get(label, ()) for label in labels]
+        return [
+            next((dim for dim, own in enumerate(names) if axis in own), longest)
+            for axis in self.axes
+        ]
+
+    def run(self, moved: Sequence[jax.Array], shared: Sequence[jax.Array]) -> list[jax.Array]:
+        """Compute the results of some rows from their inputs, rows first."""
+        known = dict(zip(self.shared, shared, strict=True))
+        step = self._step(moved[0].shape[0])
+
+        def compute(*rows: jax.Array) -> list[jax.Array]:
+            given = {**known, **dict(zip(self.moved, rows, strict=True))}
+            return self.slice.run([given[var] for var in self.slice.inputs], step)
+
+        if self.rows is None:
+            return jax.vmap(compute)(*moved)
+        ins, outs = ([self.row_dim(v) or 0 for v in x] for x in (self.moved, self.slice.outputs))
+        out = compute(*(jnp.moveaxis(x, 0, dim) for x, dim in zip(moved, ins, strict=True)))
+        return [jnp.moveaxis(x, dim, 0) for x, dim in zip(out, outs, strict=True)]
+
+    def _step(self, num_rows: int) -> Callable[[Any, list[Any]], list[Any]]:
+        """Return what runs an equation with another number of rows than it was traced with."""
+
+        def within(program: Any) -> Callable[..., list[Any]]:
+            return lambda *values: run(program, values, step)
+
+        def step(eqn: Any, values: list[Any]) -> list[Any]:
+            name = eqn.primitive.name
+            if (inner := called(eqn)) is not None:
+                return within(inner)(*values)
+            if name == "scan":
+                return run_scan(eqn, values, lambda given: within(eqn.params["jaxpr"])(*given))
+            if name == "cond":
+                return jax.lax.switch(values[0], [*map(within, bodies(eqn))], *values[1:])
+            dim = self.row_dim(eqn.outvars[0]) if name in _SIZES else None
+            if dim is not None:
+                sizes = list(eqn.params[_SIZES[name]])
+                sizes[dim] = num_rows
+                eqn = eqn.replace(params={**eqn.params, _SIZES[name]: tuple(sizes)})
+            return bind(eqn, values)
+
+        return step
+
+
+class Regions:
+    """Finds what of an update needs whole matrices of leaves that are cut.
+
+    Example: of Muon's update of a stack `[12, 768, 3072]`, cut along dim 1, one region of 12 rows.
+
+    Attributes:
+        dims: the labels of the dims of its values.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        ins: Sequence[LeafLayout | None],
+        outs: Sequence[LeafLayout],
+        layout: TreeLayout,
+    ) -> None:
+        """Read an update.
+
+        Args:
+            traced: the update of logical leaves.
+            ins: the placement of each of its inputs; None for those that no leaf says.
+            outs: that of each of its results.
+            layout: the placement of the parameters.
+        """
+        self.dims = Dims()
+        labels: dict[int, tuple[int, ...]] = {}
+        names: list[tuple[int, Axes]] = []
+        numbers = {id(leaf): number for number, leaf in enumerate(layout.leaves)}
+        # An update that returns another structure than it was given is refused later on.
+        for var, leaf in zip((*traced.inputs, *traced.outputs), (*ins, *outs), strict=False):
+            if leaf is None or not variables([var]) or var.aval.shape != leaf.shape:
+                continue
+            own = labels.setdefault(id(leaf), self.dims.fresh(len(leaf.shape)))
+            owner = numbers.get(id(leaf), leaf.parameter)
+            self.dims.give(var, own, () if owner is None else (owner,))
+            cut = [(*entry, *leaf.axes * (d == leaf.dim)) for d, entry in enumerate(leaf.entries)]
+            names += zip(own, cut, strict=True)
+        self.dims.read(traced.eqns)
+        self._layout = layout
+        self._names = {self.dims.find(label): axes for label, axes in names[::-1] if axes}
+
+    def find(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Region]:
+        """Return at most one region per parameter, of some equations and their results.
+
+        An update that joins several leaves in its products is left as it is, and so is one whose
+        products wait for those of another.
+        """
+        owned: dict[int, list[int]] = {}
+        readers: dict[Any, set[int]] = {var: {len(eqns)} for var in variables(outputs)}
+        for number, eqn in enumerate(eqns):
+            for var in variables(eqn.invars):
+                readers.setdefault(var, set()).add(number)
+            for owner in self._owners(eqn):
+                owned.setdefault(owner, []).append(number)
+        found = []
+        for owner, numbers in owned.items():
+            between = self._between(eqns, numbers)
+            met = set[int]().union(*(self.dims.met(eqns[n]) for n in between))
+            cut = any({*self._names.get(label, ())} & {*self._layout.axis} for label in met)
+            if cut and all(self._owners(eqns[n]) == {owner} for n in between):
+                found += self._regions(owner, [eqns[n] for n in between], readers, {*between})
+        late = depending(eqns, [var for region in found for var in region.slice.outputs])
+        return [region for region in found if late.isdisjoint(region.slice.inputs)]
+
+    def _owners(self, eqn: Any) -> set[int]:
+        owners = self.dims.owners
+        return {x for var in variables(eqn.invars) for x in owners.get(var, ())} - {SHARED}
+
+    def _between(self, eqns: Sequence[Any], numbers: Sequence[int]) -> list[int]:
+        """Return, of some equations, those of matrices and all between them."""
+        seeds = [n for n in numbers if self.dims.met(eqns[n])]
+        behind = depending(
+            [eqns[n] for n in numbers], [var for n in seeds for var in eqns[n].outvars]
+        )
+        ahead, between = {var for n in seeds for var in variables(eqns[n].invars)}, set(seeds)
+        for number in reversed(numbers):
+            if not ahead.isdisjoint(eqns[number].outvars):
+                ahead.update(variables(eqns[number].invars))
+                if not behind.isdisjoint(variables(eqns[number].invars)):
+                    between.add(number)
+        return sorted(between)
+
+    def _regions(
+        self, owner: int, eqns: Sequence[Any], readers: dict[Any, set[int]], numbers: set[int]
+    ) -> Iterator[Region]:
+        """Make the region of some equations, whose rows are told apart where nothing mixes them."""
+        made = [var for eqn in eqns for var in eqn.outvars]
+        read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
+        inputs = tuple(var for var in read if var not in {*made})
+        results = tuple(var for var in made if readers.get(var, numbers) - numbers)
+        part = Slice(inputs, tuple(eqns), results)
+        owned = [var for var in inputs if self.dims.owners.get(var, {SHARED}) - {SHARED}]
+        rows = self._rows(part, owned)
+        moved = [v for v in inputs if rows in self.dims.labels(v)] if rows is not None else owned
+        dtypes = {var.aval.dtype for var in (*moved, *results)}
+        # What moves together is moved in the widest dtype.
+        if moved and (len(dtypes) == 1 or all(jnp.issubdtype(x, jnp.floating) for x in dtypes)):
+            entries = self._layout.leaves[owner].entries
+            axes = (*(name for names in entries for name in names), *self._layout.axis)
+            yield Region(owner, part, self.dims, axes, self._names, rows, tuple(moved))
+
+    def _rows(self, part: Slice, owned: Sequence[Any]) -> int | None:
+        """Return the label whose rows no equation mixes, of several the one of most rows."""
+        if any(eqn.primitive.name == "while" for eqn in part.eqns):
+            return None
+        moved = [var for var in owned if num_elements(var.aval.shape) > 1]
+        mixed = self.dims.mixed(part.eqns)
+        found = set.intersection(*({*self.dims.labels(v)} - mixed for v in (*moved, *part.outputs)))
+        sizes: dict[int, set[int]] = {label: set() for label in found}
+        for var in (*part.inputs, *(var for eqn in part.eqns for var in eqn.outvars)):
+            labels = self.dims.labels(var)
+            for label, size in zip(labels, var.aval.shape, strict=True):
+                if label in sizes:
+                    sizes[label].add(size if labels.count(label) == 1 else 0)
+        counts = {label: min(x) for label, x in sizes.items() if len(x) == 1 and min(x)}
+        return max(counts, key=counts.__getitem__, default=None)
