@@ -6,6 +6,7 @@ import dataclasses
 import datetime as dt
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +24,11 @@ from zerojax.checkpoint._files import (
     wrong_sizes,
 )
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest
-from zerojax.checkpoint._orbax import barrier, require_orbax
-from zerojax.checkpoint._restore import gather_texts, read_state
+from zerojax.checkpoint._orbax import require_orbax
+from zerojax.checkpoint._restore import read_state
 from zerojax.checkpoint._save import PendingSave, check_step, start_save
 from zerojax.layout import Layout
+from zerojax.processes import gather_texts, together
 
 #: Errors that tell of one checkpoint and not of what is wanted.
 DAMAGE = (DamagedCheckpointError, OSError)
@@ -110,8 +112,11 @@ class Checkpoints:
         self.wait()
         step = check_step(step)
         path = self.directory / str(step)
-        self._make_room(path)
-        then = functools.partial(self._remove_old, path)
+        with together("save"):
+            if jax.process_index() == 0:
+                self._make_room(path)
+        self._damaged.discard(path)
+        then = functools.partial(self._clean_up, path)
         self._pending = start_save(
             path, state, layout, tx=self._tx, step=step, data=data, metadata=metadata, then=then
         )
@@ -135,7 +140,9 @@ class Checkpoints:
         self.wait()
         passed_over: dict[Path, str] = {}
         names = " ".join(path.name for path in _folders(self.directory).values())
-        for name in reversed(gather_texts(names)[0].split()):  # as the first process sees them
+        for name in reversed(
+            gather_texts("restore", names)[0].split()
+        ):  # as the first process sees them
             path = self.directory / name
             try:
                 manifest, state = read_state(path, layout, like, tx=self._tx, cast=cast)
@@ -158,22 +165,25 @@ class Checkpoints:
             return
         if path not in self._damaged and path in self.steps().values():
             raise ValueError(f"{path} holds a checkpoint already; save another step")
-        barrier(f"damaged {path.name}")
-        if jax.process_index() == 0:
-            aside = path.with_name(f"{path.name}.damaged")
-            while aside.exists():
-                aside = aside.with_name(f"{aside.name}+")
-            path.rename(aside)
-        barrier(f"aside {path.name}")
-        self._damaged.discard(path)
+        aside = path.with_name(f"{path.name}.damaged")
+        while aside.exists():
+            aside = aside.with_name(f"{aside.name}+")
+        path.rename(aside)
+
+    def _clean_up(self, saved: Path) -> None:
+        """Remove old checkpoints; what goes wrong with them is no failure of the save."""
+        if self._keep is None or jax.process_index():
+            return
+        try:
+            self._remove_old(saved)
+        except OSError as error:
+            warnings.warn(f"old checkpoints can't be removed ({error})", stacklevel=2)
 
     def _remove_old(self, saved: Path) -> None:
         """Remove what the policy does not preserve, and what an earlier removal has left.
 
         What was just saved stays: who went back to an older step saves below newer ones.
         """
-        if self._keep is None or jax.process_index():
-            return
         from orbax.checkpoint import checkpoint_managers as policies
 
         for left_over in self.directory.glob(f"*{REMOVED}"):

@@ -114,9 +114,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def to_text(manifest: Manifest, **more: Any) -> str:
+    """Return the manifest as JSON, a line for each value."""
+    return json.dumps({**more, **dataclasses.asdict(manifest)}, indent=1)
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest in one step, after everything that it speaks of."""
-    text = json.dumps({"digest": NO_DIGEST, **dataclasses.asdict(manifest)}, indent=1)
+    text = to_text(manifest, digest=NO_DIGEST)
     text = text.replace(NO_DIGEST, digest_text(text), 1)
     write_synced(partial := directory / f"{MANIFEST}.partial", [text.encode()])
     partial.replace(directory / MANIFEST)

@@ -6,9 +6,11 @@ long as writing (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,6 @@ MIN_SLICE_BYTES = 4 << 20
 READ_PARTS, READ_BYTES = 32, 8 << 20
 #: Shards that orbax is asked for at once: each that was read wakes all others that wait.
 MOST_READS = 1024
-#: How long processes wait for each other.
-BARRIER_MS = 20 * 60 * 1000
 
 
 def require_orbax() -> None:
@@ -36,15 +36,34 @@ def require_orbax() -> None:
             importlib.import_module(package)
 
 
-def start_writing(directory: Path, arrays: dict[str, jax.Array]) -> Any:
-    """Start to write a flat dict of arrays; returns what waits for the end, by its `close`."""
-    import orbax.checkpoint as ocp
+class Writing:
+    """A flat dict of arrays on its way to a folder that is there; all processes make one.
 
-    checkpointer = ocp.AsyncCheckpointer(_make_handler())
-    if arrays:  # orbax takes no empty tree, as the state of a stateless optimizer is one
-        each = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
-        checkpointer.save(directory, ocp.args.PyTreeSave(arrays, save_args=each))
-    return checkpointer
+    orbax's own checkpointers wait for all processes in places where one that failed can't tell.
+    """
+
+    def __init__(self, directory: Path, arrays: dict[str, jax.Array]) -> None:
+        import orbax.checkpoint as ocp
+        from etils import epath  # orbax's paths
+
+        self._directory, self._handler = epath.Path(directory), _make_handler()
+        self._futures: Any = ()
+        if arrays:  # orbax takes no empty tree, as the state of a stateless optimizer is one
+            each = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+            args = ocp.args.PyTreeSave(arrays, save_args=each)
+            with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own in this one
+                started = self._handler.async_save(self._directory, args=args)
+                self._futures = thread.submit(asyncio.run, started).result()
+
+    def wait(self) -> None:
+        """Wait until this process has written its part."""
+        for future in self._futures:
+            future.result()
+
+    def join(self) -> None:
+        """Join the parts; called by one process when all have waited."""
+        if self._futures:
+            self._handler.finalize(self._directory)
 
 
 def _make_handler(max_bytes: int | None = None) -> Any:
@@ -115,13 +134,3 @@ def open_array(directory: Path, name: str, context: Any) -> Any:
     trees = {"driver": "ocdbt", "base": f"{directory.as_uri()}/", "path": f"{name}/"}
     spec = {"driver": "zarr3", "kvstore": trees}
     return tensorstore.open(spec, open=True, read=True, context=context)
-
-
-def barrier(name: str) -> None:
-    """Wait for all processes; may be called from any thread, by all in the same order."""
-    if jax.process_count() == 1:
-        return
-    import orbax.checkpoint as ocp
-
-    wait = ocp.multihost.get_barrier_sync_fn()
-    wait(key=ocp.multihost.unique_barrier_key(name), timeout_ms=BARRIER_MS)

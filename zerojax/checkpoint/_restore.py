@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +28,7 @@ from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout
+from zerojax.processes import gather_texts
 
 #: Characters of its damages that a process tells the others.
 MOST_TOLD = 1 << 16
@@ -80,7 +80,7 @@ def _read_agreed(root: Path) -> Manifest:
     except (ValueError, OSError) as caught:
         error = caught
     _agree(root, [], error)
-    if len(set(gather_texts(digest_text(str(manifest))))) > 1:
+    if len(set(gather_texts("restore", digest_text(str(manifest))))) > 1:
         raise DamagedCheckpointError(root, ["the processes read different manifests"])
     assert manifest is not None
     return manifest
@@ -118,26 +118,11 @@ def read_state(
     return manifest, jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def gather_texts(text: str) -> list[str]:
-    """Return what every process says, in their order; called by all of them."""
-    if jax.process_count() == 1:
-        return [text]
-    from jax.experimental import multihost_utils
-
-    said = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.ravel(multihost_utils.process_allgather(np.int32(said.size)))
-    if not sizes.any():
-        return [""] * sizes.size
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: said.size] = said
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
 def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> None:
     """Raise on every process what any has found `wrong`; `error` where no damage explains it."""
-    told = gather_texts("\n".join(wrong)[:MOST_TOLD])
-    failures = gather_texts("" if error is None else f"a process can't read it ({error})")
+    told = gather_texts("restore", "\n".join(wrong)[:MOST_TOLD])
+    failure = "" if error is None else f"a process can't read it ({error})"
+    failures = gather_texts("restore", failure)
     if any(told):
         raise DamagedCheckpointError(root, "\n".join(filter(None, told)).splitlines()) from error
     if error is not None:

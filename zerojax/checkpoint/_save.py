@@ -30,12 +30,20 @@ from zerojax.checkpoint._files import (
 )
 from zerojax.checkpoint._leaves import placed_leaves
 from zerojax.checkpoint._logical import check_placement
-from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, make_manifest, write_manifest
-from zerojax.checkpoint._orbax import barrier, require_orbax, start_writing
+from zerojax.checkpoint._manifest import (
+    ARRAYS,
+    MANIFEST,
+    Manifest,
+    make_manifest,
+    to_text,
+    write_manifest,
+)
+from zerojax.checkpoint._orbax import Writing, require_orbax
 from zerojax.layout import Layout
+from zerojax.processes import agree, check_copies, together
 
-#: What orbax has not finished has a name like this.
-UNFINISHED = f"{ARRAYS}.orbax-checkpoint-tmp*"
+#: The name of the arrays while they are written.
+UNFINISHED = f"{ARRAYS}.unfinished"
 _unwaited: weakref.WeakSet[PendingSave] = weakref.WeakSet()
 
 
@@ -90,23 +98,29 @@ class PendingSave:
             self._finish()
         except BaseException as error:  # noqa: BLE001  # raised by wait()
             self._error = error
-            if jax.process_index() == 0:  # a full disk has room again for what comes next
-                for unfinished in list(self.path.glob(UNFINISHED)):
-                    remove(unfinished)
+            # A full disk has room again for what comes next.
+            if jax.process_index() == 0 and (self.path / UNFINISHED).exists():
+                remove(self.path / UNFINISHED)
 
 
-def _commit(root: Path, manifest: Manifest) -> None:
-    """Take digests, each process of what it wrote, and write the manifest."""
-    index = jax.process_index()
-    files = digest_files(root, _files_of(root / ARRAYS, index))
-    if jax.process_count() > 1:
-        write_part(root, index, files)
-        barrier(f"digests {root.name}")
-        files = read_parts(root, jax.process_count()) if index == 0 else {}
-    if index == 0:
-        write_manifest(root, dataclasses.replace(manifest, files=files))
-        sync_folder(root.parent)
-    barrier(f"manifest {root.name}")
+def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
+    """Wait for the arrays, take digests, each process of what it wrote, and write the manifest."""
+    index, count = jax.process_index(), jax.process_count()
+    with together(f"{root}: writing"):
+        writing.wait()
+    with together(f"{root}: joining"):
+        if index == 0:
+            writing.join()
+            (root / UNFINISHED).rename(root / ARRAYS)
+    with together(f"{root}: digests"):
+        files = digest_files(root, _files_of(root / ARRAYS, index))
+        if count > 1:
+            write_part(root, index, files)
+    with together(f"{root}: manifest"):
+        if index == 0:
+            files = read_parts(root, count) if count > 1 else files
+            write_manifest(root, dataclasses.replace(manifest, files=files))
+            sync_folder(root.parent)
 
 
 def _files_of(arrays: Path, index: int) -> list[Path]:
@@ -133,27 +147,35 @@ def start_save(
     in the background before that.
     """
     require_orbax()
-    root = local_path(directory)
-    if (root / MANIFEST).exists():
-        raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-    given, state = state, placed_leaves(state, layout.sharding(P()))
-    step = None if step is None else check_step(step)
-    manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
-    check_placement(given, layout)
-    arrays = {
-        path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
-        for path, x in leaves_by_path(state).items()
-        if manifest.leaves[path].is_stored
-    }
-    if jax.process_index() == 0:
-        root.mkdir(parents=True, exist_ok=True)
-        _clear(root)
-    barrier(f"folder {root.name}")
-    checkpointer = start_writing(root / ARRAYS, arrays)
+    with together("save"):
+        root = local_path(directory)
+        if (root / MANIFEST).exists():
+            raise ValueError(f"{root} holds a checkpoint already; save to another directory")
+        given, state = state, placed_leaves(state, layout.sharding(P()))
+        step = None if step is None else check_step(step)
+        manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
+        check_placement(given, layout)
+        leaves = leaves_by_path(state)
+        arrays = {path: leaves[path] for path, x in manifest.leaves.items() if x.is_stored}
+    agree(
+        "save",
+        {"folder": str(root), "checkpoint": to_text(dataclasses.replace(manifest, written=""))},
+    )
+    check_copies("save", arrays)
+    with together("save"):
+        if jax.process_index() == 0:
+            root.mkdir(parents=True, exist_ok=True)
+            _clear(root)
+            (root / UNFINISHED).mkdir()
+    with together("save"):
+        stored = {
+            path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
+            for path, x in arrays.items()
+        }
+        writing = Writing(root / UNFINISHED, stored)
 
     def finish() -> None:
-        checkpointer.close()  # waits for the arrays of all processes
-        _commit(root, manifest)
+        _finish(root, manifest, writing)
         then()
 
     return PendingSave(root, finish)
@@ -171,9 +193,9 @@ def check_step(step: Any) -> int:
 def _clear(root: Path) -> None:
     """Remove what an earlier save, cut short, has left; nothing else is touched."""
     arrays = root / ARRAYS
-    if arrays.exists() and not (arrays / "_CHECKPOINT_METADATA").exists():
+    if arrays.exists() and not (arrays / "_METADATA").exists():
         raise ValueError(f"{arrays} is there and no checkpoint's; save to another directory")
-    for left_over in (root / f"{ARRAYS}{REMOVED}", arrays, *root.glob(UNFINISHED)):
+    for left_over in (root / f"{ARRAYS}{REMOVED}", arrays, root / UNFINISHED):
         if left_over.exists():
             remove(left_over)
 

@@ -5,8 +5,11 @@ Collectives of devices can do neither: they wait for ever, and must run in one o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +21,10 @@ _rounds: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 class ProcessError(RuntimeError):
     """Another process has failed, or did not come."""
+
+
+class ProcessesDifferError(ValueError):
+    """The processes of a run do not do the same, or do not hold the same."""
 
 
 def connection() -> Any:
@@ -33,38 +40,61 @@ def connection() -> Any:
 
 
 def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
-    """Return what every process says, in their order; all call it with the same names in turn.
+    """Return what every process says, in their order; all call it.
+
+    Calls from main threads are matched in their order, and have to have one name; those from other
+    threads are matched by name.
 
     Raises:
         ProcessError: a process did not come within `seconds`.
+        ProcessesDifferError: the processes came for different things.
     """
     index, count = jax.process_index(), jax.process_count()
     if count == 1:
         return [text]
-    client, number = connection().client, next(_rounds[name])
-    root = f"zerojax/{name}/{number}"
-    client.key_value_set(f"{root}/{index}", text)
+    channel = "main" if threading.current_thread() is threading.main_thread() else name
+    client, root = connection().client, f"zerojax/{channel}/{next(_rounds[channel])}"
+    client.key_value_set(f"{root}/{index}", f"{name}\n{text}")
     try:
         client.wait_at_barrier(root, int(seconds * 1000))
+        said = _said(client, root)
+        client.wait_at_barrier(f"{root}/read", int(seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
-        came = dict(client.key_value_dir_get(f"{root}/"))
-        missing = [str(i) for i in range(count) if f"{root}/{i}" not in came]
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        missing = set(range(count)) - set(_said(client, root))
         raise ProcessError(
-            f"of {count} processes, {', '.join(missing) or 'one'} did not come to {name!r} within "
-            f"{seconds:.0f} s; do all run the same program?"
+            f"of {count} processes, {', '.join(map(str, missing)) or 'one'} did not come to "
+            f"{name!r} within {seconds:.0f} s; do all run the same program?"
         ) from error
-    said = dict(client.key_value_dir_get(f"{root}/"))
-    if number:  # all have come here, so nobody reads the round before any more
-        client.key_value_delete(f"zerojax/{name}/{number - 1}/{index}")
-    return [said[f"{root}/{i}"] for i in range(count)]
+    client.key_value_delete(f"{root}/{index}")
+    names, texts = zip(*(said[i].split("\n", 1) for i in range(count)), strict=True)
+    if len(set(names)) > 1:
+        come = ", ".join(f"process {i} came to {name!r}" for i, name in enumerate(names))
+        raise ProcessesDifferError(f"the processes do not run the same program: {come}")
+    return list(texts)
 
 
-def agree_on_errors(name: str, error: BaseException | None, seconds: float = WORK) -> None:
-    """Raise on all processes where one has failed: its error there, a ProcessError elsewhere."""
-    told = "" if error is None else f"{type(error).__name__}: {error}"
-    all_told = gather_texts(name, told, seconds)
+def _said(client: Any, root: str) -> dict[int, str]:
+    """Read what has been said so far, by process."""
+    return {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(f"{root}/")}
+
+
+@contextlib.contextmanager
+def together(name: str) -> Iterator[None]:
+    """Run a block on all processes; where it fails on one it raises on all.
+
+    Raises:
+        ProcessError: where it failed on others only; with their errors.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001  # raised when the others know
+        error = caught
+    told = gather_texts(name, "" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = [f"process {index}: {text}" for index, text in enumerate(all_told) if text]
+    failed = [f"process {index} failed: {text}" for index, text in enumerate(told) if text]
     if failed:
         raise ProcessError("; ".join(failed))

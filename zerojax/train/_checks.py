@@ -127,6 +127,11 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
 def check_placement(batch: PyTree, layout: Layout) -> None:
     """Refuse a batch that lies otherwise than the layout asks for."""
     for name, x in _example_leaves(batch):
+        if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
+            raise ValueError(
+                f"batch leaf {name!r} is on this process alone, one of {jax.process_count()}; hand "
+                "over its own rows: step(state, step.place(batch))"
+            )
         if _lies_otherwise(x, layout.batch):
             raise ValueError(
                 f"batch leaf {name!r} is placed as {x.sharding} where {layout.batch} is expected; "

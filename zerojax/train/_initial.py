@@ -19,9 +19,11 @@ from zerojax.collectives import auto_region, constrain, shard_tree, store
 from zerojax.layout import Layout
 from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY, Recipe
+from zerojax.train._agreement import agree_on_init
 from zerojax.train._checks import check_key
 from zerojax.train._clipping import cast_floating
 from zerojax.train._loss_scale import LossScale, first_loss_scale
+from zerojax.train._rows import place_whole
 from zerojax.train._state import TrainState, hold
 from zerojax.train._update import Update
 
@@ -57,7 +59,7 @@ class InitialState:
             )
         # The step donates its state, and `device_put` may share what the user holds.
         own = jax.tree.map(jnp.copy, (key, self.model_state))
-        rest = jax.device_put(own, self.layout.sharding(P()))
+        rest = place_whole(own, jax.tree.map(lambda _: self.layout.sharding(P()), own))
         state = self._make(given, args)
         return dataclasses.replace(state, key=rest[0], model_state=rest[1])
 
@@ -67,14 +69,20 @@ class InitialState:
         is_leaf = treedef_is_leaf(jax.tree.structure(given))
         if callable(given) and (is_leaf or isinstance(given, jax.tree_util.Partial)):
             build = jax.jit(lambda *args: self._build(given(*args)), out_shardings=shardings)
+            self._agree(build, args, args)
             return build(*args)
         if args:
             raise TypeError("step.init(params) takes nothing else: arguments are for an init_fn")
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)):
             raise ValueError("step.init takes arrays, got shapes; they are for step.abstract_state")
         params = as_params(given, self.layout, "params")
-        placed = jax.device_put(params, self.layout.params)
-        return jax.jit(self._build, out_shardings=shardings)(placed)
+        build = jax.jit(self._build, out_shardings=shardings)
+        placed = place_whole(params, self.layout.params)
+        self._agree(build, (placed,), params)
+        return build(placed)
+
+    def _agree(self, build: Any, args: tuple[Any, ...], given: PyTree) -> None:
+        agree_on_init(self.layout, self.recipe, self.abstract(), build, args, given)
 
     def abstract(self) -> TrainState:
         """Return the state as shapes with shardings; nothing is run."""

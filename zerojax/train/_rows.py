@@ -50,6 +50,19 @@ def place_rows(batch: PyTree, layout: Layout) -> PyTree:
     )
 
 
+def place_whole(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Place arrays of which every process has the whole; what is global already is moved."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def place(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        return _placed(x, sharding, jnp.shape(x))  # `device_put` would gather it to compare
+
+    return jax.tree.map(place, tree, shardings)
+
+
 def _placed(x: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
         data = jax.random.key_data(x)

@@ -30,6 +30,7 @@ from zerojax.collectives import (
 from zerojax.layout import Layout, as_transformation
 from zerojax.memory import activation_policy, rematerialised
 from zerojax.recipe import Recipe
+from zerojax.train._agreement import agree_on_call
 from zerojax.train._checks import (
     check_batch,
     check_placement,
@@ -70,6 +71,7 @@ class TrainStep(Shown):
         )
         self.shardings = self._initial.shardings
         self._compiled: dict[Any, Any] = {}
+        self._agreed: set[Any] = set()
 
     def init(
         self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any, key: Any = None
@@ -186,6 +188,9 @@ class TrainStep(Shown):
         check_usable(state)
         jitted = self._jitted(what, batch)
         try:
+            if jitted not in self._agreed:
+                agree_on_call(what, self.layout, self.recipe, jitted, state, batch)
+                self._agreed.add(jitted)
             return jitted(state, batch)
         except ValueError:
             # What jit says of leaves and placements names neither; the good path pays nothing.

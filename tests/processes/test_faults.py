@@ -1,0 +1,50 @@
+"""When one process is lost, all end in time and with its name, whatever they wait for."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.processes.starting import COUNT, end, logs, start
+
+#: Seconds without a sign of life; 50 for users.
+PATIENCE = 3.0
+#: Seconds until all have ended: the patience, the pauses between signs, and a busy machine.
+LIMIT = PATIENCE + 12
+
+#: What happens to a process, which, and what the other says. Where the coordinator's socket is
+#: closed, jax itself ends the process, at once and with a stack of C++.
+FAULTS = {
+    "an error": ("raise 1", None, "process 1 failed: RuntimeError: the corpus is gone"),
+    "an error of the coordinator": ("raise 0", None, "process 0 failed: RuntimeError: the corpus"),
+    "killed": ("sleep 1", signal.SIGKILL, "process 1 gave no sign of life for 3 s"),
+    "stopped": ("sleep 1", signal.SIGSTOP, "process 1 gave no sign of life for 3 s"),
+    "the coordinator killed": ("sleep 0", signal.SIGKILL, "leader task was preempted/died"),
+    "the coordinator stopped": ("sleep 0", signal.SIGSTOP, "process 0, the coordinator, did not"),
+    "ended early": ("leave 1", None, "of 2 processes, 0 did not come to 'the end'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_end_with_the_reason(tmp_path, fault):
+    what, number, said = FAULTS[fault]
+    (tmp_path / "fault").write_text(what)
+    victim = int(what[-1])
+    started = start("waits", tmp_path, PATIENCE)
+    try:
+        until = time.monotonic() + 100
+        while len(list(tmp_path.glob("ready.*"))) < COUNT and time.monotonic() < until:
+            time.sleep(0.05)
+        began = time.monotonic()
+        if number is not None:
+            started[victim].send_signal(number)
+        (other,) = end(started[1 - victim : 2 - victim], LIMIT)
+        assert other == (-signal.SIGABRT if "leader" in said else 1), logs(tmp_path)
+        assert time.monotonic() - began < LIMIT
+    finally:
+        end(started, 0 if number is not None else LIMIT)
+    told = logs(tmp_path)[1 - victim]
+    assert said in told
+    assert ("Check failure stack trace" in told) == ("leader" in said)

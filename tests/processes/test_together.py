@@ -1,0 +1,123 @@
+"""Two processes train, agree and save as one does; one run of child.py shows all of it."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.processes import child
+from tests.processes.starting import COUNT, end, logs, once, start
+from zerojax.checkpoint import restore, verify
+from zerojax.layout import STAGES
+
+#: What the message of each way to differ names: what it is, and both values.
+NAMED = {
+    "optimizer": ("optimizer", "ScaleByAdamState", "TraceState"),
+    "rate": ("program", "dense<-0.00999999977>", "dense<-1.000000e-01>"),
+    "seed": ("arguments", "[0, 0]", "[0, 7]"),
+    "initial parameters": ("arguments", "b: float32[64], CRC-32 "),
+    "batch": ("batch", "x: float32[16, 64]", "x: float32[32, 64]"),
+    "table": ("leaf 'batch/table/value'", "checksum"),
+    "accumulate": ("recipe", '"accumulate": 1', '"accumulate": 2'),
+    "precision": ("recipe", '"params": null', '"params": "bfloat16"'),
+    "stage": ("layout", "stage 2 over", "stage 3 over"),
+    "mesh": ("layout", "{'data': 2, 'model': 2}", "{'model': 2, 'data': 2}"),
+    "loss": ("program", "dense<1.000000e+00>", "dense<2.000000e+00>"),
+    "code": ("program", "stablehlo.abs"),
+    "copies": ("leaf 'state/params/b'", "checksum"),
+    "jax": ("versions", "jax ", "jax 0.9.9"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    def make(folder):
+        statuses = end(start("together", folder), 170)
+        assert statuses == [0] * COUNT, "\n".join(log[-3000:] for log in logs(folder))
+
+    return once(tmp_path_factory, "together", make)
+
+
+@pytest.fixture
+def found(folder):
+    return [json.loads((folder / f"result.{index}.json").read_text()) for index in range(COUNT)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_are_those_of_one_process_and_bytes_as_planned(found, stage):
+    alone = child.learn(stage)["losses"]
+    planned = child.make_step(stage).layout.bytes_per_device(optax.adamw(1e-2))
+    for one in found:
+        learned = one["learn"][stage]
+        assert np.allclose(learned["losses"], alone, rtol=1e-6)
+        assert learned["held"]["params"] == 2 * planned["parameters"], "of two devices"
+        assert learned["held"]["opt_state"] == 2 * planned["optimizer"]
+
+
+def test_a_model_axis_and_accumulation_change_no_loss(found):
+    alone = child.learn(2)["losses"]
+    for one in found:
+        assert np.allclose(one["model axis"]["losses"], alone, rtol=1e-6)
+        assert np.allclose(one["accumulated"]["losses"], alone, rtol=1e-6)
+
+
+def test_processes_that_hold_the_same_rows_place_the_same_part(found):
+    for index, one in enumerate(found):
+        assert one["parts"] == [[index, 2], [index, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("way", child.WAYS)
+def test_processes_that_differ_are_refused_before_the_first_update(found, way):
+    kind, text, seconds = found[0]["ways"][way]
+    assert kind == "ProcessesDifferError"
+    for named in NAMED[way]:
+        assert named in text
+    assert "process 0 has" in text
+    assert "process 1 has" in text
+    assert [one["ways"][way][:2] for one in found] == [[kind, text]] * COUNT, "told by all"
+    assert seconds < 60
+
+
+def test_processes_that_go_elsewhere_are_told_where(found):
+    for one in found:
+        kind, text, _ = one["elsewhere"]
+        assert kind == "ProcessesDifferError"
+        assert "process 0 came to 'save', process 1 came to 'step.init'" in text
+
+
+def test_rows_that_cannot_be_placed_are_refused(found):
+    for one in found:
+        assert "'x' has 6 examples; 4 devices" in one["uneven"][1]
+        assert "step(state, step.place(batch))" in one["not placed"][1]
+
+
+@pytest.mark.parametrize("failure", child.FAILURES)
+def test_a_save_that_fails_on_one_process_fails_on_all(found, failure):
+    _, _, failing, index = child.FAILURES[failure]
+    error = "PermissionError" if failing is child.denied else "OSError"
+    reason = "Permission denied" if failing is child.denied else "No space left on device"
+    for number, one in enumerate(found):
+        kind, text, seconds = one["saves"][failure]
+        assert kind == (error if number == index else "ProcessError")
+        assert reason in text
+        assert number == index or f"process {index} failed" in text
+        assert seconds < 60
+
+
+def test_after_failures_the_last_checkpoint_is_whole_and_the_next_is_saved(folder, found):
+    for one in found:
+        assert one["saves"]["steps"] == [1]
+        assert one["saves"]["latest"] == 99
+        assert one["saves"]["is_same"]
+        assert "'\"next\": 0'; process 1 has '\"next\": 1'" in one["saves"]["data"][1]
+    assert verify(folder / "run/1").step == 1
+
+
+def test_one_process_restores_what_two_saved(folder):
+    step = child.make_step(3)
+    back = restore(folder / "run/99", step.layout, step.abstract_state())
+    assert np.allclose(back.params["w"], child.init(jax.random.key(0))["w"], rtol=1e-6)

@@ -1,0 +1,143 @@
+"""Do all processes do the same? What differs is named with the values, on all of them."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import itertools
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax._tree import leaves_by_path
+from zerojax._types import PyTree
+from zerojax.processes._texts import ProcessesDifferError, gather_texts
+
+#: Characters of a line that are shown, and of a compressed text that are exchanged.
+MOST_SHOWN, MOST_SENT = 160, 1 << 20
+
+
+def agree(name: str, facts: Mapping[str, str]) -> None:
+    """Compare texts between processes, by name; all call it.
+
+    The last fact may follow from the others: it is named only where they agree.
+
+    Raises:
+        ProcessesDifferError: on all processes, with the first line that differs of each text.
+    """
+    if jax.process_count() == 1:
+        return
+    digests = {fact: hashlib.sha256(text.encode()).hexdigest()[:16] for fact, text in facts.items()}
+    every = [json.loads(told) for told in gather_texts(name, json.dumps(digests))]
+    names = dict.fromkeys(fact for told in every for fact in told)
+    differing = [fact for fact in names if len({told.get(fact) for told in every}) > 1]
+    found = []
+    for fact in differing[:-1] if differing[1:] and differing[-1] == [*names][-1] else differing:
+        texts = map(_unpacked, gather_texts(f"{name}: {fact}", _packed(facts.get(fact, ""))))
+        found.append(f"{fact}: {_difference(list(texts))}")
+    if found:
+        raise ProcessesDifferError(f"the processes differ before {name}: {'; '.join(found)}")
+
+
+def _packed(text: str) -> str:
+    """Compress a text; the program of a large model is some MB long."""
+    return base64.b64encode(zlib.compress(text.encode()))[:MOST_SENT].decode()
+
+
+def _unpacked(packed: str) -> str:
+    data = base64.b64decode(packed[: len(packed) // 4 * 4])
+    return zlib.decompressobj().decompress(data).decode(errors="replace")
+
+
+def _difference(texts: Sequence[str]) -> str:
+    """Write the first line that differs: `process 0 has 'lr: 0.1'; process 1, 2 has 'lr: 0.2'`."""
+    rows = itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="")
+    row = next((row for row in rows if len(set(row)) > 1), None)
+    if row is None:
+        return "they differ in what is too long to show"
+    equal = itertools.takewhile(lambda found: len(set(found)) == 1, zip(*row, strict=False))
+    start, holders = max(0, len(list(equal)) - MOST_SHOWN // 2), defaultdict(list)
+    for index, line in enumerate(row):
+        holders[line[start:][:MOST_SHOWN].strip()].append(str(index))
+    return "; ".join(f"process {', '.join(who)} has {line!r}" for line, who in holders.items())
+
+
+def check_copies(name: str, tree: PyTree) -> None:
+    """Compare the copies of what several devices hold, by checksums that the devices compute.
+
+    Raises:
+        ProcessesDifferError: on all processes, with the leaves whose copies differ.
+    """
+    leaves = {path: x for path, x in leaves_by_path(tree).items() if _has_copies(x)}
+    if jax.process_count() == 1 or not leaves:
+        return
+    mesh = next(iter(leaves.values())).sharding.mesh
+    leaves = {path: x for path, x in leaves.items() if x.sharding.mesh == mesh}
+    specs = tuple(x.sharding.spec for x in leaves.values())
+    same, sums = _compare(mesh, specs, tuple(leaves.values()))
+    own = sums.addressable_data(0)[0]
+    pairs = zip(leaves, np.asarray(same), np.asarray(own), strict=True)
+    found = {
+        f"leaf {path!r}": f"checksum {value:08x}" for path, is_same, value in pairs if not is_same
+    }
+    agree(name, found)
+    if found:
+        raise ProcessesDifferError(
+            f"the devices of a process differ before {name}: the copies of {', '.join(found)}"
+        )
+
+
+def _has_copies(x: jax.Array) -> bool:
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.memory_kind == "pinned_host":
+        return False
+    return bool(x.size) and bool(_axes_of_copies(sharding.mesh, sharding.spec))
+
+
+def _axes_of_copies(mesh: Mesh, spec: P) -> tuple[str, ...]:
+    """Return the mesh axes along which devices hold the same."""
+    cut = {name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())}
+    return tuple(name for name in mesh.axis_names if name not in cut and mesh.shape[name] > 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compare(
+    mesh: Mesh, specs: tuple[P, ...], leaves: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether the copies of each leaf are equal, and each device's checksums."""
+    axes = [_axes_of_copies(mesh, spec) for spec in specs]
+
+    def run(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums = jnp.stack([_checksum(x) for x in parts])
+        is_same = {names: lax.pmin(sums, names) == lax.pmax(sums, names) for names in set(axes)}
+        same = jnp.stack([is_same[names][number] for number, names in enumerate(axes)])
+        return lax.pmin(same.astype(jnp.int32), mesh.axis_names), sums[None]
+
+    out = P(), P(mesh.axis_names)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(*leaves)
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """Add up the bits of an array in uint32, each element mixed with its place (as MurmurHash)."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype.itemsize == 1:
+        x = x.astype(jnp.float32)  # exact for all types of 8 bits and less
+    bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    mixed = bits.reshape(-1).astype(jnp.uint32) + lax.iota(jnp.uint32, bits.size) * jnp.uint32(
+        0x9E3779B9
+    )
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)

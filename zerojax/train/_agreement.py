@@ -1,0 +1,97 @@
+"""What the processes of a run compare before the first state is made, and before a first step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax._tree import leaves_by_path, named_tuples
+from zerojax._types import PyTree
+from zerojax._version import __version__
+from zerojax.layout import Layout
+from zerojax.processes import agree, check_copies, together
+from zerojax.recipe import Recipe
+from zerojax.train._state import TrainState
+
+PACKAGES = ("jax", "jaxlib", "optax")
+
+
+def agree_on_init(
+    layout: Layout,
+    recipe: Recipe,
+    like: TrainState,
+    build: Any,
+    args: tuple[Any, ...],
+    given: PyTree,
+) -> None:
+    """Compare what makes the first state between processes, the seed above all.
+
+    Args:
+        layout: the placement.
+        recipe: how the step is computed.
+        like: the state as shapes.
+        build: the jitted function that makes it.
+        args: what that is called with.
+        given: the same as the user gave it.
+    """
+    if jax.process_count() == 1:
+        return
+    name = "step.init"
+    with together(name):
+        facts = _plan(layout, recipe, like)
+        facts |= {"arguments": _values(given), "program": build.lower(*args).as_text()}
+    agree(name, facts)
+
+
+def agree_on_call(
+    what: str, layout: Layout, recipe: Recipe, jitted: Any, state: TrainState, batch: PyTree
+) -> None:
+    """Compare what is about to be compiled between processes, and what they start from."""
+    if jax.process_count() == 1:
+        return
+    name = "compiling"
+    with together(name):
+        facts = {"call": what, **_plan(layout, recipe, state)}
+        facts["batch"] = _values(batch, without_values=True)
+        facts["program"] = jitted.lower(state, batch).as_text()
+    agree(name, facts)
+    check_copies(name, {"state": state, "batch": batch})
+
+
+def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
+    """Describe what a step is made of, a line for each thing that can differ."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    leaves = [
+        f"{leaf.path}: {leaf.dtype}{list(leaf.shape)} cut as {leaf.shard_spec}"
+        for leaf in layout.leaves
+    ]
+    placed = [f"stage {layout.stage} over {layout.axis}", f"mesh {dict(layout.mesh.shape)}"]
+    return {
+        "versions": "\n".join([f"zerojax {__version__}", *versions]),
+        "layout": "\n".join(placed + leaves),
+        "recipe": json.dumps(recipe.to_dict(), indent=1, default=str),
+        "optimizer": "\n".join(
+            [*named_tuples(state.opt_state), _values(state.opt_state, without_values=True)]
+        ),
+    }
+
+
+def _values(tree: PyTree, *, without_values: bool = False) -> str:
+    """Describe leaves, a line for each: with the values of few elements, the CRC-32 of many."""
+    lines = []
+    for path, x in leaves_by_path(tree).items():
+        line = f"{path}: {jnp.result_type(x)}{list(jnp.shape(x))}"
+        is_here = getattr(x, "is_fully_addressable", True)
+        if not without_values and is_here:
+            is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+            data = np.ascontiguousarray(jax.random.key_data(x) if is_key else x)
+            few = data.size <= 8
+            line += f" = {data.tolist()}" if few else f", CRC-32 {zlib.crc32(data.tobytes()):08x}"
+        lines.append(line)
+    return "\n".join(lines)
