@@ -38,7 +38,7 @@ def init(key):
 def loss(params, batch):
     hidden = batch["x"] @ params["w"] + params["b"]
     out = hidden @ params["odd"].T[:, :SIZE]
-    return jnp.mean((out - batch["x"]) ** 2 * batch["table"])
+    return jnp.mean((out - batch["x"]) ** 2 * batch["table"]) * batch.get("scale", 1.0)
 
 
 def batch(step, rows=ROWS):
@@ -82,7 +82,7 @@ def learn(stage, *, axes=None, recipe=None):
 # Ways to differ ----------------------------------------------------------------------------------
 
 
-def go(*, key=0, rows=ROWS, table=TABLE, start=None, **options):
+def go(*, key=0, rows=ROWS, table=TABLE, start=None, scale=1.0, **options):
     """Make a state and do one step."""
     step = make_step(**options)
     if start is None:
@@ -90,7 +90,7 @@ def go(*, key=0, rows=ROWS, table=TABLE, start=None, **options):
     else:
         state = step.init(jax.tree.map(lambda x: x + start, init(jax.random.key(0))))
     given = rows_of(step, 0, rows) | {"table": zerojax.Whole(table)}
-    step(state, step.place(given))
+    step(state, {"scale": scale, **step.place(given)})
 
 
 def drifted(*, other):
@@ -126,6 +126,7 @@ WAYS = {
     "initial parameters": lambda other: go(start=1.0 if other else 0.0),
     "batch": lambda other: go(rows=2 * ROWS if other else ROWS),
     "table": lambda other: go(table=2 * TABLE if other else TABLE),
+    "scalar": lambda other: go(scale=2.0 if other else 1.0),
     "accumulate": lambda other: go(recipe=zerojax.Recipe(accumulate=2 if other else 1)),
     "precision": lambda other: go(recipe=zerojax.Recipe(precision="bf16" if other else "fp32")),
     "stage": lambda other: go(stage=3 if other else 2),
@@ -214,6 +215,7 @@ def together(folder):
         ],
         "accumulated": learn(3, recipe=zerojax.Recipe(accumulate=2)),
         "ways": {name: caught(lambda way=way: way(other)) for name, way in WAYS.items()},
+        "alone": alone(other),
         "elsewhere": caught(lambda: goes_elsewhere(folder, other)),
         "uneven": caught(lambda: make_step().place({"x": np.ones((3, SIZE), np.float32)})),
         "not placed": caught(unplaced),
@@ -229,6 +231,17 @@ def goes_elsewhere(folder, other):
         step.init(init, jax.random.key(0))
     else:
         zerojax.save(folder / "elsewhere", state, step.layout)
+
+
+def alone(other):
+    """Train on the devices of this process, and save nothing: the other may do anything else."""
+    mesh = zerojax.make_mesh({"data": 2}, devices=jax.local_devices())
+    layout = zerojax.make_layout(jax.eval_shape(init, jax.random.key(0)), mesh, stage=2)
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
+    state = step.init(init, jax.random.key(int(other)))
+    for _ in range(1 + other):
+        state, metrics = step(state, step.place(batch(0)))
+    return float(metrics["loss"])
 
 
 def unplaced():
@@ -258,7 +271,11 @@ def waits(folder):
 
 def main(port, index, count, what, patience, folder):
     folder = Path(folder)
-    processes.initialize(f"127.0.0.1:{port}", int(count), int(index), patience=float(patience))
+    given = () if port == "found" else (f"127.0.0.1:{port}", int(count), int(index))
+    assert processes.initialize(*given, patience=float(patience)) == int(count)
+    if what == "meets":
+        assert len(jax.devices()) == 2 * int(count)
+        return
     if what == "waits":
         waits(folder)
         return
@@ -267,7 +284,7 @@ def main(port, index, count, what, patience, folder):
 
 
 if __name__ == "__main__":
-    signal.alarm(170)  # whatever happens, nothing is left over
+    signal.alarm(290)  # whatever happens, nothing is left over
     try:
         main(*sys.argv[1:])
     except RuntimeError:

@@ -14,11 +14,18 @@ CHILD, ROOT = Path(__file__).parent / "child.py", Path(__file__).resolve().paren
 COUNT = 2
 
 
-def start(what, folder, patience=50.0):
-    """Start processes of two devices each, which print to FOLDER/log.INDEX.txt."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def start(what, folder, patience=50.0, cluster=None):
+    """Start processes of two devices each, which print to FOLDER/log.INDEX.txt.
+
+    They find each other by what `cluster(index)` puts in their environment, or are told.
+    """
+    port = free_port() if cluster is None else "found"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     started = []
@@ -27,7 +34,12 @@ def start(what, folder, patience=50.0):
         with (folder / f"log.{index}.txt").open("w") as output:
             process = subprocess.Popen(
                 list(map(str, command)),
-                env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path},
+                env={
+                    **os.environ,
+                    **(cluster(index) if cluster else {}),
+                    "XLA_FLAGS": flags,
+                    "PYTHONPATH": path,
+                },
                 stdout=output,
                 stderr=output,
             )

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from tests.processes.starting import COUNT, end, logs, start
+from tests.processes.starting import COUNT, end, free_port, logs, start
 
 #: Seconds without a sign of life; 50 for users.
 PATIENCE = 3.0
 #: Seconds until all have ended: the patience, the pauses between signs, and a busy machine.
-LIMIT = PATIENCE + 12
+LIMIT = PATIENCE + 40
 
 #: What happens to a process, which, and what the other says. Where the coordinator's socket is
 #: closed, jax itself ends the process, at once and with a stack of C++.
@@ -25,6 +25,36 @@ FAULTS = {
     "the coordinator stopped": ("sleep 0", signal.SIGSTOP, "process 0, the coordinator, did not"),
     "ended early": ("leave 1", None, "of 2 processes, 0 did not come to 'the end'"),
 }
+
+
+def slurm(index):
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(COUNT),
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+    }
+
+
+def open_mpi(index):
+    return {
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": str(COUNT),
+        "OMPI_COMM_WORLD_RANK": str(index),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
+    }
+
+
+@pytest.mark.parametrize("cluster", [slurm, open_mpi])
+def test_processes_find_each_other_on_a_cluster(tmp_path, cluster):
+    port = str(free_port())
+    places = {
+        "JAX_COORDINATOR_PORT": port,
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+    }
+    started = start("meets", tmp_path, cluster=lambda index: cluster(index) | places)
+    assert end(started, 200) == [0] * COUNT, logs(tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.cli.running import QUICK, enter
-from zerojax.checkpoint import verify
+from zerojax.checkpoint import Checkpoints, verify
 from zerojax.cli import main
 from zerojax.cli.shared._command import Failure
 from zerojax.cli.train._run import sole_run
@@ -22,7 +22,8 @@ from zerojax.cli.train._run import sole_run
 LAUNCH = [sys.executable, "-m", "zerojax", "launch", "-n", "2", "--", "train"]
 MODEL = ["--data", "../text.txt", "--context", "32", "--batch-size", "8", *QUICK]
 #: Seconds after which a launch is ended.
-PATIENCE = 150
+PATIENCE = 250
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
 
 
 @pytest.fixture
@@ -56,24 +57,49 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on(tmp_path, monkeypat
     assert len(losses(work / "two")) == 5
 
 
-def test_a_signal_stops_all_processes_after_the_same_step(tmp_path, monkeypatch, environment):
-    work = enter(tmp_path, monkeypatch)
-    command = [*LAUNCH, *MODEL, "--stage", "3", "--steps", "100000", "--out", "run"]
+def interrupted(environment, arguments, until, number):
+    """Launch a long run and send a signal to its second process alone; give status and output."""
+    command = [*LAUNCH, *MODEL, "--steps", "100000", *arguments]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    ) as launch:
         try:
             told = ""
-            while "step 1/" not in told:
-                told += process.stdout.readline()
-            process.send_signal(signal.SIGHUP)
-            told += process.communicate(timeout=PATIENCE)[0]
+            while until not in told:
+                line = launch.stdout.readline()
+                assert line, told
+                told += line
+            children = Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
+            os.kill(int(children[1]), number)
+            told += launch.communicate(timeout=PATIENCE)[0]
         finally:
-            process.kill()
-    assert process.returncode == 75, told
-    stopped = set(re.findall(r"preempted after step (\d+)", told))
-    assert len(stopped) == 1
-    assert verify(work / f"run/checkpoints/{stopped.pop()}")
+            launch.terminate()
+    assert not any(Path("/proc", child).exists() for child in children)
+    return launch.returncode, told
+
+
+@LINUX
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, monkeypatch, environment):
+    work = enter(tmp_path, monkeypatch)
+    arguments = ["--stage", "3", "--out", "run"]
+    status, told = interrupted(environment, arguments, "step 1/", signal.SIGHUP)
+    assert status == 75, told
+    stopped = re.findall(r"preempted after step (\d+)", told)
+    assert len(stopped) == 2
+    assert len(set(stopped)) == 1
+    assert verify(work / f"run/checkpoints/{stopped[0]}")
+
+
+@LINUX
+def test_a_process_that_is_killed_ends_all_and_one_goes_on(tmp_path, monkeypatch, environment):
+    work = enter(tmp_path, monkeypatch)
+    arguments = ["--stage", "2", "--save-every", "2", "--out", "run"]
+    status, told = interrupted(environment, arguments, "saved run/", signal.SIGKILL)
+    assert status == 128 + signal.SIGKILL, told
+    assert "process 1 ended by SIGKILL" in told
+    step = max(Checkpoints(work / "run/checkpoints").steps())
+    resume = ["train", *MODEL, "--resume", "--devices", "2", "--steps", str(step + 1)]
+    assert main([*resume, "--out", "run"]) == 0
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):

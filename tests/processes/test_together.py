@@ -22,6 +22,7 @@ NAMED = {
     "initial parameters": ("arguments", "b: float32[64], CRC-32 "),
     "batch": ("batch", "x: float32[16, 64]", "x: float32[32, 64]"),
     "table": ("leaf 'batch/table/value'", "checksum"),
+    "scalar": ("batch", "scale: float32[] = 1.0", "scale: float32[] = 2.0"),
     "accumulate": ("recipe", '"accumulate": 1', '"accumulate": 2'),
     "precision": ("recipe", '"params": null', '"params": "bfloat16"'),
     "stage": ("layout", "stage 2 over", "stage 3 over"),
@@ -36,7 +37,7 @@ NAMED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     def make(folder):
-        statuses = end(start("together", folder), 170)
+        statuses = end(start("together", folder), 300)
         assert statuses == [0] * COUNT, "\n".join(log[-3000:] for log in logs(folder))
 
     return once(tmp_path_factory, "together", make)
@@ -87,6 +88,10 @@ def test_processes_that_go_elsewhere_are_told_where(found):
         kind, text, _ = one["elsewhere"]
         assert kind == "ProcessesDifferError"
         assert "process 0 came to 'save', process 1 came to 'step.init'" in text
+
+
+def test_a_mesh_of_one_process_is_its_own_affair(found):
+    assert found[0]["alone"] != found[1]["alone"]
 
 
 def test_rows_that_cannot_be_placed_are_refused(found):

@@ -175,11 +175,11 @@ class Checkpoints:
         if self._keep is None or jax.process_index():
             return
         try:
-            self._remove_old(saved)
+            self._remove_old(saved, self._keep)
         except OSError as error:
             warnings.warn(f"old checkpoints can't be removed ({error})", stacklevel=2)
 
-    def _remove_old(self, saved: Path) -> None:
+    def _remove_old(self, saved: Path, keep: Any) -> None:
         """Remove what the policy does not preserve, and what an earlier removal has left.
 
         What was just saved stays: who went back to an older step saves below newer ones.
@@ -189,7 +189,7 @@ class Checkpoints:
         for left_over in self.directory.glob(f"*{REMOVED}"):
             if left_over.name.removesuffix(REMOVED).isdecimal():
                 remove(left_over)
-        keep = policies.LatestN(self._keep) if isinstance(self._keep, int) else self._keep
+        keep = policies.LatestN(keep) if isinstance(keep, int) else keep
         found = {step: path for step, path in self.steps().items() if path not in self._damaged}
         known: Any = [  # what orbax's policies look at
             SimpleNamespace(

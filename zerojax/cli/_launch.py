@@ -83,20 +83,16 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
     printers = [threading.Thread(target=_print, args=each) for each in enumerate(started)]
     for printer in printers:
         printer.start()
-    status, until = 0, float("inf")
-    while any(process.poll() is None for process in started) and time.monotonic() < until:
-        failed = [
-            (i, process.returncode) for i, process in enumerate(started) if process.returncode
-        ]
-        if failed and not status:
-            (index, code), until = failed[0], time.monotonic() + GRACE
-            status = code if code > 0 else 128 - code
-            if code < 0:
-                sys.stderr.write(
-                    f"zerojax: process {index} ended by {signal.Signals(-code).name}\n"
-                )
+    failed, until = None, float("inf")
+    while None in (codes := [process.poll() for process in started]) and time.monotonic() < until:
+        if failed is None and any(codes):
+            failed, until = next(filter(None, codes)), time.monotonic() + GRACE
+            if failed < 0:
+                name = signal.Signals(-failed).name
+                sys.stderr.write(f"zerojax: process {codes.index(failed)} ended by {name}\n")
         time.sleep(0.05)
-    return status or max(abs(process.returncode or 0) for process in started)
+    status = failed or next(filter(None, codes), 0)
+    return status if status >= 0 else 128 - status
 
 
 def _print(index: int, process: subprocess.Popen[bytes]) -> None:

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path
-from zerojax._types import PyTree
+from zerojax._types import AnyMesh, PyTree
 from zerojax.processes._texts import ProcessesDifferError, gather_texts
 
 #: Characters of a line that are shown, and of a compressed text that are exchanged.
@@ -96,14 +97,14 @@ def check_copies(name: str, tree: PyTree) -> None:
         )
 
 
-def _has_copies(x: jax.Array) -> bool:
-    sharding = x.sharding
+def _has_copies(x: Any) -> bool:
+    sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.memory_kind == "pinned_host":
         return False
-    return bool(x.size) and bool(_axes_of_copies(sharding.mesh, sharding.spec))
+    return x.size > 0 and _axes_of_copies(sharding.mesh, sharding.spec) != ()
 
 
-def _axes_of_copies(mesh: Mesh, spec: P) -> tuple[str, ...]:
+def _axes_of_copies(mesh: AnyMesh, spec: P) -> tuple[str, ...]:
     """Return the mesh axes along which devices hold the same."""
     cut = {name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())}
     return tuple(name for name in mesh.axis_names if name not in cut and mesh.shape[name] > 1)

@@ -110,9 +110,8 @@ class _Watch:
             connection().client.key_value_set(f"{_FAILED}{self.index}", f"{status} {message}")
 
     def exit(self, status: int) -> NoReturn:
-        """End this process at once; process 0, whom the others ask, when they have asked."""
-        if self.index == 0:
-            time.sleep(2 * self.interval)
+        """End this process when the others have learned why, and not by a collective that broke."""
+        time.sleep(2 * self.interval)
         os._exit(status)
 
     def _exchange(self) -> None:

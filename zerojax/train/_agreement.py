@@ -40,7 +40,7 @@ def agree_on_init(
         args: what that is called with.
         given: the same as the user gave it.
     """
-    if jax.process_count() == 1:
+    if _is_alone(layout):
         return
     name = "step.init"
     with together(name):
@@ -53,15 +53,20 @@ def agree_on_call(
     what: str, layout: Layout, recipe: Recipe, jitted: Any, state: TrainState, batch: PyTree
 ) -> None:
     """Compare what is about to be compiled between processes, and what they start from."""
-    if jax.process_count() == 1:
+    if _is_alone(layout):
         return
     name = "compiling"
     with together(name):
         facts = {"call": what, **_plan(layout, recipe, state)}
-        facts["batch"] = _values(batch, without_values=True)
+        facts["batch"] = _values(batch)
         facts["program"] = jitted.lower(state, batch).as_text()
     agree(name, facts)
     check_copies(name, {"state": state, "batch": batch})
+
+
+def _is_alone(layout: Layout) -> bool:
+    """Whether all devices are this process's, so that it may do what no other does."""
+    return all(device.process_index == jax.process_index() for device in layout.devices.flat)
 
 
 def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
@@ -76,21 +81,18 @@ def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
         "versions": "\n".join([f"zerojax {__version__}", *versions]),
         "layout": "\n".join(placed + leaves),
         "recipe": json.dumps(recipe.to_dict(), indent=1, default=str),
-        "optimizer": "\n".join(
-            [*named_tuples(state.opt_state), _values(state.opt_state, without_values=True)]
-        ),
+        "optimizer": "\n".join([*named_tuples(state.opt_state), _values(state.opt_state)]),
     }
 
 
-def _values(tree: PyTree, *, without_values: bool = False) -> str:
-    """Describe leaves, a line for each: with the values of few elements, the CRC-32 of many."""
+def _values(tree: PyTree) -> str:
+    """Describe leaves, a line for each: what is here with the values of few, the CRC-32 of many."""
     lines = []
     for path, x in leaves_by_path(tree).items():
         line = f"{path}: {jnp.result_type(x)}{list(jnp.shape(x))}"
-        is_here = getattr(x, "is_fully_addressable", True)
-        if not without_values and is_here:
+        if not isinstance(x, jax.ShapeDtypeStruct) and getattr(x, "is_fully_addressable", True):
             is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
-            data = np.ascontiguousarray(jax.random.key_data(x) if is_key else x)
+            data = np.asarray(jax.random.key_data(x) if is_key else x)
             few = data.size <= 8
             line += f" = {data.tolist()}" if few else f", CRC-32 {zlib.crc32(data.tobytes()):08x}"
         lines.append(line)
