@@ -6,7 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+import jax
 
 from zerojax._types import Shape
 from zerojax.audit import Argument, Program, role_of, timeline_of
@@ -63,9 +66,19 @@ class StepRecord:
 
     @classmethod
     def of(
-        cls, program: Program, devices: Sequence[Any], versions: Mapping[str, str]
+        cls,
+        compiled: jax.stages.Compiled | Program,
+        devices: Sequence[Any],
+        versions: Mapping[str, str] = MappingProxyType({}),
     ) -> StepRecord:
-        """Read a program that was compiled for some devices."""
+        """Read a step that was compiled for some devices.
+
+        Args:
+            compiled: what `jax.jit(step).lower(...).compile()` returns, or a kept `Program`.
+            devices: that it was compiled for, in any order.
+            versions: of what compiled it.
+        """
+        program = compiled if isinstance(compiled, Program) else Program.of(compiled)
         module = parse_module(program.text)
         records = parse_collectives(module).records
         leaves = _leaves(program)
@@ -74,7 +87,7 @@ class StepRecord:
             totals["blocking bytes"] = round(timeline.blocking_bytes)
             totals["exposed share"] = round(timeline.exposed_share, 4)
         return cls(
-            versions=versions,
+            versions=dict(versions),
             mesh=program.mesh,
             leaves=leaves,
             moved=_moved(records, program, leaves),
@@ -157,7 +170,7 @@ def _moved(
             runs=sum(one.trip_count or 1 for one in alike),
             bytes=round(sum(one.moved_bytes for one in alike)),
             leaf=_leaf_of(alike[0].shape, named),
-            source=next((one.source for one in alike if one.source), ""),
+            source=alike[0].source.rpartition("site-packages/")[2],
         )
         for key, alike in sorted(groups.items())
     }
