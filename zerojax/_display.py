@@ -129,6 +129,11 @@ def binary(count: float) -> str:
     return unit_for(count, BINARY).words(count)
 
 
+def decimal(count: float) -> str:
+    """Write bytes with the power of 1000 that suits them: 84.9 GB."""
+    return next((unit for unit in DECIMAL if count >= unit.size), DECIMAL[-1]).words(count)
+
+
 def amount(value: float) -> str:
     """Write a figure as the paper does: 120, 31.4, 1.9; below one with three digits."""
     if value and value < 1:

@@ -12,7 +12,7 @@ import jax
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import DECIMAL, Shown, unit_for
+from zerojax._display import Shown, decimal
 from zerojax.audit._evidence import Evidence, Problem
 from zerojax.audit._host import HostTraffic, traffic_of
 from zerojax.audit._memory import MemoryReport, memory_of
@@ -108,8 +108,8 @@ class AuditReport(Shown):
 
     @property
     def _summary(self) -> str:
-        peak = unit_for(self.memory.peak, DECIMAL).words(self.memory.peak)
-        return f"{self.verdict}; {self.volume:.3f} elements moved per parameter, peak {peak}"
+        moved = f"{self.volume:.3f} elements moved per parameter"
+        return f"{self.verdict}; {moved}, peak {decimal(self.memory.peak)}"
 
     @property
     def _style(self) -> str:

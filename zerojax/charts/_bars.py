@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from zerojax._display import DECIMAL, unit_for
+from zerojax._display import decimal
 from zerojax.audit import AuditReport
 from zerojax.layout import Description
 from zerojax.planner import Plan
@@ -68,9 +68,7 @@ def bytes_of(held: Holding) -> Bar:
 
 
 def _bar(parts: Mapping[str, float], theory: float, *, host: int = 0, fits: bool = True) -> Bar:
-    label = ""
-    if host:
-        label = "\nhost ".join(unit_for(n, DECIMAL).words(n) for n in (sum(parts.values()), host))
+    label = f"{decimal(sum(parts.values()))}\nhost {decimal(host)}" if host else ""
     return Bar(parts=parts, label=label, theory=theory, fits=fits)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import DECIMAL, Shown, make_bar, make_table, unit_for
+from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax._tree import floating_dtype, num_elements
 from zerojax._types import Kind
 from zerojax.layout._leaf import LeafLayout, as_entries
@@ -61,8 +61,7 @@ class Description(Shown):
 
     @property
     def _summary(self) -> str:
-        words = unit_for(self.bytes["total"], DECIMAL).words(self.bytes["total"])
-        return f"{self.title}; {words} of model states per device"
+        return f"{self.title}; {decimal(self.bytes['total'])} of model states per device"
 
     def _parts(self) -> Iterator[Text | Table]:
         reasons = list(dict.fromkeys(row.reason for row in self.rows))

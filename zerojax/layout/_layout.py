@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import DECIMAL, Shown, unit_for
+from zerojax._display import Shown, decimal
 from zerojax._tree import leaves_by_path
 from zerojax._types import AnyMesh, PyTree, Shape
 from zerojax.layout import _mesh
@@ -121,8 +121,7 @@ class Layout(Shown, TreeLayout):
     @property
     def _summary(self) -> str:
         held = sum(leaf.bytes_per_device("parameter") for leaf in self.leaves)
-        words = unit_for(held, DECIMAL).words(held)
-        return f"{self.title} in {len(self.leaves)} leaves, {words} of them per device"
+        return f"{self.title} in {len(self.leaves)} leaves, {decimal(held)} of them per device"
 
     def _parts(self) -> Iterator[Text | Table]:
         return self.describe(optax.identity())._parts()

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import BINARY, DECIMAL, Shown, make_bar, make_table, unit_for
+from zerojax._display import BINARY, DECIMAL, Shown, decimal, make_bar, make_table, unit_for
 from zerojax._types import Axes
 from zerojax.planner._devices import MODEL
 from zerojax.planner._policies import offloaded
@@ -186,9 +186,9 @@ class Plan(Shown):
 
     @property
     def _summary(self) -> str:
-        peak = unit_for(self.bytes.total, DECIMAL).words(self.bytes.total)
+        fits = "" if self.fits else "does not fit: "
         least = f"at least {1e3 * self.step_time:#.4g} ms a step"
-        return f"{self.title}; {'' if self.fits else 'does not fit: '}peak {peak}, {least}"
+        return f"{self.title}; {fits}peak {decimal(self.bytes.total)}, {least}"
 
     def _parts(self) -> Iterator[Text | Table]:
         yield self._bytes_table()
@@ -197,14 +197,14 @@ class Plan(Shown):
             yield Text(line)
 
     def _bytes_table(self) -> Table:
-        decimal, binary = (unit_for(self.bytes.total, units) for units in (DECIMAL, BINARY))
-        units = f">{decimal.name}", f">{binary.name}"
-        table = make_table("one device holds", *units, ">of its memory", "")
+        units = [unit_for(self.bytes.total, units) for units in (DECIMAL, BINARY)]
+        names = (f">{unit.name}" for unit in units)
+        table = make_table("one device holds", *names, ">of its memory", "")
         memory = self.hardware.memory
 
         def add(name: str, size: int, of: int = memory, style: str = "") -> None:
-            row = decimal.number(size), binary.number(size), f"{size / of:.1%}", make_bar(size, of)
-            table.add_row(name, *row, style=style)
+            counts = (unit.number(size) for unit in units)
+            table.add_row(name, *counts, f"{size / of:.1%}", make_bar(size, of), style=style)
 
         add("parameters", self.bytes.parameters)
         add("optimizer states and masters", self.bytes.optimizer)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import DECIMAL, Shown, make_bar, make_table, unit_for
+from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax._tree import UNNAMED, num_bytes, num_elements, unwrapped
 from zerojax._types import PyTree, Shape
 from zerojax.collectives import auto_region, constrain, to_logical
@@ -100,8 +100,7 @@ class TrainState(Shown):
     def _summary(self) -> str:
         count = sum(num_elements(x.shape) for x in _arrays(self.params))
         size = sum(map(_bytes_per_device, _arrays(self)))
-        words = unit_for(size, DECIMAL).words(size)
-        return f"{_count_of(self.step)}, {count:,} stored parameters, {words} per device"
+        return f"{_count_of(self.step)}, {count:,} stored parameters, {decimal(size)} per device"
 
     def _parts(self) -> Iterator[Text | Table]:
         table = make_table("part", ">leaves", ">elements", "dtypes", ">B/device", "share")

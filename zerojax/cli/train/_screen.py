@@ -62,10 +62,8 @@ class TrainScreen(Screen):
             }
         )
         self._task = self.progress.add_task("train", total=options.steps, status="compiling")
-        if options.layout and self.console.is_terminal:
+        if options.layout:
             self.console.print(run.description)
-        elif options.layout:  # as wide as it is, for a file or a pipe
-            self.console.print(str(run.description), soft_wrap=True, markup=False)
         over = f"over {run.layout.num_shards} shards"
         self.title(f"bytes per device, ZeRO stage {run.layout.stage} {over}")
         self.show(bytes_table(run))
