@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import jax
@@ -47,10 +46,15 @@ def batch(step, rows=ROWS):
 
 
 def make_step(stage=2, *, tx=None, recipe=None, loss_fn=loss, axes=None):
+    """Make a step over four devices; an axis `host` has copies of what `data` partitions."""
     devices = jax.devices()[:4]
     mesh = zerojax.make_mesh(axes or {"data": 4}, devices=devices)
     layout = zerojax.make_layout(
-        jax.eval_shape(init, jax.random.key(0)), mesh, stage=stage, min_size=64
+        jax.eval_shape(init, jax.random.key(0)),
+        mesh,
+        stage=stage,
+        min_size=64,
+        batch_axes=[name for name in mesh.axis_names if name != "model"],
     )
     return zerojax.make_train_step(loss_fn, tx or optax.adamw(1e-2), layout, recipe)
 
@@ -209,6 +213,7 @@ def together(folder):
     return {
         "learn": [learn(stage) for stage in range(4)],
         "model axis": learn(2, axes={"model": 2, "data": 2}),
+        "hybrid": learn(3, axes={"host": 2, "data": 2}),
         "parts": [
             make_step(axes=axes).batch_part
             for axes in ({"data": 4}, {"data": 2, "model": 2}, {"model": 2, "data": 2})
@@ -235,7 +240,7 @@ def goes_elsewhere(folder, other):
 
 def alone(other):
     """Train on the devices of this process, and save nothing: the other may do anything else."""
-    mesh = zerojax.make_mesh({"data": 2}, devices=jax.local_devices())
+    mesh = zerojax.make_mesh({"data": jax.local_device_count()}, devices=jax.local_devices())
     layout = zerojax.make_layout(jax.eval_shape(init, jax.random.key(0)), mesh, stage=2)
     step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
     state = step.init(init, jax.random.key(int(other)))
@@ -285,10 +290,4 @@ def main(port, index, count, what, patience, folder):
 
 if __name__ == "__main__":
     signal.alarm(290)  # whatever happens, nothing is left over
-    try:
-        main(*sys.argv[1:])
-    except RuntimeError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        raise
+    main(*sys.argv[1:])

@@ -59,11 +59,12 @@ def test_losses_are_those_of_one_process_and_bytes_as_planned(found, stage):
         assert learned["held"]["opt_state"] == 2 * planned["optimizer"]
 
 
-def test_a_model_axis_and_accumulation_change_no_loss(found):
+def test_a_model_axis_copies_per_host_and_accumulation_change_no_loss(found):
     alone = child.learn(2)["losses"]
     for one in found:
-        assert np.allclose(one["model axis"]["losses"], alone, rtol=1e-6)
-        assert np.allclose(one["accumulated"]["losses"], alone, rtol=1e-6)
+        for other in ("model axis", "hybrid", "accumulated"):
+            assert np.allclose(one[other]["losses"], alone, rtol=1e-6)
+        assert one["hybrid"]["held"]["params"] == 2 * one["accumulated"]["held"]["params"]
 
 
 def test_processes_that_hold_the_same_rows_place_the_same_part(found):

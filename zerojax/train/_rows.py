@@ -34,9 +34,9 @@ def batch_part(layout: Layout) -> tuple[int, int]:
     return parts.index(tuple(sorted(rows[index]))), len(parts)
 
 
-def place_rows(batch: PyTree, layout: Layout) -> PyTree:
+def place_rows(batch: PyTree, layout: Layout, parts: int) -> PyTree:
     """Make global arrays of the rows that this process hands over; see `TrainStep.place`."""
-    whole, parts = layout.sharding(P()), batch_part(layout)[1]
+    whole = layout.sharding(P())
 
     def shape(x: Any) -> tuple[int, ...]:
         return jnp.shape(x)[0] * parts, *jnp.shape(x)[1:]

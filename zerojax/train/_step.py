@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -145,9 +146,9 @@ class TrainStep(Shown):
         Raises:
             ValueError: the devices don't divide the rows.
         """
-        return place_rows(batch, self.layout)
+        return place_rows(batch, self.layout, self.batch_part[1])
 
-    @property
+    @functools.cached_property
     def batch_part(self) -> tuple[int, int]:
         """`(index, count)`: the part of each batch that this process places, of how many.
 
