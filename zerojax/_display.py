@@ -20,16 +20,17 @@ from rich.text import Text
 
 #: Columns of a table as plain text, and those of a bar in it.
 WIDTH, BAR_WIDTH = 80, 10
-#: Text has the page's own colour; the others are told from black and from white.
+#: Text has the page's own colour; the others are told from black and from white. A notebook has a
+#: style of its own for tables, which `table .left` is as specific as.
 _STYLE = """<style>
 .zerojax { font-size: .9em }
 .zerojax table { border-collapse: collapse; margin: .4em 0 .8em }
 .zerojax table, .zerojax caption, .zerojax th, .zerojax td { color: inherit; background: none }
 .zerojax caption { text-align: left; font-weight: bold; caption-side: top }
-.zerojax th, .zerojax td { padding: .15em .8em .15em 0; border: 0; text-align: left;
-  vertical-align: top }
+.zerojax th, .zerojax td { padding: .15em .8em .15em 0; border: 0; vertical-align: top }
 .zerojax th, .zerojax .last td { border-bottom: 1px solid #8888 }
-.zerojax .right { text-align: right; font-variant-numeric: tabular-nums }
+.zerojax table .left { text-align: left }
+.zerojax table .right { text-align: right; font-variant-numeric: tabular-nums }
 .zerojax p { margin: .2em 0 }
 .zerojax .bold { font-weight: bold }
 .zerojax .dim { opacity: .75 }

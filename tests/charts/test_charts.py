@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +13,7 @@ import zerojax
 from tests.audit.test_audit_schedule import evidence_of
 from zerojax import charts
 from zerojax.audit import audit
+from zerojax.charts._drawing import TOO_MUCH
 
 PARAMS = {
     "down": jax.ShapeDtypeStruct((4, 2048, 512), jnp.float32),
@@ -81,6 +84,14 @@ def test_what_does_not_fit_is_beneath_its_line_and_red(plans):
     (line,) = axes.lines
     assert line.get_ydata()[0] == pytest.approx(one.bytes.total / 2e6)
     assert line.get_label() == "a device's memory"
+    (label,) = axes.texts
+    assert label.get_color() == TOO_MUCH
+
+
+def test_a_layout_is_refused_with_the_remedy(mesh8):
+    layout: Any = zerojax.make_layout(PARAMS, mesh8, stage=2)
+    with pytest.raises(TypeError, match=r"got Layout; of a layout, layout\.describe\(tx\)"):
+        charts.compare({"mine": layout})
 
 
 def test_a_schedule_is_drawn_as_it_was_clocked():

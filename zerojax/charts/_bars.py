@@ -36,6 +36,11 @@ class Bar:
         """The height of all parts together, or of the line where that is higher."""
         return max(sum(self.parts.values()), self.theory or 0)
 
+    def within(self, available: float) -> Bar:
+        """Return the same bar, which fits only where its parts do."""
+        fits = self.fits and sum(self.parts.values()) <= available
+        return dataclasses.replace(self, fits=fits)
+
 
 #: Kinds of model states, from the bottom of a bar on.
 KINDS = ("parameters", "masters", "optimizer", "gradients")
@@ -57,6 +62,11 @@ def bytes_of(held: Holding) -> Bar:
         parts["batch and the rest"] = memory.batch + memory.other + memory.outputs
         parts["gradients, activations"] = memory.temporaries
         return _bar(parts, memory.theory["total"])
+    if not isinstance(held, Plan):
+        raise TypeError(
+            f"a plan, an audit report or a description is drawn, got {type(held).__name__}; of a "
+            "layout, layout.describe(tx)"
+        )
     size = held.bytes
     parts = {"parameters": size.parameters, "masters": size.masters}
     parts["optimizer"] = size.optimizer - size.masters

@@ -43,6 +43,9 @@ def compare(
             for reports elements per parameter.
         title: above the figure.
         available: bytes that a device has; a plan's hardware says it.
+
+    Raises:
+        TypeError: something else is among the results.
     """
     moved = {name: bar for name, one in results.items() if (bar := volume_of(one))}
     widths, inches = ((6, 4), 11) if moved else ((1,), 6.5)
@@ -70,7 +73,8 @@ def schedule(report: AuditReport, *, title: str = "") -> Figure:
             "the report has no schedule, as of a program for a CPU; compile the step for a TPU or "
             "GPU, for instance on zerojax.topology_mesh('v5p:2x2x2', {'data': 8})"
         )
-    lanes = sorted(report.schedule.collectives, key=lambda one: -one.link_seconds)[:LANES]
+    lanes = [one for one in report.schedule.collectives if one.runs]
+    lanes = sorted(lanes, key=lambda one: -one.link_seconds)[:LANES]
     lanes.sort(key=lambda one: one.runs[0])
     figure, (axes,) = make_figure(title or report.schedule.summary, (10, 1.6 + 0.42 * len(lanes)))
     for at, one in enumerate(lanes):
@@ -129,6 +133,8 @@ def _draw_memory(axes: Axes, found: Mapping[str, Holding], available: float | No
     if available is None:
         limits = [one.hardware.memory for one in found.values() if isinstance(one, Plan)]
         available = min(limits, default=0)
+    if available:
+        bars = {name: bar.within(available) for name, bar in bars.items()}
     highest = max(bar.top for bar in bars.values())
     unit = unit_for(highest, DECIMAL)
     of = f", of {unit.words(available)}" if available else ""

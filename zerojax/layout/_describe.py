@@ -170,7 +170,8 @@ def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> 
     small = [leaf for leaf in layout.leaves if leaf.dim is None]
     if layout.kinds and small:
         elements = sum(num_elements(leaf.shape) for leaf in small)
-        notes.append(f"{len(small)} leaves with {elements:,} elements stay whole (reasons above)")
+        leaves = f"{len(small)} leaves stay" if small[1:] else "1 leaf stays"
+        notes.append(f"{leaves} whole, {elements:,} elements (reasons above)")
     if padding:
         notes.append(f"padding takes {padding:,} B per device")
     if layout.kinds and str(layout.phases):

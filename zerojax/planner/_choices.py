@@ -176,7 +176,7 @@ class Choices(Shown):
         if verified and self.verified:
             rows = [row | {">compiled GB": self._compiled(n)} for n, row in enumerate(rows)]
         shared = dict(set.intersection(*(set(row.items()) for row in rows))) if rows[1:] else {}
-        names = [name for name in rows[0] if name not in shared]
+        names = [name for row in rows[:1] for name in row if name not in shared]
         table = make_table(*names, title=title)
         for row in rows:
             table.add_row(*(row[name] for name in names))
