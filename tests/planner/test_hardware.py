@@ -189,8 +189,7 @@ def test_every_figure_is_checked(field):
         ({"torus": 2, "slices": ("4x0",)}, "slice '4x0' must name 2 dims"),
         ({"torus": 2, "devices_per_chip": 2}, "chip_bandwidth must be a number above 0"),
         ({"devices_per_chip": 2, "chip_bandwidth": 1e9}, "devices per chip need a torus"),
-        ({"overlap": 1.1}, "overlap is a share of communication, 0 to 1, got 1.1"),
-        ({"overlap": -0.1}, "overlap must be a number of at least 0, got -0.1"),
+        ({"hbm_share": 0}, "hbm_share must be a number above 0, got 0"),
         (
             {"torus": 2, "devices_per_chip": 3, "chip_bandwidth": 1e9},
             "a domain of whole chips, got torus=2, domain=8",

@@ -22,7 +22,6 @@ from tests.planner.plans import (
     TOKENS,
     TX,
     WIDTH,
-    mix,
     mix_params,
     nouns,
     plan_mix,
@@ -31,7 +30,7 @@ from tests.planner.plans import (
 )
 from zerojax import RematPolicy
 from zerojax.models import gpt
-from zerojax.planner import HARDWARE, Transformer, plan, sweep, theory_of
+from zerojax.planner import HARDWARE, Transformer, plan, theory_of
 
 CONFIG = gpt.Config(num_layers=4, width=128, num_heads=4, vocab_size=512, context=64)
 
@@ -267,15 +266,3 @@ def test_a_wrapped_optimizer_is_the_one_that_it_wraps(mesh8):
     given = {"stage": 2, "num_devices": 8, "hardware": "h100"}
     bare, wrapped = (plan(mix_params(), tx, **given) for tx in (TX, zerojax.sharded(TX, layout)))
     assert bare == wrapped
-
-
-def test_a_sweep_plans_each_stage_and_number_of_devices_as_plan_does():
-    one = nouns(loss_fn=mix, batch=shape(2, TOKENS, WIDTH))["workload"]
-    given = {"hardware": "v5p", "workload": one}
-    found = sweep(mix_params(), TX, num_devices=[4, 8], stages=[0, 3], **given)
-    assert list(found) == [0, 3]
-    for stage, plans in found.items():
-        for count, planned in zip((4, 8), plans, strict=True):
-            whole = nouns(loss_fn=mix, batch=shape(2 * count, TOKENS, WIDTH))
-            given = {"stage": stage, "num_devices": count, "hardware": "v5p"}
-            assert planned == plan(mix_params(), TX, **given, **whole)

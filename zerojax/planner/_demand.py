@@ -14,7 +14,6 @@ from zerojax.planner._setting import Setting
 from zerojax.planner._workload import Model
 from zerojax.planner.formulas import ActivationBytes, Transformer, ring_share
 from zerojax.planner.traced import (
-    HeldLeaf,
     Lifetimes,
     Trace,
     Work,
@@ -106,9 +105,10 @@ class TracedLoss(Demand):
 
     def work(self, given: Setting, count: float) -> Work:
         """Add up the operations: the same for stages that gather the same bytes of each leaf."""
-        leaves = tuple(HeldLeaf(gathered=x.gathered) for x in given.leaves)
         parts = given.sharing.model_axis
-        return self._works(self._lifetimes(given), leaves, count, given.hardware, model_axis=parts)
+        return self._works(
+            self._lifetimes(given), given.leaves, count, given.hardware, model_axis=parts
+        )
 
     def checkpoints(self, given: Setting, count: float) -> float:
         """Count what loops stack and layers hand on to each other."""

@@ -1,20 +1,16 @@
-"""`plan` and `sweep`: what a training step will hold, move and take, before anything runs."""
+"""`plan`: what a training step will hold, move and take, before anything runs."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Sequence
 
 import optax
 
 from zerojax._types import PyTree
-from zerojax.layout import STAGES, check_stage
 from zerojax.planner._arguments import as_given
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
-from zerojax.planner._policies import check_recipe, where_meant
+from zerojax.planner._policies import check_recipe
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._setting import Setting, place
 from zerojax.planner._time import compute_bound_count, step_time
@@ -61,47 +57,6 @@ def plan(
     if model.workload.loss_fn is not None:
         count = _per_microbatch(int(count), devices, model.recipe.accumulate)
     return estimate(place(model, one, devices, placement, stage), demand, count)
-
-
-def sweep(
-    params: PyTree | float,
-    tx: optax.GradientTransformation,
-    *,
-    num_devices: Sequence[int],
-    hardware: str | Hardware,
-    stages: Sequence[int] = (0, 1, 2, 3),
-    recipe: Recipe | None = None,
-    workload: Workload | None = None,
-    placement: Placement | None = None,
-) -> dict[int, list[Plan]]:
-    """Plan stages for several numbers of devices.
-
-    `plan` traces a loss each time, which takes longer than all of these together.
-
-    Args:
-        params, tx, hardware, placement: as for `plan`.
-        num_devices, stages: what to go through.
-        recipe: as for `plan`; a stage that can't reduce once goes by its default.
-        workload: as for `plan`, but its batch is that of one device's microbatch, whatever the
-            number of devices.
-
-    Returns:
-        By stage, a plan for each number of devices.
-
-    Raises:
-        ValueError: as `plan` does.
-    """
-    one, placement = find_hardware(hardware), _as_placement(placement)
-    model = read_model(params, tx, recipe, workload)
-    check_recipe(model.recipe, placement.model_axis)
-    demand, count = find_demand(model)
-    found: dict[int, list[Plan]] = {stage: [] for stage in stages}
-    for number, stage in itertools.product(num_devices, stages):
-        meant = where_meant(model.recipe, STAGES[check_stage(stage)])
-        devices = share_out(number, placement)
-        given = place(dataclasses.replace(model, recipe=meant), one, devices, placement, stage)
-        found[stage].append(estimate(given, demand, count))
-    return found
 
 
 def estimate(given: Setting, demand: Demand, count: float) -> Plan:

@@ -141,10 +141,9 @@ class Plan(Shown):
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the figures rest on."""
-        hidden = self.hardware.overlap
         found = [
             f"activations and products: {self.source}",
-            f"time: at peak rates, a lower bound; {hidden:.0%} of what can overlap does",
+            "time: latency is left out; links run beside work as far as in compiled programs",
         ]
         if self.model_axis > 1:
             kept = "is cut too" if self.partitions_activations else "stays whole"
@@ -175,7 +174,7 @@ class Plan(Shown):
         data["bytes"] = dataclasses.asdict(self.bytes) | derived
         shown = ("accumulate", "offload", "partitions_activations", "volume", "fits", "assumptions")
         data |= {name: getattr(self, name) for name in shown}
-        data |= {"memory": self.hardware.memory, "overlap": self.hardware.overlap}
+        data["memory"] = self.hardware.memory
         if math.isinf(self.compute_bound_at):
             data["compute_bound_at"] = None
         return data
@@ -232,6 +231,8 @@ class Plan(Shown):
                 style = "bold" if NAMES[part] == self.bound_by else ""
                 table.add_row(NAMES[part], f"{1e3 * seconds:,.3f}", rate, style=style)
         table.add_section()
+        table.add_row("computes", f"{1e3 * self.time.busy:,.3f}", "products and memory, in turn")
+        table.add_row("waits", f"{1e3 * self.time.exposed:,.3f}", "for links, with no work beside")
         step = f"{1e3 * self.step_time:,.3f}"
         table.add_row("step", step, f"bound by {self.bound_by}", style="bold")
         return table

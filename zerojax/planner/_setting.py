@@ -66,8 +66,7 @@ class Setting:
 
     def work(self, flops: float, hbm_bytes: float) -> Work:
         """Return the work of so many operations and so much traffic with the device's memory."""
-        one = self.hardware
-        return Work.of(flops, hbm_bytes, rate=one.flops, bandwidth=one.hbm_bandwidth)
+        return Work.of(flops, hbm_bytes, self.hardware)
 
     @cached_property
     def theory(self) -> Theory:
@@ -104,9 +103,17 @@ class Setting:
 
     @property
     def update_bytes(self) -> float:
-        """The optimizer's traffic with the device's memory: states are read and written."""
-        gradients = sum(leaf.gradient for leaf in self.leaves)
-        return 2 * self.optimizer + gradients + self.states.bytes["parameters"]
+        """The optimizer's traffic with the device's memory: states are read and written.
+
+        Masters are read once more to be cast. Parameters that were gathered are read and written
+        into the old ones; a GPU gathers those that are no stack right there.
+        """
+        moved = 2 * self.optimizer + self.states.bytes["masters"] * (not self.hosted)
+        for leaf, placed in zip(self.leaves, self.layout.leaves, strict=True):
+            is_gathered = placed.dim is not None and not leaf.is_gathered
+            lands = not placed.stacked and self.hardware.platform != "tpu"
+            moved += leaf.gradient + leaf.held * ((0 if lands else 2) if is_gathered else 1)
+        return moved
 
     @property
     def update_traffic(self) -> float:

@@ -1,10 +1,10 @@
-"""How long a step takes at the least, and what it waits for: a roofline over device and links.
+"""How long a step takes, and what it waits for: a roofline over device and links.
 
-Every rate is the hardware's peak, so the time is a lower bound. What runs beside what is an
-assumption, stated by `Hardware.overlap`.
+The rates are the hardware's, and the share of the links' time that work runs beside was read off
+compiled programs (overlap.toml). Latency is left out.
 
-Example: 10 ms of operations, 6 ms on fast links, 2 ms on slow ones, none of the host. Overlap 1:
-links take max(6, 2) = 6 ms, all of it hidden behind 10: the step takes 10 ms. Overlap 0: 18 ms.
+Example: 10 ms of operations, 6 ms on fast links, 2 ms on slow ones, none of the host. Links take
+max(6, 2) = 6 ms; with half of it hidden, the step takes 13 ms.
 
 Source: Williams et al., "Roofline", CACM 52(4), 2009.
 """
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Mapping
+from importlib import resources
+from typing import Any
 
 from zerojax._types import Axes
 from zerojax.planner._demand import Demand
@@ -42,55 +45,73 @@ class StepTime:
     slow: float  # links between nodes or slices
     host: float  # the link to the host
     waiting: float  # the part of it that nothing can run beside: the host's update
-    step: float  # all of it, overlapped as far as is assumed
+    exposed: float  # of both kinds of links, what has no work beside it
+    step: float  # all of it
     bound_by: str  # what takes longest
+
+
+#: What runs beside work: by platform, and by what the stage partitions.
+OVERLAP: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    resources.files("zerojax.planner").joinpath("overlap.toml").read_text(encoding="utf-8")
+)
 
 
 def step_time(given: Setting, demand: Demand, count: float) -> StepTime:
     """Add up the parts of a step; `count` is the units of the demand in a device's microbatch."""
     one, times = given.hardware, given.recipe.accumulate
-    work, update = demand.work(given, count).times(times), given.update_bytes / one.hbm_bandwidth
-    links = _link_seconds(given, demand.model_elements(given, count))
+    work, update = demand.work(given, count).times(times), given.work(0.0, given.update_bytes)
+    kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
+    kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
+    overlap = OVERLAP[one.platform][kind]
+    links, hidden = _link_seconds(given, demand.model_elements(given, count), overlap)
     host = (
         2 * times * demand.checkpoints(given, count) + given.update_traffic
     ) / one.host_bandwidth
     # The device waits: gradients go when all are there, the next step needs what comes back.
     waiting = given.update_traffic / one.host_bandwidth
-    busy = work.seconds + update
+    busy = work.seconds + update.seconds
+    beside = min(max(hidden.fast, hidden.slow), overlap["work"] * busy)
+    exposed = max(links.fast, links.slow) - beside
     parts = {
         "compute": work.flops_seconds,
-        "memory": work.hbm_seconds + update,
+        "memory": work.hbm_seconds + update.hbm_seconds,
         "fast": links.fast,
         "slow": links.slow,
         "host": host,
     }
-    moving = _beside(links.fast, links.slow, one.overlap)
-    step = _beside(_beside(busy, moving, one.overlap), host - waiting, one.overlap) + waiting
-    bound_by = NAMES[max(parts, key=lambda part: parts[part])]
-    return StepTime(**parts, busy=busy, waiting=waiting, step=step, bound_by=bound_by)
-
-
-def _beside(one: float, other: float, overlap: float) -> float:
-    return one + other - overlap * min(one, other)
-
-
-def _link_seconds(given: Setting, model: float) -> Seconds:
-    """Add up the time of the collectives; theory counts elements as a device moves them."""
-    theory, network, (gathered, reduced) = given.theory, given.network, given.item_bytes
-    parts: tuple[tuple[Mapping[Axes, float], float, Collective], ...] = (
-        (theory.gathered, gathered, "all-gather"),
-        (theory.scattered, reduced, "reduce-scatter"),
-        (theory.summed, reduced, "all-reduce"),
-        ({(MODEL,): model} if model else {}, gathered, "all-reduce"),
+    return StepTime(
+        **parts,
+        busy=busy,
+        waiting=waiting,
+        exposed=exposed,
+        step=max(busy + exposed, host - waiting) + waiting,
+        bound_by=NAMES[max(parts, key=lambda part: parts[part])],
     )
-    seconds = Seconds()
-    for moved, width, op in parts:
+
+
+def _link_seconds(
+    given: Setting, model: float, overlap: Mapping[str, float]
+) -> tuple[Seconds, Seconds]:
+    """Add up the time of the collectives, and what of it has work beside it.
+
+    Theory counts elements as a device moves them. What model parallelism moves is waited for.
+    """
+    theory, network, (gathered, reduced) = given.theory, given.network, given.item_bytes
+    parts: tuple[tuple[Mapping[Axes, float], float, Collective, float], ...] = (
+        (theory.gathered, gathered, "all-gather", overlap["gathers"]),
+        (theory.scattered, reduced, "reduce-scatter", overlap["reductions"]),
+        (theory.summed, reduced, "all-reduce", overlap["reductions"]),
+        ({(MODEL,): model} if model else {}, gathered, "all-reduce", 0.0),
+    )
+    seconds, hidden = Seconds(), Seconds()
+    for moved, width, op, share in parts:
         times = 2 if op == "all-reduce" else 1  # an all-reduce moves everything twice
         for axes, elements in moved.items():
             size = math.prod(network.axes[name] for name in axes)
             whole = elements * width * size / (size - 1) / times  # undo (n - 1) / n
-            seconds += network.seconds(axes, whole, op)
-    return seconds
+            one = network.seconds(axes, whole, op)
+            seconds, hidden = seconds + one, hidden + one * share
+    return seconds, hidden
 
 
 def compute_bound_count(few: StepTime, many: StepTime, count: float) -> float:

@@ -5,7 +5,6 @@ from zerojax.planner.formulas._configurations import (
     Configuration,
     find_configuration,
     max_params,
-    max_transformer,
 )
 from zerojax.planner.formulas._states import BytesPerParam, model_state_bytes
 from zerojax.planner.formulas._transformer import ActivationBytes, Transformer
@@ -20,7 +19,6 @@ __all__ = [
     "Transformer",
     "find_configuration",
     "max_params",
-    "max_transformer",
     "model_state_bytes",
     "ring_share",
     "theory_of",

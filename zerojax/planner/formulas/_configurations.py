@@ -5,15 +5,12 @@ Source: arXiv 1910.02054, tables 2 and 3 and figure 6, for any hardware.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from zerojax.planner._arguments import as_amount, as_count
 from zerojax.planner.formulas._states import MIXED_ADAM, BytesPerParam, model_state_bytes
-from zerojax.planner.formulas._transformer import Transformer
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import LAYER_INPUT, RematPolicy
 
@@ -71,10 +68,6 @@ def find_configuration(configuration: str | Configuration) -> Configuration:
     return CONFIGURATIONS[configuration]
 
 
-#: More layers than any memory holds.
-_MANY_LAYERS = 2**40
-
-
 def max_params(
     memory: float | str | Hardware,
     *,
@@ -96,76 +89,11 @@ def max_params(
     Raises:
         ValueError: as `model_state_bytes` does, or not one parameter fits.
     """
-    limit, _ = _room(memory)
+    if isinstance(memory, str | Hardware):
+        memory = find_hardware(memory).memory
+    limit = as_amount("memory", memory, above_zero=True)
     one = model_state_bytes(1, stage=stage, num_shards=num_shards, bytes_per_param=bytes_per_param)
     each = one / as_count("model_axis", model_axis)
     if limit < each:
         raise ValueError(f"{limit:g} bytes hold no parameter; one takes {each:g}")
     return int(limit / each)
-
-
-def max_transformer(
-    memory: float | str | Hardware,
-    configuration: str | Configuration,
-    *,
-    like: Transformer,
-    num_shards: int,
-    batch: int,
-    model_axis: int = 1,
-    bytes_per_param: BytesPerParam = MIXED_ADAM,
-) -> Transformer:
-    """Return the GPT of the most layers that fits with the activations of a fixed batch.
-
-    Each layer is computed again from its input, as in the paper. Source: arXiv 1910.02054, figure 6
-    (V100 32 GB, a width of 8192, a model axis of 16).
-
-    Args:
-        memory: bytes of one device, or hardware, or its name; for hardware, offloaded checkpoints
-            have to fit in its host's memory.
-        configuration: C1 to C5, or one of your own.
-        like: the GPT; its number of layers is what changes.
-        num_shards: N; devices are N times the model axis.
-        batch: sequences in the microbatch of a device, or of its group along the model axis.
-        model_axis, bytes_per_param: as for `max_params`.
-
-    Raises:
-        ValueError: a count is not whole and positive, hardware or configuration is unknown, or
-            not one layer fits; the message says what it takes.
-    """
-    limit, host_limit = _room(memory)
-    choice = find_configuration(configuration)
-    model_axis = as_count("model_axis", model_axis)
-
-    def taken(num_layers: int) -> tuple[float, float]:  # on the device, on the host
-        model = dataclasses.replace(like, num_layers=num_layers)
-        activations = model.activation_bytes(
-            batch,
-            model_axis=model_axis,
-            partitioned=choice.partitioned_checkpoints,
-            offloaded=choice.offloaded_checkpoints,
-        )
-        number = {"stage": choice.stage, "num_shards": num_shards}
-        states = model_state_bytes(model.num_params, **number, bytes_per_param=bytes_per_param)
-        return states / model_axis + activations.total, activations.host
-
-    def is_too_large(num_layers: int) -> bool:
-        device, host = taken(num_layers)
-        return device > limit or host > host_limit
-
-    if layers := bisect.bisect_left(range(1, _MANY_LAYERS), True, key=is_too_large):
-        return dataclasses.replace(like, num_layers=layers)
-    device, host = taken(1)
-    fits = device <= limit
-    where, room, needed = ("host", host_limit, host) if fits else ("device", limit, device)
-    raise ValueError(
-        f"no GPT of width {like.width} fits in {room:g} of the {where}'s bytes: one layer takes "
-        f"{math.ceil(needed):,}; give more memory or shards, or a smaller batch"
-    )
-
-
-def _room(memory: float | str | Hardware) -> tuple[float, float]:
-    """Return the bytes of a device and of its host, for which bytes alone set no limit."""
-    if isinstance(memory, str | Hardware):
-        one = find_hardware(memory)
-        return float(one.memory), float(one.host_memory)
-    return as_amount("memory", memory, above_zero=True), math.inf

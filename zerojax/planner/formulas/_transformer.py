@@ -27,11 +27,6 @@ class ActivationBytes:
     logits: float  # in fp32 and in 16 bits
     host: float = 0.0  # what is kept in the host's memory instead
 
-    @property
-    def total(self) -> float:
-        """Return the peak on the device: the loss is done before the first layer goes backward."""
-        return self.kept + max(self.working, self.logits)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer:

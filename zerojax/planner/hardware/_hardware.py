@@ -48,10 +48,9 @@ class Hardware:
             network cards (GPU) or of the data-centre network (TPU).
         host_bandwidth: bytes/s one way between a device and its host's memory.
         host_memory: bytes of the host's memory per device.
-        overlap: the share of communication taken to run beside computation, 0 to 1. 1 hides the
-            shorter of the two behind the longer, as schedulers aim to; 0 adds both up, as a CPU
-            does, which computes and moves with the same cores.
         clock: cycles/s of a TPU's cores, in which its compiler estimates; 0 where none does.
+        flops_share, hbm_share: the shares of `flops` and `hbm_bandwidth` that its compiler's own
+            estimates come to, read off compiled programs; a planned step goes by these.
         device_kinds: what JAX calls such a device.
         source: where the figures are from.
 
@@ -70,13 +69,14 @@ class Hardware:
     slow_bandwidth: float
     host_bandwidth: float
     host_memory: int
-    overlap: float = 1.0
     torus: int = 0
     wrap: int = 1
     slices: tuple[str, ...] = ()
     devices_per_chip: int = 1
     chip_bandwidth: float = 0.0
     clock: float = 0.0
+    flops_share: float = 1.0
+    hbm_share: float = 1.0
     device_kinds: tuple[str, ...] = ()
     source: str = "the user"
 
@@ -85,14 +85,11 @@ class Hardware:
             raise ValueError(f"Hardware: name must be a word, got {self.name!r}")
         who = f"Hardware {self.name!r}:"
         bandwidths = ("hbm_bandwidth", "link_bandwidth", "slow_bandwidth", "host_bandwidth")
-        for field in ("flops", "flops_fp32", *bandwidths):
+        shares = ("flops_share", "hbm_share")
+        for field in ("flops", "flops_fp32", *bandwidths, *shares):
             as_amount(f"{who} {field}", getattr(self, field), above_zero=True)
         for field in ("memory", "host_memory", "domain", "wrap", "devices_per_chip"):
             as_count(f"{who} {field}", getattr(self, field))
-        if as_amount(f"{who} overlap", self.overlap) > 1:
-            raise ValueError(
-                f"{who} overlap is a share of communication, 0 to 1, got {self.overlap!r}"
-            )
         if self.platform not in get_args(Platform):
             known = ", ".join(get_args(Platform))
             raise ValueError(f"{who} platform must be one of {known}, got {self.platform!r}")

@@ -21,14 +21,21 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from zerojax.planner.traced._operations import Op, Operations, Value
+from zerojax.planner.traced._order import run_late
+
+#: Elements of a GPU's output tile.
+_TILE = 128 * 128
+#: Of what a split contraction has to be a multiple.
+_MULTIPLE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """How a compiler departs from the plain rules."""
 
-    #: whether an elementwise operation is merged into the one dot product that reads it (TPU); else
-    #: operands of a dot product lie in memory (GPU, CPU)
+    #: whether elementwise operations and slices are merged into the one dot product that reads
+    #: them, and reductions into the one that makes what they read (TPU); else operands of a dot
+    #: product lie in memory (GPU, CPU)
     fuses_operands: bool = False
     fuses_lookups: bool = True  # whether what a gather reads is merged into it (GPU, CPU)
     #: whether a scatter of one element per row is merged into the sum that it goes to, as a
@@ -38,13 +45,15 @@ class Backend:
     #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
     #: elsewhere)
     splits_contraction: int = 0
-    #: whether the gather of the next weight is under way while one is used (GPU)
+    #: whether the gather of the next weight is under way while one is used
     prefetches: bool = False
+    #: whether operations run as late as possible (GPU); else in their order
+    runs_late: bool = False
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "gpu": Backend(splits_contraction=132, prefetches=True),
-    "tpu": Backend(fuses_operands=True, fuses_lookups=False, fuses_one_hot=True),
+    "gpu": Backend(splits_contraction=132, prefetches=True, runs_late=True),
+    "tpu": Backend(fuses_operands=True, fuses_lookups=False, fuses_one_hot=True, prefetches=True),
     "cpu": Backend(),
 }
 
@@ -82,16 +91,25 @@ def lifetimes_of(program: Operations, num_leaves: int, platform: str) -> Lifetim
     outputs = program.outputs[1 : 1 + num_leaves]
     parameters = {v: Part(n) for n, v in enumerate(program.inputs[:num_leaves])}
     gradients = {v: Part(n) for n, v in enumerate(outputs) if v is not None}
-    return Lifetimes(program, parameters, gradients, BACKENDS[platform])
+    return Lifetimes(program, parameters, gradients, BACKENDS[platform], is_loss=True)
 
 
 class Lifetimes:
     """Decides what of a program, or of the body of a loop, lies in memory, and until when."""
 
     def __init__(
-        self, program: Operations, parameters: Parts, gradients: Parts, backend: Backend
+        self,
+        program: Operations,
+        parameters: Parts,
+        gradients: Parts,
+        backend: Backend,
+        *,
+        is_loss: bool = False,
     ) -> None:
+        if backend.runs_late:
+            program = run_late(program, gradients, is_loss=is_loss)
         self.program, self.parameters, self.backend = program, parameters, backend
+        self.gradients = gradients
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
         #: values that are a parameter seen in another way, with that parameter
         self.owner = self._owners()
@@ -310,6 +328,16 @@ class Lifetimes:
         line = self.program.values[value].bytes
         return 0.0 if value in self.owner else line.fixed + line.each
 
+    def is_split(self, op: Op, examples: float, size: float) -> bool:
+        """Return whether a dot product is made from padded copies of both of its operands.
+
+        `size` is that of its result on a device, in bytes.
+        """
+        if op.name != "dot_general" or op.contracted.at(examples) % _MULTIPLE == 0:
+            return False
+        elements = size / self.program.values[op.outputs[0]].dtype.itemsize
+        return elements / _TILE < self.backend.splits_contraction
+
     def _takes_over(self, op: Op, gone: tuple[int, ...]) -> tuple[int, ...]:
         """List the dying operands whose buffers the results may take."""
         if op.kind in ("fused", "scatter"):
@@ -326,13 +354,8 @@ class Lifetimes:
         pass; elsewhere each use gathers for itself.
         """
         spans: dict[tuple[int, object], list[int]] = {}
-        latest: dict[int, tuple[int, object]] = {}
         for t, op, *_, reads, _ in self.launches:
             for v in reads & self.parameters.keys() if op.kind != "loop" else ():
                 key = (v, ("region", op.region) if op.region is not None else ("op", t))
                 spans.setdefault(key, []).append(t)
-                latest[v] = key
-        for owner, key in latest.items():
-            if (t := self.differentiated.get(owner)) is not None and t > min(spans[key]):
-                spans[key].append(t)
         return tuple((owner, min(ts), max(ts)) for (owner, _), ts in spans.items())

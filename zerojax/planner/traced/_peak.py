@@ -16,6 +16,7 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -25,10 +26,6 @@ from zerojax.planner.traced._operations import Op
 
 #: Gathers below this are never what matters: norms and biases.
 _SMALL = 2**14
-#: Elements of a GPU's output tile.
-_TILE = 128 * 128
-#: Of what a split contraction has to be a multiple.
-_MULTIPLE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +106,7 @@ class _Clock:
     def __post_init__(self) -> None:
         self.program = self.lifetimes.program
         self.sizes = self._sizes()
+        self.gathers = any(leaf.is_gathered for leaf in self.leaves)
 
     def peak(
         self, held: Mapping[int, float] = MappingProxyType({}), kept: frozenset[int] = frozenset()
@@ -119,7 +117,7 @@ class _Clock:
         """
         alive = dict(held)
         change = _changes([*self._gathers(), *self._copies()])
-        total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
+        total, beside, worst, clock, leaving = sum(alive.values()), 0.0, 0.0, 0, 0.0
         for launch in self.lifetimes.launches:
             op = launch.op
             while clock <= launch.time:  # what starts before this operation or with it
@@ -129,11 +127,14 @@ class _Clock:
             within = max((one.peak() for one in inside), default=0.0)
             wanted = {v: self._result(v, op) for v in launch.results}
             reused = _reused(launch, alive, wanted, kept)
-            worst = max(worst, total + sum(wanted.values()) - reused + within + beside)
+            worst = max(worst, total + sum(wanted.values()) - reused + within + beside + leaving)
+            if op.kind == "kernel":
+                leaving = 0.0
             for v, size in wanted.items():
-                # A gradient is scattered as soon as it is there.
+                # A gradient is scattered as soon as it is there, beside the next product.
                 alive[v] = size if op.kind == "loop" else min(size, self._gradient(v))
                 total += alive[v]
+                leaving += (size - alive[v]) * self.lifetimes.backend.prefetches * self.gathers
             for v in launch.dies:
                 if v in alive and v not in kept:
                     total -= alive.pop(v)
@@ -182,26 +183,25 @@ class _Clock:
             if part.share < 1:  # a loop's slice: carried into this iteration, and the next one's
                 ahead[owner] = (0, end, 2 * self.sharing.ahead * size)
                 size *= 1 - self.sharing.ahead
-            found.append((first, last, size))
-        found = sorted([*found, *ahead.values()])
-        if not self.lifetimes.backend.prefetches:
-            return found
-        starts = [first for first, _, _ in found]
-        before = starts[:1] + starts[:-1]
-        return [(start, *rest) for start, (_, *rest) in zip(before, found, strict=True)]
+            found.append((first, last, size, owner))
+        found.sort()
+        if self.lifetimes.backend.prefetches:  # but a weight that is gathered again
+            pairs = itertools.pairwise([(0, 0, 0.0, -1), *found])
+            found = [
+                (one[0] if one[3] not in (-1, owner) else first, last, size, owner)
+                for one, (first, last, size, owner) in pairs
+            ]
+        return [*ahead.values(), *(x[:3] for x in found)]
 
     def _copies(self) -> Iterator[tuple[int, int, float]]:
         """List when padded copies of a split dot product's operands are there.
 
         A compiler makes them as soon as it can: behind the later of the two operands.
         """
-        lives, split = self.lifetimes, self.lifetimes.backend.splits_contraction
-        for launch in lives.launches if split else ():
+        lives = self.lifetimes
+        for launch in lives.launches:
             op, operands = launch.op, launch.op.read[:2]
-            if op.name != "dot_general" or op.contracted.at(self.examples) % _MULTIPLE == 0:
-                continue
-            out = self.program.values[op.outputs[0]]
-            if self.sizes[op.outputs[0]] / out.dtype.itemsize / _TILE >= split:
+            if not lives.is_split(op, self.examples, self.sizes[op.outputs[0]]):
                 continue
             first = max(lives.maker.get(v, 0) for v in operands)
             owners = [lives.parameters[lives.owner[v]] for v in operands if v in lives.owner]

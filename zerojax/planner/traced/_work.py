@@ -21,13 +21,17 @@ class Work(NamedTuple):
     flops: float = 0.0  # of products
     flops_seconds: float = 0.0  # the products at the peak rate
     hbm_seconds: float = 0.0  # the traffic with the device's memory at the peak rate
-    seconds: float = 0.0  # each operation's longer of the two times, added up
+    seconds: float = 0.0  # each operation's longer of the two, at the rates of estimates, added up
 
     @classmethod
-    def of(cls, flops: float, hbm_bytes: float, *, rate: float, bandwidth: float) -> Work:
-        """Make the work of one operation."""
-        computing, moving = flops / rate, hbm_bytes / bandwidth
-        return cls(flops, computing, moving, max(computing, moving))
+    def of(
+        cls, flops: float, hbm_bytes: float, hardware: Hardware, *, is_wide: bool = False
+    ) -> Work:
+        """Make the work of one operation; `is_wide` where its products are in fp32."""
+        computing = flops / (hardware.flops_fp32 if is_wide else hardware.flops)
+        moving = hbm_bytes / hardware.hbm_bandwidth
+        longer = max(computing / hardware.flops_share, moving / hardware.hbm_share)
+        return cls(flops, computing, moving, longer)
 
     @classmethod
     def total(cls, parts: Iterable[Work]) -> Work:
@@ -57,19 +61,41 @@ def work_of(
             return part.share * leaves[part.leaf].gathered
         return scope.program.values[value].bytes.at(examples) / model_axis
 
-    def run(scope: Lifetimes, launch: Launch) -> Work:
+    def run(scope: Lifetimes, launch: Launch, near: frozenset[int]) -> Work:
         op = launch.op
         if launch.bodies:
             longest = max(map(add, launch.bodies), key=lambda work: work.seconds)
             return longest.times(op.length.at(examples))
+        if op.kind == "fused" and len(op.read) == 1 and op.read[0] in scope.marked:
+            return Work()  # a gradient that is only viewed: its product writes it in any order
         # A lookup reads what it finds and no more of the table.
-        read = launch.results if op.kind == "gather" else launch.reads
+        read = launch.reads - near if op.kind != "gather" else launch.results
         traffic = sum(moved(scope, v) for v in itertools.chain(read, launch.results))
-        rate = hardware.flops_fp32 if op.is_wide else hardware.flops
-        flops = op.flops.at(examples) / model_axis
-        return Work.of(flops, traffic, rate=rate, bandwidth=hardware.hbm_bandwidth)
+        if scope.is_split(op, examples, moved(scope, op.outputs[0])):
+            traffic += 2 * sum(moved(scope, v) for v in op.read[:2])
+        return Work.of(op.flops.at(examples) / model_axis, traffic, hardware, is_wide=op.is_wide)
+
+    def stacks(scope: Lifetimes) -> Work:
+        """Count what a turn of a loop copies out of stacks of weights, and into gradients'."""
+        copies = 0.0 if scope.backend.fuses_operands else 2.0
+        parts = [(copies, x, leaves[x.leaf].held) for x in scope.parameters.values()]
+        # Zeros are written before, and what is there is read.
+        parts += [(3.0, x, leaves[x.leaf].gradient) for x in scope.gradients.values()]
+        traffic = sum(count * x.share * size for count, x, size in parts if x.share < 1)
+        return Work.of(0.0, traffic, hardware)
 
     def add(scope: Lifetimes) -> Work:
-        return Work.total(run(scope, launch) for launch in scope.launches)
+        found, near = [stacks(scope)], frozenset[int]()
+        for launch in scope.launches:
+            # Of a GPU's softmax the scores are read once; a TPU's product makes its maximum too.
+            kind, sizes = launch.op.kind, {v: moved(scope, v) for v in launch.reads}
+            large = frozenset(v for v, size in sizes.items() if size == max(sizes.values()))
+            is_alone = len(large) == 1 and kind in ("fused", "reduce")
+            found.append(run(scope, launch, near & large if is_alone else frozenset()))
+            if scope.backend.fuses_operands:
+                near = frozenset(launch.results if kind == "kernel" else ())
+            else:
+                near = large if is_alone and kind == "reduce" else frozenset()
+        return Work.total(found)
 
     return add(lifetimes)
