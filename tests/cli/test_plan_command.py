@@ -101,7 +101,7 @@ def test_one_stage_is_shown_in_full(capsys):
     assert main([*FIGURE_1, "--stage", "3"]) == 0
     out = capsys.readouterr().out
     assert "ZeRO stage 3, 7,500,000,000 parameters, 64 x h100, N = 64" in out
-    for line in ("activations and buffers", "bound by", "peak rates", "8 nodes of 8"):
+    for line in ("activations and buffers", "bound by", "latency is left out", "8 nodes of 8"):
         assert line in out
     assert not rows(out)
 
