@@ -64,9 +64,8 @@ def step_time(given: Setting, demand: Demand, count: float) -> StepTime:
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
     overlap = OVERLAP[one.platform][kind]
     links, hidden = _link_seconds(given, demand.model_elements(given, count), overlap)
-    host = (
-        2 * times * demand.checkpoints(given, count) + given.update_traffic
-    ) / one.host_bandwidth
+    moved = 2 * times * demand.checkpoints(given, count) + given.update_traffic
+    host = moved / one.host_bandwidth
     # The device waits: gradients go when all are there, the next step needs what comes back.
     waiting = given.update_traffic / one.host_bandwidth
     busy = work.seconds + update.seconds

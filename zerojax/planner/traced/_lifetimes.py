@@ -15,11 +15,11 @@ On a TPU the second one is merged into the third, which then reads y.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from zerojax.planner.traced._backends import BACKENDS, Backend
 from zerojax.planner.traced._operations import Op, Operations, Value
 from zerojax.planner.traced._order import run_late
 
@@ -27,35 +27,6 @@ from zerojax.planner.traced._order import run_late
 _TILE = 128 * 128
 #: Of what a split contraction has to be a multiple.
 _MULTIPLE = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend:
-    """How a compiler departs from the plain rules."""
-
-    #: whether elementwise operations and slices are merged into the one dot product that reads
-    #: them, and reductions into the one that makes what they read (TPU); else operands of a dot
-    #: product lie in memory (GPU, CPU)
-    fuses_operands: bool = False
-    fuses_lookups: bool = True  # whether what a gather reads is merged into it (GPU, CPU)
-    #: whether a scatter of one element per row is merged into the sum that it goes to, as a
-    #: comparison with an index (TPU); else it is written in the sum's place
-    fuses_one_hot: bool = False
-    #: output tiles below which a dot product is split along what it sums over to keep all cores
-    #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
-    #: elsewhere)
-    splits_contraction: int = 0
-    #: whether the gather of the next weight is under way while one is used
-    prefetches: bool = False
-    #: whether operations run as late as possible (GPU); else in their order
-    runs_late: bool = False
-
-
-BACKENDS: Mapping[str, Backend] = {
-    "gpu": Backend(splits_contraction=132, prefetches=True, runs_late=True),
-    "tpu": Backend(fuses_operands=True, fuses_lookups=False, fuses_one_hot=True, prefetches=True),
-    "cpu": Backend(),
-}
 
 
 class Part(NamedTuple):
@@ -329,10 +300,7 @@ class Lifetimes:
         return 0.0 if value in self.owner else line.fixed + line.each
 
     def is_split(self, op: Op, examples: float, size: float) -> bool:
-        """Return whether a dot product is made from padded copies of both of its operands.
-
-        `size` is that of its result on a device, in bytes.
-        """
+        """Return whether a dot product of so many bytes is made from padded copies of operands."""
         if op.name != "dot_general" or op.contracted.at(examples) % _MULTIPLE == 0:
             return False
         elements = size / self.program.values[op.outputs[0]].dtype.itemsize

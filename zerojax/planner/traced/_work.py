@@ -81,8 +81,9 @@ def work_of(
         parts = [(copies, x, leaves[x.leaf].held) for x in scope.parameters.values()]
         # Zeros are written before, and what is there is read.
         parts += [(3.0, x, leaves[x.leaf].gradient) for x in scope.gradients.values()]
-        traffic = sum(count * x.share * size for count, x, size in parts if x.share < 1)
-        return Work.of(0.0, traffic, hardware)
+        return Work.of(
+            0.0, sum(n * x.share * size for n, x, size in parts if x.share < 1), hardware
+        )
 
     def add(scope: Lifetimes) -> Work:
         found, near = [stacks(scope)], frozenset[int]()
