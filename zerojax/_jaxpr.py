@@ -115,7 +115,12 @@ def depending(eqns: Iterable[Any], given: Iterable[Any]) -> set[Any]:
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Run one equation on arrays."""
     with eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        return bind_here(eqn, values)
+
+
+def bind_here(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Run one equation on arrays in the mesh that is set, and not the one that it was traced in."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

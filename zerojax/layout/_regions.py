@@ -14,7 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import Slice, Traced, bind, bodies, called, depending, run, run_scan, variables
+from zerojax._jaxpr import (
+    Slice,
+    Traced,
+    bind_here,
+    bodies,
+    called,
+    depending,
+    run,
+    run_scan,
+    variables,
+)
 from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
@@ -113,7 +123,7 @@ class Region:
                 sizes = list(eqn.params[_SIZES[name]])
                 sizes[dim] = num_rows
                 eqn = eqn.replace(params={**eqn.params, _SIZES[name]: tuple(sizes)})
-            return bind(eqn, values)
+            return bind_here(eqn, values)
 
         return step
 
