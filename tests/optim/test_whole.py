@@ -136,6 +136,20 @@ def test_every_mesh_gives_the_updates_of_optax(mesh, stage):
     assert_equal_to_plain("muon", make_layout(mesh, stage))
 
 
+def test_meshes_with_explicit_axes_are_alike():
+    mesh = jax.make_mesh((8,), ("data",))
+    layout = zerojax.make_layout(drawn(), mesh, stage=3, min_size=16)
+    assert moved(assert_equal_to_plain("muon", layout))["all-to-all"] > 0
+
+
+@pytest.mark.parametrize("name", ["muon", "multi_steps"])
+def test_a_description_says_which_leaves_are_computed_whole(name):
+    rows = make_layout("8", 2).describe(OPTIMIZERS[name][0]()).rows
+    why = {row.path: row.reason for row in rows}
+    assert why["stack"].endswith("the optimizer computes 6 whole matrices of it on 6 of 8 devices")
+    assert "whole matri" not in why["bias"]
+
+
 def test_a_leaf_that_the_user_cuts_too_goes_to_owners_along_both_axes():
     specs = {"stack": P(None, None, "model"), "odd": P(None, "model")}
     specs = {**dict.fromkeys(SHAPES), **specs}

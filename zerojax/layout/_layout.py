@@ -22,6 +22,7 @@ from zerojax.layout._describe import Description, describe
 from zerojax.layout._holders import Holders, holders
 from zerojax.layout._leaf import Entries, LeafLayout, as_entries
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout, optimizer_leaves
+from zerojax.layout._regions import why_whole
 from zerojax.layout._rule import Rule
 from zerojax.layout._stacked import stacked_from_shapes
 from zerojax.layout._stages import check_stage
@@ -98,17 +99,27 @@ class Layout(Shown, TreeLayout):
             Bytes of `parameters`, `gradients` (while they are whole or partitioned as the stage
             says), `masters`, `optimizer` and their `total`.
         """
-        return self.describe(tx, recipe, stored=stored).bytes
+        return self.count(tx, recipe, stored=stored).bytes
+
+    def count(self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True) -> Description:
+        """Describe the placement without where the optimizer computes, which takes a trace."""
+        precision = as_recipe(recipe).precision
+        return describe(self, self.optimizer(tx, precision.updated), precision, stored)
 
     def describe(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True
     ) -> Description:
         """Describe the placement: a row and a reason per leaf, totals beside the theory.
 
-        The arguments are those of `bytes_per_device`. The result prints as a table.
+        The arguments are those of `bytes_per_device`. The result prints as a table. Where the
+        optimizer multiplies whole matrices of a leaf, the reason says so, and how many devices
+        compute them; all other leaves are computed where they are stored.
         """
-        precision = as_recipe(recipe).precision
-        return describe(self, self.optimizer(tx, precision.updated), precision, stored)
+        found = self.count(tx, recipe, stored=stored)
+        placed = self.optimizer(tx, as_recipe(recipe).precision.updated)
+        whole = why_whole(tx, placed, self)
+        rows = (dataclasses.replace(x, reason=x.reason + whole.get(x.path, "")) for x in found.rows)
+        return dataclasses.replace(found, rows=tuple(rows))
 
     def show(self, path: str) -> Holders:
         """Return who holds what of a leaf, or of each leaf below a path; it prints as a grid.

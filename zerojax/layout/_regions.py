@@ -21,6 +21,7 @@ from zerojax._jaxpr import (
     bodies,
     called,
     depending,
+    opened,
     run,
     run_scan,
     variables,
@@ -29,6 +30,8 @@ from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
 from zerojax.layout._leaf import LeafLayout
+from zerojax.layout._optimizer import OptimizerLayout
+from zerojax.layout._transformation import as_transformation
 from zerojax.layout._tree_layout import TreeLayout
 
 #: Of operations that say sizes, the parameter that says them.
@@ -169,6 +172,12 @@ class Regions:
         self._layout = layout
         self._names = {self.dims.find(label): axes for label, axes in names[::-1] if axes}
 
+    def everywhere(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Region]:
+        """Yield all regions, those within branches too."""
+        yield from self.find(eqns, outputs)
+        for jaxpr in (opened(x)[0] for e in eqns if e.primitive.name == "cond" for x in bodies(e)):
+            yield from self.everywhere(jaxpr.eqns, jaxpr.outvars)
+
     def find(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Region]:
         """Return at most one region per parameter, of some equations and their results.
 
@@ -244,3 +253,31 @@ class Regions:
                     sizes[label].add(size if labels.count(label) == 1 else 0)
         counts = {label: min(x) for label, x in sizes.items() if len(x) == 1 and min(x)}
         return max(counts, key=counts.__getitem__, default=None)
+
+
+def why_whole(tx: Any, placed: OptimizerLayout, layout: TreeLayout) -> dict[str, str]:
+    """Say of each parameter whose optimizer needs whole matrices which, and where it has them."""
+    bare = as_transformation(tx)
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layout.leaves]
+    state = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in placed.leaves]
+    params, held = layout.structure.unflatten(shapes), placed.structure.unflatten(state)
+
+    def update(grads: Any, state: Any, params: Any, loss: Any) -> Any:
+        return bare.update(grads, state, params, value=loss, grad=grads)
+
+    # An update that asks for functions, or for a whole state of another dtype, is computed as it is
+    # stored; what it raises is its own.
+    try:
+        traced = Traced(update, (params, held, params, jax.ShapeDtypeStruct((), jnp.float32)))
+    except Exception:  # noqa: BLE001
+        return {}
+    outs = [*layout.leaves, *placed.leaves]
+    regions = Regions(traced, [*outs, *layout.leaves, None], outs, layout)
+    found = {}
+    for region in regions.everywhere(traced.eqns, traced.outputs):
+        count, owners = region.num_rows, layout.num_parts(region.axes)
+        found[layout.leaves[region.owner].path] = (
+            f"; the optimizer computes {count} whole {'matrix' if count == 1 else 'matrices'} of "
+            f"it on {min(count, owners)} of {owners} devices"
+        )
+    return found

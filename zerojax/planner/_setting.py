@@ -167,7 +167,7 @@ def place(
         rules=placement.rules,
         min_size=placement.min_size,
     )
-    states, leaves = layout.describe(model.tx, recipe), _held_leaves(layout, recipe)
+    states, leaves = layout.count(model.tx, recipe), _held_leaves(layout, recipe)
     return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe)
 
 

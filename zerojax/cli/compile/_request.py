@@ -85,7 +85,7 @@ class CompileRequest:
         )
         self.layout = gpt_layout(self.config, mesh, stage)
         self.step = make_train_step(loss, tx, self.layout, recipe)
-        self.theory = self.layout.describe(tx, recipe).theory["total"]
+        self.theory = self.layout.count(tx, recipe).theory["total"]
 
     @functools.cached_property
     def key(self) -> str:
