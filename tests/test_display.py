@@ -103,6 +103,19 @@ def test_a_line_names_stage_mesh_parameters_and_bytes(layout, step):
     assert "Recipe(precision='bf16', accumulate=2)" in repr(step)
 
 
+def test_layers_of_a_list_that_are_alike_have_one_row(mesh8):
+    matrix, other = jnp.ones((64, 64)), jnp.ones((64, 128))
+    params = {f"layer_{n}": {"w": matrix, "b": jnp.ones(64)} for n in range(12)} | {
+        "layer_12": other
+    }
+    described = zerojax.make_layout(params, mesh8, stage=3).describe(TX)
+    assert len(described.rows) == 26, "24 alike, one of another shape, and Adam's count"
+    rows = dict(re.findall(r"^ (\S.*?)  +float32\S+ +([\d,]+)", str(described), re.MULTILINE))
+    assert list(rows) == ["12 x layer_*/b", "12 x layer_*/w", "layer_12"]
+    one = 64 * 64 * 4 // 8  # a parameter, a gradient and two moments of it
+    assert int(rows["12 x layer_*/w"].replace(",", "")) == 12 * 4 * one
+
+
 def test_a_state_says_its_step_and_what_became_of_it(results, step):
     state = step.init(PARAMS)
     assert repr(state).startswith("<TrainState: step 0, ")

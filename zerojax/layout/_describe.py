@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -84,14 +85,17 @@ class Description(Shown):
         return made
 
     def _leaves_table(self, reasons: Sequence[str]) -> Table:
-        made = make_table("leaf", "shape / axes", ">B/device", "share", ">why")
-        largest = max(sum(row.bytes.values()) for row in self.rows)
+        """Make a table of leaves; those of a list of layers that are alike have one row."""
+        alike: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
-            held = sum(row.bytes.values())
-            why = f"({reasons.index(row.reason) + 1})"
-            made.add_row(
-                Text(row.path), Text(row.placed), f"{held:,}", make_bar(held, largest), why
-            )
+            key = re.sub(r"\d+", "*", row.path), row.placed, row.reason
+            alike.setdefault(key, []).append(row)
+        held = [sum(sum(row.bytes.values()) for row in rows) for rows in alike.values()]
+        made = make_table("leaf", "shape / axes", ">B/device", "share", ">why")
+        for ((path, placed, reason), rows), size in zip(alike.items(), held, strict=True):
+            name = f"{len(rows)} x {path}" if rows[1:] else rows[0].path
+            why = f"({reasons.index(reason) + 1})"
+            made.add_row(Text(name), Text(placed), f"{size:,}", make_bar(size, max(held)), why)
         return made
 
 
