@@ -24,6 +24,8 @@ from zerojax.processes._texts import ProcessError, connection, gather_texts
 PATIENCE = 50.0
 _ALIVE, _FAILED = "zerojax/alive/", "zerojax/failed/"
 _LOOPBACK = ("127.0.0.1:", "localhost:")
+#: What calls of the coordinator raise where it, or the connection, is gone.
+_LOST = (jax.errors.JaxRuntimeError, ProcessError)
 
 
 def has_started() -> bool:
@@ -63,6 +65,8 @@ def initialize(
     given = coordinator, num_processes, process_id
     if num_processes == 1:
         return 1
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+        raise ValueError(f"the coordinator is {coordinator!r}; give HOST:PORT")
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
@@ -106,8 +110,15 @@ class _Watch:
 
     def tell(self, status: int, message: str) -> None:
         """Tell all processes that, and with which status, they have to end."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError, ProcessError):
-            connection().client.key_value_set(f"{_FAILED}{self.index}", f"{status} {message}")
+        told = f"{_FAILED}{self.index}", f"{status} {message}"
+
+        def call() -> None:
+            with contextlib.suppress(*_LOST):
+                connection().client.key_value_set(*told)
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(self.patience)  # a coordinator that hangs does not answer
 
     def exit(self, status: int) -> NoReturn:
         """End this process when the others have learned why, and not by a collective that broke."""
@@ -116,7 +127,7 @@ class _Watch:
 
     def _exchange(self) -> None:
         for number in itertools.count():
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other thread sees how long
+            with contextlib.suppress(*_LOST):  # the other thread sees for how long
                 told = self._ask(str(number))
                 self._answered = time.monotonic()
                 if told:
@@ -191,7 +202,7 @@ def leave() -> None:
     for watch in _watches:
         try:
             gather_texts("the end", "", watch.patience)
-        except (ProcessError, jax.errors.JaxRuntimeError) as error:
+        except _LOST as error:
             fail(str(error))
         watch.is_over.set()
         jax.distributed.shutdown()
