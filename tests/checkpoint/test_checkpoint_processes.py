@@ -2,80 +2,31 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import math
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
 import pytest
 
 from tests.checkpoint import checkpoint_processes as child
+from tests.processes.starting import COUNT, once, run
 from zerojax._tree import flatten_with_names
 from zerojax.checkpoint import read_manifest, restore, save, verify
 
-ROOT = Path(__file__).resolve().parents[2]
-COUNT = 2
-#: Seconds after which processes that wait for each other are ended.
-PATIENCE = 150
-
-
-def run(what, folder):
-    """Run processes of two devices each; gives what each found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        # Readers are many threads, and glibc keeps what was freed in an arena for each of a few.
-        "MALLOC_ARENA_MAX": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    started = []
-    logs = [folder / f"log.{index}.txt" for index in range(COUNT)]
-    try:
-        for index, log in enumerate(logs):
-            command = [sys.executable, child.__file__, port, index, COUNT, what, folder]
-            with log.open("w") as output:
-                started.append(
-                    subprocess.Popen(
-                        list(map(str, command)), env=environment, stdout=output, stderr=output
-                    )
-                )
-        until = time.monotonic() + PATIENCE
-        codes = [process.wait(max(0.1, until - time.monotonic())) for process in started]
-    except subprocess.TimeoutExpired:
-        codes = ["too late"]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert codes == [0] * COUNT, "\n".join(log.read_text()[-3000:] for log in logs)
-    return [json.loads((folder / f"result.{index}.json").read_text()) for index in range(COUNT)]
+#: Readers are many threads, and glibc keeps what was freed in an arena for each of a few.
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Save in one process, then do all that is shown with tiny states in two; one worker does."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = base / "processes"
-    with (base / "processes.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "found.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            layout, like = child.place(child.SHAPES, 3, 8)
-            save(folder / "single", child.filled(like, layout, 5), layout, step=5)
-            (folder / "found.json").write_text(json.dumps(run("tiny", folder)))
-    return folder, json.loads((folder / "found.json").read_text())
+
+    def make(folder):
+        layout, like = child.place(child.SHAPES, 3, 8)
+        save(folder / "single", child.filled(like, layout, 5), layout, step=5)
+        return run(child.__file__, folder, "tiny", **ENVIRONMENT)
+
+    return once(tmp_path_factory, "checkpoints", make)
 
 
 def data_bytes(root):
@@ -165,7 +116,7 @@ def test_memory_is_bounded_by_the_shards_that_a_process_holds(tmp_path):
     The arrays of a CPU are host memory themselves.
     """
     model = 4 * sum(math.prod(shape) for shape in child.HEAVY.values())
-    for found in run("memory", tmp_path):
+    for found in run(child.__file__, tmp_path, "memory", **ENVIRONMENT):
         one = found["measures_memory"]
         assert one["is_same"]
         assert one["held"] == model / COUNT

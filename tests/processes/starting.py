@@ -1,16 +1,18 @@
-"""Starting several processes of child.py, ended after a time whatever they wait for."""
+"""Starting several processes of a program, ended after a time whatever they wait for."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-CHILD, ROOT = Path(__file__).parent / "child.py", Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2
 
 
@@ -20,26 +22,23 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(what, folder, patience=50.0, cluster=None):
+def start(program, folder, *arguments, cluster=None, **environment):
     """Start processes of two devices each, which print to FOLDER/log.INDEX.txt.
 
-    They find each other by what `cluster(index)` puts in their environment, or are told.
+    The program gets port, index, count, the arguments and the folder. With `cluster(index)`, what
+    it puts in the environment, processes find each other, and the port is the word "found".
     """
     port = free_port() if cluster is None else "found"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    shared = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path, **environment}
     started = []
     for index in range(COUNT):
-        command = [sys.executable, CHILD, port, index, COUNT, what, patience, folder]
+        command = [sys.executable, program, port, index, COUNT, *arguments, folder]
         with (folder / f"log.{index}.txt").open("w") as output:
             process = subprocess.Popen(
                 list(map(str, command)),
-                env={
-                    **os.environ,
-                    **(cluster(index) if cluster else {}),
-                    "XLA_FLAGS": flags,
-                    "PYTHONPATH": path,
-                },
+                env={**shared, **(cluster(index) if cluster else {})},
                 stdout=output,
                 stderr=output,
             )
@@ -66,14 +65,21 @@ def logs(folder):
 
 
 def once(factory, name, make):
-    """Have one of pytest's workers make a folder, and the others wait for it."""
+    """Have one of pytest's workers fill a folder; give it, and what was made."""
     base = factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = base / name
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "made").exists():
+        if not (folder / "made.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            make(folder)
-            (folder / "made").touch()
-    return folder
+            (folder / "made.json").write_text(json.dumps(make(folder)))
+    return folder, json.loads((folder / "made.json").read_text())
+
+
+def run(program, folder, *arguments, seconds=300, **environment):
+    """Run processes that write what they found to FOLDER/result.INDEX.json; give that."""
+    statuses = end(start(program, folder, *arguments, **environment), seconds)
+    assert statuses == [0] * COUNT, "\n".join(log[-3000:] for log in logs(folder))
+    return [json.loads((folder / f"result.{index}.json").read_text()) for index in range(COUNT)]

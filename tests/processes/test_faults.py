@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.processes import child
 from tests.processes.starting import COUNT, end, free_port, logs, start
 
 #: Seconds without a sign of life; 50 for users.
@@ -53,7 +54,7 @@ def test_processes_find_each_other_on_a_cluster(tmp_path, cluster):
         "JAX_COORDINATOR_PORT": port,
         "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
     }
-    started = start("meets", tmp_path, cluster=lambda index: cluster(index) | places)
+    started = start(child.__file__, tmp_path, "meets", PATIENCE, cluster=cluster, **places)
     assert end(started, 200) == [0] * COUNT, logs(tmp_path)
 
 
@@ -62,7 +63,7 @@ def test_all_end_with_the_reason(tmp_path, fault):
     what, number, said = FAULTS[fault]
     (tmp_path / "fault").write_text(what)
     victim = int(what[-1])
-    started = start("waits", tmp_path, PATIENCE)
+    started = start(child.__file__, tmp_path, "waits", PATIENCE)
     try:
         until = time.monotonic() + 100
         while len(list(tmp_path.glob("ready.*"))) < COUNT and time.monotonic() < until:

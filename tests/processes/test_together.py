@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import numpy as np
 import optax
 import pytest
 
 from tests.processes import child
-from tests.processes.starting import COUNT, end, logs, once, start
+from tests.processes.starting import COUNT, once, run
 from zerojax.checkpoint import restore, verify
 from zerojax.layout import STAGES
 
@@ -35,17 +33,21 @@ NAMED = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def made(tmp_path_factory):
     def make(folder):
-        statuses = end(start("together", folder), 300)
-        assert statuses == [0] * COUNT, "\n".join(log[-3000:] for log in logs(folder))
+        return run(child.__file__, folder, "together", 50)
 
     return once(tmp_path_factory, "together", make)
 
 
 @pytest.fixture
-def found(folder):
-    return [json.loads((folder / f"result.{index}.json").read_text()) for index in range(COUNT)]
+def folder(made):
+    return made[0]
+
+
+@pytest.fixture
+def found(made):
+    return made[1]
 
 
 @pytest.mark.parametrize("stage", STAGES)
