@@ -6,12 +6,7 @@ from zerojax.audit._audit import AuditError, AuditReport, audit
 from zerojax.audit._evidence import Problem
 from zerojax.audit._memory import MemoryReport
 from zerojax.audit._program import Argument, Program
-from zerojax.audit._schedule import (
-    ScheduledCollective,
-    ScheduleReport,
-    Timeline,
-    timeline_of,
-)
+from zerojax.audit._schedule import ScheduledCollective, ScheduleReport, schedule_of
 from zerojax.audit._tables import AxisVolume
 from zerojax.audit._traffic import role_of
 from zerojax.audit.checks import CHECKS
@@ -27,8 +22,7 @@ __all__ = [
     "Program",
     "ScheduleReport",
     "ScheduledCollective",
-    "Timeline",
     "audit",
     "role_of",
-    "timeline_of",
+    "schedule_of",
 ]

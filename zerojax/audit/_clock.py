@@ -29,7 +29,6 @@ class Tally:
     operation: Operation
     links: float = 0.0
     exposed: float = 0.0
-    beside: float = 0.0
     largest: Operation | None = None
     most: float = 0.0  # seconds of the largest operation beside it, or its bytes or cycles
     # when links begin, when they are through, and for how long the device waits: of each run, of a
@@ -102,7 +101,6 @@ class Clock:
         self.work += seconds * times
         size = seconds or one.cost.cycles or one.cost.bytes
         for tally, *_ in self.flying.values():
-            tally.beside += seconds * times
             if size > tally.most:
                 tally.largest, tally.most = one, size
 

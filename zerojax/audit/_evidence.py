@@ -14,7 +14,7 @@ from zerojax.audit._origins import without_activations
 from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
-from zerojax.audit._traffic import Move, moves_of
+from zerojax.audit._traffic import Move, likeliest, moves_of
 from zerojax.hlo import (
     Carry,
     Frame,
@@ -189,7 +189,11 @@ class Evidence:
     @cached_property
     def schedule(self) -> ScheduleReport | None:
         """Return what the step waits for, as scheduled."""
-        return schedule_of(self.program, self.layout, self.module, self.moves)
+        leaves = {id(move.record): likeliest(move, self.layout) for move in self.moves}
+        records, devices = [move.record for move in self.moves], list(self.layout.devices.flat)
+        return schedule_of(
+            self.program, self.module, records, devices, lambda record: leaves[id(record)]
+        )
 
     @cached_property
     def tools(self) -> frozenset[str]:

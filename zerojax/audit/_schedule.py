@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerojax.audit._clock import Clock, Tally
 from zerojax.audit._program import Program
-from zerojax.audit._traffic import Move
 from zerojax.hlo import Collective, Cost, Module, Operation, parse_schedule
-from zerojax.layout import Layout
 from zerojax.planner import Hardware, Places, Transfer, find_hardware
 
 
@@ -27,13 +25,11 @@ class ScheduledCollective:
     op: str  # as `Collective.spelling`
     name: str  # of the instruction that begins it
     leaves: tuple[str, ...]  # paths that it may move; none for an activation
-    axes: tuple[str, ...]  # of the mesh
     trips: tuple[int | None, ...]  # lengths of the loops around it
     moved_bytes: float  # that a device sends in a step
     is_blocking: bool  # whether nothing was scheduled between its beginning and its end
     beside: str  # the largest operation beside it; empty for none
     beside_source: str  # its line or its scope
-    beside_seconds: float  # all work beside it
     link_seconds: float  # for which it keeps links busy
     exposed_seconds: float  # for which the device waits for it
     # when its links begin, when they are through, and for how long the device waits, of each run in
@@ -50,7 +46,6 @@ class ScheduleReport:
     collectives: tuple[ScheduledCollective, ...] = field(repr=False)  # the most exposed first
     work_seconds: float  # for which it computes, by the compiler's estimates or a roofline
     exposed_seconds: float  # for which it waits for collectives
-    busiest_seconds: float  # for which the busiest links are busy
     bound_by: str  # "work", or the links that are busy for longer: "fast links", "x+ links"
     rematerialised: tuple[str, ...]  # instructions that the compiler itself runs again
 
@@ -65,11 +60,15 @@ class ScheduleReport:
         return self.exposed_seconds / (self.step_seconds or 1)
 
     @property
+    def blocking_bytes(self) -> float:
+        """Count the moved bytes that nothing was scheduled beside."""
+        return sum(one.moved_bytes for one in self.collectives if one.is_blocking)
+
+    @property
     def blocking_share(self) -> float:
         """Return the part of the moved bytes that nothing was scheduled beside."""
         total = sum(one.moved_bytes for one in self.collectives)
-        blocking = sum(one.moved_bytes for one in self.collectives if one.is_blocking)
-        return blocking / total if total else 0.0
+        return self.blocking_bytes / total if total else 0.0
 
     @property
     def summary(self) -> str:
@@ -88,41 +87,13 @@ class ScheduleReport:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """A program that a clock went through.
-
-    Attributes:
-        clock: what it saw.
-        hardware: the chip whose figures were used.
-        rematerialised: instructions that the compiler itself runs again.
-        issued: collectives by computation, instruction and loops.
-    """
-
-    clock: Clock
-    hardware: Hardware
-    rematerialised: tuple[str, ...]
-    issued: Mapping[object, Sequence[Collective]]
-
-    def records(self, one: Operation) -> list[Collective]:
-        """List the collectives that an operation begins."""
-        return [record for key in one.begins for record in self.issued.get(key, ())]
-
-    @property
-    def exposed_share(self) -> float:
-        """Return the part of the step for which the device waits."""
-        return self.clock.exposed / ((self.clock.work + self.clock.exposed) or 1)
-
-    @property
-    def blocking_bytes(self) -> float:
-        """Count the moved bytes that nothing was scheduled beside."""
-        alone = (one for one in self.clock.tallies.values() if one.largest is None)
-        return sum(x.moved_bytes for one in alone for x in self.records(one.operation))
-
-
-def timeline_of(
-    program: Program, module: Module, records: Sequence[Collective], devices: Sequence[Any]
-) -> Timeline | None:
+def schedule_of(
+    program: Program,
+    module: Module,
+    records: Sequence[Collective],
+    devices: Sequence[Any],
+    leaves_of: Callable[[Collective], Sequence[str]] = lambda _: (),
+) -> ScheduleReport | None:
     """Run the clock over a program; None on a CPU, whose collectives always wait, or another chip.
 
     Another chip is one whose figures `HARDWARE` does not have.
@@ -132,6 +103,7 @@ def timeline_of(
         module: its text.
         records: its collectives.
         devices: of the mesh; the program's own order of them counts, where it tells it.
+        leaves_of: paths of the leaves that a collective may move.
     """
     hardware = _hardware_of(devices[0])
     found = None if program.platform == "cpu" else parse_schedule(module)
@@ -146,43 +118,31 @@ def timeline_of(
         if record.moved_elements:
             issued.setdefault((record.computation, record.name, record.loops), []).append(record)
 
+    def begun(one: Operation) -> list[Collective]:
+        return [record for key in one.begins for record in issued.get(key, ())]
+
     def transfer_of(one: Operation) -> Transfer:
-        moving = [_transfer(x, places, hardware) for x in timeline.records(one)]
+        moving = [_transfer(x, places, hardware) for x in begun(one)]
         links = dict.fromkeys(link for each in moving for link in each.links)
         return Transfer(sum(each.seconds for each in moving), tuple(links))
 
     clock = Clock(lambda cost: _seconds(cost, hardware), transfer_of)
-    timeline = Timeline(clock, hardware, found.rematerialised, issued)
     clock.run(found.operations)
-    return timeline
-
-
-def schedule_of(
-    program: Program, layout: Layout, module: Module, moves: Sequence[Move]
-) -> ScheduleReport | None:
-    """Report what a step waits for; None where `timeline_of` is."""
-    by_record = {id(move.record): move for move in moves}
-    records = [move.record for move in moves]
-    timeline = timeline_of(program, module, records, list(layout.devices.flat))
-    if timeline is None:
-        return None
-    clock = timeline.clock
     collectives = [
-        _collective([by_record[id(record)] for record in group], tally, layout)
+        _collective(group, tally, tuple(dict.fromkeys(x for one in group for x in leaves_of(one))))
         for tally in clock.tallies.values()
-        if (group := timeline.records(tally.operation))
+        if (group := begun(tally.operation))
     ]
     links, busiest = max(clock.busy.items(), key=lambda item: item[1], default=("", 0.0))
     return ScheduleReport(
-        hardware=timeline.hardware.name,
+        hardware=hardware.name,
         collectives=tuple(
             sorted(collectives, key=lambda one: (-one.exposed_seconds, -one.moved_bytes))
         ),
         work_seconds=clock.work,
         exposed_seconds=clock.exposed,
-        busiest_seconds=busiest,
         bound_by="work" if clock.work >= busiest else f"{links} links",
-        rematerialised=timeline.rematerialised,
+        rematerialised=found.rematerialised,
     )
 
 
@@ -209,36 +169,24 @@ def _transfer(record: Collective, places: Places, hardware: Hardware) -> Transfe
     return Transfer(record.moved_bytes / max(turns, 1) / hardware.slow_bandwidth, ("slow",))
 
 
-def _collective(moves: Sequence[Move], tally: Tally, layout: Layout) -> ScheduledCollective:
-    first, beside = moves[0], tally.largest
-    leaves = dict.fromkeys(index for move in moves for index in _likeliest(move, layout))
+def _collective(
+    records: Sequence[Collective], tally: Tally, leaves: tuple[str, ...]
+) -> ScheduledCollective:
+    first, beside = records[0], tally.largest
     found = ScheduledCollective(
-        op=first.record.spelling,
+        op=first.spelling,
         name=tally.operation.name,
-        leaves=tuple(layout.leaves[index].path for index in leaves),
-        axes=first.spans,
-        trips=first.record.trips,
-        moved_bytes=sum(move.record.moved_bytes for move in moves),
+        leaves=leaves,
+        trips=first.trips,
+        moved_bytes=sum(record.moved_bytes for record in records),
         is_blocking=beside is None,
         beside=beside.name if beside else "",
         beside_source=(beside.source or beside.op_name) if beside else "",
-        beside_seconds=tally.beside,
         link_seconds=tally.links,
         exposed_seconds=tally.exposed,
         runs=tuple(tally.runs),
     )
     return dataclasses.replace(found, remedy=_remedy(found))
-
-
-def _likeliest(move: Move, layout: Layout) -> list[int]:
-    """List the leaves that a collective may move: those whose last dims are in its order, if any.
-
-    Of [8, 2048, 8192] and [8, 8192, 2048], a gather of [1, 2048, 8192] is the first's.
-    """
-    dims = [size for size in move.record.shape if size > 1]
-    shapes = {index: layout.leaves[index].stored_shape for index in move.match.leaves}
-    same = [index for index, shape in shapes.items() if list(shape[-len(dims) :]) == dims]
-    return same or list(shapes)
 
 
 def _remedy(one: ScheduledCollective) -> str:

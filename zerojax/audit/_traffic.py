@@ -106,6 +106,17 @@ def role_of(record: Collective) -> Role:
     return "owners" if OWNERS in record.op_name else "shuffle"
 
 
+def likeliest(move: Move, layout: Layout) -> list[str]:
+    """Name the leaves that a collective may move: those whose last dims are in its order, if any.
+
+    Of [8, 2048, 8192] and [8, 8192, 2048], a gather of [1, 2048, 8192] is the first's.
+    """
+    dims = tuple(size for size in move.record.shape if size > 1)
+    leaves = [layout.leaves[index] for index in move.match.leaves]
+    same = [leaf for leaf in leaves if leaf.stored_shape[-len(dims) :] == dims]
+    return [leaf.path for leaf in same or leaves]
+
+
 def _axes(spans: Iterable[str]) -> Axes:
     return tuple(span.partition("[")[0] for span in spans)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from zerojax._types import Shape
-from zerojax.audit import Argument, Program, role_of, timeline_of
+from zerojax.audit import Argument, Program, role_of, schedule_of
 from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, sum_moved
 
 _NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
@@ -83,9 +83,9 @@ class StepRecord:
         records = parse_collectives(module).records
         leaves = _leaves(program)
         totals = _totals(program, records)
-        if (timeline := timeline_of(program, module, records, devices)) is not None:
-            totals["blocking bytes"] = round(timeline.blocking_bytes)
-            totals["exposed share"] = round(timeline.exposed_share, 4)
+        if (schedule := schedule_of(program, module, records, devices)) is not None:
+            totals["blocking bytes"] = round(schedule.blocking_bytes)
+            totals["exposed share"] = round(schedule.exposed_share, 4)
         return cls(
             versions=dict(versions),
             mesh=program.mesh,
