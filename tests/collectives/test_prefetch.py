@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
-from zerojax._jaxpr import bodies, called, opened
+from zerojax._jaxpr import bodies, called, depending, opened
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import makes_gathered
 
@@ -82,6 +82,25 @@ def unrolled(stack, x):
     return jax.lax.scan(step, x, stack, unroll=2)[0]
 
 
+def layer(x, p):
+    return step(x, p)[0]
+
+
+def listed_plainly(stack, x, layer=layer):
+    for i in range(NUM_LAYERS):
+        x = layer(x, {name: w[i] for name, w in stack.items()})
+    return x
+
+
+def listed(stack, x):
+    return listed_plainly(stack, x, jax.checkpoint(layer))
+
+
+def listed_whole(stack, x):
+    return jax.checkpoint(listed_plainly)(stack, x)
+
+
+LISTS = {f.__name__: f for f in (listed, listed_whole, listed_plainly)}
 ODD = {
     f.__name__: f
     for f in (
@@ -94,7 +113,7 @@ ODD = {
         unrolled,
     )
 }
-ALL = LOOPS | ODD
+ALL = LOOPS | ODD | LISTS
 #: Loops that gather a layer of a branch, or each layer more than once.
 OTHERS = {"branches", "repeated"}
 
@@ -133,7 +152,7 @@ def needed(program, args):
 def test_gradients_have_the_same_bits(layers, mesh8):
     gradient, layout, args = gradient_of(ALL, mesh8)
     run = functools.partial(jax.jit, out_shardings=layout.grads)
-    want, got = run(gradient)(*args), run(prefetched(gradient, layers, "cpu"))(*args)
+    want, got = run(gradient)(*args), run(prefetched(gradient, layers, layout))(*args)
     for path, a in jax.tree_util.tree_leaves_with_path(got):
         b = functools.reduce(lambda tree, key: tree[key.key], path, want)
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
@@ -142,18 +161,41 @@ def test_gradients_have_the_same_bits(layers, mesh8):
 @pytest.mark.parametrize("name", [name for name in LOOPS if name not in OTHERS])
 def test_every_layer_is_gathered_once_a_pass(name, mesh8):
     """Both leaves of a layer, in the forward and in the backward pass, and the first one ahead."""
-    gradient, _, args = gradient_of([name], mesh8)
+    gradient, layout, args = gradient_of([name], mesh8)
     plain = list(gathers(needed(gradient, args)))
-    ahead = list(gathers(needed(prefetched(gradient, 1, "cpu"), args)))
+    ahead = list(gathers(needed(prefetched(gradient, 1, layout), args)))
     passes = PASSES.get(name, 2)
     assert sum(times for times, _ in plain) == 2 * passes * NUM_LAYERS
     assert sum(times for times, _ in ahead) == 2 * passes * NUM_LAYERS
     assert sorted(ahead) == 2 * passes * [(1, False)] + 2 * passes * [(NUM_LAYERS - 1, True)]
 
 
+def waiting(program):
+    """List for each gather of a program without loops how many products it waits for."""
+    eqns = opened(program)[0].eqns
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    behind = [depending(eqns, eqn.outvars) for eqn in products]
+    return [
+        sum(not found.isdisjoint(eqn.invars) for found in behind)
+        for eqn in eqns
+        if makes_gathered(eqn.primitive.name, eqn.params)
+    ]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_layers_of_a_list_wait_for_those_before(name, mesh8):
+    """A weight is half a layer here: each waits for all products but the two before its own."""
+    gradient, layout, args = gradient_of([name], mesh8)
+    ahead = needed(prefetched(gradient, 1, layout), args)
+    assert len([*gathers(ahead)]) == len([*gathers(needed(gradient, args))])
+    forward = 2 * NUM_LAYERS
+    assert waiting(ahead)[:forward] == [max(k - 1, 0) for k in range(forward)]
+    assert min(waiting(ahead)[forward:]) >= forward - 2
+
+
 def test_a_part_of_a_layer_is_what_it_uses_first(mesh8):
-    gradient, _, args = gradient_of(["scan"], mesh8)
-    found = sorted(gathers(needed(prefetched(gradient, 0.5, "cpu"), args)))
+    gradient, layout, args = gradient_of(["scan"], mesh8)
+    found = sorted(gathers(needed(prefetched(gradient, 0.5, layout), args)))
     # Of both passes: one leaf of the first layer, both of the last, and both in the loop.
     assert found == 4 * [(1, False)] + 4 * [(NUM_LAYERS - 1, True)]
 
@@ -164,7 +206,7 @@ def test_two_layers_are_held_at_most(name, mesh8):
     run = functools.partial(jax.jit, out_shardings=layout.grads)
     before, after = (
         run(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
-        for f in (gradient, prefetched(gradient, 1, "cpu"))
+        for f in (gradient, prefetched(gradient, 1, layout))
     )
     a_layer = 4 * 2 * math.prod(WIDE)
     assert after <= before + 2 * a_layer
@@ -222,9 +264,9 @@ def test_what_was_asked_for_and_cannot_be_is_told(model, said, mesh8):
 
 
 def test_a_loop_that_counts_down_gathers_ahead(mesh8):
-    gradient, _, args = gradient_of(["counted_down"], mesh8)
-    jax.make_jaxpr(prefetched(gradient, 1, "cpu", warn=True))(*args)  # without a warning
-    found = [*gathers(needed(prefetched(gradient, 1, "cpu"), args))]
+    gradient, layout, args = gradient_of(["counted_down"], mesh8)
+    jax.make_jaxpr(prefetched(gradient, 1, layout, warn=True))(*args)  # without a warning
+    found = [*gathers(needed(prefetched(gradient, 1, layout), args))]
     assert {times for times, looped in found if looped} == {NUM_LAYERS - 1}
 
 

@@ -25,6 +25,9 @@ GATHER = "  %{0} = f32[8] all-gather(%p), dimensions={{0}}"
 USE = "  %u{0} = f32[8] add(%{0}, %p)"
 LOOP = "  %t = (f32[8], f32[8]) tuple(%p, %{0})\n  %w = (f32[8], f32[8]) while(%t), body=%body"
 
+TUPLE = "  %t = (f32[8], f32[8]) tuple(%{0}, %p)"
+PART = "  %c = f32[8] get-tuple-element(%t), index={0}"
+
 
 @pytest.mark.parametrize(
     ("lines", "most"),
@@ -34,8 +37,18 @@ LOOP = "  %t = (f32[8], f32[8]) tuple(%p, %{0})\n  %w = (f32[8], f32[8]) while(%
         ((GATHER, "a", "  %c = f32[8] bitcast(%{0})", "a", GATHER, "b", USE, "c"), 16),
         ((GATHER, "a", GATHER, "b", LOOP, "a"), 16),  # %a, and the loop's own
         ((GATHER, "a", USE, "a", LOOP, "p"), 8),
+        ((GATHER, "a", TUPLE, "a", GATHER, "b", PART, "0", USE, "c"), 16),
+        ((GATHER, "a", TUPLE, "a", GATHER, "b", PART, "1", USE, "c"), 8),
     ],
-    ids=["one by one", "at once", "by another name", "through a loop", "before a loop"],
+    ids=[
+        "one by one",
+        "at once",
+        "by another name",
+        "through a loop",
+        "before a loop",
+        "within a tuple",
+        "beside another in a tuple",
+    ],
 )
 def test_a_result_is_alive_from_where_it_is_made_to_its_last_use(lines, most):
     text = "\n".join(line.format(name) for line, name in zip(lines[::2], lines[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Prefetch: while a layer of a loop computes, the weights of the next one are gathered.
+"""Prefetch: while a layer computes, the weights of the next one are gathered.
 
 A pass over a program that is differentiated already, so that it holds for forward and backward
 loops alike, whatever rematerialisation keeps. The body of a scan over stacked weights
@@ -18,6 +18,8 @@ kept for a backward pass: there is nothing left to differentiate.
 A backward loop reduces gradients too, and compilers start both as late as they can: at its end
 each waited for the others. A barrier ends the gathers where most of the layer is computed, so that
 the last reductions have the links for themselves.
+
+Layers that stand in no loop are put in an order (`_order`).
 """
 
 from __future__ import annotations
@@ -47,31 +49,35 @@ from zerojax._jaxpr import (
     scan_parts,
     variables,
 )
-from zerojax.collectives._boxed import REDUCED, makes_gathered
+from zerojax.collectives._boxed import REDUCED
+from zerojax.collectives._order import is_gather, num_products, run_in_order
+from zerojax.layout import Layout
 
 
 def prefetched(
-    function: Callable[..., Any], layers: float, platform: str, *, warn: bool = False
+    function: Callable[..., Any], layers: float, layout: Layout, *, warn: bool = False
 ) -> Callable[..., Any]:
-    """Make a function whose loops gather weights of the next layer while one computes.
+    """Make a function that gathers weights of the next layer while one computes.
 
     Args:
         function: of pytrees of arrays: the gradient of a loss. It can't be differentiated again
             without keeping what its loops carry.
         layers: how much of a layer is gathered ahead, by bytes of weights: 1, or a part, of those
             that it uses first; 0 leaves the function as it is.
-        platform: `Layout.platform`.
-        warn: whether to warn of loops that can't gather ahead, and of a program without any.
+        layout: the placement.
+        warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
     if not layers:
         return function
 
     def wrapped(*args: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        runner = _Prefetch(layers, platform)
-        results = run(traced, jax.tree.leaves(args), runner.outside)
-        if warn and not runner.num_ahead:
-            warnings.warn(NO_LOOP, stacklevel=2)
+        runner = _Prefetch(layers, layout.platform)
+        leaves = jax.tree.leaves(args)
+        in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.outside))(*leaves)
+        results, num_tied = run_in_order(in_place, leaves, layers * _layer_size(layout))
+        if warn and not runner.num_ahead + num_tied:
+            warnings.warn(NO_LAYERS, stacklevel=2)
         for where in dict.fromkeys(runner.late) if warn else ():
             warnings.warn(LATE.format(where), stacklevel=2)
         return jax.tree.unflatten(jax.tree.structure(out), results)
@@ -79,15 +85,19 @@ def prefetched(
     return wrapped
 
 
-NO_LOOP = (
-    "Recipe(prefetch=): no loop gathers weights of its own for each iteration, so nothing is "
-    "gathered ahead; scan over stacked layers, or leave prefetch out"
+NO_LAYERS = (
+    "Recipe(prefetch=): no loop gathers weights of its own for each iteration, and no layers are "
+    "gathered one after another, so nothing is gathered ahead; leave prefetch out"
 )
 LATE = (
     "Recipe(prefetch=): the weight that a loop reads at {} is chosen by what the loop computes, or "
     "computed with it, so it is gathered where it is used; scan over the stack, or index it with "
     "the loop's counter"
 )
+
+
+def _layer_size(layout: Layout) -> int:
+    return sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in layout.largest_layer)
 
 
 class _Prefetch:
@@ -239,7 +249,7 @@ def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[
     counters = [var for var, step in zip(carried, steps, strict=True) if step is not None]
     computed = depending(jaxpr.eqns, set(carried) - set(counters))
     own = depending(jaxpr.eqns, [*counters, *jaxpr.invars[first:]])
-    gathers = [eqn for eqn in jaxpr.eqns if makes_gathered(eqn.primitive.name, eqn.params)]
+    gathers = [eqn for eqn in jaxpr.eqns if is_gather(eqn)]
     late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
     early = [eqn for eqn in gathers if eqn not in late and own.issuperset(eqn.outvars)]
     bound, ahead, chosen = layers * sum(map(_num_bytes, early)), 0, []
@@ -254,10 +264,10 @@ def _barrier(eqns: Sequence[Any]) -> Any:
     """Return the product at which `COMPUTED` of a backward layer's arithmetic is done."""
     if not any(e.primitive.name == "name" and e.params["name"] == REDUCED for e in eqns):
         return None
-    bound, done = COMPUTED * sum(map(_num_products, eqns)), 0
+    bound, done = COMPUTED * sum(map(num_products, eqns)), 0
     for eqn in eqns:
-        done += _num_products(eqn)
-        if done >= bound and _num_products(eqn):
+        done += num_products(eqn)
+        if done >= bound and num_products(eqn):
             return eqn
     return None
 
@@ -265,14 +275,6 @@ def _barrier(eqns: Sequence[Any]) -> Any:
 #: Of a backward layer with what it computes again. Compiled for h100:1x8 and v5p:2x2x2, a GPT and
 #: an MLP expose the same from 0.7 to 0.8; at 0.5 and 0.9 the ends of loops wait again.
 COMPUTED = 0.75
-
-
-def _num_products(eqn: Any) -> int:
-    if eqn.primitive.name != "dot_general":
-        return 0
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    return eqn.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
 
 
 def _num_bytes(eqn: Any) -> int:

@@ -67,11 +67,14 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
     def peak(name: str) -> int:
         """Return the most of a computation; what it calls adds to what it holds meanwhile."""
         if name not in known:
-            lines, ends = module.computations[name].instructions, _ends(module.computations[name])
+            computation = module.computations[name]
+            lines = computation.instructions
+            place = {line.name: at for at, line in enumerate(lines)}
             alive = [0] * len(lines)
             for at, line in enumerate(lines):
-                for later in range(at, ends[line.name] + 1 if (name, line.name) in sizes else at):
-                    alive[later] += sizes[name, line.name]
+                if (name, line.name) in sizes:
+                    for later in range(at, _end(computation, place, line.name) + 1):
+                        alive[later] += sizes[name, line.name]
                 called = [callee for _, callee in line.called if callee in module.computations]
                 if line.opcode in SCHEDULED:
                     alive[at] += max(map(peak, called), default=0)
@@ -81,12 +84,26 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
     return peak(module.entry.name)
 
 
-def _ends(computation: Computation) -> dict[str, int]:
-    """Map results to the line that uses them last, under other names and within tuples too."""
-    place = {line.name: at for at, line in enumerate(computation.instructions)}
-    ends: dict[str, int] = {}
-    for line in reversed(computation.instructions):
-        users = computation.users.get(line.name, ())
-        uses = [(ends if user.opcode in _NAMES else place)[user.name] for user in users]
-        ends[line.name] = max(uses, default=place[line.name])
-    return ends
+def _end(
+    computation: Computation, place: Mapping[str, int], name: str, index: int | None = None
+) -> int:
+    """Return the line that uses a result last, under other names and within tuples too.
+
+    Of a tuple, `index` says which part. A barrier leaves such lines behind: of
+
+    %t = (f32[8], f32[8]) tuple(%a, %b);  %c = f32[8] get-tuple-element(%t), index=1
+
+    the second uses %b, and %a ends with the first.
+    """
+    last = place[name]
+    for user in computation.users.get(name, ()):
+        if user.opcode not in _NAMES:
+            parts, at = [], place[user.name]
+        elif user.opcode == "tuple":
+            parts, at = [i for i, operand in enumerate(user.operands) if operand == name], 0
+        elif user.opcode == "get-tuple-element" and index is not None:
+            parts, at = [None] if user.attribute("index") == str(index) else [], 0
+        else:
+            parts, at = [index], 0
+        last = max(last, at, *(_end(computation, place, user.name, part) for part in parts))
+    return last

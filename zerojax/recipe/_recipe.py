@@ -46,8 +46,9 @@ class Recipe:
             memory.
         prefetch: how much of the next layer's weights stage 3 gathers while a layer computes, in
             the forward and in the backward pass: 1, or a part where a layer is a large share of
-            a device's memory; 0 gathers each weight where it is used. Layers are the iterations
-            of a scan. None is the default of `lookahead`.
+            a device's memory; 0 leaves it to the compiler. Layers are the iterations of a scan,
+            or what stands below a number in paths (`blocks/0/...`), or else the largest leaf. None
+            is the default of `lookahead`.
 
     Raises:
         ValueError: a choice that can't be meant, with what is expected.

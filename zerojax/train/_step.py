@@ -318,7 +318,7 @@ class TrainStep(Shown):
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
         layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
         warn = self.recipe.prefetch is not None
-        return prefetched(function, layers, self.layout.platform, warn=warn)
+        return prefetched(function, layers, self.layout, warn=warn)
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:

@@ -1,0 +1,187 @@
+"""Order: the gathers of layers that stand in no loop wait for the layers before them.
+
+Nothing in a Python list of layers says when a layer's weights may be gathered, so a compiler may
+gather all of them first. In the order of the program, gathers are put into groups of half a layer,
+and a barrier ties what a group gathers to the first product of the group before it. Of
+
+    a = GATHER w0; h1 = dot_general h0 a
+    b = GATHER w1; h2 = dot_general h1 b
+    c = GATHER w2; h3 = dot_general h2 c
+
+where each weight is a group, `b` is gathered beside the first product, and `c` beside the second:
+
+    a = GATHER w0; h0, a, w1 = BARRIER h0 a w1; h1 = dot_general h0 a
+    b = GATHER w1; h1, b, w2 = BARRIER h1 b w2; h2 = dot_general h1 b
+    c = GATHER w2; h3 = dot_general h2 c
+
+What is computed again for the backward pass stands behind a barrier of all that it is given. Shards
+that are tied pass by it: they need not wait for the gradient of this layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax._jaxpr import bind, opened, run_equations, variables
+from zerojax.collectives._boxed import makes_gathered
+
+
+def run_in_order(program: Any, args: Sequence[Any], ahead: float) -> tuple[list[Any], int]:
+    """Run a program whose calls are in place, one group of gathers after another.
+
+    Args:
+        program: a differentiated program.
+        args: its inputs.
+        ahead: elements that may be gathered ahead of a product: two groups; a weight that is larger
+            than one is a group of its own.
+
+    Returns:
+        Its results, and how many gathers wait for something.
+    """
+    jaxpr, consts = opened(program)
+    order = _Order(jaxpr.eqns)
+    order.tie(ahead / 2)
+    inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    results = run_equations(order.equations(), dict(inputs), jaxpr.outvars, order.step)
+    return results, sum(map(len, order.tied.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tie:
+    """A barrier before an equation; what comes out of it takes the place of what went in."""
+
+    invars: Sequence[Any]
+    source_info: Any
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        return self.invars
+
+
+class _Order:
+    """The equations of a program, and which of their operands wait for each other."""
+
+    def __init__(self, eqns: Sequence[Any]) -> None:
+        self.eqns = eqns
+        self.places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+        #: shards by the place of the product that they wait for
+        self.tied: dict[int, list[Any]] = {}
+        #: results of barriers that wait for something else already
+        self.loose: set[Any] = set()
+        #: shards and what is done to them until they are gathered
+        self.gathered: set[Any] = set()
+
+    def tie(self, bound: float) -> None:
+        """Tie each group of gathers to the first product of the group before it.
+
+        A loop that gathers has an order of its own; what stands behind it begins anew.
+        """
+        size, product, previous = 0, None, None
+        for at, eqn in enumerate(self.eqns):
+            if is_gather(eqn):
+                path = self._new_path(eqn.invars[0])
+                if not path:
+                    continue
+                if product is not None and size + eqn.outvars[0].aval.size > bound:
+                    size, product, previous = 0, None, product
+                size += eqn.outvars[0].aval.size
+                if previous is not None:
+                    self._wait(path, previous)
+            elif any(map(is_gather, _inside(eqn))):
+                size, product, previous = 0, None, None
+            elif size and product is None and any(map(num_products, (eqn, *_inside(eqn)))):
+                product = at
+
+    def _new_path(self, var: Any) -> list[Any]:
+        """List what a gather's operand is made of, value by value; nothing where it is there.
+
+        A compiler gathers the same weight once, if it waits for the same.
+        """
+        path, steps = [var], []
+        while (at := self.places.get(path[-1])) is not None:
+            eqn = self.eqns[at]
+            if is_gather(eqn):  # copies of a gathered weight
+                return []
+            inputs = variables(eqn.invars)
+            if _is_barrier(eqn):
+                inputs = [eqn.invars[eqn.outvars.index(path[-1])]]
+            if len(inputs) != 1:
+                break
+            steps.append(at if _is_barrier(eqn) else (eqn.primitive, str(eqn.params)))
+            path += inputs
+        key = (path[-1], *steps)
+        if key in self.gathered:
+            return []
+        self.gathered.add(key)
+        return path
+
+    def _wait(self, path: list[Any], product: int) -> None:
+        """Let a gather wait for a product; of what it is made of, what is there by then."""
+        after = [var for var in path if self.places.get(var, -1) > product]
+        for var in path[len(after) : len(after) + 1]:
+            self.tied.setdefault(product, []).append(var)
+            self.loose.update(var for var in after if _is_barrier(self.eqns[self.places[var]]))
+
+    def equations(self) -> list[Any]:
+        """Return the equations with a barrier before each product that something waits for."""
+        eqns: list[Any] = []
+        for at, eqn in enumerate(self.eqns):
+            if at in self.tied:
+                together = dict.fromkeys((*variables(eqn.invars), *self.tied[at]))
+                eqns.append(_Tie([*together], eqn.source_info))
+            eqns.append(eqn)
+        return eqns
+
+    def step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Run an equation."""
+        if isinstance(eqn, _Tie):
+            values = jax.lax.optimization_barrier(values)
+            return [*map(self._placed, eqn.invars, values)]
+        if self.loose.isdisjoint(eqn.outvars):
+            return bind(eqn, values)
+        is_loose = [var in self.loose for var in eqn.outvars]
+        waiting = iter(
+            bind(eqn, [x for x, passes in zip(values, is_loose, strict=True) if not passes])
+        )
+        return [x if passes else next(waiting) for x, passes in zip(values, is_loose, strict=True)]
+
+    def _placed(self, var: Any, value: Any) -> Any:
+        """Place what came out of a barrier as before, or the partitioner gathers ahead of it."""
+        maker = self.eqns[self.places[var]] if var in self.places else None
+        is_placed = maker is not None and maker.primitive.name == "sharding_constraint"
+        return bind(maker, [value])[0] if is_placed else value
+
+
+def is_gather(eqn: Any) -> bool:
+    """Whether an equation's result is a gathered weight."""
+    return makes_gathered(eqn.primitive.name, eqn.params)
+
+
+def _is_barrier(eqn: Any) -> bool:
+    return eqn.primitive.name == "optimization_barrier"
+
+
+def _inside(eqn: Any) -> Iterator[Any]:
+    """Yield the equations of all programs that an equation holds."""
+    for program in core.jaxprs_in_params(eqn.params):
+        for one in program.eqns:
+            yield one
+            yield from _inside(one)
+
+
+def num_products(eqn: Any) -> int:
+    """Count the multiplications of a matrix product or a convolution."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return eqn.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
+        return eqn.outvars[0].aval.size * kernel.size // kernel.shape[spec[0]]
+    return 0
