@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor
-from zerojax.hlo._spellings import SPELLINGS, having
+from zerojax.hlo._spellings import CYCLES, having
 
-_CYCLES = SPELLINGS["cycles"].mark
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d," ]*)')
 _WINDOW = re.compile(r"window=\{size=([\dx]+)")
 #: Custom calls of a TPU that name a part of the memory and move nothing.
@@ -46,7 +45,7 @@ def cost_of(module: Module, computation: Computation, line: Instruction) -> Cost
     costs 36,864 cycles on a TPU. A GPU's compiler writes no estimate: with %x of bf16[2048,1024]
     and %w of bf16[1024,4096] it is 2 x 2048 x 1024 x 4096 FLOP, and the bytes of all three.
     """
-    if cycles := _CYCLES.search(line.attributes):
+    if cycles := CYCLES.search(line.attributes):
         return Cost(cycles=int(cycles[1]))
     if line.opcode in _FREE or _BESIDE.fullmatch(line.opcode):
         return Cost()

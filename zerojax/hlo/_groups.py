@@ -16,10 +16,8 @@ Groups = tuple[tuple[int, ...], ...]
 _LIST = re.compile(r"\{(?:\{[\d,\s]*\}(?:,\s*\{[\d,\s]*\})*)?\}")
 # [2,4]<=[4,2]T(1,0): 0 to 7 as 4 x 2, transposed, as two groups of four
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# [4,2]T(1,0)
-_TURNED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}
-_MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}")
+# mesh['a'=2,'b'=4] {'b','a':(1)2}: the devices in order; of others, nothing is read
+_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 
 
 @lru_cache(maxsize=4096)
@@ -27,16 +25,17 @@ def parse_groups(text: str, num_devices: int) -> Groups | None:
     """Read the value of `replica_groups=` in any of its spellings, or return None.
 
     The spellings: `{{0,1},{2,3}}`, `{}` (all devices), the iota `[2,4]<=[4,2]T(1,0)`, and mesh axes
-    `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}`.
+    `mesh['a'=2,'b'=4] {'b','a':(1)2}`.
     """
     if match := _LIST.match(text):
         groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", match[0]))
         return groups or (tuple(range(num_devices)),)
     if match := _IOTA.match(text):
-        return _rows(_iota(match).reshape(_numbers(match[1])))
-    if match := _MESH.match(text):
-        return _mesh_groups(match[1], match[2], match[3])
-    return None
+        ids = np.arange(math.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
+        ids = ids.transpose(_numbers(match[3])) if match[3] else ids
+        return _rows(ids.reshape(_numbers(match[1])))
+    match = _MESH.match(text)
+    return match and _mesh_groups(match[1], match[2])
 
 
 def parse_pairs(text: str) -> Groups | None:
@@ -74,23 +73,12 @@ def mesh_axes(
     )
 
 
-def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups | None:
-    names = re.findall(r"'([^']*)'=(\d+)", axes) or re.findall(r"([^,=\s]+)=(\d+)", axes)
-    sizes = {name: int(size) for name, size in names}
-    ids = np.arange(math.prod(sizes.values()))
-    if device_ids and (match := _IOTA.search(device_ids)):
-        ids = _iota(match)
-    elif device_ids and (match := _TURNED.fullmatch(device_ids.strip())):
-        ids = np.arange(math.prod(_numbers(match[1]))).reshape(_numbers(match[1]))
-        ids = (ids.transpose(_numbers(match[2])) if match[2] else ids).ravel()
-    elif device_ids:
-        ids = np.array(_numbers(device_ids))
-    if ids.size != math.prod(sizes.values()):
-        return None
-    # Every axis is cut where one of its sub-axes begins or ends: "b:(2)4" is 4 after the first 2.
+def _mesh_groups(axes: str, grouped: str) -> Groups | None:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    # Every axis is cut where one of its sub-axes begins or ends: 'b':(2)4 is 4 after the first 2.
     cuts = {name: {1, size} for name, size in sizes.items()}
     wanted: list[tuple[str, int, int]] = []
-    for name, pre, size in re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", grouped):
+    for name, pre, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped):
         if name not in sizes:
             return None
         start = int(pre or 1)
@@ -107,15 +95,10 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups | No
         if dim == name and start <= low and high <= stop
     ]
     outside = [i for i in range(len(dims)) if i not in inside]
-    array = ids.reshape([high // low for _, low, high in dims]).transpose(outside + inside)
-    width = math.prod(dims[i][2] // dims[i][1] for i in inside)
-    return _rows(array.reshape(-1, width))
-
-
-def _iota(match: re.Match[str]) -> np.ndarray:
-    reshape = _numbers(match[2])
-    array = np.arange(math.prod(reshape)).reshape(reshape)
-    return array.transpose(_numbers(match[3])).ravel() if match[3] else array.ravel()
+    shape = [high // low for _, low, high in dims]
+    width = math.prod(shape[i] for i in inside)
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(outside + inside)
+    return _rows(ids.reshape(-1, width))
 
 
 def _rows(array: np.ndarray) -> Groups:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from zerojax.hlo._loops import total_trips
 from zerojax.hlo._module import Instruction, Module
-from zerojax.hlo._spellings import SPELLINGS, having
+from zerojax.hlo._spellings import HOST_COMPUTES, having
 from zerojax.hlo._values import Frame
 from zerojax.hlo._walk import SCHEDULED, walk
 
-_COMPUTED = (SPELLINGS["host thread"].mark, SPELLINGS["host call"].mark)
 _STAYS = having("stays")
 #: Bytes: indices and other scalars ride along.
 _SCALAR = 8
@@ -63,7 +62,7 @@ def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
     by_name = frame.computation.by_name
     given = [x for name in line.operands if name in by_name for x in by_name[name].shapes]
     made = [*line.shapes]
-    if any(mark.search(line.attributes) for mark in _COMPUTED):
+    if HOST_COMPUTES.search(line.attributes):
         if line.opcode.endswith("-start"):  # operands, results, context
             made = made[len(given) : -1]
         near = [sum(x.bytes for x in tensors if not x.is_far) for tensors in (given, made)]

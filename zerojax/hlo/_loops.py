@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from zerojax.hlo._module import Instruction, Module
-from zerojax.hlo._spellings import SPELLINGS
+from zerojax.hlo._spellings import TRIP_COUNT
 from zerojax.hlo._values import Frame, source_of
 
-_KNOWN = SPELLINGS["trip count"].mark
 #: How many turns are followed: a difference that grew alike in two steps is taken to go on so.
 _TURNS = 3
 
@@ -47,7 +46,7 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
 
     has `i - n` = -6, -5, -4, and runs 6 / 1 = 6 times.
     """
-    if known := _KNOWN.search(loop.attributes):
+    if known := TRIP_COUNT.search(loop.attributes):
         return int(known[1])
     body, test = frame.enter(module, loop), dict(loop.called).get("condition", "")
     if body is None or test not in module.computations:

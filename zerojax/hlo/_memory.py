@@ -12,7 +12,7 @@ from zerojax.hlo._walk import SCHEDULED, walk
 
 _NO_BUFFER = having("no buffer")
 #: What makes of a value another name for it.
-_NAMES = having("hands on") & having("no buffer") | {"tuple", "get-tuple-element"}
+_NAMES = (having("keeps") | having("whole")) & _NO_BUFFER | {"tuple", "get-tuple-element"}
 
 
 @dataclass(frozen=True, kw_only=True)

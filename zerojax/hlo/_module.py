@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zerojax.hlo._spellings import SPELLINGS
+from zerojax.hlo._spellings import HOST_MEMORY
 
 #   ROOT %sum.1 = (f32[8]{0}, u32[]) all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
 # A tuple type ends where ") opcode(" follows.
@@ -16,7 +16,6 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{")
 # bf16[2,3]{1,0:T(8,128)(2,1)S(5)}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
-_FAR = SPELLINGS["host memory"].mark
 # condition=%less.1, body=%layers.2
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
@@ -30,23 +29,16 @@ _RUN = ("calls", "to_apply", "body")
 # 3 {file_name_id=1 function_name_id=3 line=104 end_line=104 column=11 end_column=11}
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
-_BITS = {
-    **dict.fromkeys(("s2", "u2"), 2),
-    **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
-    **dict.fromkeys(("pred", "s8", "u8"), 8),
-    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
-    **dict.fromkeys(("s32", "u32", "f32"), 32),
-    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
-    "c128": 128,
-}
-
-_NUMPY = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred"}
+# bf16, float32, u4, f8e4m3fn
+_NUMBERED = re.compile(r"(?:bf|bfloat|f|float|s|int|u|uint|c|complex)(\d+)(?:_?e\d+m\d+\w*)?")
 
 
 def element_bits(dtype: str) -> int | None:
     """Return the bits of one element, for a dtype as HLO or as numpy spells it; None if unknown."""
-    short = re.sub(r"^(bfloat|float|uint|int|complex|bool)", lambda m: _NUMPY[m[1]], dtype)
-    return 8 if short.startswith("f8") else _BITS.get(short)
+    if dtype in ("pred", "bool"):
+        return 8
+    match = _NUMBERED.fullmatch(dtype)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class Tensor:
 
     @property
     def bits(self) -> int | None:
-        """Return the bits of one element, or None for an unknown dtype; every f8 format has 8."""
+        """Return the bits of one element, or None for an unknown dtype."""
         return element_bits(self.dtype)
 
     @property
@@ -250,7 +242,7 @@ def parse_shapes(text: str) -> tuple[Tensor, ...]:
         Tensor(
             dtype,
             tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim),
-            is_far=_FAR.search(layout) is not None,
+            is_far=HOST_MEMORY.search(layout) is not None,
         )
         for dtype, dims, layout in _SHAPE.findall(text)
     )

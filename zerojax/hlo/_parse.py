@@ -8,7 +8,16 @@ import re
 from zerojax.hlo._collectives import Collective, Collectives
 from zerojax.hlo._groups import Groups, parse_groups, parse_pairs
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor, parse_module
-from zerojax.hlo._spellings import SPELLINGS, having
+from zerojax.hlo._spellings import (
+    ASYNC_BESIDE,
+    ASYNC_END,
+    BETWEEN_SLICES,
+    BLOCKING,
+    CALLBACK,
+    LIBRARY_CALL,
+    WINDOW,
+    having,
+)
 from zerojax.hlo._values import KEEPS, Frame, is_sliced, is_zero, source_of
 from zerojax.hlo._walk import Site, walk
 
@@ -16,7 +25,6 @@ OPS = having("moves")
 _TRANSFERS = ("send", "recv")
 _OPCODE = re.compile(rf"(?:{'|'.join(sorted(OPS))})(?:-start|-update|-done)?|send|recv")
 _MENTIONED = re.compile(rf" (?:{'|'.join(sorted(OPS))}|send|recv)(?:-start)?\(")
-_MARKS = {name: spelling.mark for name, spelling in SPELLINGS.items()}
 
 
 def parse_collectives(program: str | Module) -> Collectives:
@@ -44,7 +52,8 @@ def parse_collectives(program: str | Module) -> Collectives:
         role, _ = async_role(site.frame.computation, line)
         if role == "repeat":
             continue
-        is_async = site.is_async or role == "start" or _is_async(line)
+        is_start = line.opcode.endswith("-start") and not BLOCKING.search(line.attributes)
+        is_async = site.is_async or role == "start" or is_start
         found = _read(module, dataclasses.replace(site, is_async=is_async), line)
         if found is not None:
             read.add((site.frame.computation.name, line.name))
@@ -68,10 +77,6 @@ def is_end(line: Instruction) -> bool:
     return line.opcode.endswith(("-done", "-update"))
 
 
-def _is_async(line: Instruction) -> bool:
-    return line.opcode.endswith("-start") and not _MARKS["blocking"].search(line.attributes)
-
-
 def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     """Return ("start" | "repeat" | "", chain) for a collective within a TPU async fusion.
 
@@ -81,10 +86,10 @@ def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     chain = line.attribute("chain_id")
     key = chain or line.attribute("channel_id") or ""
     users = computation.users.get(line.name, [])
-    ends = {end[1] for user in users if (end := _MARKS["async end"].search(user.attributes))}
+    ends = {end[1] for user in users if (end := ASYNC_END.search(user.attributes))}
     if "Start" in ends:
         return "start", key
-    is_beside = _MARKS["async beside"].match(computation.name)
+    is_beside = ASYNC_BESIDE.match(computation.name)
     return ("repeat" if chain or ends or is_beside else "", key)
 
 
@@ -102,17 +107,11 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
                     repeats.setdefault(chain, f"{computation.name}/{line.name}")
                 if role == "repeat" or is_end(line):
                     continue
-            elif line.opcode != "custom-call" or not _is_foreign(line):
+            elif line.opcode != "custom-call" or not LIBRARY_CALL.search(line.attributes):
                 continue
             if (computation.name, line.name) not in read:
                 lines.append(f"{computation.name}/{line.name} = {line.opcode}(...)")
     return lines + [repeats[chain] + " starts nowhere" for chain in sorted(repeats.keys() - starts)]
-
-
-def _is_foreign(line: Instruction) -> bool:
-    """Return whether a call to a library communicates, and is no end of a TPU's async fusion."""
-    is_known = _MARKS["async end"].search(line.attributes) is not None
-    return not is_known and _MARKS["library call"].search(line.attributes) is not None
 
 
 # ------------------------------------------------------------------ from a line to records
@@ -123,7 +122,10 @@ def _read(module: Module, site: Site, line: Instruction) -> list[Collective] | N
     if line.opcode in _TRANSFERS:
         return _read_transfer(module, site, line)
     op = line.opcode.removesuffix("-start")
-    groups = _groups(module, line, op)
+    if op == "collective-permute":
+        groups = parse_pairs(line.attributes.partition("source_target_pairs=")[2])
+    else:
+        groups = parse_groups(line.attributes.partition("replica_groups=")[2], module.num_devices)
     operands = [site.frame.computation.by_name.get(name) for name in line.operands]
     known = [operand.shapes[0] for operand in operands if operand and len(operand.shapes) == 1]
     if groups is None or op not in OPS or len(known) != len(operands) or not known:
@@ -168,9 +170,9 @@ def _respelled(
 
 def _read_transfer(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
     """Read a send between TPU slices; its recv is the other end, a host's callback is none."""
-    between = _MARKS["between slices"].search(line.attributes)
+    between = BETWEEN_SLICES.search(line.attributes)
     if between is None:
-        return [] if _MARKS["callback"].search(line.attributes) else None
+        return [] if CALLBACK.search(line.attributes) else None
     op, size = between[2].lower().replace("_", "-"), len(between[1].split(","))
     if line.opcode == "recv":
         return []
@@ -225,12 +227,6 @@ def _origin(frame: Frame, line: Instruction, part: int) -> Instruction:
             line, part = frame.caller, int(operand.literal)
             frame = frame.parent
     return line
-
-
-def _groups(module: Module, line: Instruction, op: str) -> Groups | None:
-    if op == "collective-permute":
-        return parse_pairs(line.attributes.partition("source_target_pairs=")[2])
-    return parse_groups(line.attributes.partition("replica_groups=")[2], module.num_devices)
 
 
 def _joined(module: Module, site: Site, line: Instruction) -> list[Tensor]:
@@ -293,15 +289,15 @@ def _widen(tensor: Tensor, dim: int, size: int) -> Tensor:
 def _name_windows(records: list[Collective]) -> list[Collective]:
     """Name permutes that stand in for a gather or scatter, within their loop and peeled off it."""
     names = {"ag": "windowed all-gather", "rs": "windowed reduce-scatter"}
-    kinds: dict[tuple[str, int], str] = {}
-    permutes = [record for record in records if record.op == "collective-permute"]
-    for record in permutes:
-        for loop in record.loops:
-            if match := _MARKS["window"].search(loop.body):
-                kinds[record.op_name, record.elements] = names[match[1]]
-    return [
-        dataclasses.replace(record, spelling=kinds[record.op_name, record.elements])
-        if record.op == "collective-permute" and (record.op_name, record.elements) in kinds
-        else record
+    kinds = {
+        (record.op, record.op_name, record.elements): names[match[1]]
         for record in records
+        for loop in record.loops
+        if record.op == "collective-permute" and (match := WINDOW.search(loop.body))
+    }
+    return [
+        dataclasses.replace(
+            one, spelling=kinds.get((one.op, one.op_name, one.elements), one.spelling)
+        )
+        for one in records
     ]

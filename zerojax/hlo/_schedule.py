@@ -9,12 +9,10 @@ from zerojax.hlo._costs import Cost, cost_of
 from zerojax.hlo._loops import Loop
 from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.hlo._parse import async_role, is_collective, is_end
-from zerojax.hlo._spellings import SPELLINGS
+from zerojax.hlo._spellings import ASYNC_END, REMATERIALISED
 from zerojax.hlo._values import Frame
 from zerojax.hlo._walk import BESIDE, SCHEDULED, Site, inner_sites
 
-_ENDS = SPELLINGS["async end"].mark
-_REMATERIALISED = SPELLINGS["rematerialised"].mark
 #: Names a collective: the computation and the instruction, and the loops around them.
 Key = tuple[str, str, tuple[Loop, ...]]
 Held = tuple[Computation, Instruction]  # a collective and the computation that it stands in
@@ -63,7 +61,7 @@ def parse_schedule(module: Module) -> Schedule | None:
         line.name
         for computation in module.computations.values()
         for line in computation.instructions
-        if _REMATERIALISED.search(line.name) and cost_of(module, computation, line)
+        if REMATERIALISED.search(line.name) and cost_of(module, computation, line)
     ]
     operations = _read(module, Site(frame=Frame(computation=module.entry)))
     return Schedule(operations=operations, rematerialised=tuple(again))
@@ -119,7 +117,9 @@ def _ends(
     """Return which operation's collectives a line waits for; notes in `started` what it starts."""
     callee = module.callee(line) if line.opcode == "fusion" else None
     marks = {
-        m[1] for x in (callee.instructions if callee else ()) if (m := _ENDS.search(x.attributes))
+        m[1]
+        for x in (callee.instructions if callee else ())
+        if (m := ASYNC_END.search(x.attributes))
     }
     names = [chain for _, one in held if (chain := one.attribute("chain_id"))]
     if line.opcode == "async-update":

@@ -11,7 +11,9 @@ from zerojax.hlo._spellings import having
 #: What hands on the same values, in another place, shape or dtype.
 KEEPS = having("keeps")
 _ZEROS = ("0", "-0", "false")
-_HANDS_ON, _WHOLE = having("hands on"), having("whole")
+#: What computes nothing with its operand.
+_HANDS_ON = KEEPS | having("selects")
+_WHOLE = having("whole")
 _ENTERED = ("fusion", "call", "while")
 #: What runs its computation once, in its place; jax 0.12's CPU compiler calls small loops so.
 _INLINED = ("fusion", "call")

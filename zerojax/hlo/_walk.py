@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zerojax.hlo._loops import Loop, trip_count
 from zerojax.hlo._module import Instruction, Module
-from zerojax.hlo._spellings import SPELLINGS
+from zerojax.hlo._spellings import SCATTER
 from zerojax.hlo._values import Frame
 
 #: What runs computations whose results lie in memory, as those within a fusion do not.
@@ -17,7 +17,6 @@ SCHEDULED = ("while", "call", "conditional")
 BESIDE = ("async-start", "call-start")
 #: The other ends of an `async-start`, which name its computation again.
 _REPEATS = ("async-update", "async-done")
-_SCATTER = SPELLINGS["scatter"].mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +76,6 @@ def inner_sites(
         elif line.opcode in BESIDE:
             inner = dataclasses.replace(inner, is_async=True)
         elif line.opcode == "fusion":
-            keeps_part = bool(_SCATTER.search(line.attributes))
+            keeps_part = bool(SCATTER.search(line.attributes))
             inner = dataclasses.replace(inner, keeps_part=keeps_part)
         yield inner

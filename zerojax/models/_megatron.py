@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -32,25 +33,12 @@ class ModelParallel:
     @property
     def num_parts(self) -> int:
         """Count the devices along the axis of the mesh that is set; 1 where there is none."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if self.axis is None or mesh.empty or self.axis not in mesh.axis_names:
-            return 1
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        return mesh.shape[self.axis] if types[self.axis] == AxisType.Auto else 1
+        return 1 if self.axis is None else _auto_axes().get(self.axis, 1)
 
     def num_groups(self, num_examples: int) -> int:
         """Count the groups that the mesh's other axes may cut a batch into; 1 where they don't."""
-        mesh = jax.sharding.get_abstract_mesh()
-        groups = math.prod(
-            mesh.shape[name]
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == AxisType.Auto and name != self.axis
-        )
+        groups = math.prod(_auto_axes().values()) // self.num_parts
         return groups if num_examples % groups == 0 else 1
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        """Have all of [B, T, ...] on every device along the axis."""
-        return self._cut(x, None)
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """Return a pair's products all of [B, T, ...]; their gradient goes straight to tokens.
@@ -59,11 +47,11 @@ class ModelParallel:
         `sequence` of nothing forwards and a sum backwards.
         """
         if self.num_parts == 1 or not self.sequence:
-            return self.whole(x)
+            return self.cut(x, None)
 
         @jax.custom_vjp
         def gather(x: jax.Array) -> jax.Array:
-            return self.whole(x)
+            return self.cut(x, None)
 
         gather.defvjp(lambda x: (gather(x), None), lambda _, g: (self.residual(g),))
         return gather(x)
@@ -76,15 +64,21 @@ class ModelParallel:
                 f"gpt: {parts} devices along {self.axis!r} do not divide {x.shape[1]} tokens; give "
                 f"a multiple of {parts} tokens, or sequence_parallel=False"
             )
-        return self._cut(x, 1 if self.sequence else None)
+        return self.cut(x, 1 if self.sequence else None)
 
-    def cut(self, x: jax.Array, dim: int) -> jax.Array:
-        """Cut heads, hidden units or the vocabulary along the axis."""
-        return self._cut(x, dim % x.ndim)
-
-    def _cut(self, x: jax.Array, dim: int | None) -> jax.Array:
+    def cut(self, x: jax.Array, dim: int | None) -> jax.Array:
+        """Cut heads, hidden units or the vocabulary along the axis; None makes [B, ...] whole."""
         if self.num_parts == 1:
             return x
-        entries = [self.axis if d == dim else None for d in range(x.ndim)]
+        entries: list[Any] = [None] * x.ndim
+        if dim is not None:
+            entries[dim] = self.axis
         # Which device has which examples is not the model's to say.
         return jax.lax.with_sharding_constraint(x, P(P.UNCONSTRAINED, *entries[1:]))
+
+
+def _auto_axes() -> dict[str, int]:
+    """Return the axes of type Auto of the mesh that is set, with their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in types if kind == AxisType.Auto}

@@ -136,7 +136,9 @@ def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Ar
     place = config.parallel
     # Each device looks among its own rows, and what it has not is summed up: asked for less than
     # the whole, the partitioner would gather the table.
-    x = place.residual(place.whole(embed[tokens])) + params["positions"][:num_tokens].astype(dtype)
+    x = place.residual(place.cut(embed[tokens], None)) + params["positions"][:num_tokens].astype(
+        dtype
+    )
     x = _blocks(config, params["blocks"], x)  # [B, T, D]
     return place.gathered(_norm(params["norm"], x)), embed
 
