@@ -167,22 +167,6 @@ def test_a_second_reduction_of_a_leaf_is_named():
     assert "all-reduce f32" not in problem.where  # the bias moves a little more too
 
 
-def test_what_moves_more_and_passes_is_named():
-    """One reduction more than twenty, with a gather beside, is within 5% of theory."""
-
-    def notes(times):
-        report = audit(
-            program_of(times=times, bias="bf16"), layout_of(), zerojax.Recipe(accumulate=20)
-        )
-        assert report.problems == ()
-        return report.notes
-
-    assert notes(20) == ()
-    (note,) = notes(21)
-    assert note.startswith("probably w: 0.8")
-    assert "more than theory, as in all-reduce-scatter fusion" in note
-
-
 @pytest.mark.parametrize("width", [100, 160])
 def test_no_table_is_wrapped(width):
     out = io.StringIO()

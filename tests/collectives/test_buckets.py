@@ -14,7 +14,6 @@ import pytest
 
 import zerojax
 from zerojax.collectives import compiler_options, shard_tree, write_back
-from zerojax.collectives._buckets import layers_per_bucket
 from zerojax.hlo import parse_collectives
 
 NUM_LAYERS, WIDTH, ODD = 5, 16, 19
@@ -38,32 +37,28 @@ def layout(mesh8):
     return zerojax.make_layout(jax.eval_shape(init, jax.random.key(0)), mesh8, stage=2, rules=rules)
 
 
+@pytest.mark.parametrize("platform_name", ["cpu", "tpu"])
 @pytest.mark.parametrize(
     ("bucket_bytes", "count"),
     [
         (None, 1),
-        (1, 1),
         (2 * LAYER_BYTES - 1, 1),
         (2 * LAYER_BYTES, 2),
         (3 * LAYER_BYTES, 3),
         (100 * LAYER_BYTES, NUM_LAYERS),
     ],
 )
-def test_a_bucket_holds_as_many_layers_as_fit(layout, bucket_bytes, count):
+def test_groups_of_layers_write_what_single_layers_write(
+    layout, monkeypatch, bucket_bytes, count, platform_name
+):
     leaves = [leaf for leaf in layout.leaves if leaf.stacked]
     assert sum(math.prod(leaf.stored_shape[1:]) * 4 for leaf in leaves) == LAYER_BYTES
-    assert layers_per_bucket(leaves, [4, 4], bucket_bytes) == count
-
-
-@pytest.mark.parametrize("platform_name", ["cpu", "tpu"])
-@pytest.mark.parametrize("count", [1, 2, 3, NUM_LAYERS])
-def test_groups_of_layers_write_what_single_layers_write(layout, monkeypatch, count, platform_name):
     monkeypatch.setattr(type(layout), "platform", property(lambda _: platform_name))
     old, new = init(jax.random.key(1)), init(jax.random.key(2))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(old, new):
-        return write_back(old, shard_tree(new, layout), layout, count * LAYER_BYTES)
+        return write_back(old, shard_tree(new, layout), layout, bucket_bytes)
 
     placed = jax.device_put((old, new), (layout.params, layout.params))
     compiled = update.lower(*placed).compile()

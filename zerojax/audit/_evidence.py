@@ -242,20 +242,15 @@ def hint(evidence: Evidence, *tools: str) -> str:
     return "" if evidence.tools & {*tools} else f" ({' and '.join(tools)} do so)"
 
 
-def name_move(move: Move) -> str:
-    """Describe what a collective moves, and how often."""
-    record = move.record
-    loops = ["?" if count is None else str(count) for count in move.record.trips]
-    where = f" in a loop of {' x '.join(loops)}" if loops else ""
-    tensor = f"{record.dtype}{list(record.shape)}"
-    return f"{record.spelling} {tensor} along {' x '.join(move.spans) or 'one device'}{where}"
-
-
 def describe_move(move: Move) -> str:
     """Name a collective as a person would look for it, with the last folders of its source."""
     record = move.record
+    loops = ["?" if count is None else str(count) for count in record.trips]
+    where = f" in a loop of {' x '.join(loops)}" if loops else ""
+    what = f"{record.spelling} {record.dtype}{list(record.shape)}"
     origin = "/".join(record.source.split("/")[-3:]) or record.op_name
-    return f"{name_move(move)} ({record.name}{f', {origin}' if origin else ''})"
+    source = f"{record.name}{f', {origin}' if origin else ''}"
+    return f"{what} along {' x '.join(move.spans) or 'one device'}{where} ({source})"
 
 
 def whose(evidence: Evidence, move: Move) -> str:

@@ -2,6 +2,10 @@
 
 `options.toml` has sets of them: for which devices, whose advice they are, and what they were seen
 to change in compiled programs.
+
+XLA merges neighbouring gathers into large ones. For a model that does not scan over its layers that
+means the weights of several layers at once, gathered long before they are used. Larger buckets are
+fewer collectives and more memory (CB, arXiv 1910.02054, section 6.2).
 """
 
 from __future__ import annotations
@@ -20,13 +24,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.collectives._buckets import bucket_options
 from zerojax.layout import Layout
 
 #: Sets of options by name, as `options.toml` has them.
 OPTIONS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     resources.files("zerojax.collectives").joinpath("options.toml").read_text(encoding="utf-8")
 )
+#: What bounds the bytes that are combined into one collective, by platform. libtpu combines
+#: all-reduces and the reduce-scatters it makes of them; it leaves gathers alone.
+_BUCKETS = {
+    "gpu": tuple(
+        f"xla_gpu_{op}_combine_threshold_bytes"
+        for op in ("all_gather", "reduce_scatter", "all_reduce")
+    ),
+    "tpu": ("xla_jf_crs_combiner_threshold_in_bytes", "xla_tpu_ars_combiner_threshold_in_bytes"),
+}
 #: Where a user sets options for all programs of a process.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # "INVALID_ARGUMENT: No such compile option: 'xla_tpu_overlap_compute_collective_tc'"
@@ -55,7 +67,7 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
         if name not in user
     }
     if bucket_bytes is not None:
-        wanted |= bucket_options(layout.platform, bucket_bytes)
+        wanted |= dict.fromkeys(_BUCKETS.get(layout.platform, ()), str(bucket_bytes))
     return dict(_known(layout.mesh, tuple(wanted.items()))) if wanted else {}
 
 

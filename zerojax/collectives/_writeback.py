@@ -12,13 +12,13 @@ by reading the buffer assignment of compiled steps:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from zerojax._types import PyTree
-from zerojax.collectives._buckets import layers_per_bucket
 from zerojax.collectives._forms import constrain, store, to_logical, to_stored
 from zerojax.collectives._gather import gather
 from zerojax.layout import Layout, LeafLayout
@@ -63,7 +63,11 @@ def _write_stack(
     """Gather leaves that are stacked equally high, some layers at a time."""
     num_layers = leaves[0].shape[0]
     stored = [store(x, leaf, layout) for x, leaf in zip(news, leaves, strict=True)]
-    count = layers_per_bucket(leaves, [x.dtype.itemsize for x in olds], bucket_bytes)
+    layer = sum(
+        math.prod(leaf.stored_shape[1:]) * x.dtype.itemsize
+        for x, leaf in zip(olds, leaves, strict=True)
+    )
+    count = min(max((bucket_bytes or 0) // max(layer, 1), 1), num_layers)
 
     # A TPU gathers several layers at once for no more memory than one by one; a GPU would transpose
     # whole stacks for that, but combines what it gathers one by one.

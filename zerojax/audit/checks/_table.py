@@ -47,7 +47,6 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _state.note_dropped,
     _traffic.note_traffic,
     _volume.note_recipe,
-    _volume.note_excess,
     _dtype.note_dtypes,
     _gather.note_alive,
     _schedule.note_exposed,

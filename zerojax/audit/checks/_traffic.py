@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint
-from zerojax.audit.checks._volume import STAGED, TOLERANCE, tolerance
+from zerojax.audit.checks._volume import STAGED
 from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
@@ -119,8 +119,6 @@ def note_traffic(evidence: Evidence) -> Iterator[str]:
             f"{moved / evidence.layout.num_params:.3f} elements per parameter take matrices to the "
             "devices that compute the optimizer's products of whole ones, and back"
         )
-    if tolerance(evidence) not in TOLERANCE["at once"]:
-        yield f"gathers and reductions run in stages; up to {tolerance(evidence)} of theory passes"
 
 
 def _local_elements(evidence: Evidence) -> float:

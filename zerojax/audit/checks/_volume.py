@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from zerojax.audit._evidence import (
-    SHARE,
     Evidence,
     Problem,
     describe_move,
     hint,
-    name_move,
     whose,
 )
 from zerojax.audit._traffic import Move
@@ -156,17 +154,6 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
             f"no collective stands in a loop of {recipe.accumulate} turns, and the volume is "
             f"{judged / evidence.theory.elements:.2f} of theory's: was the step made with "
             f"Recipe(accumulate={recipe.accumulate})?"
-        )
-
-
-def note_excess(evidence: Evidence) -> Iterator[str]:
-    """Report which leaves move more than theory, where all together pass."""
-    least, psi = SHARE * evidence.theory.elements, evidence.layout.num_params
-    excess = [entry for entry in _offenders(evidence) if entry[1] >= least]
-    for move, elements in excess[:3] if evidence.is_step and not _is_too_much(evidence) else ():
-        yield (
-            f"{whose(evidence, move)}: {elements / psi:.3f} elements per parameter more than "
-            f"theory, as in {name_move(move)}"
         )
 
 
