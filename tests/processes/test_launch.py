@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.cli.running import QUICK, enter
+from tests.processes.starting import free_port
 from zerojax.checkpoint import Checkpoints, verify
 from zerojax.cli import main
 from zerojax.cli.shared._command import Failure
@@ -100,6 +101,31 @@ def test_a_process_that_is_killed_ends_all_and_one_goes_on(tmp_path, monkeypatch
     step = max(Checkpoints(work / "run/checkpoints").steps())
     resume = ["train", *MODEL, "--resume", "--devices", "2", "--steps", str(step + 1)]
     assert main([*resume, "--out", "run"]) == 0
+
+
+def test_processes_that_were_asked_for_different_things_are_refused(
+    tmp_path, monkeypatch, environment
+):
+    enter(tmp_path, monkeypatch)
+    run = [sys.executable, "-m", "zerojax", "train", *MODEL, "--num-processes", "2"]
+    coordinator = f"127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [*run, "--coordinator", coordinator, "--process-id", index, "--steps", steps],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, steps in (("0", "30"), ("1", "40"))
+    ]
+    try:
+        for process in started:
+            told = process.communicate(timeout=PATIENCE)[1]
+            assert process.returncode == 2
+            assert "options: process 0 has 'steps: 30'; process 1 has 'steps: 40'" in told
+    finally:
+        for process in started:
+            process.kill()
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):

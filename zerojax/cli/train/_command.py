@@ -22,7 +22,7 @@ from zerojax.cli.train._options import TrainOptions
 from zerojax.cli.train._run import TrainRun, bits, evaluate, sample, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen
 from zerojax.cli.train._signals import LOSSES, Signals
-from zerojax.processes import ProcessError, gather_texts, has_started, initialize, leave
+from zerojax.processes import ProcessError, agree, gather_texts, has_started, initialize, leave
 from zerojax.train import unpad
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
@@ -59,6 +59,8 @@ def train(options: TrainOptions) -> None:
     """
     with refusing():
         run = TrainRun(*take_up(options), _connect(options))
+        asked = (f"{name}: {value}" for name, value in run.options.kept().items())
+        agree("training", {"options": "\n".join(asked), "text": str(run.batches.get_state())})
     screen = TrainScreen(quiet=jax.process_index() > 0)
     queued = QUEUED_STEPS.get(run.devices[0].platform, QUEUED_STEPS_ELSEWHERE)
     absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
