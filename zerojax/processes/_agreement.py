@@ -30,7 +30,7 @@ MOST_SHOWN, MOST_SENT = 160, 1 << 20
 def agree(name: str, facts: Mapping[str, str]) -> None:
     """Compare texts between processes, by name; all call it.
 
-    The last fact may follow from the others: it is named only where they agree.
+    The fact `program` follows from the others: it is named only where they agree.
 
     Raises:
         ProcessesDifferError: on all processes, with the first line that differs of each text.
@@ -42,7 +42,7 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
     names = dict.fromkeys(fact for told in every for fact in told)
     differing = [fact for fact in names if len({told.get(fact) for told in every}) > 1]
     found = []
-    for fact in differing[:-1] if differing[1:] and differing[-1] == [*names][-1] else differing:
+    for fact in [fact for fact in differing if fact != "program"] or differing:
         texts = map(_unpacked, gather_texts(f"{name}: {fact}", _packed(facts.get(fact, ""))))
         found.append(f"{fact}: {_difference(list(texts))}")
     if found:
