@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import importlib.util
+import inspect
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,22 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == pages
 
 
+def test_every_public_docstring_says_what_is_taken():
+    """Each parameter of a function, and each field of data, is named where it is described."""
+    unsaid = []
+    for name in [*zerojax.__all__, *(f"charts.{name}" for name in charts.__all__)]:
+        found = operator.attrgetter(name)(zerojax)
+        if inspect.isfunction(found):
+            wanted = inspect.signature(found).parameters
+        elif dataclasses.is_dataclass(found):
+            wanted = [field.name for field in dataclasses.fields(found)]
+        else:
+            wanted = ()
+        words = set(re.findall(r"\w+", inspect.getdoc(found) or ""))
+        unsaid += [f"{name}: {one}" for one in wanted if one not in words]
+    assert unsaid == []
+
+
 def test_every_public_name_has_its_reference_and_an_example_that_runs():
     pages = "".join(page.read_text() for page in (ROOT / "docs/reference").iterdir())
     shown = {}
@@ -71,6 +90,7 @@ def test_every_public_name_has_its_reference_and_an_example_that_runs():
         shown[name] = "```python\n" in rest
     wanted = [name for name in zerojax.__all__ if name != "__version__"]
     wanted += [f"charts.{name}" for name in charts.__all__]
+    shown["audit"] = shown.pop("audit.audit")  # a room has the name too
     assert sorted(shown) == sorted(wanted)
     assert [name for name, has_example in shown.items() if not has_example] == []
 

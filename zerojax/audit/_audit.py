@@ -44,29 +44,41 @@ class AuditReport(Shown):
 
     Volumes are elements moved per device and step over the number of parameters, along the axes of
     ZeRO and of the batch.
+
+    Attributes:
+        title: stage, mesh and platform in one line.
+        volume: what the program moves.
+        judged_volume: the same without the compiler's padding, and where the backend has no
+            reduce-scatters (a CPU), with all-reduces of which a part is kept counted as such.
+        padding_volume: what the compiler adds to fit its tiles.
+        theory_volume: what the layout has to move, leaf by leaf: leaves that stay whole, padding,
+            microbatches and further batch axes included.
+        paper_volume: the paper's plain number, 2 or 3 times (N-1)/N.
+        volume_by_axis: seen and theory by mesh axis, "data" or "data x model" for one collective
+            along both.
+        memory: bytes on one device by kind.
+        host_traffic: bytes between one device and its host in a step.
+        schedule: what the step waits for, as scheduled and not measured; None on a CPU, which has
+            no asynchronous collectives and whose compiler tells no costs, and on an unknown chip.
+        problems: what is wrong.
+        notes: what is worth knowing and no failure.
+        unread: lines with a collective that could not be read.
+        moves: every collective, with the axes along which it moves and the leaf that it may be.
     """
 
-    title: str  # stage, mesh and platform in one line
-    volume: float  # what the program moves
-    # the same without the compiler's padding, and where the backend has no reduce-scatters (a CPU),
-    # with all-reduces of which a part is kept counted as such
+    title: str
+    volume: float
     judged_volume: float
-    padding_volume: float  # what the compiler adds to fit its tiles
-    # what the layout has to move, leaf by leaf: leaves that stay whole, padding, microbatches and
-    # further batch axes included
+    padding_volume: float
     theory_volume: float
-    paper_volume: float  # the paper's plain number, 2 or 3 times (N-1)/N
-    # seen and theory by mesh axis, "data" or "data x model" for one collective along both
+    paper_volume: float
     volume_by_axis: dict[str, AxisVolume]
-    memory: MemoryReport  # bytes on one device by kind
-    host_traffic: HostTraffic  # bytes between one device and its host in a step
-    # what the step waits for, as scheduled and not measured; None on a CPU, which has no
-    # asynchronous collectives and whose compiler tells no costs, and on an unknown chip
+    memory: MemoryReport
+    host_traffic: HostTraffic
     schedule: ScheduleReport | None
-    problems: tuple[Problem, ...]  # what is wrong
-    notes: tuple[str, ...]  # what is worth knowing and no failure
-    unread: tuple[str, ...]  # lines with a collective that could not be read
-    # every collective, with the axes along which it moves and the leaf that it may be
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    unread: tuple[str, ...]
     moves: tuple[Move, ...]
 
     @property

@@ -49,7 +49,11 @@ Holding: TypeAlias = Plan | AuditReport | Description | Bar
 
 
 def bytes_of(held: Holding) -> Bar:
-    """Return the bytes of one device by kind, up to its peak."""
+    """Return the bytes of one device by kind, up to its peak, of what is `held`.
+
+    Raises:
+        TypeError: it is no plan, audit report or description.
+    """
     if isinstance(held, Bar):
         return held
     if isinstance(held, Description):

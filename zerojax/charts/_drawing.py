@@ -26,8 +26,8 @@ ROOM = 1.16
 ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "xytext": (0, 4)}
 
 
-def write(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG."""
+def write(figure: Figure, path: Path | str) -> None:
+    """Write a figure to a path as PNG."""
     figure.savefig(path, dpi=130, format="png")
 
 

@@ -65,6 +65,10 @@ def schedule(report: AuditReport, *, title: str = "") -> Figure:
 
     Of a loop the first two turns are drawn; later ones are like the second.
 
+    Args:
+        report: of a step that was compiled for a TPU or GPU.
+        title: above the figure; the schedule's summary by default.
+
     Raises:
         ValueError: the report has no schedule: that of a CPU's program, or of an unknown chip.
     """
@@ -94,7 +98,12 @@ def schedule(report: AuditReport, *, title: str = "") -> Figure:
 
 
 def pareto(choices: Choices, *, title: str = "") -> Figure:
-    """Draw the time and the peak of all that a search planned, and the front of what fits."""
+    """Draw the time and the peak of all that a search planned, and the front of what fits.
+
+    Args:
+        choices: what `search_plans` found.
+        title: above the figure.
+    """
     figure, (axes,) = make_figure(title, (8, 5))
     unit = unit_for(max(one.bytes.total for one in choices.tried), DECIMAL)
     for mark, stage in zip(MARKS, sorted({one.stage for one in choices.tried}), strict=False):
@@ -114,7 +123,13 @@ def pareto(choices: Choices, *, title: str = "") -> Figure:
 
 
 def training(title: str, *, training: Curve, held_out: Curve) -> Figure:
-    """Draw what was learned: bits per byte of each step, and of each evaluation."""
+    """Draw what was learned, in bits per byte.
+
+    Args:
+        title: above the figure.
+        training: numbers of steps, and the values at them.
+        held_out: the same of each evaluation.
+    """
     figure, (axes,) = make_figure(title, (8, 4.6))
     axes.plot(*training, color=PLAIN, linewidth=1, label="training")
     axes.plot(*held_out, "o-", color=STRONG, markersize=4, label="held out")

@@ -40,6 +40,16 @@ class Layout(Shown, TreeLayout):
     It prints, and shows itself in a notebook, as a table of parameters and gradients;
     `layout.describe(tx)` adds the optimizer's states. Every method that takes an optimizer takes it
     bare or wrapped by `zerojax.sharded`.
+
+    Attributes:
+        mesh: the mesh that the user gave, with devices or (`AbstractMesh`) without.
+        stage: 0 to 3, arXiv 1910.02054 section 5.
+        axis: mesh axes that ZeRO partitions over, major first.
+        batch_axes: mesh axes that cut the batch.
+        leaves: one `LeafLayout` per parameter, in flattening order.
+        structure: the tree structure of the parameters.
+        rules: the user's rules.
+        min_size: leaves with fewer elements stay whole.
     """
 
     def optimizer(self, tx: Any, dtype: Any = None) -> OptimizerLayout:
@@ -111,9 +121,10 @@ class Layout(Shown, TreeLayout):
     ) -> Description:
         """Describe the placement: a row and a reason per leaf, totals beside the theory.
 
-        The arguments are those of `bytes_per_device`. The result prints as a table. Where the
-        optimizer multiplies whole matrices of a leaf, the reason says so, and how many devices
-        compute them; all other leaves are computed where they are stored.
+        The arguments are those of `bytes_per_device`. The result prints as a table, in
+        which leaves of a list of layers that are alike have one row. Where the optimizer multiplies
+        whole matrices of a leaf, the reason says so, and how many devices compute them; all other
+        leaves are computed where they are stored.
         """
         found = self.count(tx, recipe, stored=stored)
         placed = self.optimizer(tx, as_recipe(recipe).precision.updated)

@@ -27,18 +27,7 @@ from zerojax.layout._torus import Phases, find_phases
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TreeLayout:
-    """The placement of parameters, gradients and batches over a mesh.
-
-    Attributes:
-        mesh: the mesh that the user gave, with devices or (`AbstractMesh`) without.
-        stage: 0 to 3, arXiv 1910.02054 section 5.
-        axis: mesh axes that ZeRO partitions over, major first.
-        batch_axes: mesh axes that cut the batch.
-        leaves: one `LeafLayout` per parameter, in flattening order.
-        structure: the tree structure of the parameters.
-        rules: the user's rules.
-        min_size: leaves with fewer elements stay whole.
-    """
+    """The placement of parameters, gradients and batches over a mesh; see `Layout`."""
 
     mesh: AnyMesh
     stage: int

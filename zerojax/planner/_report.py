@@ -51,27 +51,45 @@ class PlannedBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Shown):
-    """A planned training step."""
+    """A planned training step.
 
-    stage: int  # 0 to 3
-    num_params: int  # Psi
-    num_devices: int  # all devices
-    num_shards: int  # N; fewer than the devices that the model axis leaves are hybrid sharding
-    model_axis: int  # devices of model parallelism
-    hardware: Hardware  # the device
-    network: str  # how the mesh lies on its links, in words
-    recipe: Recipe  # how the step is computed
-    count: float  # units in a device's microbatch
-    unit: str  # what they are: examples, sequences or tokens
-    source: str  # where activations and products are known from
-    remat: Remat | None  # what is computed again in the backward pass; None is as the model has it
-    bytes: PlannedBytes  # of one device
-    #: elements that a device moves per step, over Psi, by mesh axes
+    Attributes:
+        stage: 0 to 3.
+        num_params: Psi.
+        num_devices: all devices.
+        num_shards: N; fewer than the devices that the model axis leaves are hybrid sharding.
+        model_axis: devices of model parallelism.
+        hardware: the device.
+        network: how the mesh lies on its links, in words.
+        recipe: how the step is computed.
+        count: units in a device's microbatch.
+        unit: what they are: examples, sequences or tokens.
+        source: where activations and products are known from.
+        remat: what is computed again in the backward pass; None is as the model has it.
+        bytes: of one device.
+        volume_by_axes: elements that a device moves per step, over Psi, by mesh axes.
+        flops: of products, per device and step.
+        time: of a step, in seconds.
+        compute_bound_at: units in a device's microbatch from which on products take longest;
+            infinite where they never do.
+    """
+
+    stage: int
+    num_params: int
+    num_devices: int
+    num_shards: int
+    model_axis: int
+    hardware: Hardware
+    network: str
+    recipe: Recipe
+    count: float
+    unit: str
+    source: str
+    remat: Remat | None
+    bytes: PlannedBytes
     volume_by_axes: dict[Axes, float]
-    flops: float  # of products, per device and step
-    time: StepTime  # of a step
-    #: units in a device's microbatch from which on products take longest; infinite where they never
-    #: do
+    flops: float
+    time: StepTime
     compute_bound_at: float
 
     @property

@@ -32,15 +32,22 @@ class ActivationBytes:
 class Transformer:
     """Describe a GPT: pre-LN, a feed-forward part of 4h, learned positions, a tied head.
 
+    Attributes:
+        num_layers: L.
+        width: h.
+        num_heads: a; it divides the width.
+        context: C, the tokens of a sequence.
+        vocab_size: V.
+
     Raises:
         ValueError: a count is not whole and positive, or the heads do not divide the width.
     """
 
-    num_layers: int  # L
-    width: int  # h
-    num_heads: int  # a; it divides the width
-    context: int = 1024  # C, the tokens of a sequence
-    vocab_size: int = 50257  # V
+    num_layers: int
+    width: int
+    num_heads: int
+    context: int = 1024
+    vocab_size: int = 50257
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
