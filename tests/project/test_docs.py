@@ -47,7 +47,7 @@ def test_the_programs_of_a_page_run_and_print_what_it_shows(page):
     """scripts/document writes what they print now."""
     pictures = re.findall(r"^!\[.*\]\(.*/(\S+\.png)\)$", page.read_text(), re.MULTILINE)
     for block, printed in DOCUMENT.run(page.read_text(), page.name):
-        assert DOCUMENT.agrees(block[2], printed), printed
+        assert DOCUMENT.agrees(block[2], printed, loosely=page.stem == "plan"), printed
         pictures = [name for name in pictures if f'"{name}"' not in block[1]]
     assert pictures == [], "a program of the page draws each of them"
 
@@ -58,6 +58,8 @@ def test_what_a_program_prints_otherwise_is_seen():
     assert not DOCUMENT.agrees(block[2], printed)
     assert DOCUMENT.rewrite(text, "a page") == text.replace("3", "2")
     assert DOCUMENT.agrees("loss ...\n", "loss 1.5\n")
+    assert DOCUMENT.agrees("1.5 GB ██▎\n", "1.7 GB █\n", loosely=True)
+    assert not DOCUMENT.agrees("1.5 GB\n", "1.7 MB\n", loosely=True)
 
 
 def test_every_page_is_in_the_navigation():
