@@ -136,6 +136,16 @@ def test_a_state_counts_what_a_device_holds(results, step):
     assert sum(int(count.replace(",", "")) for count in counted) == held
 
 
+def test_what_the_host_keeps_is_told_apart(mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=2)
+    recipe = zerojax.Recipe(precision="bf16", offload=zerojax.OffloadPolicy())
+    state = zerojax.make_train_step(loss_fn, TX, layout, recipe).abstract_state()
+    held = layout.bytes_per_device(TX, recipe)
+    assert f"{held['parameters'] / 1e3:,.1f} kB, " in repr(state)
+    assert re.search(r"^ opt_state on the host +\d", str(state), re.MULTILINE)
+    assert re.search(r"^ params +\d", str(state), re.MULTILINE)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_who_holds_what_is_what_jax_places(stage, mesh8):
     """Each device's part of a leaf, as `NamedSharding` itself says it."""

@@ -18,6 +18,7 @@ from zerojax._tree import UNNAMED, num_bytes, num_elements, unwrapped
 from zerojax._types import PyTree, Shape
 from zerojax.collectives import auto_region, constrain, to_logical
 from zerojax.layout import Layout, check_layout
+from zerojax.recipe import HOST_MEMORY
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -98,26 +99,35 @@ class TrainState(Shown):
 
     @property
     def _summary(self) -> str:
-        count = sum(num_elements(x.shape) for x in _arrays(self.params))
-        size = sum(map(_bytes_per_device, _arrays(self)))
-        return f"{_count_of(self.step)}, {count:,} stored parameters, {decimal(size)} per device"
+        count = sum(num_elements(x.shape) for xs in _by_memory(self.params).values() for x in xs)
+        held = _by_memory(self).items()
+        sizes = [f"{decimal(sum(map(_bytes_per_device, xs)))}{where}" for where, xs in held]
+        return f"{_count_of(self.step)}, {count:,} stored parameters, {', '.join(sizes)} per device"
 
     def _parts(self) -> Iterator[Text | Table]:
         table = make_table("part", ">leaves", ">elements", "dtypes", ">B/device", "share")
-        total = sum(map(_bytes_per_device, _arrays(self)))
+        total = sum(_bytes_per_device(x) for xs in _by_memory(self).values() for x in xs)
         for field in dataclasses.fields(self):
-            if leaves := _arrays(getattr(self, field.name)):
+            for where, leaves in _by_memory(getattr(self, field.name)).items():
                 size = sum(map(_bytes_per_device, leaves))
                 elements = sum(num_elements(x.shape) for x in leaves)
                 dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in leaves))
                 counts = (f"{len(leaves):,}", f"{elements:,}", dtypes, f"{size:,}")
-                table.add_row(field.name, *counts, make_bar(size, total))
+                table.add_row(f"{field.name}{where}", *counts, make_bar(size, total))
         yield table
 
 
-def _arrays(tree: PyTree) -> list[Any]:
-    """List the arrays of a tree, or their shapes; a state may hold shardings as well."""
-    return [x for x in jax.tree.leaves(tree) if hasattr(x, "shape") and hasattr(x, "dtype")]
+def _by_memory(tree: PyTree) -> dict[str, list[Any]]:
+    """Group the arrays of a tree, or their shapes, by where they live: "" is the device.
+
+    A state may hold other things too, such as shardings.
+    """
+    found: dict[str, list[Any]] = {}
+    for x in jax.tree.leaves(tree):
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+            found.setdefault(" on the host" if kind == HOST_MEMORY else "", []).append(x)
+    return found
 
 
 def _bytes_per_device(x: Any) -> int:
