@@ -67,7 +67,7 @@ DIM_CHOICES = {  # shape, user's parts per dim, shards, layer dims -> dim, store
 @pytest.mark.parametrize("case", DIM_CHOICES.values(), ids=DIM_CHOICES)
 def test_dim_choice(case):
     shape, parts, num_shards, stacked, dim, stored = case
-    cut, reason = choose_cut(shape, parts, ("data",), num_shards, stacked=stacked, min_size=1024)
+    cut, reason = choose_cut(shape, parts, num_shards, stacked=stacked, min_size=1024)
     assert ("whole" in reason) == (dim is None) == (cut is None)
     if cut is not None:
         assert (cut.dim, cut.stored_size) == (dim, stored[dim]), reason

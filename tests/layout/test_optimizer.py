@@ -58,7 +58,7 @@ def test_path_and_shape_tell_the_placement_that_the_optimizer_tells(tx, mesh8):
     for leaf in placed:
         for shape in (leaf.shape, leaf.stored_shape):
             found = layout.optimizer_leaves(f"1/opt_state/{leaf.path}", shape)
-            same = [x for x in found if (x.shape, x.cut) == (leaf.shape, leaf.cut)]
+            same = [x for x in found if (x.stored_shape, x.dim) == (leaf.stored_shape, leaf.dim)]
             assert same, f"{leaf} is not among {found}"
             assert {x.parameter for x in same} <= {leaf.parameter, None}
     assert any(leaf.is_padded and leaf.parameter is not None for leaf in placed)
@@ -88,6 +88,6 @@ def test_masks_that_read_paths_tell_owners_by_the_placeholders_of_optax():
     )
     for name in ("a/w", "c/w"):
         assert layout.leaves[masked[name].parameter].path == name
-        assert masked[name].cut == plain[name].cut
+        assert masked[name].dim == plain[name].dim
     assert "a/b" in plain
     assert "a/b" not in masked

@@ -134,7 +134,9 @@ def kept_weights(program: Program, layout) -> list[str]:
     if any(re.match(TOLD, str(one.message)) for one in told):
         return []
     smallest = min(
-        np.prod(leaf.shape) for leaf in layout.leaves if leaf.cut and len(leaf.shape) > 1
+        np.prod(leaf.shape)
+        for leaf in layout.leaves
+        if leaf.dim is not None and len(leaf.shape) > 1
     )
     found = []
     for i, out in enumerate(traced.jaxpr.outvars):

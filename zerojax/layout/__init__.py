@@ -4,7 +4,7 @@ from zerojax.layout._describe import Description
 from zerojax.layout._dims import has_matrices
 from zerojax.layout._holders import Holders
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
-from zerojax.layout._leaf import Cut, Entries, LeafLayout, as_spec
+from zerojax.layout._leaf import Entries, LeafLayout, as_spec
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._regions import Region, Regions
@@ -29,7 +29,6 @@ __all__ = [
     "SPANS",
     "STAGES",
     "WRAPPED",
-    "Cut",
     "Description",
     "Digit",
     "Entries",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from zerojax._tree import num_elements
-from zerojax._types import Axes, Shape
+from zerojax._types import Shape
 from zerojax.layout._leaf import Cut
 
 #: Padding is worth it where a shard is at most half of the leaf; with two shards, three quarters.
@@ -17,7 +17,6 @@ MOST_OF_TWO = 1.5
 def choose_cut(
     shape: Shape,
     dim_parts: Shape,
-    axes: Axes,
     num_shards: int,
     *,
     min_size: int,
@@ -36,8 +35,7 @@ def choose_cut(
     Args:
         shape: logical shape.
         dim_parts: parts that the user's own axes cut each dim into.
-        axes: mesh axes to cut over.
-        num_shards: the parts that they cut the leaf into.
+        num_shards: the parts that the leaf is cut into.
         min_size: leaves with fewer elements stay whole.
         stacked: number of leading layer dims.
         wanted: the dim that a rule asks for.
@@ -60,7 +58,7 @@ def choose_cut(
     if not stored:
         return None, f"whole: no dim is long enough for {num_shards} shards{layers}"
     dim = min(stored, key=lambda d: stored[d] / shape[d])  # of equals the first
-    cut = Cut(dim=dim, axes=axes, num_shards=num_shards, stored_size=stored[dim])
+    cut = Cut(dim, stored[dim])
     if cut.stored_size == shape[dim]:
         return cut, f"dim {dim}: {'divides' if wanted is None else 'as a rule says'}{layers}"
     more = cut.stored_size / shape[dim] - 1

@@ -248,8 +248,7 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
     else:
         wanted = None if rule is None else rule.dim_of(path, leaf.shape)
         cut, reason = layout.cut(leaf.shape, entries, stacked=stacked, wanted=wanted)
-    kinds = layout.kinds if cut is not None else frozenset()
-    return layout.placed(path, leaf, reason, entries, cut=cut, kinds=kinds, stacked=stacked)
+    return layout.placed(path, leaf, reason, entries, cut, layout.kinds, stacked=stacked)
 
 
 def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

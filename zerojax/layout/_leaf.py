@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
@@ -15,23 +15,10 @@ from zerojax._types import Axes, Kind, Shape
 Entries = tuple[Axes, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """How ZeRO cuts a leaf.
-
-    Example: `[1009, 64]` over eight devices along "data" is stored as `[1016, 64]`, so
-    `Cut(dim=0, axes=("data",), num_shards=8, stored_size=1016)`, and a shard is `[127, 64]`.
-
-    Attributes:
-        dim: the partitioned dim.
-        axes: the mesh axes that ZeRO adds to `dim`, major first.
-        num_shards: the parts that they cut it into.
-        stored_size: the size of `dim`, padded to a multiple of the parts where that is needed.
-    """
+class Cut(NamedTuple):
+    """The dim of a leaf that is cut, and its size, padded where the parts do not divide it."""
 
     dim: int
-    axes: Axes
-    num_shards: int
     stored_size: int
 
 
@@ -39,13 +26,19 @@ class Cut:
 class LeafLayout:
     """Where one leaf lives.
 
+    Example: `[1009, 64]` over eight devices along "data" is stored as `[1016, 64]`: `dim=0,
+    axes=("data",), num_shards=8, stored_size=1016`, and a shard is `[127, 64]`.
+
     Attributes:
         path: the leaf's path, slash separated.
         shape: logical shape.
         dtype: dtype of the logical leaf.
         entries: the user's own mesh axes per dim.
         own_parts: the parts that the user's own axes cut the leaf into.
-        cut: how ZeRO cuts it; None where it stays whole for every kind of tensor.
+        dim: the dim that ZeRO cuts; None where the leaf stays whole for every kind of tensor.
+        axes: the mesh axes that ZeRO adds to `dim`, major first.
+        num_shards: the parts that they cut it into.
+        stored_size: the size of `dim`, padded to a multiple of the parts where that is needed.
         kinds: the kinds of tensor that are cut so; the others have the user's axes alone.
         stacked: number of leading layer dims.
         reason: why the leaf is placed so, for people.
@@ -58,7 +51,10 @@ class LeafLayout:
     entries: Entries
     reason: str
     own_parts: int = 1
-    cut: Cut | None = None
+    dim: int | None = None
+    axes: Axes = ()
+    num_shards: int = 1
+    stored_size: int = 0
     kinds: frozenset[Kind] = frozenset()
     stacked: int = 0
     parameter: int | None = None
@@ -78,11 +74,6 @@ class LeafLayout:
         return as_spec(self.entries, self.dim, self.axes)
 
     @property
-    def dim(self) -> int | None:
-        """The partitioned dim; None where the leaf stays whole."""
-        return None if self.cut is None else self.cut.dim
-
-    @property
     def num_sliced(self) -> int:
         """The leading dims that a loop may slice off: layer dims, or else those before `dim`.
 
@@ -92,22 +83,11 @@ class LeafLayout:
         return max(self.stacked, min(self.dim or 0, len(self.shape) - 2))
 
     @property
-    def axes(self) -> Axes:
-        """The axes that ZeRO adds; empty where the leaf stays whole."""
-        return () if self.cut is None else self.cut.axes
-
-    @property
-    def num_shards(self) -> int:
-        """The parts that ZeRO cuts the stored leaf into."""
-        return 1 if self.cut is None else self.cut.num_shards
-
-    @property
     def stored_shape(self) -> Shape:
         """The logical shape, padded along `dim` where that does not divide."""
-        if self.cut is None:
+        if self.dim is None:
             return self.shape
-        dim = self.cut.dim
-        return (*self.shape[:dim], self.cut.stored_size, *self.shape[dim + 1 :])
+        return (*self.shape[: self.dim], self.stored_size, *self.shape[self.dim + 1 :])
 
     @property
     def is_padded(self) -> bool:
@@ -122,9 +102,9 @@ class LeafLayout:
             stored: whether a leaf that no dim divides is padded (or else stays whole).
             dtype: dtype to count in; the leaf's own by default.
         """
-        if kind in self.kinds and self.cut is not None and (stored or not self.is_padded):
+        if kind in self.kinds and (stored or not self.is_padded):
             held = num_bytes(self.stored_shape, self.dtype if dtype is None else dtype)
-            return held // (self.own_parts * self.cut.num_shards)
+            return held // (self.own_parts * self.num_shards)
         return self.whole_bytes(dtype)
 
     def whole_bytes(self, dtype: Any = None) -> int:

@@ -8,19 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._tree import (
-    floating_dtype,
-    leaves_like,
-    named_tuples,
-    num_elements,
-    path_name,
-)
-from zerojax._types import PyTree, Shape, TreeDef
+from zerojax._tree import floating_dtype, leaves_like, named_tuples, num_elements, path_name
+from zerojax._types import Kind, PyTree, Shape, TreeDef
 from zerojax.layout._leaf import Cut, LeafLayout
 from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
 from zerojax.layout._rule import Rule
 from zerojax.layout._transformation import as_transformation
 from zerojax.layout._tree_layout import TreeLayout
+
+#: What the leaves of an optimizer's state are.
+_KINDS: frozenset[Kind] = frozenset({"optimizer"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +132,7 @@ def _place(
     if owner is not None:
         source = layout.leaves[owner]
         options = [_inherit(path, leaf, owner, way, layout) for way in ways]
-        if len({(x.entries, x.cut) for x in options}) > 1:
+        if len({(x.entries, x.dim, x.stored_size) for x in options}) > 1:
             found = " or ".join(sorted(str(x.shard_spec) for x in options))
             raise _ambiguous(
                 path,
@@ -146,7 +143,7 @@ def _place(
             return options[0]
         why = f"made from {source.path!r} with dims of its own"
         return dataclasses.replace(_by_own_shape(path, leaf, layout, why=why), parameter=owner)
-    same = {(other.entries, other.cut) for other in layout.leaves if other.shape == leaf.shape}
+    same = {(other.entries, other.dim) for other in layout.leaves if other.shape == leaf.shape}
     if len(same) > 1 and layout.partitions("optimizer"):
         why = f"parameters of this shape live in {len(same)} different ways and its path names none"
         raise _ambiguous(path, leaf, why)
@@ -172,13 +169,13 @@ def _inherit(path: str, leaf: Any, owner: int, way: Way, layout: TreeLayout) -> 
     kept = ", ".join(f"dim {d}" for d in way if d is not None)
     is_same = way == tuple(range(len(source.shape)))
     relation = "lives with its parameter" if is_same else f"keeps {kept} of its parameter"
-    cut, reason = source.cut, f"{relation}: {source.reason}"
-    if cut is not None and cut.dim in way:
-        cut = dataclasses.replace(cut, dim=way.index(cut.dim))
-    elif cut is not None:
+    cut, reason = None, f"{relation}: {source.reason}"
+    if source.dim is not None and source.dim in way:
+        cut = Cut(way.index(source.dim), source.stored_size)
+    elif source.dim is not None:
         cut, why = layout.cut(leaf.shape, entries)
         reason = f"{relation}; {why}"
-    return _cut(layout.placed(path, leaf, reason, entries, parameter=owner), cut)
+    return layout.placed(path, leaf, reason, entries, cut, _KINDS, parameter=owner)
 
 
 def _by_own_shape(
@@ -195,9 +192,4 @@ def _by_own_shape(
     wanted, stacked = (None, 0) if rule is None else (rule.dim_of(path, leaf.shape), rule.stacked)
     free = ((),) * len(leaf.shape)
     cut, reason = layout.cut(leaf.shape, free, stacked=stacked or 0, wanted=wanted)
-    return _cut(layout.placed(path, leaf, f"{why}; {reason}"), cut)
-
-
-def _cut(leaf: LeafLayout, cut: Cut | None) -> LeafLayout:
-    kinds = frozenset() if cut is None else frozenset({"optimizer"})
-    return dataclasses.replace(leaf, cut=cut, kinds=kinds)
+    return layout.placed(path, leaf, f"{why}; {reason}", free, cut, _KINDS)

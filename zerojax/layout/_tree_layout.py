@@ -68,7 +68,6 @@ class TreeLayout:
         return choose_cut(
             shape,
             tuple(map(self.num_parts, entries)),
-            self.axis,
             self.num_shards,
             min_size=self.min_size,
             stacked=stacked,
@@ -76,10 +75,20 @@ class TreeLayout:
         )
 
     def placed(
-        self, path: str, leaf: Any, reason: str, entries: Entries | None = None, **fields: Any
+        self,
+        path: str,
+        leaf: Any,
+        reason: str,
+        entries: Entries | None = None,
+        cut: Cut | None = None,
+        kinds: frozenset[Kind] = frozenset(),
+        **fields: Any,
     ) -> LeafLayout:
         """Describe a leaf that is placed so; `leaf` has its shape and dtype."""
         entries = ((),) * len(leaf.shape) if entries is None else entries
+        if cut is not None:
+            fields |= {**cut._asdict(), "axes": self.axis, "num_shards": self.num_shards}
+            fields["kinds"] = kinds
         return LeafLayout(
             path=path,
             shape=leaf.shape,

@@ -7,13 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerojax.audit._evidence import (
-    Evidence,
-    Problem,
-    describe_move,
-    hint,
-    whose,
-)
+from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, whose
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
