@@ -167,12 +167,12 @@ def test_the_host_runs_optimizers_that_work_element_by_element():
 @pytest.mark.parametrize(
     ("asked", "shown"),
     [
-        ("C1 --model-axis 2", "stage 1, {}, 8 x h100, N = 4, model axis 2, remat='full'\n"),
+        ("C1 --model-axis 2", "stage 1, {}, 8 x h100, N = 4, model axis 2, remat='full'; peak"),
         (
             "C4 --model-axis 2",
             "stage 2, {}, 8 x h100, N = 4, model axis 2, remat='full', checkpoints part",
         ),
-        ("C5", "stage 2, {}, 8 x h100, N = 8, remat='full', activations on the host\n"),
+        ("C5", "stage 2, {}, 8 x h100, N = 8, remat='full', activations on the host; peak"),
     ],
 )
 def test_a_plan_takes_the_configuration(monkeypatch, capsys, asked, shown):
