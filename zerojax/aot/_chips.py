@@ -19,10 +19,6 @@ GPU_CHIPS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 TPU_CHIPS: Mapping[str, Hardware] = MappingProxyType(
     {name: find_hardware(name) for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")}
 )
-#: What libtpu needs beside the name: both cores of a v4 chip work as one device.
-TPU_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"v4": {"chip_config_name": "megacore"}}
-)
 #: A GPU as XLA's GpuTargetConfigProto; limits that no chip differs in are CUDA's own.
 _TARGET_CONFIG = _FILES.joinpath("target_config.pbtxt").read_text(encoding="utf-8")
 

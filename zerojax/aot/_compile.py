@@ -17,10 +17,7 @@ from zerojax.audit import Program
 # "memory required for HLO temporaries (124.22G) exceeds available HBM (15.75G)", and
 # "Used 33.00G of 15.75G hbm": what libtpu says where a program does not fit.
 _SIZE = r"(\d+(?:\.\d+)?)\s*([KMGTP]?)"
-_REFUSALS = (
-    re.compile(rf"required\D*\({_SIZE}i?B?\) exceeds available\D*\({_SIZE}i?B?\)"),
-    re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B?"),
-)
+_REFUSAL = re.compile(rf"(?:required\D*\(|Used ){_SIZE}\)? (?:exceeds available\D*\(|of ){_SIZE}")
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
 _SOURCES = (
     "aot/_cache.py",
@@ -127,11 +124,10 @@ def _compile(lowered: jax.stages.Lowered) -> Compilation:
 def _read_shortage(message: str) -> Shortage:
     """Read libtpu's refusal of a program; its sizes are in powers of 1024."""
     message = " ".join(message.split())
-    for pattern in _REFUSALS:
-        if match := pattern.search(message):
-            needed, available = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
-            return Shortage(needed=needed, available=available, message=message)
-    return Shortage(needed=None, available=None, message=message)
+    needed, available = None, None
+    if match := _REFUSAL.search(message):
+        needed, available = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
+    return Shortage(needed=needed, available=available, message=message)
 
 
 def _key(lowered: jax.stages.Lowered) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, TPU_OPTIONS, gpu_target_config
+from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, gpu_target_config
 from zerojax.aot._plugin import gpu_devices, tpu_devices
 from zerojax.layout import in_order
 from zerojax.planner import find_hardware
@@ -95,12 +94,14 @@ def known_topologies() -> list[str]:
 
 def _unknown(name: str, why: str) -> str:
     known = known_topologies()
-    known.sort(key=lambda other: -difflib.SequenceMatcher(None, name.lower(), other).ratio())
+    known = difflib.get_close_matches(name.lower(), known, n=len(known), cutoff=0)
     return f"{name!r} {why}. Known, nearest first: {', '.join(known)}"
 
 
 def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
-    options: dict[str, Any] = dict(TPU_OPTIONS.get(topology.chip, {}))
+    options: dict[str, Any] = {}
+    if topology.chip == "v4":  # both cores of a chip work as one device
+        options["chip_config_name"] = "megacore"
     if topology.num_slices > 1:
         options["num_slices"] = topology.num_slices
     if 1 in topology.dims[:2]:  # a host has 2 x 2 chips unless told otherwise
@@ -110,32 +111,17 @@ def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
         devices = tpu_devices(name, **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(_unknown(topology.name, f"is refused by libtpu: {error}")) from error
-    if topology.num_slices == 1:
-        return _place_slice(devices, shape)
-    return _place_slices(devices, topology.num_slices, shape)
-
-
-def _place_slice(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+    # Slices go to the first axes that they divide: what lies there crosses the network.
+    outer, left = [], topology.num_slices
+    for size in shape:
+        outer.append(math.gcd(size, left))
+        left //= outer[-1]
+    inner = [size // slices for size, slices in zip(shape, outer, strict=True)]
     for split in (False, True):  # an axis on whole torus dims first, then on parts of them
         try:
-            return mesh_utils.create_device_mesh(
-                shape, devices=devices, allow_split_physical_axes=split
+            return mesh_utils.create_hybrid_device_mesh(
+                inner, outer, devices, allow_split_physical_axes=split
             )
         except (NotImplementedError, ValueError):
             continue  # this shape doesn't lie along this torus so
     return np.array(devices).reshape(shape)
-
-
-def _place_slices(devices: list[Any], num_slices: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Assign the slices to the first axes that they divide: what lies there crosses the network."""
-    outer, left = [], num_slices
-    for size in shape:
-        outer.append(math.gcd(size, left))
-        left //= outer[-1]
-    inner = tuple(size // slices for size, slices in zip(shape, outer, strict=True))
-    by_slice = np.array(sorted(devices, key=operator.attrgetter("slice_index")))
-    blocks = np.empty((*outer, *inner), dtype=object)
-    for position, own in zip(np.ndindex(*outer), by_slice.reshape(num_slices, -1), strict=True):
-        blocks[position] = _place_slice(list(own), inner)
-    order = [dim + half for dim in range(len(shape)) for half in (0, len(shape))]
-    return blocks.transpose(order).reshape(shape)

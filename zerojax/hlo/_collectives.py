@@ -93,10 +93,7 @@ class Collectives:
 def sum_moved(records: Iterable[Any], name: str = "moved_elements", depth: int = 0) -> float:
     """Add the moved elements, or another attribute, with each conditional's worst branch.
 
-    Args:
-        records: collectives, or anything that has their `branches`.
-        name: of the attribute.
-        depth: how many conditionals are around.
+    Records are collectives, or anything that has their `branches`; `depth` conditionals are around.
     """
     total = 0.0
     inside: dict[str, dict[int, list[Any]]] = {}

@@ -56,11 +56,8 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
     %a = f32[8] all-gather(%x);  %y = f32[8] add(%a, %a)
     %b = f32[8] all-gather(%z);  %c = f32[8] all-gather(%w);  %d = f32[8] add(%b, %c)
 
-    holds 16 elements of gathers at most: %b and %c, since %a is done before.
-
-    Args:
-        module: the program, scheduled.
-        sizes: of the results that count, by (computation, instruction).
+    holds 16 elements of gathers at most: %b and %c, since %a is done before. `sizes` are those of
+    the results that count, by (computation, instruction).
     """
     known: dict[str, int] = {}
 

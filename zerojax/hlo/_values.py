@@ -53,11 +53,7 @@ def source_of(
         %f = f32[8] fusion(%sum), calls=%wrap
         %c = f32[8] copy(%f)                     the source of %c is %sum
 
-    Args:
-        module: the program.
-        frame: where the value stands.
-        name: of the value.
-        through: opcodes whose first operand is followed.
+    `through` are the opcodes whose first operand is followed.
     """
     value = found = Value(frame, name, None)
     while (line := value.frame.computation.by_name.get(value.name)) is not None:
@@ -114,11 +110,8 @@ def arguments_of(
     What comes through scalars does not count. Of an update `w - rate * (g + decay * w)`, these are
     those of `w`, and whatever the gradient `g` was computed from.
 
-    Args:
-        module: the program.
-        values: where to start.
-        until: says which values are not followed further back.
-        seen: collects the keys of the values that were come to.
+    `until` says which values are not followed further back; `seen` collects the keys of all that
+    were come to.
     """
     found: set[int] = set()
     waiting = list(values)
@@ -199,12 +192,8 @@ def follow(
 ) -> Iterator[Use]:
     """Yield the real consumers of a value; returning it from a program or a loop is one.
 
-    Args:
-        module: the program.
-        value: to follow, past each place once.
-        through: opcodes that hand a value on.
-        into: opcodes whose computations are entered.
-        seen: the keys of the values that were come to.
+    It goes through opcodes that hand a value on and into the computations of others, past each
+    place once.
     """
     seen = set() if seen is None else seen
     if value.key in seen or len(seen) > MOST_PLACES:

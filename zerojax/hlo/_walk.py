@@ -37,11 +37,8 @@ def walk(module: Module, into: Collection[str] | None = None) -> Iterator[tuple[
         %layers: %f = fusion(...), calls=%scatter
         %scatter: %s = all-reduce(...)
 
-    visits %l, %f (in loop %l), %s (in loop %l) and %r.
-
-    Args:
-        module: the program.
-        into: opcodes whose computations are visited too; all by default.
+    visits %l, %f (in loop %l), %s (in loop %l) and %r. `into` are the opcodes whose computations
+    are visited too; all by default.
     """
     yield from _visit(module, Site(frame=Frame(computation=module.entry)), into)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,11 +60,8 @@ def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
         return whole(checkpoint_name(part, LAYER_INPUT), axis)
 
     # What is cut and made whole again has the gradient of what was whole all the time: were it cut
-    # too, the layer before would have to gather it. Rematerialisation must see the name, so that
-    # the forward rule does not call `wait`, which would hide it.
-    wait = jax.custom_vjp(named)
-    wait.defvjp(lambda x: (named(x), None), lambda _, g: (whole(g, axis),))
-    return wait(x)
+    # too, the layer before would have to gather it.
+    return _with_whole_gradient(named, x, axis)
 
 
 def whole(x: jax.Array, axis: str | None) -> jax.Array:
@@ -74,13 +72,17 @@ def whole(x: jax.Array, axis: str | None) -> jax.Array:
 
 def whole_gradient(x: jax.Array, axis: str | None) -> jax.Array:
     """Return a layer's output [B, ...] as it is, and make its gradient whole."""
+    return x if _dim_to_cut(x, axis) is None else _with_whole_gradient(lambda x: x, x, axis)
 
-    @jax.custom_vjp
-    def out(x: jax.Array) -> jax.Array:
-        return x
 
-    out.defvjp(lambda x: (x, None), lambda _, g: (whole(g, axis),))
-    return x if _dim_to_cut(x, axis) is None else out(x)
+def _with_whole_gradient(
+    place: Callable[[jax.Array], jax.Array], x: jax.Array, axis: str | None
+) -> jax.Array:
+    placed = jax.custom_vjp(place)
+    # Rematerialisation must see names, so that the forward rule does not call `placed`, which would
+    # hide them.
+    placed.defvjp(lambda x: (place(x), None), lambda _, g: (whole(g, axis),))
+    return placed(x)
 
 
 def _dim_to_cut(x: jax.Array, axis: str | None) -> int | None:

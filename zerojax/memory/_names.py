@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,28 +60,21 @@ def checkpoint_names(function: Callable[..., Any], *args: Any) -> tuple[NamedVal
         A row per name, shape and dtype, in the order of the program. A layer's input has the name
         "layer_input" besides.
     """
-    found: dict[tuple[Any, ...], int] = {}
+    found: Counter[tuple[str, tuple[int, ...], Any]] = Counter()
     for name, aval, count in _walk(jax.make_jaxpr(function)(*args), 1):
-        key = (name, tuple(aval.shape), aval.dtype)
-        found[key] = found.get(key, 0) + count
-    return tuple(
-        NamedValue(name, shape, dtype, count) for (name, shape, dtype), count in found.items()
-    )
+        found[name, tuple(aval.shape), aval.dtype] += count
+    return tuple(NamedValue(*key, count) for key, count in found.items())
 
 
 def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
     """Refuse names that a function does not have; the message lists those that it has."""
-    asked = [name for name in wanted if name != LAYER_INPUT]
-    if not asked:
-        return
-    there = sorted({name for name, _, _ in _walk(jaxpr, 1)})
-    for name in asked:
+    there = {LAYER_INPUT, *(name for name, _, _ in _walk(jaxpr, 1))} if wanted else set()
+    for name in wanted:
         if name not in there:
-            known = sorted(there, key=lambda k: -difflib.SequenceMatcher(None, name, k).ratio())
-            listed = ", ".join([*known, LAYER_INPUT])
+            known = difflib.get_close_matches(name, sorted(there), n=len(there), cutoff=0)
             raise ValueError(
                 f"RematPolicy: no value of the function has the name {name!r}; names, nearest "
-                f"first: {listed}; jax.ad_checkpoint.checkpoint_name gives a value its name"
+                f"first: {', '.join(known)}; jax.ad_checkpoint.checkpoint_name gives one its name"
             )
 
 
@@ -107,13 +101,8 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
     """Return which inputs of a scan's body are activations that it carries on.
 
     Of `{ lambda w h i s. h2 = dot_general h w; i2 = add i 1 in (h2, i2) }` with w constant, h and i
-    carried and s sliced, where h comes from the batch: (False, True, False, False).
-
-    Args:
-        body: the jaxpr of one step.
-        moving: which of the scan's inputs come from activations.
-        num_consts: inputs that are the same at each step.
-        num_carry: inputs that are carried, after them.
+    carried and s sliced, where h comes from the batch: (False, True, False, False). `moving` says
+    which inputs come from activations; constants are first among them, then what is carried.
     """
     jaxpr = opened(body)[0]
     flags, before = list(moving), -1

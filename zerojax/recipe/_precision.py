@@ -120,18 +120,14 @@ class Precision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as JSON values, dtypes by name."""
-        names = {
-            name: None if (dtype := getattr(self, name)) is None else dtype.name
-            for name in ("params", "master", "reduce")
-        }
-        scale = None if self.loss_scale is None else dataclasses.asdict(self.loss_scale)
-        return names | {"loss_scale": scale}
+        held = dataclasses.asdict(self)
+        return {name: x.name if isinstance(x, jnp.dtype) else x for name, x in held.items()}
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Precision:
         """Read what `to_dict` returned."""
         scale = given.get("loss_scale")
-        return cls(**given | {"loss_scale": None if scale is None else DynamicLossScale(**scale)})
+        return cls(**given | {"loss_scale": scale and DynamicLossScale(**scale)})
 
 
 #: What precisions are called: the paper's mixed precision is "fp16", today's is "bf16".

@@ -82,8 +82,7 @@ class Recipe:
         if reduce not in (None, *get_args(Reduce)):
             raise ValueError(f"reduce must be 'once', 'each' or None, got {reduce!r}")
         if clip_norm is not None:
-            is_number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
-            if not is_number or not clip_norm > 0:
+            if not _is_number(clip_norm) or not clip_norm > 0:
                 raise ValueError(f"clip_norm must be a positive number, got {clip_norm!r}")
             clip_norm = float(clip_norm)
         if not isinstance(skip_nonfinite, bool):
@@ -93,8 +92,7 @@ class Recipe:
         if bucket_bytes is not None:
             bucket_bytes = _count("bucket_bytes", bucket_bytes)
         if prefetch is not None:
-            is_number = isinstance(prefetch, numbers.Real) and not isinstance(prefetch, bool)
-            if not is_number or not 0 <= prefetch <= 1:
+            if not _is_number(prefetch) or not 0 <= prefetch <= 1:
                 raise ValueError(
                     f"prefetch must be a part of a layer, from 0 to 1, or None, got {prefetch!r}"
                 )
@@ -170,12 +168,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as JSON values."""
-        remat, offload = (
-            None if policy is None else dataclasses.asdict(policy)
-            for policy in (self.remat, self.offload)
-        )
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {"precision": self.precision.to_dict(), **plain, "remat": remat, "offload": offload}
+        return dataclasses.asdict(self) | {"precision": self.precision.to_dict()}
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Recipe:
@@ -204,9 +197,6 @@ class Recipe:
         return cls(**given)
 
 
-_PLAIN = ("accumulate", "reduce", "clip_norm", "skip_nonfinite", "bucket_bytes", "prefetch")
-
-
 def as_recipe(recipe: Recipe | None) -> Recipe:
     """Return the recipe, or the default for None; refuse anything else."""
     if recipe is None:
@@ -219,8 +209,12 @@ def as_recipe(recipe: Recipe | None) -> Recipe:
     )
 
 
+def _is_number(value: Any, kind: type = numbers.Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _count(name: str, value: Any) -> int:
     """Return a positive whole number as an int, or raise a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+    if not _is_number(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name} must be a positive whole number, got {value!r}")
     return int(value)
