@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,21 +12,6 @@ from zerojax._extras import extra
 
 if TYPE_CHECKING:
     import grain
-
-
-@dataclasses.dataclass(frozen=True)
-class _Windows:
-    """Cut tokens into windows of context + 1; neighbours share one, so each is predicted once."""
-
-    tokens: np.ndarray
-    context: int
-
-    def __len__(self) -> int:
-        return max((self.tokens.size - 1) // self.context, 0)
-
-    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
-        start = index.__index__() * self.context
-        return self.tokens[start : start + self.context + 1].astype(np.int32)
 
 
 class BatchIterator(Iterator[np.ndarray]):
@@ -94,18 +78,23 @@ def make_batches(
             f"process_index is {process_index}; of {process_count} processes, "
             f"give 0 to {process_count - 1}"
         )
-    windows = _Windows(tokens, context)
-    num_batches = len(windows) // batch_size
+    num_windows = max((tokens.size - 1) // context, 0)
+    num_batches = num_windows // batch_size
     if not num_batches:
         raise ValueError(
-            f"{tokens.size} tokens make {len(windows)} windows of context {context}, fewer than a "
+            f"{tokens.size} tokens make {num_windows} windows of context {context}, fewer than a "
             f"batch of {batch_size}; give more text, a smaller batch or a smaller context"
         )
 
     with extra("cli", "zerojax.data.make_batches"):
         import grain  # takes a second or two, which importing zerojax should not
 
-    dataset = grain.MapDataset.source(windows).shuffle(seed)[: num_batches * batch_size]
+    def window(index: int) -> np.ndarray:
+        """Return context + 1 tokens; neighbours share one, so each is predicted once."""
+        return tokens[index * context : (index + 1) * context + 1].astype(np.int32)
+
+    dataset = grain.MapDataset.range(num_windows).map(window)
+    dataset = dataset.shuffle(seed)[: num_batches * batch_size]
     dataset = dataset[process_index::process_count].repeat(num_epochs)
     dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
     # The tokens are in memory, so threads would only take turns; without them Ctrl-C ends at once.
