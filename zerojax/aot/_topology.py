@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -111,17 +112,18 @@ def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
         devices = tpu_devices(name, **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(_unknown(topology.name, f"is refused by libtpu: {error}")) from error
-    # Slices go to the first axes that they divide: what lies there crosses the network.
-    outer, left = [], topology.num_slices
-    for size in shape:
-        outer.append(math.gcd(size, left))
-        left //= outer[-1]
-    inner = [size // slices for size, slices in zip(shape, outer, strict=True)]
+    place = functools.partial(mesh_utils.create_device_mesh, shape)
+    if topology.num_slices > 1:
+        # The first axes that they divide span the slices: what lies there crosses the network.
+        outer, left = [], topology.num_slices
+        for size in shape:
+            outer.append(math.gcd(size, left))
+            left //= outer[-1]
+        inner = [size // slices for size, slices in zip(shape, outer, strict=True)]
+        place = functools.partial(mesh_utils.create_hybrid_device_mesh, inner, outer)
     for split in (False, True):  # an axis on whole torus dims first, then on parts of them
         try:
-            return mesh_utils.create_hybrid_device_mesh(
-                inner, outer, devices, allow_split_physical_axes=split
-            )
+            return place(devices, allow_split_physical_axes=split)
         except (NotImplementedError, ValueError):
             continue  # this shape doesn't lie along this torus so
     return np.array(devices).reshape(shape)

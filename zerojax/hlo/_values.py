@@ -60,7 +60,8 @@ def source_of(
         if value.index is None:
             found = value
         is_part = line.opcode == "tuple" and value.index is not None
-        is_input = line.opcode == "parameter" and _is_inlined(value.frame)
+        caller = value.frame.caller
+        is_input = line.opcode == "parameter" and caller and caller.opcode in _INLINED
         is_element = line.opcode == "get-tuple-element" and value.index is None
         if line.opcode in (through if value.index is None else _WHOLE.intersection(through)):
             value = replace(value, name=line.operands[0])
@@ -207,7 +208,8 @@ def follow(
             yield Use(user, value.casts)
             continue
         else:
-            names = (parameter.name for parameter in _parameters(inner, value.name))
+            given = (at for at, name in enumerate(user.operands) if name == value.name)
+            names = (inner.computation.parameters[at].name for at in given)
             after = (replace(value, frame=inner, name=name) for name in names)
         for one in after:
             yield from follow(module, one, through, into, seen)
@@ -236,14 +238,3 @@ def _handed_on(value: Value, user: Instruction) -> Iterator[Value]:
         if user.opcode == "convert":
             casts = (*casts, user.shapes[0].dtype)
         yield replace(after, index=value.index if user.opcode in _WHOLE else None, casts=casts)
-
-
-def _parameters(inner: Frame, name: str) -> list[Instruction]:
-    """List the parameters as which a callee is given a value."""
-    operands = inner.caller.operands if inner.caller is not None else ()
-    numbers = [number for number, operand in enumerate(operands) if operand == name]
-    return [inner.computation.parameters[number] for number in numbers]
-
-
-def _is_inlined(frame: Frame) -> bool:
-    return frame.caller is not None and frame.caller.opcode in _INLINED

@@ -30,7 +30,9 @@ class Site:
     keeps_part: bool = False  # within a TPU fusion that keeps one part of its all-reduce
 
 
-def walk(module: Module, into: Collection[str] | None = None) -> Iterator[tuple[Site, Instruction]]:
+def walk(
+    module: Module, into: Collection[str] | None = None, site: Site | None = None
+) -> Iterator[tuple[Site, Instruction]]:
     """Visit every instruction that the program runs, once for each place that calls it.
 
         ENTRY %main: %l = while(...), body=%layers;  %r = all-reduce(...)
@@ -38,18 +40,13 @@ def walk(module: Module, into: Collection[str] | None = None) -> Iterator[tuple[
         %scatter: %s = all-reduce(...)
 
     visits %l, %f (in loop %l), %s (in loop %l) and %r. `into` are the opcodes whose computations
-    are visited too; all by default.
+    are visited too, all by default; `site` is where it starts, by default the entry.
     """
-    yield from _visit(module, Site(frame=Frame(computation=module.entry)), into)
-
-
-def _visit(
-    module: Module, site: Site, into: Collection[str] | None
-) -> Iterator[tuple[Site, Instruction]]:
+    site = site or Site(frame=Frame(computation=module.entry))
     for line in site.frame.computation.instructions:
         yield site, line
         for inner in inner_sites(module, site, line, into):
-            yield from _visit(module, inner, into)
+            yield from walk(module, into, inner)
 
 
 def inner_sites(
