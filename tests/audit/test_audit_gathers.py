@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 
+import zerojax
 from tests.audit.audit_programs import (
     HIDDEN,
     LAYERS,
@@ -16,7 +19,7 @@ from tests.audit.audit_programs import (
     mse,
     only,
 )
-from zerojax.audit import audit
+from zerojax.audit import Program, audit
 
 
 def scan_loss(mesh, *, inside, remat=True):
@@ -72,3 +75,20 @@ def test_weights_kept_without_a_scan_are_caught(make, mesh8, remat):
     layout = make(3, "list")
     report = audit(compile_step(list_loss(mesh8, remat=remat), layout), layout)
     assert kinds(report) == (set() if remat else {"kept gather"})
+
+
+@pytest.mark.parametrize("tree", ["list", "stack"])
+def test_layers_that_are_gathered_at_once_are_caught(make, mesh8, tree):
+    """A CPU's compiler gathers all layers of a list first; what another would do is judged."""
+    layout = make(3, tree)
+    loss = list_loss(mesh8, remat=True) if tree == "list" else scan_loss(mesh8, inside=True)
+    program = Program.of(compile_step(loss, layout))
+    recipe = zerojax.Recipe(prefetch=0)
+    assert "gathered at once" not in kinds(audit(program, layout, recipe))  # no remedy there
+    report = audit(dataclasses.replace(program, platform="gpu"), layout, recipe)
+    found = [problem for problem in report.problems if problem.kind == "gathered at once"]
+    assert len(found) == (tree == "list")
+    for problem in found:
+        assert "layer0/down" in problem.where
+        assert "1 layer(s) of 16,384 elements" in problem.expected
+        assert "optimization_barrier" in problem.remedy

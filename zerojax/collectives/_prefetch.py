@@ -97,7 +97,9 @@ LATE = (
 
 
 def _layer_size(layout: Layout) -> int:
-    return sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in layout.largest_layer)
+    """Count the elements of the largest layer; where there are none, of the largest leaf."""
+    layers = layout.layers or [[leaf] for leaf in layout.leaves]
+    return max(sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in one) for one in layers)
 
 
 class _Prefetch:

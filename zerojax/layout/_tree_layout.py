@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -156,11 +156,11 @@ class TreeLayout:
         return kind in self.kinds
 
     @cached_property
-    def largest_layer(self) -> tuple[LeafLayout, ...]:
-        """The leaves of the largest layer; where there are no layers, the largest leaf.
+    def layers(self) -> tuple[tuple[LeafLayout, ...], ...]:
+        """The leaves of each layer; those of no layer are left out.
 
-        A layer of a stack is one slice of all stacks of its height; one of a list or a dict is what
-        stands below a number in paths, `blocks/0/...` or `layer_0/...`.
+        Stacks of one height are a layer: a slice of each. One of a list or a dict is what stands
+        below a number in paths, `blocks/0/...` or `layer_0/...`.
         """
         layers: dict[Any, list[LeafLayout]] = {}
         for leaf in self.leaves:
@@ -168,11 +168,7 @@ class TreeLayout:
             name = leaf.shape[: leaf.stacked] or (numbered and numbered[0])
             if name:
                 layers.setdefault(name, []).append(leaf)
-
-        def size(layer: Iterable[LeafLayout]) -> int:
-            return sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in layer)
-
-        return tuple(max(layers.values() or ((leaf,) for leaf in self.leaves), key=size))
+        return tuple(map(tuple, layers.values()))
 
     def owners(self, path: str) -> Iterator[int]:
         """Yield the parameters whose paths end a path, the longest first; `.` ends every path."""

@@ -37,6 +37,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "offload": _recipe.check_offload,
     "hoisted gather": _gather.check_hoisted,
     "kept gather": _gather.check_kept,
+    "gathered at once": _gather.check_alive,
     "host traffic": _host.check_host_traffic,
     "exposed": _schedule.check_exposed,
     "recompile": _state.check_recompile,
@@ -48,7 +49,6 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _traffic.note_traffic,
     _volume.note_recipe,
     _dtype.note_dtypes,
-    _gather.note_alive,
     _schedule.note_exposed,
 )
 
