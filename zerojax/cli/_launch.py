@@ -25,7 +25,7 @@ class LaunchOptions(CommandOptions):
 
     processes: int = option(2, "-n", "--processes", min=1)
     """Processes to start."""
-    words: tuple[str, ...] = argument("-- train ...", several=True)
+    words: tuple[str, ...] = argument("-- train", several=True)
     """The command, `train` with its options."""
 
     def __post_init__(self) -> None:
