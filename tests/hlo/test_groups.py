@@ -20,6 +20,11 @@ def test_groups_in_every_spelling():
     assert parse_groups("mesh['a'=2,'b'=2] {'b','a'}", 4) == ((0, 2, 1, 3),)
     assert parse_groups("mesh['a'=8] {'a':(1)2}", 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert parse_groups("mesh['a'=8] {'a':(1)2,'a':(4)2}", 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert parse_groups("mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'a'}", 4) == ((3, 1), (2, 0))
+    turned = "mesh['a'=2,'b'=2], device_ids=([2,2]<=[2,2]T(1,0)) {'b'}"
+    # as a CPU writes it where both axes of a mesh cut a weight
+    short = "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}"
+    assert parse_groups(short, 4) == parse_groups(turned, 4) == ((0, 2), (1, 3))
     for unknown in ("lattice[2,4]", "mesh['a'=2] {'c'}", "mesh['a'=2], device_ids=(0) {'a'}"):
         assert parse_groups(unknown, 8) is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +13,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 # {{0,1},{2,3}}
 _LIST = re.compile(r"\{(?:\{[\d,\s]*\}(?:,\s*\{[\d,\s]*\})*)?\}")
-# [2,4]<=[4,2]T(1,0): 0 to 7 as 4 x 2, transposed, as two groups of four
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# mesh['a'=2,'b'=4] {'b','a':(1)2}: the devices in order; of others, nothing is read
-_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+# [2,4]<=[4,2]T(1,0): 0 to 7 as 4 x 2, transposed, as two groups of four; of device_ids, [4,2]T(1,0)
+_IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}")
 
 
 @lru_cache(maxsize=4096)
@@ -25,17 +24,15 @@ def parse_groups(text: str, num_devices: int) -> Groups | None:
     """Read the value of `replica_groups=` in any of its spellings, or return None.
 
     The spellings: `{{0,1},{2,3}}`, `{}` (all devices), the iota `[2,4]<=[4,2]T(1,0)`, and mesh axes
-    `mesh['a'=2,'b'=4] {'b','a':(1)2}`.
+    `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}`.
     """
     if match := _LIST.match(text):
         groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", match[0]))
         return groups or (tuple(range(num_devices)),)
-    if match := _IOTA.match(text):
-        ids = np.arange(math.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
-        ids = ids.transpose(_numbers(match[3])) if match[3] else ids
-        return _rows(ids.reshape(_numbers(match[1])))
+    if (match := _IOTA.match(text)) and match[1]:
+        return _rows(_iota(match).reshape(_numbers(match[1])))
     match = _MESH.match(text)
-    return match and _mesh_groups(match[1], match[2])
+    return match and _mesh_groups(match[1], match[2], match[3])
 
 
 def parse_pairs(text: str) -> Groups | None:
@@ -73,32 +70,33 @@ def mesh_axes(
     )
 
 
-def _mesh_groups(axes: str, grouped: str) -> Groups | None:
+def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups | None:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
-    # Every axis is cut where one of its sub-axes begins or ends: 'b':(2)4 is 4 after the first 2.
-    cuts = {name: {1, size} for name, size in sizes.items()}
-    wanted: list[tuple[str, int, int]] = []
-    for name, pre, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped):
-        if name not in sizes:
-            return None
-        start = int(pre or 1)
-        stop = start * int(size or sizes[name])
-        cuts[name] |= {start, stop}
-        wanted.append((name, start, stop))
-    dims = [(name, *part) for name in sizes for part in itertools.pairwise(sorted(cuts[name]))]
-    if any(high % low for _, low, high in dims):
+    ids = np.arange(math.prod(sizes.values()))
+    if device_ids:
+        match = _IOTA.match(device_ids.strip())
+        ids = _iota(match) if match else np.array(_numbers(device_ids))
+    if ids.size != math.prod(sizes.values()):
         return None
-    inside = [
-        i
-        for name, start, stop in wanted
-        for i, (dim, low, high) in enumerate(dims)
-        if dim == name and start <= low and high <= stop
-    ]
-    outside = [i for i in range(len(dims)) if i not in inside]
-    shape = [high // low for _, low, high in dims]
-    width = math.prod(shape[i] for i in inside)
-    ids = np.arange(math.prod(shape)).reshape(shape).transpose(outside + inside)
-    return _rows(ids.reshape(-1, width))
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), ids.size)  # [axis, device]
+    outside, inside, width = dict(zip(sizes, places, strict=True)), [], 1
+    # 'b':(2)4 of an axis of 16 is the digit of 4 after the first 2: i // 2 % 4
+    for name, pre, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped):
+        count = int(size or sizes.get(name, 1))
+        stride, rest = divmod(sizes.get(name, 0), int(pre or 1) * count)
+        if not stride or rest:
+            return None
+        digit = outside[name] // stride % count
+        outside[name] = outside[name] - digit * stride
+        inside.append(digit)
+        width *= count
+    order = np.lexsort((*inside[::-1], *list(outside.values())[::-1]))
+    return _rows(ids[order].reshape(-1, width))
+
+
+def _iota(match: re.Match[str]) -> np.ndarray:
+    ids = np.arange(math.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
+    return (ids.transpose(_numbers(match[3])) if match[3] else ids).ravel()
 
 
 def _rows(array: np.ndarray) -> Groups:
