@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, called, opened
+from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, called, opened, scan_parts
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening
 from zerojax.collectives._forms import constrain
 from zerojax.collectives._gather import PerDevice, scatter, shard_spec
@@ -128,13 +128,28 @@ def copied_if_tied(box: Any, uses: list[Any], opening: Opening) -> Any:
     return copied(box, opening) if is_plain and is_tied else box
 
 
-def uses_of(program: Any, index: int) -> list[Any]:
-    """List the equations that read an input of a program, in calls too."""
+def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
+    """List the equations that read an input of a program, in calls too.
+
+    With `in_loops` a scan is looked into, too: what it slices by itself is no use, and what is the
+    same in each of its turns is used where its body reads it.
+    """
     jaxpr, _ = opened(program)
-    var, enters = jaxpr.invars[index], PLAIN_CALLS | {REMATERIALISED}
-    uses = [(eqn, i) for eqn in jaxpr.eqns for i, atom in enumerate(eqn.invars) if atom is var]
-    inner = [uses_of(called(e), i) if e.primitive.name in enters else [e] for e, i in uses]
-    return [eqn for found in inner for eqn in found]
+    var = jaxpr.invars[index]
+    places = [(eqn, i) for eqn in jaxpr.eqns for i, atom in enumerate(eqn.invars) if atom is var]
+    found = []
+    for eqn, place in places:
+        if eqn.primitive.name in PLAIN_CALLS | {REMATERIALISED}:
+            found += uses_of(called(eqn), place, in_loops)
+        elif eqn.primitive.name == "scan" and in_loops:
+            num_consts, num_carry = scan_parts(eqn.params)
+            if place < num_consts:
+                found += uses_of(eqn.params["jaxpr"], place, in_loops)
+            elif place < num_consts + num_carry:
+                found.append(eqn)
+        else:
+            found.append(eqn)
+    return found
 
 
 def _is_lookup(eqn: Any) -> bool:

@@ -22,7 +22,6 @@ from zerojax.collectives._examples import (
 )
 from zerojax.collectives._forms import constrain, to_stored
 from zerojax.collectives._gather import PerDevice, scatter
-from zerojax.collectives._mixing import Refused
 from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
 
@@ -139,18 +138,12 @@ def warn_unless_mean(
         count: microbatches per step.
     """
     logical = layout.map_leaves(lambda leaf, x: jax.ShapeDtypeStruct(leaf.shape, x.dtype), params)
-    if refused := _why_no_mean(loss_fn, logical, batch, count):
+    if refused := why_no_mean(loss_fn, logical, batch, count):
         warnings.warn(
             f"with accumulate={count} each microbatch computes its own loss, whose average may be "
             f"another one than that of the batch: {refused}; if that is not meant, write {REMEDY}",
             stacklevel=2,
         )
-
-
-def _why_no_mean(loss_fn: StepLoss, params: PyTree, batch: PyTree, count: int) -> Refused | None:
-    """Return why the average over parts of microbatches is not the loss of one."""
-    first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
-    return why_no_mean(lambda params, batch: loss_fn(params, batch, None), params, first)
 
 
 def reduce_once(
@@ -198,7 +191,7 @@ def reduce_once(
     is_row: list[bool] = []
 
     def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-        if refused := _why_no_mean(loss_fn, params, batch, count):
+        if refused := why_no_mean(loss_fn, params, batch, count):
             raise ValueError(
                 "with reduce='once' each device computes the loss of its own examples, and "
                 f"{refused}; write Recipe(reduce='each'), or {REMEDY}"

@@ -28,12 +28,10 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._jaxpr import (
-    PLAIN_CALLS,
     REMATERIALISED,
     bind,
     called,
     has_inside,
-    opened,
     run,
     run_scan,
     runs_in_place,
@@ -185,8 +183,10 @@ class _Retracer:
 
         Of `h @ dynamic_index_in_dim(stack, i)` a layer is gathered, inside the loop.
         """
-        slices = _slices(program, index) if isinstance(value, Boxed) else None
-        if slices is None:
+        if not isinstance(value, Boxed):
+            return value
+        slices = uses_of(program, index, in_loops=True)
+        if not all(map(is_slice, slices)):
             return self.opening.opened(value)
         if all(keeps_parts(eqn, value, self.opening) for eqn in slices):
             return value
@@ -272,29 +272,3 @@ def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:
             "where it would be lost; return what changes (aux), and pass it in as an argument"
         )
     return out
-
-
-def _slices(program: Any, index: int) -> list[Any] | None:
-    """List the equations of a loop's body that slice a constant; None where it is read whole."""
-    jaxpr, _ = opened(program)
-    var = jaxpr.invars[index]
-    found: list[Any] = []
-    for eqn in jaxpr.eqns:
-        for place in (i for i, atom in enumerate(eqn.invars) if atom is var):
-            inner = _slices_of(eqn, place)
-            if inner is None:
-                return None
-            found += inner
-    return None if var in jaxpr.outvars else found
-
-
-def _slices_of(eqn: Any, place: int) -> list[Any] | None:
-    """List the slices that an equation takes of an operand; a scan asks for its own by itself."""
-    if eqn.primitive.name in PLAIN_CALLS or eqn.primitive.name == REMATERIALISED:
-        return _slices(called(eqn), place)
-    if eqn.primitive.name == "scan":
-        num_consts, num_carry = scan_parts(eqn.params)
-        if place < num_consts:
-            return _slices(eqn.params["jaxpr"], place)
-        return [] if place >= num_consts + num_carry else None
-    return [eqn] if is_slice(eqn) else None

@@ -26,7 +26,7 @@ from jax.interpreters import partial_eval
 
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts
 from zerojax._types import PyTree
-from zerojax.collectives._examples import is_key, map_batch, num_examples, resized
+from zerojax.collectives._examples import is_key, map_batch, microbatch, num_examples, resized
 from zerojax.collectives._mixing import LINEAR, Refused, Value, check_operands, meet, result_of
 
 #: What a loss should be where parts of the batch are averaged.
@@ -37,17 +37,19 @@ REMEDY = (
 
 
 def why_no_mean(
-    loss_fn: Callable[[PyTree, PyTree], Any], params: PyTree, batch: PyTree
+    loss_fn: Callable[[PyTree, PyTree, None], Any], params: PyTree, batch: PyTree, count: int
 ) -> Refused | None:
-    """Return why a loss is not the mean of what it is for parts of the batch; None if it is.
+    """Return why the loss of a microbatch is not the mean of those of its parts; None if it is.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` returns the loss and whatever else.
+        loss_fn: `loss_fn(params, microbatch, None)` returns the loss and whatever else.
         params, batch: arrays or shapes.
+        count: microbatches of the batch.
 
     Returns:
         What says the operation, and where it stands.
     """
+    batch = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
     few = max(num_examples(batch) or 0, 2)
     values = [
         *(Value() for _ in jax.tree.leaves(params)),
@@ -66,7 +68,7 @@ def why_no_mean(
 def _traced(loss_fn: Any, params: PyTree, batch: PyTree, size: int) -> core.ClosedJaxpr:
     """Trace the loss alone, without what else is returned, for some number of examples."""
     try:
-        traced = jax.make_jaxpr(loss_fn)(params, resized(batch, size))
+        traced = jax.make_jaxpr(loss_fn)(params, resized(batch, size), None)
     except Exception as error:
         if size == num_examples(batch):
             raise
