@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
+from zerojax.hlo import _spellings as spelled
 from zerojax.hlo._collectives import Collective, Collectives
-from zerojax.hlo._groups import Groups, parse_groups, parse_pairs
+from zerojax.hlo._groups import parse_groups, parse_pairs
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor, parse_module
-from zerojax.hlo._spellings import (
-    ASYNC_BESIDE,
-    ASYNC_END,
-    BETWEEN_SLICES,
-    BLOCKING,
-    CALLBACK,
-    LIBRARY_CALL,
-    WINDOW,
-    having,
-)
 from zerojax.hlo._values import KEEPS, Frame, is_sliced, is_zero, source_of
 from zerojax.hlo._walk import Site, walk
 
-OPS = having("moves")
+OPS = spelled.having("moves")
 _TRANSFERS = ("send", "recv")
+_SCATTER_FUSION = "all-reduce-scatter fusion"
 _OPCODE = re.compile(rf"(?:{'|'.join(sorted(OPS))})(?:-start|-update|-done)?|send|recv")
 _MENTIONED = re.compile(rf" (?:{'|'.join(sorted(OPS))}|send|recv)(?:-start)?\(")
 
@@ -52,7 +45,7 @@ def parse_collectives(program: str | Module) -> Collectives:
         role, _ = async_role(site.frame.computation, line)
         if role == "repeat":
             continue
-        is_start = line.opcode.endswith("-start") and not BLOCKING.search(line.attributes)
+        is_start = line.opcode.endswith("-start") and not spelled.BLOCKING.search(line.attributes)
         is_async = site.is_async or role == "start" or is_start
         found = _read(module, dataclasses.replace(site, is_async=is_async), line)
         if found is not None:
@@ -86,10 +79,10 @@ def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     chain = line.attribute("chain_id")
     key = chain or line.attribute("channel_id") or ""
     users = computation.users.get(line.name, [])
-    ends = {end[1] for user in users if (end := ASYNC_END.search(user.attributes))}
+    ends = {end[1] for user in users if (end := spelled.ASYNC_END.search(user.attributes))}
     if "Start" in ends:
         return "start", key
-    is_beside = ASYNC_BESIDE.match(computation.name)
+    is_beside = spelled.ASYNC_BESIDE.match(computation.name)
     return ("repeat" if chain or ends or is_beside else "", key)
 
 
@@ -107,7 +100,7 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
                     repeats.setdefault(chain, f"{computation.name}/{line.name}")
                 if role == "repeat" or is_end(line):
                     continue
-            elif line.opcode != "custom-call" or not LIBRARY_CALL.search(line.attributes):
+            elif line.opcode != "custom-call" or not spelled.LIBRARY_CALL.search(line.attributes):
                 continue
             if (computation.name, line.name) not in read:
                 lines.append(f"{computation.name}/{line.name} = {line.opcode}(...)")
@@ -140,77 +133,70 @@ def _read(module: Module, site: Site, line: Instruction) -> list[Collective] | N
         known = known[:1]  # the others are the result's buffer, offsets and sizes
     joined = _joined(module, site, line) if op == "all-reduce" and len(known) == 1 else []
     known = joined or known
-    parts = [0] * len(known) if joined else range(len(known))
+    if any(tensor.bits is None for tensor in known):
+        return None
     records = []
-    for index, (tensor, part) in enumerate(zip(known, parts, strict=True)):
-        record = _build(module, site, line, op, tensor, groups, size, part)
-        if record is None:
-            return None
-        if op == "all-reduce":
-            record = _respelled(module, site, line, record, part, 1 if joined else len(known))
-        records.append(dataclasses.replace(record, combined=len(known), part=index))
+    for index, tensor in enumerate(known):
+        at = None if joined or len(known) == 1 else index
+        spelling = _spell(module, site, line, at) if op == "all-reduce" else op
+        records.append(
+            _record(
+                *(module, site, line, at or 0, tensor),
+                op="reduce-scatter" if spelling == _SCATTER_FUSION else op,
+                spelling=spelling,
+                groups=groups,
+                group_size=size,
+                combined=len(known),
+                part=index,
+            )
+        )
     return records
 
 
-def _respelled(
-    module: Module, site: Site, line: Instruction, record: Collective, part: int, num_parts: int
-) -> Collective:
-    """Name an all-reduce that does something else."""
+def _spell(module: Module, site: Site, line: Instruction, part: int | None) -> str:
+    """Name an all-reduce, or a part of a combined one, by what it does."""
     if site.keeps_part:
-        spelling = "all-reduce-scatter fusion"
-        return dataclasses.replace(record, op="reduce-scatter", spelling=spelling)
+        return _SCATTER_FUSION
     users = site.frame.computation.users.get(line.name, [])
     done = next((user.name for user in users if user.opcode.endswith("-done")), line.name)
-    if is_sliced(module, site.frame, done, part if num_parts > 1 else None):
-        return dataclasses.replace(record, spelling="all-reduce + slice")
-    if _is_placed(module, site.frame, line.operands[part]):
-        return dataclasses.replace(record, spelling="all-reduce of parts")
-    return record
+    if is_sliced(module, site.frame, done, part):
+        return "all-reduce + slice"
+    is_placed = _is_placed(module, site.frame, line.operands[part or 0])
+    return "all-reduce of parts" if is_placed else "all-reduce"
 
 
 def _read_transfer(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
     """Read a send between TPU slices; its recv is the other end, a host's callback is none."""
-    between = BETWEEN_SLICES.search(line.attributes)
+    between = spelled.BETWEEN_SLICES.search(line.attributes)
     if between is None:
-        return [] if CALLBACK.search(line.attributes) else None
+        return [] if spelled.CALLBACK.search(line.attributes) else None
     op, size = between[2].lower().replace("_", "-"), len(between[1].split(","))
     if line.opcode == "recv":
         return []
-    if op not in OPS or not line.shapes:
+    if op not in OPS or not line.shapes or line.shapes[0].bits is None:
         return None
     tensor = _widen(line.shapes[0], 0, size) if op == "all-gather" else line.shapes[0]
-    record = _build(module, site, line, op, tensor, (), size)
-    return record and [dataclasses.replace(record, spelling="megascale", is_async=True)]
+    site = dataclasses.replace(site, is_async=True)
+    named = {"op": op, "spelling": "megascale"}
+    return [_record(module, site, line, 0, tensor, groups=(), group_size=size, **named)]
 
 
-def _build(
-    module: Module,
-    site: Site,
-    line: Instruction,
-    op: str,
-    tensor: Tensor,
-    groups: Groups,
-    size: int,
-    part: int = 0,
-) -> Collective | None:
-    if tensor.bits is None:
-        return None
-    origin = _origin(site.frame, line, part)
+def _record(
+    module: Module, site: Site, line: Instruction, operand: int, tensor: Tensor, **told: Any
+) -> Collective:
+    origin = _origin(site.frame, line, operand)
     return Collective(
-        op=op,
-        spelling=op,
         name=line.name,
         dtype=tensor.dtype,
         shape=tensor.dims,
-        item_bits=tensor.bits,
-        groups=groups,
-        group_size=size,
+        item_bits=tensor.bits or 0,
         loops=site.loops,
         branches=site.branches,
         is_async=site.is_async,
         computation=site.frame.computation.name,
         op_name=origin.op_name,
         source=module.source(origin),
+        **told,
     )
 
 
@@ -293,7 +279,7 @@ def _name_windows(records: list[Collective]) -> list[Collective]:
         (record.op, record.op_name, record.elements): names[match[1]]
         for record in records
         for loop in record.loops
-        if record.op == "collective-permute" and (match := WINDOW.search(loop.body))
+        if record.op == "collective-permute" and (match := spelled.WINDOW.search(loop.body))
     }
     return [
         dataclasses.replace(
