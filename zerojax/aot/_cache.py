@@ -76,15 +76,14 @@ class ProgramCache:
                 held["program"] = Program.from_json(held["program"])
             if held["shortage"] is not None:
                 held["shortage"] = Shortage(**held["shortage"])
-            found = Compilation(**held | {"is_cached": True})
             os.utime(path)  # the oldest are those that nobody asked for
+            return Compilation(**held | {"is_cached": True})
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             self.notes.append(f"the cached {path} can't be read ({reason}); compiling anew")
             return None
-        return found
 
     def keep(self, key: str, compilation: Compilation) -> None:
         """Keep a compilation, and drop others where the folder gets too large."""

@@ -34,10 +34,8 @@ class _Chunks:
     @property
     def size(self) -> int:
         """Rows in a chunk: chunks of almost equal size, as few as `chunk` allows."""
-        if self.chunk >= self.num_rows:
-            return self.num_rows
         even = -(-self.num_rows // self.num_chunks)
-        return min(self.chunk, -(-even // 128) * 128)
+        return min(self.chunk, self.num_rows, -(-even // 128) * 128)
 
     @property
     def num_chunks(self) -> int:
@@ -142,7 +140,7 @@ def _forward(
         seen = jnp.where(counts, logits, _LOW)
         higher = jnp.maximum(top, seen.max(-1))
         total = total * jnp.exp(top - higher) + jnp.exp(seen - higher[..., None]).sum(-1)
-        found += jnp.where(counts & _matches(wanted, ids), logits, 0).sum(-1)
+        found += jnp.where(counts & (wanted[..., None, None] == ids), logits, 0).sum(-1)
         return (higher, total, found), None
 
     zeros = jnp.zeros((*x.shape[:3], chunks.num_shards), jnp.float32)
@@ -165,9 +163,10 @@ def _backward(chunks: _Chunks, kept: Any, cotangent: jax.Array) -> tuple[Any, ..
         to_x, to_rows = carry  # [S, G, B/G, T, D], [G, S, R, D]
         taken = chunks.take(rows, index)
         logits = _logits(x, taken)
-        chosen = _matches(wanted, chunks.ids(index))
+        ids = chunks.ids(index)
+        chosen = wanted[..., None, None] == ids
         share = jnp.exp(logits - log_sum[..., None, None])  # [G, B/G, T, S, C]
-        slope = jnp.where(chunks.ids(index) < chunks.vocab_size, share - chosen, 0)
+        slope = jnp.where(ids < chunks.vocab_size, share - chosen, 0)
         slope = (slope * scale).astype(jnp.result_type(x, taken))
         # Repeated rows count once for x; their own gradient is written over with the same.
         taken = jnp.where(chunks.is_new(index)[:, None], taken, 0)
@@ -199,11 +198,6 @@ def _grouped(chunks: _Chunks, x: jax.Array) -> jax.Array:
 def _logits(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Multiply in the arguments' dtype, as a head that holds all logits does; then widen."""
     return jnp.einsum("gbtd,scd->gbtsc", x, rows).astype(jnp.float32)
-
-
-def _matches(wanted: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return [G, B/G, T, S, C] which rows are targets."""
-    return wanted[..., None, None] == ids
 
 
 def _sum_first(x: jax.Array) -> jax.Array:
