@@ -40,11 +40,10 @@ def find_carries(module: Module) -> Iterator[Carry]:
         root = body.computation.root
         pairs = zip(start[1].operands, root.operands, strict=False)
         for index, (first, last) in enumerate(pairs if root.opcode == "tuple" else ()):
-            found = source_of(module, body, last)
-            if found is None or found[1].opcode not in _GROWS:
+            frame, made = source_of(module, body, last) or (body, root)
+            if made.opcode not in _GROWS or not is_zero(module, start[0], first):
                 continue
-            if _grows(module, *found, body, index) and is_zero(module, start[0], first):
-                frame, made = found
+            if _grows(module, frame, made, body, index):
                 written = source_of(module, frame, made.operands[1])
                 yield Carry(
                     loop=line.name,

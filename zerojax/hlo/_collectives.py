@@ -84,11 +84,6 @@ class Collectives:
     records: tuple[Collective, ...]
     unread: tuple[str, ...]
 
-    @property
-    def moved_elements(self) -> float:
-        """Count the elements that a device sends in a step, a conditional's worst branch."""
-        return sum_moved(self.records)
-
 
 def sum_moved(records: Iterable[Any], name: str = "moved_elements", depth: int = 0) -> float:
     """Add the moved elements, or another attribute, with each conditional's worst branch.
