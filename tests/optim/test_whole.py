@@ -150,6 +150,19 @@ def test_a_description_says_which_leaves_are_computed_whole(name):
     assert "whole matri" not in why["bias"]
 
 
+def test_a_rule_has_a_leaf_computed_where_it_is_stored():
+    params = {"experts": jnp.ones((8, 16, 24)), "whole": jnp.ones((16, 24))}
+    rules = [zerojax.Rule(path="experts", dim=0), zerojax.Rule(path="whole", whole=True)]
+    mesh = zerojax.make_mesh({"data": 8})
+    layout = zerojax.make_layout(params, mesh, stage=3, min_size=16, rules=rules)
+    tx = zerojax.sharded(muon(), layout)
+    update = jax.jit(tx.update, out_shardings=(layout.params, layout.opt_state(muon())))
+    found = moved(update.lower(params, tx.init(params), params).compile().as_text())
+    assert "all-to-all" not in found
+    assert sum(found.values()) < 16 * 24 / 8
+    assert not any("whole matri" in row.reason for row in layout.describe(muon()).rows)
+
+
 def test_a_leaf_that_the_user_cuts_too_goes_to_owners_along_both_axes():
     specs = {"stack": P(None, None, "model"), "odd": P(None, "model")}
     specs = {**dict.fromkeys(SHAPES), **specs}

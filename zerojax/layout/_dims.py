@@ -134,6 +134,8 @@ class Dims:
             self._tie(eqn, ins[skipped + first :], outs)
             test = opened(eqn.params["cond_jaxpr"])[0]
             self._tie(eqn, [*ins[:skipped], *outs], test.invars)
+            # How often it runs may differ from row to row.
+            self._mixed[id(eqn)].update(*map(self.labels, ins))
             yield test.eqns
         ins = ins[skipped:]
         self._tie(eqn, ins[first : first + carried], outs[:carried])

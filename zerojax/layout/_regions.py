@@ -29,7 +29,6 @@ from zerojax._jaxpr import (
 from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
-from zerojax.layout._leaf import LeafLayout
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._transformation import as_transformation
 from zerojax.layout._tree_layout import TreeLayout
@@ -140,28 +139,18 @@ class Regions:
         dims: the labels of the dims of its values.
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        ins: Sequence[LeafLayout | None],
-        outs: Sequence[LeafLayout],
-        layout: TreeLayout,
-    ) -> None:
-        """Read an update.
-
-        Args:
-            traced: the update of logical leaves.
-            ins: the placement of each of its inputs; None for those that no leaf says.
-            outs: that of each of its results.
-            layout: the placement of the parameters.
-        """
+    def __init__(self, traced: Traced, placed: OptimizerLayout, layout: TreeLayout) -> None:
+        """Read an update of logical leaves: gradients, state and maybe parameters, then others."""
         self.dims = Dims()
         labels: dict[int, tuple[int, ...]] = {}
         names: list[tuple[int, Axes]] = []
         numbers = {id(leaf): number for number, leaf in enumerate(layout.leaves)}
+        updated = (*layout.leaves, *placed.leaves)
+        has_params = len(traced.inputs) >= len(updated) + len(layout.leaves)
+        ins = zip(traced.inputs, (*updated, *layout.leaves * has_params), strict=False)
         # An update that returns another structure than it was given is refused later on.
-        for var, leaf in zip((*traced.inputs, *traced.outputs), (*ins, *outs), strict=False):
-            if leaf is None or not variables([var]) or var.aval.shape != leaf.shape:
+        for var, leaf in (*ins, *zip(traced.outputs, updated, strict=False)):
+            if not variables([var]) or var.aval.shape != leaf.shape:
                 continue
             own = labels.setdefault(id(leaf), self.dims.fresh(len(leaf.shape)))
             owner = numbers.get(id(leaf), leaf.parameter)
@@ -232,17 +221,18 @@ class Regions:
         rows = self._rows(part, owned)
         moved = [v for v in inputs if rows in self.dims.labels(v)] if rows is not None else owned
         dtypes = {var.aval.dtype for var in (*moved, *results)}
-        # What moves together is moved in the widest dtype.
-        if moved and (len(dtypes) == 1 or all(jnp.issubdtype(x, jnp.floating) for x in dtypes)):
+        # What moves together is moved in the widest dtype, which must hold them all.
+        alike = len(dtypes) == 1 or all(jnp.issubdtype(x, jnp.floating) for x in dtypes)
+        if moved and results and alike:
             entries = self._layout.leaves[owner].entries
             axes = (*(name for names in entries for name in names), *self._layout.axis)
             yield Region(owner, part, self.dims, axes, self._names, rows, tuple(moved))
 
     def _rows(self, part: Slice, owned: Sequence[Any]) -> int | None:
         """Return the label whose rows no equation mixes, of several the one of most rows."""
-        if any(eqn.primitive.name == "while" for eqn in part.eqns):
-            return None
         moved = [var for var in owned if num_elements(var.aval.shape) > 1]
+        if not moved:
+            return None
         mixed = self.dims.mixed(part.eqns)
         found = set.intersection(*({*self.dims.labels(v)} - mixed for v in (*moved, *part.outputs)))
         sizes: dict[int, set[int]] = {label: set() for label in found}
@@ -271,8 +261,7 @@ def why_whole(tx: Any, placed: OptimizerLayout, layout: TreeLayout) -> dict[str,
         traced = Traced(update, (params, held, params, jax.ShapeDtypeStruct((), jnp.float32)))
     except Exception:  # noqa: BLE001
         return {}
-    outs = [*layout.leaves, *placed.leaves]
-    regions = Regions(traced, [*outs, *layout.leaves, None], outs, layout)
+    regions = Regions(traced, placed, layout)
     found = {}
     for region in regions.everywhere(traced.eqns, traced.outputs):
         count, owners = region.num_rows, layout.num_parts(region.axes)

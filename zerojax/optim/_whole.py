@@ -28,16 +28,14 @@ def update_whole(
         placed: the placement of the state.
         layout: that of the parameters.
     """
-    if not layout.partitions("optimizer"):
+    given = jax.tree.leaves(args)
+    if not layout.partitions("optimizer") or not all(hasattr(x, "shape") for x in given):
         return update(*args)
     traced = Traced(update, args)
     if not has_matrices(traced.eqns):
         return update(*args)
-    outs = [*layout.leaves, *placed.leaves]
-    ins = [*outs, *(layout.leaves if args[2] is not None else ())]
-    ins += [None] * (len(traced.inputs) - len(ins))
-    runner = _Runner(Regions(traced, ins, outs, layout), layout)
-    values = dict(zip(traced.inputs, jax.tree.leaves(args), strict=True)) | traced.consts
+    runner = _Runner(Regions(traced, placed, layout), layout)
+    values = dict(zip(traced.inputs, given, strict=True)) | traced.consts
     return traced.out_tree.unflatten(runner.run(traced.eqns, values, traced.outputs))
 
 
