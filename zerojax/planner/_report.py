@@ -176,8 +176,8 @@ class Plan(Shown):
                 )
         if "optimizer" in self.offload:
             found.append(
-                "the update waits for its traffic with the host; what the host computes is not "
-                "counted"
+                "the update waits for its traffic with the host, whose work is not counted; a step "
+                "refuses to offload what mixes elements or leaves, as Muon does"
             )
         return tuple(found)
 

@@ -49,8 +49,9 @@ class Hardware:
         host_bandwidth: bytes/s one way between a device and its host's memory.
         host_memory: bytes of the host's memory per device.
         clock: cycles/s of a TPU's cores, in which its compiler estimates; 0 where none does.
-        flops_share, hbm_share: the shares of `flops` and `hbm_bandwidth` that its compiler's own
-            estimates come to, read off compiled programs; a planned step goes by these.
+        flops_share, hbm_share, launch: what its compiler's own estimates come to, read off compiled
+            programs, by which a planned step goes: shares of `flops` and `hbm_bandwidth`, and the
+            seconds that any operation takes.
         device_kinds: what JAX calls such a device.
         source: where the figures are from.
 
@@ -77,6 +78,7 @@ class Hardware:
     clock: float = 0.0
     flops_share: float = 1.0
     hbm_share: float = 1.0
+    launch: float = 0.0
     device_kinds: tuple[str, ...] = ()
     source: str = "the user"
 
