@@ -121,28 +121,22 @@ def _axes(spans: Iterable[str]) -> Axes:
     return tuple(span.partition("[")[0] for span in spans)
 
 
-def device_order(program: Program, layout: Layout) -> dict[int, int]:
-    """Map devices, as a program counts them, to their place in the layout; empty for the same."""
-    own = [int(device.id) for device in layout.devices.flat]
-    theirs = program.device_ids
-    if theirs and len(theirs) != len(own):
-        raise ValueError(
-            f"the program runs on {len(theirs)} devices and the layout's mesh "
-            f"{dict(layout.mesh.shape)} has {len(own)}; audit it with the layout that it was "
-            "compiled for"
-        )
-    position = {device: at for at, device in enumerate(own)}
-    same = set(theirs) == set(own)
-    return {at: position[device] for at, device in enumerate(theirs)} if same else {}
-
-
 def _span_finder(program: Program, layout: Layout) -> Callable[[Collective], tuple[str, ...]]:
     """Return what names the mesh axes along which a collective moves.
 
     Groups count devices in the program's order, which need not be the layout's; on several TPU
     slices they count within a slice, and transfers between slices have no groups.
     """
-    sizes, order = dict(layout.mesh.shape), device_order(program, layout)
+    sizes, theirs = dict(layout.mesh.shape), program.device_ids
+    position = {int(device.id): at for at, device in enumerate(layout.devices.flat)}
+    if theirs and len(theirs) != len(position):
+        raise ValueError(
+            f"the program runs on {len(theirs)} devices and the layout's mesh {sizes} has "
+            f"{len(position)}; audit it with the layout that it was compiled for"
+        )
+    # From a device, as the program counts them, to its place in the layout.
+    same = position.keys() == set(theirs)
+    order = {at: position[device] for at, device in enumerate(theirs)} if same else {}
 
     @functools.cache
     def spans(groups: Groups, pairs: bool) -> tuple[str, ...]:

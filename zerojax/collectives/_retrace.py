@@ -49,7 +49,7 @@ from zerojax.collectives._copies import (
     uses_of,
 )
 from zerojax.collectives._forms import auto_region
-from zerojax.collectives._structural import is_slice, keep_boxed, keeps_parts, waits_elementwise
+from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
 from zerojax.layout import Layout, check_layout
 
 _CALL = "gather_where_used(loss_fn, layout)"
@@ -188,7 +188,7 @@ class _Retracer:
         slices = uses_of(program, index, in_loops=True)
         if not all(map(is_slice, slices)):
             return self.opening.opened(value)
-        if all(keeps_parts(eqn, value, self.opening) for eqn in slices):
+        if all(dims_after(eqn, value, self.opening) is not None for eqn in slices):
             return value
         return self._gathered_before(value)
 

@@ -79,11 +79,6 @@ def is_slice(eqn: Any) -> bool:
     return is_one and eqn.primitive.name in ("slice", "dynamic_slice", "gather")
 
 
-def keeps_parts(eqn: Any, boxed: Boxed, opening: Opening) -> bool:
-    """Whether a slice of a box needs no other device's part."""
-    return _dims_after(eqn, boxed, opening) is not None
-
-
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Boxed) and value.value.ndim == 0
 
@@ -105,7 +100,7 @@ def _on_shards(
         return [opening.placed(dataclasses.replace(first, value=out, recorded=()))]
     if not others and all(var.aval.shape == () for var in eqn.outvars):
         return bind(eqn, opening.settled(values))
-    dims = _dims_after(eqn, first, opening)
+    dims = dims_after(eqn, first, opening)
     if dims is None:
         return None
     if eqn.primitive.name not in _MOVES:
@@ -144,7 +139,7 @@ def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | No
     return [boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])]
 
 
-def _dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
+def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
     """Return the old dim that each dim of the result is; None where a cut dim is cut up.
 
     Of `[4, 8, 8]` with dim 1 partitioned, transposed by (0, 2, 1): (0, 2, 1). Reshaped to

@@ -11,17 +11,8 @@ from zerojax.audit.checks._traffic import check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.
 FOLLOWS = frozenset(
-    {
-        "reduce-scatter",
-        "reduction",
-        "volume",
-        "accumulator",
-        "activation",
-        "shuffle",
-        "dtype",
-        "kept gather",
-    }
-)
+    "reduce-scatter reduction volume accumulator activation shuffle dtype".split()
+) | {"kept gather"}
 
 
 def check_batch(evidence: Evidence) -> Iterator[Problem]:

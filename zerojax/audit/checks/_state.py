@@ -23,12 +23,7 @@ _MAKERS = ("make_train_step", "sharded(tx, layout)")
 #: What may differ from one step to the next: the field of an argument, its name, the field that
 #: shows it, and what to do.
 _DIFFERENCES = (
-    (
-        "placement",
-        "sharding",
-        "spec",
-        "give jit the same out_shardings that it has as in_shardings",
-    ),
+    ("placement", "sharding", "spec", "give jit the same out_shardings as in_shardings"),
     ("dtype", "dtype", "dtype", "cast the new state to the old one's dtype before it is returned"),
     (
         "weak_type",
