@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,14 +18,14 @@ PRECISION = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
 TX = optax.adamw(1e-3)
 
 
-def audited(target, num_devices, stage, accumulate=1, reduce=None):
+def audited(target, num_devices, stage, config=CONFIG, **choices):
     mesh = zerojax.topology_mesh(target, {"data": num_devices})
-    init, key = functools.partial(gpt.init, CONFIG), jax.random.key(0)
+    init, key = functools.partial(gpt.init, config), jax.random.key(0)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
-    shape = (num_devices * accumulate, CONFIG.context + 1)
+    recipe = zerojax.Recipe(**{"precision": PRECISION, **choices})
+    shape = (num_devices * recipe.accumulate, config.context + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
-    recipe = zerojax.Recipe(precision=PRECISION, accumulate=accumulate, reduce=reduce)
-    step = zerojax.make_train_step(functools.partial(gpt.loss, CONFIG), TX, layout, recipe)
+    step = zerojax.make_train_step(functools.partial(gpt.loss, config), TX, layout, recipe)
     compiled = step.lower(step.abstract_state(), batch).compile()
     return layout, zerojax.audit(compiled, layout, recipe)
 
@@ -52,7 +53,16 @@ def test_a_torus_moves_what_zero_says(target, num_devices, dims, stage):
 @pytest.mark.aot("cuda")
 @pytest.mark.parametrize(("stage", "accumulate", "reduce"), [(1, 8, "once"), (2, 2, "each")])
 def test_gradients_are_reduced_as_often_as_asked(stage, accumulate, reduce):
-    _, report = audited("h100:1x8", 8, stage, accumulate, reduce)
+    _, report = audited("h100:1x8", 8, stage, accumulate=accumulate, reduce=reduce)
     report.raise_if_problems()
     times = 1 if reduce == "once" else accumulate
     assert report.volume / ((times + 1) * 7 / 8) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.aot("cuda")
+@pytest.mark.parametrize("prefetch", [0, None])
+def test_layers_of_a_list_are_gathered_in_order(prefetch):
+    """Left alone, XLA gathers most of the layers first; by default it may be one ahead."""
+    config = dataclasses.replace(CONFIG, num_layers=8, scan=False)
+    _, report = audited("h100:1x8", 8, 3, config, precision="fp32", prefetch=prefetch)
+    assert [one.kind for one in report.problems] == ["gathered at once"] * (prefetch == 0)

@@ -17,6 +17,7 @@ from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
 from zerojax._jaxpr import bodies, called, depending, opened
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import makes_gathered
+from zerojax.collectives._order import num_products
 
 #: Layers that are gathered for the backward pass of each loop: all, but where the loop computes
 #: its first pass again.
@@ -191,6 +192,12 @@ def test_layers_of_a_list_wait_for_those_before(name, mesh8):
     forward = 2 * NUM_LAYERS
     assert waiting(ahead)[:forward] == [max(k - 1, 0) for k in range(forward)]
     assert min(waiting(ahead)[forward:]) >= forward - 2
+
+
+def test_products_of_a_convolution_are_counted():
+    conv = functools.partial(jax.lax.conv, window_strides=(1, 1), padding="SAME")
+    traced = jax.make_jaxpr(conv)(jnp.zeros((2, 3, 8, 8)), jnp.zeros((5, 3, 3, 3)))
+    assert num_products(traced.eqns[0]) == (2 * 5 * 8 * 8) * (3 * 3 * 3)
 
 
 def test_a_part_of_a_layer_is_what_it_uses_first(mesh8):
