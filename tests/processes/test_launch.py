@@ -60,6 +60,7 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on(tmp_path, monkeypat
 
 def interrupted(environment, arguments, until, number):
     """Launch a long run and send a signal to its second process alone; give status and output."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     command = [*LAUNCH, *MODEL, "--steps", "100000", *arguments]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -20,8 +20,8 @@ LOSSES = {signal.SIGTERM, signal.SIGHUP}
 class Signals:
     """Catches the signals that end a run in order, within a `with` block of the main thread.
 
-    They are SIGINT (Ctrl-C), SIGTERM (preemption) and SIGHUP (a terminal that is closed), which
-    stays ignored where it was, as under nohup.
+    They are SIGINT (Ctrl-C), SIGTERM (preemption) and SIGHUP (a terminal that is closed). Of these
+    SIGHUP alone stays ignored where it was, as under nohup.
 
     Args:
         most_queued: steps that are started before an earlier one has ended.
@@ -44,7 +44,8 @@ class Signals:
         return {int(number) for number in " ".join(told).split()}
 
     def __enter__(self) -> Signals:
-        caught = [number for number in MESSAGES if signal.getsignal(number) != signal.SIG_IGN]
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = MESSAGES.keys() - ({signal.SIGHUP} if under_nohup else set())
         self._before = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
