@@ -1,4 +1,4 @@
-"""What is whole where the stage partitions it: sums that loops carry, weights gathered at once."""
+"""What is whole where the stage partitions it: sums that loops carry, states placed by hand."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from tests.audit.audit_programs import (
     LAYERS,
     WIDTH,
     compile_step,
-    constrain,
     kinds,
     layer,
     mse,
     only,
     pair_loss,
-    shapes_of,
 )
 from zerojax.audit import audit
 
@@ -96,27 +94,3 @@ def test_no_remedy_names_what_the_step_was_made_with(make):
         compile_step(pair_loss, make(1), opt=make(0).opt_state(optax.adam(1e-3))), make(1)
     )
     assert "make_train_step and sharded(tx, layout) do so" in only(by_hand, "placement").remedy
-
-
-def test_many_layers_gathered_at_once_are_told(mesh8):
-    """One layer is 1 / 12 of the weights: all of them at once are more than stage 3 needs."""
-    square, count = (WIDTH, WIDTH), 12
-
-    def in_list(params, x):
-        for w in jax.lax.optimization_barrier(constrain(params, mesh8)):
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x)
-
-    def in_scan(stack, x):
-        return jnp.mean(
-            jax.lax.scan(lambda y, w: (jnp.tanh(y @ constrain(w, mesh8)), None), x, stack)[0]
-        )
-
-    for loss, tree in ((in_list, [square] * count), (in_scan, (count, *square))):
-        rules = [zerojax.Rule(path=".", stacked=1)] if loss is in_scan else []
-        layout = zerojax.make_layout(shapes_of(tree), mesh8, stage=3, rules=rules)
-        program = jax.jit(loss, in_shardings=(layout.params, layout.batch))
-        batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-        report = audit(program.lower(layout.shapes, batch).compile(), layout)
-        told = f"{count * WIDTH * WIDTH:,} elements of gathered weights at one time, and a layer"
-        assert any(told in note for note in report.notes) is (loss is in_list)
