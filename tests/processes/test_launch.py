@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -134,6 +135,15 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
     with sole_run(tmp_path / "run"), pytest.raises(Failure, match=found):
         sole_run(tmp_path / "run").__enter__()
     with sole_run(tmp_path / "run"):
+        pass
+
+
+def test_a_folder_that_can_not_be_locked_is_told_of(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(UserWarning, match="run can't be locked"), sole_run(tmp_path / "run"):
         pass
 
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import socket
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -186,7 +187,8 @@ def sample(run: TrainRun, params: PyTree) -> tuple[str, str]:
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder: they would write over each other's files.
 
-    The lock ends with the process, however that ends. On a file system without locks there is none.
+    The lock ends with the process, however that ends. On a file system without locks there is none,
+    which is told.
     """
     if jax.process_index():
         yield
@@ -202,8 +204,11 @@ def sole_run(folder: Path) -> Iterator[None]:
                 "Are these processes of one run? Then let them find each other: --coordinator, "
                 "--num-processes and --process-id, or a launcher that jax knows (srun, mpirun)"
             ) from error
-        except OSError:
-            pass
+        except OSError as error:
+            warnings.warn(
+                f"{folder} can't be locked ({error.strerror}): keep other runs out of it yourself",
+                stacklevel=2,
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
