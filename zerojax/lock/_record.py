@@ -222,30 +222,27 @@ def _theory(program: Program, records: Sequence[Collective]) -> str:
     3 (n-1)/n; where only its states are, or nothing, 2 (n-1)/n (arXiv 1910.02054, section 7).
     """
     moments = [one for one in program.inputs if one.role == "optimizer" and one.shape]
-    found: dict[tuple[str, Shape], list[Argument]] = {}
+    others: dict[tuple[str, Shape], list[Argument]] = {}
     for one in program.inputs:
-        key = (one.path.split("/", 2)[-1], one.shape)
-        if not one.role and any(
-            x.shape == key[1] and x.path.endswith(f"/{key[0]}") for x in moments
-        ):
-            found.setdefault(key, []).append(one)
-    moves, partitioned = 0.0, 0
-    for (end, shape), held in found.items():
+        if not one.role:
+            others.setdefault((one.path.split("/", 2)[-1], one.shape), []).append(one)
+    size, count, partitioned, moves = 0, 0, 0, 0.0
+    for (end, shape), held in others.items():
         own = [x for x in moments if x.shape == shape and x.path.endswith(f"/{end}")]
+        if not own or not math.prod(shape):
+            continue
         parameter = min(held, key=lambda one: one.shard_bytes / math.prod(one.shard_shape))
-        count = math.prod(shape)
-        parts = max(count // math.prod(x.shard_shape) for x in (*held, *own))
+        elements, is_cut = math.prod(shape), parameter.shard_shape != shape
+        parts = max(elements // math.prod(x.shard_shape) for x in (*held, *own))
         parts = parts if parts > 1 else len(program.device_ids)
-        is_cut = parameter.shard_shape != shape
-        partitioned += is_cut
-        moves += (3 if is_cut else 2) * count * (parts - 1) / parts
-    size = sum(math.prod(shape) for _, shape in found)
+        size, count, partitioned = size + elements, count + 1, partitioned + is_cut
+        moves += (3 if is_cut else 2) * elements * (parts - 1) / parts
     if not size:
         return "no optimizer's state is recognised among the arguments, so no theory is told"
     # A CPU has no reduce-scatters: it reduces whole and keeps a part.
     halved = [one for one in records if program.platform == "cpu" and role_of(one) == "sliced"]
     seen = (sum_moved(records) - sum_moved(halved) / 2) / size
     return (
-        f"inferred from {len(moments)} moments: {size:,} parameters, {partitioned} of {len(found)} "
+        f"inferred from {len(moments)} moments: {size:,} parameters, {partitioned} of {count} "
         f"leaves partitioned; ZeRO moves {moves / size:.3f} elements each, this step {seen:.3f}"
     )
