@@ -348,7 +348,7 @@ def test_microbatches_whose_average_is_another_loss_are_warned_of(name, mesh8):
 
 @pytest.mark.parametrize("name", ["labels", "dropout", "class weights", "layers"])
 def test_microbatches_of_a_mean_are_not_warned_of(name, mesh8):
-    lowered(mesh8, MEANS[name], 2)
+    lowered(mesh8, MEANS[name], 2)  # a warning would be an error
 
 
 @pytest.mark.parametrize("reduce", ["once", "each"])
