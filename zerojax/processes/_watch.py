@@ -108,8 +108,8 @@ class _Watch:
         for run in (self._exchange, self._miss_coordinator):
             threading.Thread(target=run, name="zerojax watch", daemon=True).start()
 
-    def tell(self, status: int, message: str) -> None:
-        """Tell all processes that, and with which status, they have to end."""
+    def tell(self, status: int, message: str) -> bool:
+        """Tell all processes that, and with which status, they have to end; whether it worked."""
         told = f"{_FAILED}{self.index}", f"{status} {message}"
 
         def call() -> None:
@@ -119,10 +119,23 @@ class _Watch:
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
         thread.join(self.patience)  # a coordinator that hangs does not answer
+        return not thread.is_alive()
 
     def exit(self, status: int) -> NoReturn:
-        """End this process when the others have learned why, and not by a collective that broke."""
+        """End this process when the others have learned why, and not by a collective that broke.
+
+        jax aborts each process whose coordinator has gone: process 0 goes when the others that live
+        have taken their signs of life back.
+        """
         time.sleep(2 * self.interval)
+        until = time.monotonic() + self.patience
+        with contextlib.suppress(*_LOST):
+            connection().client.key_value_delete(f"{_ALIVE}{self.index}")
+            while self.index == 0 and time.monotonic() < until:
+                left = connection().client.key_value_dir_get(_ALIVE)
+                time.sleep(self.interval)
+                if not left:
+                    break
         os._exit(status)
 
     def _exchange(self) -> None:
@@ -130,9 +143,8 @@ class _Watch:
             with contextlib.suppress(*_LOST):  # the other thread sees for how long
                 told = self._ask(str(number))
                 self._answered = time.monotonic()
-                if told:
-                    status, message = told.split(" ", 1)
-                    self._end(int(status), message)
+                if told and self._says(told.split(" ", 1)[1]):
+                    self.exit(int(told.split(" ", 1)[0]))
             if self.is_over.wait(self.interval):
                 return
 
@@ -148,27 +160,32 @@ class _Watch:
         return ""
 
     def _lost(self, signs: dict[str, str]) -> str:
-        """Describe the first process that has given no sign of life for too long."""
-        now = time.monotonic()
+        """Describe the last process that has given no sign of life for too long, and forget all."""
+        now, lost = time.monotonic(), ""
         for index in range(self.count):
             sign = signs.get(f"{_ALIVE}{index}", "")
             before, since = self._signs.get(index, (None, now))
             if sign != before:
                 self._signs[index] = sign, now
             elif now - since > self.patience:
-                return f"process {index} gave no sign of life for {self.patience:.0f} s" + _CAUSES
-        return ""
+                lost = f"process {index} gave no sign of life for {self.patience:.0f} s" + _CAUSES
+                connection().client.key_value_delete(f"{_ALIVE}{index}")
+        return lost
 
     def _miss_coordinator(self) -> None:
         while not self.is_over.wait(self.interval):
             if time.monotonic() - self._answered > self.patience:
                 told = f"process 0, the coordinator, did not answer for {self.patience:.0f} s"
-                self._end(1, told + _CAUSES)
+                if self._says(told + _CAUSES):
+                    os._exit(1)
 
-    def _end(self, status: int, message: str) -> None:
-        if not self.is_over.is_set():  # else the process is about to end by itself
-            os.write(2, f"zerojax: {message}\n".encode())
-            self.exit(status)
+    def _says(self, message: str) -> bool:
+        """Write why this process ends, unless it is about to end by itself."""
+        if self.is_over.is_set():
+            return False
+        self.is_over.set()
+        os.write(2, f"zerojax: {message}\n".encode())
+        return True
 
 
 _CAUSES = ": it was killed or stopped, or has lost its network"
@@ -183,10 +200,12 @@ def fail(message: str, status: int = 1) -> None:
     """
     for watch in _watches:
         watch.is_over.set()
-        watch.tell(status, f"process {watch.index} failed: {message}")
+        has_told = watch.tell(status, f"process {watch.index} failed: {message}")
         sys.stdout.flush()
         sys.stderr.flush()
-        watch.exit(status)
+        if has_told:
+            watch.exit(status)
+        os._exit(status)
 
 
 def _end_on_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
