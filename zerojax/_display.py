@@ -135,6 +135,11 @@ def decimal(count: float) -> str:
     return next((unit for unit in DECIMAL if count >= unit.size), DECIMAL[-1]).words(count)
 
 
+def duration(seconds: float) -> str:
+    """Write a time in ms, from a second on in s: 28.13 ms, 17.97 s."""
+    return f"{1e3 * seconds:#.4g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 def amount(value: float) -> str:
     """Write a figure as the paper does: 120, 31.4, 1.9; below one with three digits."""
     if value and value < 1:

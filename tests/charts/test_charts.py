@@ -12,6 +12,7 @@ import pytest
 import zerojax
 from tests.audit.test_audit_schedule import evidence_of
 from zerojax import charts
+from zerojax._display import duration
 from zerojax.audit import audit
 from zerojax.charts._drawing import TOO_MUCH
 
@@ -54,6 +55,10 @@ def words(figure):
 @pytest.fixture(scope="module")
 def plans():
     return {f"stage {stage}": plan(stage) for stage in (0, 1, 2, 3)}
+
+
+def test_a_step_of_many_seconds_has_a_label_of_few_digits():
+    assert [duration(x) for x in (0.02813, 0.9, 17.97)] == ["28.13 ms", "900.0 ms", "17.97 s"]
 
 
 def test_plans_are_drawn_beside_each_other(plans, tmp_path):

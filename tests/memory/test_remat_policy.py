@@ -78,6 +78,11 @@ def test_a_policy_works_in_a_list_of_layers_and_with_one_reduction():
     assert got == pytest.approx(as_it_is()[0], rel=1e-6)
 
 
+def test_checkpoints_are_cut_in_each_of_several_microbatches():
+    got, _ = train(RematPolicy(partition="model"), accumulate=2, reduce="each")
+    assert got == pytest.approx(as_it_is()[0], rel=1e-6)
+
+
 def stacked(text, rows):
     """Count the stacks of layer inputs [layers, examples, rows, width] in a compiled program."""
     examples = BATCH // 4

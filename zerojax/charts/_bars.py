@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from zerojax._display import decimal
+from zerojax._display import decimal, duration
 from zerojax.audit import AuditReport
 from zerojax.layout import Description
 from zerojax.planner import Plan
@@ -90,7 +90,7 @@ def volume_of(held: Holding) -> Bar | None:
     """Return what a device moves in a step by mesh axis; None where that is not known."""
     if isinstance(held, Plan):
         parts = {f"along {' x '.join(axes)}": moved for axes, moved in held.volume_by_axes.items()}
-        return Bar(parts=parts, label=f"{held.volume:.3f}\n≥ {1e3 * held.step_time:#.4g} ms")
+        return Bar(parts=parts, label=f"{held.volume:.3f}\n≥ {duration(held.step_time)}")
     if isinstance(held, AuditReport):
         by_axis = held.volume_by_axis
         parts = {f"along {axes}": moved.seen for axes, moved in by_axis.items()}

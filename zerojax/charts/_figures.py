@@ -146,8 +146,8 @@ def training(title: str, *, training: Curve, held_out: Curve) -> Figure:
 def _draw_memory(axes: Axes, found: Mapping[str, Holding], available: float | None) -> None:
     bars = {name: bytes_of(one) for name, one in found.items()}
     if available is None:
-        limits = [one.hardware.memory for one in found.values() if isinstance(one, Plan)]
-        available = min(limits, default=0)
+        limits = {one.hardware.memory for one in found.values() if isinstance(one, Plan)}
+        available = limits.pop() if len(limits) == 1 else 0
     if available:
         bars = {name: bar.within(available) for name, bar in bars.items()}
     highest = max(bar.top for bar in bars.values())

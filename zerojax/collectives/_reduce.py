@@ -138,7 +138,10 @@ def warn_unless_mean(
         count: microbatches per step.
     """
     logical = layout.map_leaves(lambda leaf, x: jax.ShapeDtypeStruct(leaf.shape, x.dtype), params)
-    if refused := why_no_mean(loss_fn, logical, batch, count):
+    # A loss may place its activations along axes of the mesh.
+    with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
+        refused = why_no_mean(loss_fn, logical, batch, count)
+    if refused:
         warnings.warn(
             f"with accumulate={count} each microbatch computes its own loss, whose average may be "
             f"another one than that of the batch: {refused}; if that is not meant, write {REMEDY}",

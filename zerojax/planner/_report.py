@@ -11,7 +11,16 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import BINARY, DECIMAL, Shown, decimal, make_bar, make_table, unit_for
+from zerojax._display import (
+    BINARY,
+    DECIMAL,
+    Shown,
+    decimal,
+    duration,
+    make_bar,
+    make_table,
+    unit_for,
+)
 from zerojax._types import Axes
 from zerojax.planner._devices import MODEL
 from zerojax.planner._policies import offloaded
@@ -204,7 +213,7 @@ class Plan(Shown):
     @property
     def _summary(self) -> str:
         fits = "" if self.fits else "does not fit: "
-        least = f"at least {1e3 * self.step_time:#.4g} ms a step"
+        least = f"at least {duration(self.step_time)} a step"
         return f"{self.title}; {fits}peak {decimal(self.bytes.total)}, {least}"
 
     def _parts(self) -> Iterator[Text | Table]:
