@@ -9,7 +9,7 @@ from zerojax.collectives import Whole, gather_where_used
 from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
 from zerojax.lock import checked
 from zerojax.memory import checkpoint_names, rematerialised
-from zerojax.optim import apply_updates, sharded
+from zerojax.optim import apply_updates, quantized, sharded
 from zerojax.planner import (
     Hardware,
     Placement,
@@ -60,6 +60,7 @@ __all__ = [
     "max_params",
     "model_state_bytes",
     "plan",
+    "quantized",
     "rematerialised",
     "restore",
     "save",

@@ -1,6 +1,7 @@
 """The optax wrapper."""
 
 from zerojax.optim._offloaded import Hosted, OffloadedUpdate, hosted_leaves
+from zerojax.optim._quantized import quantized
 from zerojax.optim._rate import learning_rate
 from zerojax.optim._sharded import apply_updates, as_params, sharded, store_state
 from zerojax.optim._whole import update_whole
@@ -12,6 +13,7 @@ __all__ = [
     "as_params",
     "hosted_leaves",
     "learning_rate",
+    "quantized",
     "sharded",
     "store_state",
     "update_whole",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+import zerojax
 from zerojax._types import PyTree
 
 #: Width of the model that the base rates were chosen for.
@@ -65,13 +66,21 @@ def _decayed(params: PyTree, names: Container[str] = DECAYED) -> PyTree:
     )
 
 
-def _decaying(make: Callable[..., Any], **given: float) -> Callable[..., Any]:
+def _decaying(make: Callable[..., Any]) -> Callable[..., Any]:
     """Make optax's optimizer, which decays matrices and embeddings by itself."""
 
     def made(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-        return make(rate, weight_decay=decay, mask=_decayed, **given)
+        return make(rate, weight_decay=decay, mask=_decayed)
 
     return made
+
+
+def _adamw(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
+    return optax.adamw(rate, b2=0.98, weight_decay=decay, mask=_decayed)
+
+
+def _adamw_8bit(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
+    return zerojax.quantized(_adamw(rate, decay))
 
 
 def _sgd(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
@@ -103,7 +112,8 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
 
 
 OPTIMIZERS = {
-    "adamw": NamedOptimizer(_decaying(optax.adamw, b2=0.98), 3e-3, by_width=True, elementwise=True),
+    "adamw": NamedOptimizer(_adamw, 3e-3, by_width=True, elementwise=True),
+    "adamw_8bit": NamedOptimizer(_adamw_8bit, 3e-3, by_width=True),
     "adafactor": NamedOptimizer(_adafactor, 3e-3, by_width=True),
     "lion": NamedOptimizer(_decaying(optax.lion), 5e-4, by_width=True, elementwise=True),
     "lamb": NamedOptimizer(_decaying(optax.lamb), 1e-2),

@@ -1,0 +1,149 @@
+"""Moments in one byte, or in bf16: a wrapper around an optimizer, under `sharded` or by itself.
+
+A row of a moment, along its last dim, is held as codes and one scale, the largest magnitude in the
+row. The codes are of the moment's shape and the scales of its shape without the last dim, so that a
+layout cuts both as it cuts the moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax._jaxpr import Traced
+from zerojax._tree import num_elements
+from zerojax._types import PyTree
+
+#: Leaves of fewer elements are kept as they are: biases and the scales of norms.
+_MIN_SIZE = 4096
+#: Codes are ±0 to ±127, and |code / 127| ** 4 is the share of the row's largest magnitude.
+_CODES, _POWER = 127, 4
+
+
+class Quantized(NamedTuple):
+    """A leaf in few bits.
+
+    Attributes:
+        codes: int8 or bfloat16, of the leaf's shape.
+        scales: the largest magnitude of each row, of the leaf's shape without the last dim and in
+            the leaf's dtype.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+class QuantizedState(NamedTuple):
+    """The state of `quantized(tx)`: that of `tx`, large moments as `Quantized`."""
+
+    inner: PyTree
+
+
+def quantized(
+    tx: optax.GradientTransformation, dtype: Any = "int8"
+) -> optax.GradientTransformationExtraArgs:
+    """Hold an optimizer's moments in int8 (or bfloat16) and compute them as the optimizer does.
+
+    Held so are the floating leaves of its state of 4,096 elements or more that do not begin as
+    copies of parameters: iterates and averages of parameters, as schedule-free optimizers keep, are
+    left alone. Of AdamW with int8 a parameter `[rows, D]` takes `2 + 8 / D` bytes instead of 8.
+
+    An int8 code is of `(|x| / scale) ** (1 / 4)`, so that codes reach from the row's largest
+    magnitude to 4e-9 of it; the step between two codes is at most 3.2% of the largest magnitude,
+    and about `4 / code` of a smaller one. What lies between two codes goes to either, and is right
+    in the mean: rounded to the nearest, an average that moves by 0.1% a step would never move.
+    Which one is told by the bits of the value, so that all layouts and restarts compute the same.
+
+    Args:
+        tx: any optax optimizer or chain.
+        dtype: "int8" or "bfloat16".
+
+    Raises:
+        ValueError: another dtype.
+
+    Example:
+        >>> tx = zerojax.quantized(optax.adamw(1e-3))
+        >>> step = zerojax.make_train_step(loss_fn, tx, layout)
+
+    Source: that Adam's moments bear 8 bits where each block has a scale and codes are not linear:
+    arXiv 2110.02861. Codes and rounding here are others.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.int8, jnp.bfloat16):
+        raise ValueError(f"quantized(tx, dtype) takes 'int8' or 'bfloat16', got {dtype.name!r}")
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> QuantizedState:
+        state = tx.init(params)
+        traced = Traced(tx.init, (params,))
+        copies = traced.depending(traced.inputs)
+        leaves, structure = jax.tree.flatten(state)
+        return QuantizedState(
+            structure.unflatten(
+                _encode(x, dtype) if _is_large(x) and var not in copies else x
+                for x, var in zip(leaves, traced.outputs, strict=True)
+            )
+        )
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, QuantizedState]:
+        held, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
+        given = structure.unflatten(_decode(x) if _is_quantized(x) else x for x in held)
+        updates, inner = tx.update(updates, given, params, **extra)
+        new = structure.unflatten(
+            _encode(x, dtype) if _is_quantized(old) else x
+            for x, old in zip(structure.flatten_up_to(inner), held, strict=True)
+        )
+        return updates, QuantizedState(new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
+
+
+def _is_large(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and num_elements(x.shape) >= _MIN_SIZE
+
+
+def _encode(x: jax.Array, dtype: Any) -> Quantized:
+    """Round to codes, up or down with the probability that keeps the mean.
+
+    With x / scale = 0.5: (0.5) ** (1 / 4) * 127 = 106.8, between codes 106 (0.4853) and 107
+    (0.5039); it becomes 107 in (0.5 - 0.4853) / (0.5039 - 0.4853) = 79% of all cases. What is not
+    0 does not become 0: an optimizer may divide by it.
+    """
+    scales = jnp.max(jnp.abs(x), axis=-1)
+    if dtype == jnp.bfloat16:
+        share = x / jnp.where(scales > 0, scales, 1)[..., None]
+        bits = jax.lax.bitcast_convert_type(share.astype(jnp.float32), jnp.uint32)
+        bits = (bits + (_noise(bits) >> 16)) & jnp.uint32(0xFFFF0000)
+        return Quantized(jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype), scales)
+    share = jnp.abs(x.astype(jnp.float32)) / jnp.where(scales > 0, scales, 1)[..., None]
+    low = jnp.clip(jnp.floor(jnp.sqrt(jnp.sqrt(share)) * _CODES), 0, _CODES - 1)
+    below, above = _share(low), _share(low + 1)
+    noise = _noise(jax.lax.bitcast_convert_type(share, jnp.uint32)) / jnp.float32(2**32)
+    goes_up = (share - below > noise * (above - below)) | ((low == 0) & (share > 0))
+    return Quantized((jnp.sign(x) * (low + goes_up)).astype(dtype), scales)
+
+
+def _decode(x: Quantized) -> jax.Array:
+    codes = x.codes.astype(jnp.float32)
+    share = jnp.sign(codes) * _share(jnp.abs(codes)) if x.codes.dtype == jnp.int8 else codes
+    return (share * x.scales[..., None]).astype(x.scales.dtype)
+
+
+def _share(code: jax.Array) -> jax.Array:
+    return (code / _CODES) ** _POWER
+
+
+def _noise(bits: jax.Array) -> jax.Array:
+    """Mix the bits of values to uint32 that look random (the multipliers of MurmurHash3)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)
