@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -11,6 +13,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.planner import paper
 from tests.texts import prose
 from zerojax.models import gpt
 
@@ -144,6 +147,17 @@ def check_pod(text):
     assert [stage for stage, verdict in fits if verdict == "fits"] == ["3"]
 
 
+def check_paper(text):
+    assert "54 of 54 cells agree" in text
+    for line in re.findall(r"^stage \d: printed (\S+), ours (\S+)$", text, re.MULTILINE):
+        assert line[0] == line[1], "section 7"
+    assert re.findall(r"^ +(\S+): .*<- does not fit its name", text, re.MULTILINE) == ["40B", "60B"]
+    assert re.search(r"^ 13B .* GB, .*does not fit$", text.replace("   ", " "), re.MULTILINE)
+    sizes = dict(re.findall(r"^(C\d): printed .*, ours +(\S+); ", text, re.MULTILINE))
+    c1, c2, c3, c4, c5 = (float(sizes[f"C{n}"]) for n in range(1, 6))
+    assert c1 < c3 < c2 < c4 < c5, "the order of figure 6"
+
+
 CHECKS = {
     "01_zero_stages": check_zero_stages,
     "02_your_own_loop": check_apart,
@@ -152,6 +166,7 @@ CHECKS = {
     "05_activations": check_activations,
     "06_elastic_checkpoints": check_checkpoints,
     "07_compile_for_a_pod": check_pod,
+    "08_the_paper_redone": check_paper,
 }
 
 
@@ -180,6 +195,25 @@ def test_a_notebook_is_committed_without_outputs(path):
 
 def test_every_notebook_has_a_check():
     assert [path.stem for path in NOTEBOOKS] == sorted(CHECKS)
+
+
+def test_the_paper_redone_prints_the_papers_own_numbers():
+    """Its copies are those of the planner's tests, but for the widths that are slips."""
+    notebook = nbformat.read(ROOT / "notebooks/08_the_paper_redone.ipynb", as_version=4)
+    tree = ast.parse("\n".join(cell.source.replace("%", "#") for cell in code(notebook)))
+    copies = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                copies[name.id] = ast.literal_eval(node.value)
+    shared = {name for name in copies if hasattr(paper, name)}
+    assert len(shared) == 8
+    assert {name: copies[name] for name in shared} == {n: getattr(paper, n) for n in shared}
+    printed = {f"{size:g}B": (layers, width) for layers, width, _, size in paper.MODELS}
+    assert {n for n, size in copies["FIGURE_2_MODELS"].items() if size != printed[n]} == {
+        "40B",
+        "60B",
+    }
 
 
 def test_another_number_of_bytes_is_seen():
