@@ -284,6 +284,7 @@ def test_a_loop_of_unknown_length_is_never_clean(make, mesh8):
 def test_every_kind_of_problem_is_proved_here():
     assert set(CHECKS) == {
         "unmatched", "placement", "donation", "unread", "reduce-scatter", "volume", "dtype",
+        "slow links",
         "activation", "shuffle", "hoisted gather", "kept gather", "host traffic",
         "recompile", "gathered at once",
         "precision", "offload", "batch", "accumulator", "exposed", "reduction",

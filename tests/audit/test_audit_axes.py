@@ -69,6 +69,21 @@ def test_theory_reduces_shards_over_batch_axes_beyond_zeros():
     assert theory[("replica",)] == 2 * PSI / 4 * ring(2)
 
 
+HYBRID = {"axis": "data", "batch_axes": ("replica", "data")}
+WIDER = {"parameter": "data", "gradient": ("replica", "data"), "optimizer": ("replica", "data")}
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(1, 1), (2, 1), (3, 2)])
+def test_theory_of_wider_states_moves_shards_across_replicas(stage, gathers):
+    """Shards of gradients are reduced across replicas, and new shards of parameters gathered."""
+    layout = layout_on({"replica": 2, "data": 4}, stage, WIDER)
+    theory = theory_of(layout, Recipe()).by_axes
+    assert theory[("data",)] == (1 + gathers) * PSI * ring(4)
+    assert theory[("replica",)] == 2 * PSI / 4 * ring(2)
+    near = layout_on({"replica": 2, "data": 4}, stage, WIDER | {"gradient": "data"})
+    assert theory_of(near, Recipe()).by_axes[("replica",)] == 3 * PSI / 4 * ring(2)
+
+
 def test_theory_counts_what_the_users_own_axes_leave():
     layout = layout_on({"data": 4, "model": 2}, 2, "data", specs={"w": P(None, "model")})
     theory = theory_of(layout, Recipe())
@@ -168,6 +183,30 @@ def test_hybrid_sharding_is_judged_by_both_axes():
     report = audit(compile_step(layout), layout)
     assert report.problems == ()
     assert report.theory_volume == pytest.approx(2 * ring(4) + 2 / 4 * ring(2))
+
+
+def whole_first(g, mesh):
+    return steps(g, mesh, P(), P("data"))
+
+
+def test_whole_gradients_across_replicas_are_a_problem():
+    layout = layout_on({"replica": 2, "data": 4}, 2, **HYBRID)
+    report = audit(compile_step(layout, reduce=whole_first), layout)
+    (problem,) = [one for one in report.problems if one.kind == "slow links"]
+    assert "along replica" in problem.expected
+    assert "along replica x data" in problem.where
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("given", [HYBRID, {"axis": WIDER}], ids=["same", "wider"])
+def test_a_step_moves_shards_across_replicas(stage, given):
+    layout = layout_on({"replica": 2, "data": 4}, stage, **given)
+    step = zerojax.make_train_step(loss_fn, TX, layout)
+    report = step.audit(jax.ShapeDtypeStruct((BATCH, ROWS), jnp.float32))
+    assert report.problems == ()
+    far = [move for move in report.moves if "replica" in move.axes and move.record.elements > 1]
+    assert sum(move.judged for move in far) == pytest.approx(2 * PSI / 4 * ring(2))
+    assert {move.spans for move in far} == {("replica",)}
 
 
 def test_devices_in_another_order_are_found_on_the_layouts_mesh():

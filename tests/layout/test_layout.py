@@ -174,6 +174,25 @@ def test_several_axes_partition_together():
     assert (within.num_shards, within.batch.spec) == (4, P(("replica", "fsdp")))
 
 
+def test_optimizer_states_may_be_wider_than_parameters():
+    mesh = zerojax.make_mesh({"replica": 2, "fsdp": 4})
+    wide = ("replica", "fsdp")
+    axis = {"parameter": "fsdp", "gradient": wide, "optimizer": wide}
+    layout = zerojax.make_layout(shapes(w=(1009, 3)), mesh, stage=3, axis=axis)
+    leaf, tx = only(layout), optax.sgd(1e-3, momentum=0.9)
+    assert layout.batch.spec == P(wide)
+    assert leaf.spec("parameter") == P("fsdp")
+    assert {leaf.spec(x) for x in ("gradient", "master", "optimizer")} == {P(("fsdp", "replica"))}
+    assert {x.spec for x in jax.tree.leaves(layout.opt_state(tx))} == {P(("fsdp", "replica"))}
+    found = layout.bytes_per_device(tx, zerojax.Recipe(precision="bf16"))
+    psi = 1016 * 3  # the rows that all eight devices divide
+    assert found == {
+        "parameters": 2 * psi // 4, "gradients": 2 * psi // 8, "masters": 4 * psi // 8,
+        "optimizer": 4 * psi // 8, "total": 2 * psi // 4 + 10 * psi // 8,
+    }  # fmt: skip
+    assert "over fsdp x replica (N = 8), parameters over fsdp on" in layout.title
+
+
 def test_rules_override_and_those_that_match_nothing_are_reported(mesh8):
     params = shapes(a=(64, 64), b=(64, 64), c=(64, 60))
     rules = [

@@ -56,6 +56,16 @@ REFUSALS = {
         ValueError,
         "axis 'model' is not an axis .* has {'data': 8}",
     ),
+    "an axis of an unknown kind": (
+        lambda: layout(axis={"parameter": "data", "states": "data"}),
+        ValueError,
+        "by kind names the axes of parameter, gradient, optimizer, got {'parameter'",
+    ),
+    "states narrower than parameters": (
+        lambda: layout(axis={"parameter": "data", "gradient": "data", "optimizer": ()}),
+        ValueError,
+        r"axis of kind 'optimizer' is \(\); give it those of the kinds before it too, \('data',\)",
+    ),
     "an unknown batch axis": (
         lambda: layout(batch_axes="dp"),
         ValueError,

@@ -16,6 +16,7 @@ import zerojax
 from zerojax.layout import STAGES
 
 NUM_STEPS = 3
+WIDER = {"parameter": "fsdp", "gradient": ("replica", "fsdp"), "optimizer": ("replica", "fsdp")}
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
 
 
@@ -140,6 +141,9 @@ MESHES = {
     "hybrid": lambda: (
         zerojax.make_mesh({"replica": 2, "fsdp": 4}),
         {"axis": "fsdp", "batch_axes": ("replica", "fsdp")},
+    ),
+    "hybrid, wider states": lambda: (
+        zerojax.make_mesh({"replica": 2, "fsdp": 4}), {"axis": WIDER},
     ),
     "two axes": lambda: (
         zerojax.make_mesh({"x": 2, "y": 4}), {"axis": ("x", "y")},

@@ -203,17 +203,18 @@ def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -
         whole_by_layout = kind == "parameter" and own.is_padded and leaf.shape == own.shape
         if whole_by_layout or not partitioned:
             return (layout.local_shape(own, leaf.shape),)
-        return (shard_of(own, leaf.shape, layout),)
+        return (shard_of(own, leaf.shape, layout, kind),)
     placed = layout.optimizer_leaves(leaf.path, leaf.shape)
     return tuple(dict.fromkeys(shard_of(x, x.stored_shape, layout) for x in placed))
 
 
-def shard_of(own: LeafLayout, shape: Shape, layout: Layout) -> Shape:
+def shard_of(own: LeafLayout, shape: Shape, layout: Layout, kind: HeldKind = "optimizer") -> Shape:
     """Return one device's part of a leaf that is partitioned, in a shape of it."""
     local = layout.local_shape(own, shape)
     if own.dim is None:
         return local
-    return (*local[: own.dim], math.ceil(local[own.dim] / own.num_shards), *local[own.dim + 1 :])
+    parts = layout.num_parts(layout.axes[kind])  # type: ignore[index]
+    return (*local[: own.dim], math.ceil(local[own.dim] / parts), *local[own.dim + 1 :])
 
 
 def pairs(program: Program, held: Sequence[Held], layout: Layout) -> list[tuple[Held, Argument]]:

@@ -205,7 +205,7 @@ def _title(evidence: Evidence) -> str:
     layout = evidence.layout
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     return (
-        f"ZeRO stage {layout.stage} over {' x '.join(layout.axis)} (N = {layout.num_shards}) on "
+        f"ZeRO stage {layout.stage} over {layout.over} on "
         f"{evidence.program.platform}, mesh {axes}; {layout.num_params:,} parameters"
     )
 

@@ -85,12 +85,10 @@ def _theory(evidence: Evidence) -> dict[str, int]:
     layout = evidence.layout
     theory = {}
     for kind in STATES[:3]:
-        parts = layout.num_shards if layout.partitions(kind) else 1  # type: ignore[arg-type]
         whole = sum(_whole_bytes(x, evidence) for x in evidence.states(kind) if not x.is_far)
-        theory[NAMES[kind]] = round(whole / parts)
-    parts = layout.num_shards if layout.partitions("gradient") else 1
+        theory[NAMES[kind]] = round(whole / layout.parts(kind))  # type: ignore[arg-type]
     whole = sum(_whole_bytes(one, evidence) for one in evidence.states("parameter"))
-    theory["gradients"] = round(whole / parts)
+    theory["gradients"] = round(whole / layout.parts("gradient"))
     theory["total"] = sum(theory.values())
     return theory
 

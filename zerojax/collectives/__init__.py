@@ -19,12 +19,13 @@ from zerojax.collectives._forms import (
     to_stored,
     view,
 )
+from zerojax.collectives._gather import cut
 from zerojax.collectives._options import OPTIONS, compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners
 from zerojax.collectives._prefetch import prefetched
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean
 from zerojax.collectives._retrace import gather_where_used
-from zerojax.collectives._writeback import write_back
+from zerojax.collectives._writeback import widened, write_back
 
 __all__ = [
     "OPTIONS",
@@ -38,6 +39,7 @@ __all__ = [
     "compiler_options",
     "compute_by_owners",
     "constrain",
+    "cut",
     "gather_where_used",
     "has_examples",
     "is_whole",
@@ -54,5 +56,6 @@ __all__ = [
     "unmarked",
     "view",
     "warn_unless_mean",
+    "widened",
     "write_back",
 ]

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, opened
-from zerojax.collectives._forms import constrain, to_logical
-from zerojax.collectives._gather import gather, scatter, shard_spec
+from zerojax.collectives._forms import to_logical
+from zerojax.collectives._gather import cut, gather, scatter
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout
 
@@ -141,8 +141,17 @@ class Opening:
         """
         if not self.gathers or boxed.dim is None:
             return boxed
-        spec = shard_spec(self.layout, boxed.entries, boxed.dim)
-        return dataclasses.replace(boxed, value=constrain(boxed.value, self.layout, spec))
+        place = functools.partial(cut, layout=self.layout, entries=boxed.entries, dim=boxed.dim)
+        if self.layout.axes["parameter"] == self.layout.axes["gradient"]:
+            return dataclasses.replace(boxed, value=place(boxed.value, kind="parameter"))
+
+        @jax.custom_vjp
+        def placed(x: jax.Array) -> jax.Array:
+            return place(x, kind="parameter")
+
+        # The constraint's own transpose would gather the gradient's shards.
+        placed.defvjp(lambda x: (placed(x), None), lambda _, g: (place(g, kind="gradient"),))
+        return dataclasses.replace(boxed, value=placed(boxed.value))
 
     def num_parts(self, boxed: Boxed, dim: int) -> int:
         """Return into how many parts a dim of a box is cut."""
@@ -167,18 +176,18 @@ class Opening:
             widths = [(0, padding if d == dim else 0) for d in range(x.ndim)]
             return jnp.pad(x, widths) if padding else x
 
-        def cut(x: jax.Array) -> jax.Array:
+        def unpadded(x: jax.Array) -> jax.Array:
             return jax.lax.slice(x, [0] * x.ndim, value.shape) if padding else x
 
         @jax.custom_vjp
         def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
-                x = cut(gather(padded(x), self.layout, boxed.entries, dim))
+                x = unpadded(gather(padded(x), self.layout, boxed.entries, dim))
             return checkpoint_name(x.astype(wide), GATHERED)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
             cotangent = padded(cotangent.astype(wide))
-            cotangent = cut(scatter(cotangent, self.layout, boxed.entries, dim))
+            cotangent = unpadded(scatter(cotangent, self.layout, boxed.entries, dim))
             return (checkpoint_name(cotangent.astype(stored), REDUCED),)
 
         whole.defvjp(lambda x: (whole(x), None), backward)

@@ -111,7 +111,8 @@ def copied(box: Boxed, opening: Opening) -> Copied:
 
         g = devices.run(local, (batch,), devices.spec(dim), cotangent)
         g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
-        return (constrain(g, layout, shard_spec(layout, box.entries, dim)).astype(stored.dtype),)
+        spec = shard_spec(layout, box.entries, dim, "gradient")
+        return (constrain(g, layout, spec).astype(stored.dtype),)
 
     sums.defvjp(lambda value: (sums(value), None), backward)
     return Copied(box, box, sums(stored))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._types import PyTree
+from zerojax._types import Kind, PyTree
 from zerojax.layout import Layout, LeafLayout
 
 
@@ -43,9 +43,9 @@ def shard(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
     return constrain(x, layout, leaf.shard_spec)
 
 
-def store(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
-    """Turn a logical leaf into stored shards."""
-    return constrain(to_stored(x, leaf), layout, leaf.shard_spec)
+def store(x: jax.Array, leaf: LeafLayout, layout: Layout, kind: Kind = "optimizer") -> jax.Array:
+    """Turn a logical leaf into the stored shards of a kind of tensor."""
+    return constrain(to_stored(x, leaf), layout, leaf.spec(kind))
 
 
 def view(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:

@@ -14,17 +14,19 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from zerojax._types import Axes
+from zerojax._types import Axes, Kind
 from zerojax.collectives._forms import constrain
 from zerojax.layout import Entries, Layout, as_spec
 
 
-def shard_spec(layout: Layout, entries: Entries, dim: int) -> P:
+def shard_spec(layout: Layout, entries: Entries, dim: int, kind: Kind) -> P:
     """Return the spec of shards along `dim`; the user's own axes stay the major ones."""
-    return as_spec(entries, dim, layout.axis)
+    return as_spec(entries, dim, layout.axes[kind])
 
 
-def gather(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> jax.Array:
+def gather(
+    x: jax.Array, layout: Layout, entries: Entries, dim: int | None, kind: Kind = "parameter"
+) -> jax.Array:
     """Gather shards over the axes that ZeRO partitions over.
 
     Args:
@@ -32,8 +34,9 @@ def gather(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> j
         layout: the placement.
         entries: the user's own axes per dim; they stay.
         dim: the partitioned dim; None where there is none.
+        kind: the kind of tensor whose shards they are.
     """
-    between = () if dim is None else layout.phases.between(entries, dim)
+    between = () if dim is None else layout.phases.between(entries, dim, layout.axes[kind])
     for sharding in reversed(between):
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
@@ -69,19 +72,34 @@ def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> 
         entries: the user's own axes per dim; they stay.
         dim: the partitioned dim; None where there is none.
     """
-    between = ()
     x = in_tiles(x, layout, dim)
-    if dim is not None and layout.phases.reduces(x.shape, dim):
-        between = layout.phases.between(entries, dim)
-    if not between:
+    is_phased = dim is not None and layout.phases.reduces(x.shape, dim)
+    if not is_phased and (dim is None or {*layout.batch_axes} <= {*layout.axes["gradient"]}):
         # Asked for shards alone, the partitioner may gather activations instead and compute each
         # shard's gradient from all examples; asked for the whole sum first, it reduces, and the
-        # compiler makes a reduce-scatter of the sum and the cut.
+        # compiler makes a reduce-scatter of the sum and the cut. Not so where the batch is cut
+        # along more axes: the whole would be summed along these too, across slow links.
         x = constrain(x, layout, as_spec(entries))
+    return cut(x, layout, entries, dim, "gradient", in_phases=is_phased)
+
+
+def cut(
+    x: jax.Array,
+    layout: Layout,
+    entries: Entries,
+    dim: int | None,
+    kind: Kind,
+    *,
+    in_phases: bool = False,
+) -> jax.Array:
+    """Cut a leaf into the shards of a kind of tensor; partial sums may be summed in phases."""
+    if dim is None:
+        return constrain(x, layout, as_spec(entries))
+    between = layout.phases.between(entries, dim, layout.axes[kind]) if in_phases else ()
     for sharding in between:
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
-    return x if dim is None else constrain(x, layout, shard_spec(layout, entries, dim))
+    return constrain(x, layout, shard_spec(layout, entries, dim, kind))
 
 
 class PerDevice:
@@ -94,7 +112,7 @@ class PerDevice:
     def __init__(self, layout: Layout) -> None:
         self.axes: Axes = layout.phases.expand(layout.batch_axes)
         self._layout = layout
-        self._phases = layout.phases.axes
+        self._phases = layout.phases.within(layout.axes["gradient"])
         self._names = tuple(name for phase in self._phases for name in phase)
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:

@@ -21,7 +21,7 @@ from zerojax.collectives._examples import (
     resized,
 )
 from zerojax.collectives._forms import constrain, to_stored
-from zerojax.collectives._gather import PerDevice, scatter
+from zerojax.collectives._gather import PerDevice, scatter, shard_spec
 from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
 
@@ -213,8 +213,8 @@ def reduce_once(
     aux = _joined(aux, is_row, lambda rows: rows)
 
     def join(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        if scatters(leaf):
-            return constrain(g, layout, leaf.shard_spec)
+        if leaf.dim is not None and scatters(leaf):
+            return constrain(g, layout, shard_spec(layout, leaf.entries, leaf.dim, "gradient"))
         return scatter(to_stored(g.sum(0), leaf), layout, leaf.entries, leaf.dim)
 
     return (loss, aux, None), layout.map_leaves(join, grads)

@@ -53,6 +53,14 @@ def write_back(old: PyTree, new: PyTree, layout: Layout, bucket_bytes: int | Non
     return layout.structure.unflatten(out)
 
 
+def widened(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
+    """Turn a new parameter, cut as the optimizer's states are, into stored parameter shards."""
+    x = store(x, leaf, layout)
+    if leaf.spec("parameter") == leaf.shard_spec:
+        return x
+    return constrain(jax.lax.optimization_barrier(x), layout, leaf.spec("parameter"))
+
+
 def _write_stack(
     olds: Sequence[jax.Array],
     news: Sequence[jax.Array],
@@ -117,7 +125,7 @@ def _write_leaf(was: jax.Array, x: jax.Array, leaf: LeafLayout, layout: Layout) 
 def _gather(part: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
     """Gather what was cast; the barrier keeps the compiler from casting after the gather."""
     part = jax.lax.optimization_barrier(constrain(part, layout, leaf.shard_spec))
-    return gather(part, layout, leaf.entries, leaf.dim)
+    return gather(part, layout, leaf.entries, leaf.dim, "optimizer")
 
 
 def _dim_to_halve(leaf: LeafLayout) -> int | None:

@@ -114,11 +114,11 @@ def describe(
     padding = 0
     for kind, leaf, dtype in itertools.chain.from_iterable(held for _, held in groups):
         theory[dict(KINDS)[kind]] += leaf.whole_bytes(dtype)
-        if kind in leaf.kinds and leaf.is_padded and (stored or kind != "parameter"):
+        if kind in leaf.axes and leaf.is_padded and (stored or kind != "parameter"):
             padding += leaf.bytes_per_device(kind, dtype=dtype)
-            padding -= leaf.whole_bytes(dtype) // leaf.num_shards
+            padding -= leaf.whole_bytes(dtype) // leaf.parts[kind]
     for kind, key in KINDS:
-        theory[key] //= layout.num_shards if layout.partitions(kind) else 1
+        theory[key] //= layout.parts(kind)
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
     notes = _notes(layout, padding, state.unmatched_rules)

@@ -37,7 +37,7 @@ class Holders(Shown):
 
     def part(self, leaf: LeafLayout, kind: Kind, place: Mapping[str, int]) -> tuple[slice, ...]:
         """Return what the device at a place on the mesh, `{"data": 3}`, holds of a stored leaf."""
-        shape = leaf.stored_shape if kind in leaf.kinds else leaf.shape
+        shape = leaf.stored_shape if kind in leaf.axes else leaf.shape
         found = []
         for size, names in zip(shape, as_entries(leaf.spec(kind), len(shape)), strict=True):
             index = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class Layout(Shown, TreeLayout):
     Attributes:
         mesh: the mesh that the user gave, with devices or (`AbstractMesh`) without.
         stage: 0 to 3, arXiv 1910.02054 section 5.
-        axis: mesh axes that ZeRO partitions over, major first.
+        axes: mesh axes that ZeRO partitions over by kind of tensor, major first.
         batch_axes: mesh axes that cut the batch.
         leaves: one `LeafLayout` per parameter, in flattening order.
         structure: the tree structure of the parameters.
@@ -163,7 +163,7 @@ def make_layout(
     mesh: AnyMesh,
     *,
     stage: int,
-    axis: str | Sequence[str] = "data",
+    axis: str | Sequence[str] | Mapping[str, str | Sequence[str]] = "data",
     batch_axes: str | Sequence[str] | None = None,
     specs: PyTree = None,
     rules: Sequence[Rule] = (),
@@ -175,8 +175,11 @@ def make_layout(
         params: the parameters as arrays or `ShapeDtypeStruct`s, in any pytree.
         mesh: devices, with Auto or Explicit axes; an `AbstractMesh` to place and count without.
         stage: 0 to 3, arXiv 1910.02054 section 5.
-        axis: mesh axis that ZeRO partitions over, or several, major first.
-        batch_axes: mesh axes that cut the batch; `axis` by default.
+        axis: mesh axis that ZeRO partitions over, or several, major first; or for hybrid sharding
+            those of each kind: `{"parameter": "fsdp", "gradient": ("replica", "fsdp"), "optimizer":
+            ("replica", "fsdp")}` partitions parameters along "fsdp" alone, so that the loss gathers
+            them there. Each kind has the axes of those before it; masters have the optimizer's.
+        batch_axes: mesh axes that cut the batch; `axis` by default, of several kinds the widest.
         specs: PartitionSpecs of the user's own for other axes, as a tree (or a prefix of one) like
             the parameters; they stay, and ZeRO partitions what they leave.
         rules: overrides per path; `stacked_rules(loss_fn, params, batch)` gives those that a
@@ -191,7 +194,7 @@ def make_layout(
     """
     _mesh.check_mesh(mesh)
     _check_choices(rules, min_size)
-    axes = _mesh.as_axes(axis, mesh, "axis")
+    axes, widest = _mesh.axes_by_kind(axis, mesh)
     shapes = {path: _shape_of(path, leaf) for path, leaf in leaves_by_path(params).items()}
     if not shapes:
         raise ValueError(
@@ -204,8 +207,8 @@ def make_layout(
     empty = Layout(
         mesh=mesh,
         stage=check_stage(stage),
-        axis=axes,
-        batch_axes=axes if batch_axes is None else _mesh.as_axes(batch_axes, mesh, "batch axis"),
+        axes=axes,
+        batch_axes=widest if batch_axes is None else _mesh.as_axes(batch_axes, mesh, "batch axis"),
         leaves=(),
         structure=jax.tree.structure(params),
         rules=tuple(rules),

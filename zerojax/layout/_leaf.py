@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
@@ -27,7 +27,8 @@ class LeafLayout:
     """Where one leaf lives.
 
     Example: `[1009, 64]` over eight devices along "data" is stored as `[1016, 64]`: `dim=0,
-    axes=("data",), num_shards=8, stored_size=1016`, and a shard is `[127, 64]`.
+    axes={"optimizer": ("data",), ...}, parts={"optimizer": 8, ...}, stored_size=1016`, and a shard
+    is `[127, 64]`.
 
     Attributes:
         path: the leaf's path, slash separated.
@@ -36,10 +37,10 @@ class LeafLayout:
         entries: the user's own mesh axes per dim.
         own_parts: the parts that the user's own axes cut the leaf into.
         dim: the dim that ZeRO cuts; None where the leaf stays whole for every kind of tensor.
-        axes: the mesh axes that ZeRO adds to `dim`, major first.
-        num_shards: the parts that they cut it into.
-        stored_size: the size of `dim`, padded to a multiple of the parts where that is needed.
-        kinds: the kinds of tensor that are cut so; the others have the user's axes alone.
+        axes: the mesh axes that ZeRO adds to `dim`, major first, by the kinds of tensor that are
+            cut; the others have the user's axes alone.
+        parts: the parts that they cut it into, by the same kinds.
+        stored_size: the size of `dim`, padded to a multiple of all parts where that is needed.
         stacked: number of leading layer dims.
         reason: why the leaf is placed so, for people.
         parameter: for a leaf of an optimizer state, the index of the parameter it belongs to.
@@ -52,16 +53,15 @@ class LeafLayout:
     reason: str
     own_parts: int = 1
     dim: int | None = None
-    axes: Axes = ()
-    num_shards: int = 1
+    axes: Mapping[Kind, Axes] = dataclasses.field(default_factory=dict)
+    parts: Mapping[Kind, int] = dataclasses.field(default_factory=dict)
     stored_size: int = 0
-    kinds: frozenset[Kind] = frozenset()
     stacked: int = 0
     parameter: int | None = None
 
     def spec(self, kind: Kind) -> P:
         """Return the PartitionSpec that the stored leaf of a kind of tensor has."""
-        return self.shard_spec if kind in self.kinds else self.whole_spec
+        return as_spec(self.entries, self.dim, self.axes.get(kind, ()))
 
     @property
     def whole_spec(self) -> P:
@@ -70,8 +70,13 @@ class LeafLayout:
 
     @property
     def shard_spec(self) -> P:
-        """The spec of the cut leaf; the user's axes stay the major ones."""
-        return as_spec(self.entries, self.dim, self.axes)
+        """The spec of the smallest shards, on which the optimizer computes."""
+        return self.spec("optimizer")
+
+    @property
+    def num_shards(self) -> int:
+        """The number of the smallest shards."""
+        return self.parts.get("optimizer", 1)
 
     @property
     def num_sliced(self) -> int:
@@ -102,9 +107,9 @@ class LeafLayout:
             stored: whether a leaf that no dim divides is padded (or else stays whole).
             dtype: dtype to count in; the leaf's own by default.
         """
-        if kind in self.kinds and (stored or not self.is_padded):
+        if kind in self.axes and (stored or not self.is_padded):
             held = num_bytes(self.stored_shape, self.dtype if dtype is None else dtype)
-            return held // (self.own_parts * self.num_shards)
+            return held // (self.own_parts * self.parts[kind])
         return self.whole_bytes(dtype)
 
     def whole_bytes(self, dtype: Any = None) -> int:

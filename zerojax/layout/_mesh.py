@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from zerojax._types import AnyMesh, Axes
+from zerojax._types import AnyMesh, Axes, Kind
 from zerojax.layout._torus import in_order
 
 
@@ -82,6 +82,29 @@ def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:
     if len(set(axes)) != len(axes):
         raise ValueError(f"{what} names an axis twice: {axes}")
     return axes
+
+
+def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
+    """Return the axes of each kind of tensor, and the widest as the user wrote them.
+
+    The axes of a kind begin with those of the kinds before it: in another order, shards would have
+    to change places to become those of the next kind.
+    """
+    kinds: tuple[Kind, ...] = ("parameter", "gradient", "optimizer")
+    if not isinstance(axis, Mapping):
+        axis = dict.fromkeys(kinds, axis)
+    elif set(axis) != set(kinds):
+        raise ValueError(f"axis by kind names the axes of {', '.join(kinds)}, got {axis!r}")
+    axes: Axes = ()
+    found: dict[Kind, Axes] = {}
+    for kind in kinds:
+        own = as_axes(axis[kind], mesh, "axis")
+        if not {*axes} <= {*own}:
+            raise ValueError(
+                f"axis of kind {kind!r} is {own}; give it those of the kinds before it too, {axes}"
+            )
+        found[kind] = axes = (*axes, *(name for name in own if name not in axes))
+    return found | {"master": axes}, as_axes(axis["optimizer"], mesh, "axis")
 
 
 def num_devices(mesh: AnyMesh, axes: Sequence[str]) -> int:

@@ -29,6 +29,7 @@ from zerojax._jaxpr import (
 from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
+from zerojax.layout._leaf import as_entries
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._transformation import as_transformation
 from zerojax.layout._tree_layout import TreeLayout
@@ -155,7 +156,7 @@ class Regions:
             own = labels.setdefault(id(leaf), self.dims.fresh(len(leaf.shape)))
             owner = numbers.get(id(leaf), leaf.parameter)
             self.dims.give(var, own, () if owner is None else (owner,))
-            cut = [(*entry, *leaf.axes * (d == leaf.dim)) for d, entry in enumerate(leaf.entries)]
+            cut = as_entries(leaf.shard_spec, len(leaf.shape))
             names += zip(own, cut, strict=True)
         self.dims.read(traced.eqns)
         self._layout = layout

@@ -111,16 +111,21 @@ class Phases:
     def reduces(self, shape: Sequence[int], dim: int) -> bool:
         """Return whether a gradient of this shape is reduce-scattered in phases."""
         first = math.prod(self.mesh.shape[name] for name in self.axes[0])
-        return len(self.axes) > 1 and scatters_tiles(shape, dim, first)
+        return len(self.axes) > 1 and (not self.dims or scatters_tiles(shape, dim, first))
 
-    def between(self, entries: Entries, dim: int) -> tuple[NamedSharding, ...]:
+    def within(self, axes: Axes) -> tuple[Axes, ...]:
+        """Return the phases of a collective over some axes of the layout's mesh."""
+        return tuple(phase for phase in self.axes if {*phase} <= {*self.expand(axes)})
+
+    def between(self, entries: Entries, dim: int, axes: Axes) -> tuple[NamedSharding, ...]:
         """Return the shardings that a leaf has between whole and shards, in a reduction's order.
 
         Args:
             entries: the user's own axes per dim.
             dim: the partitioned dim.
+            axes: those of the layout's mesh that cut the shards.
         """
-        names = itertools.accumulate(self.axes[:-1])
+        names = itertools.accumulate(self.within(axes)[:-1])
         return tuple(NamedSharding(self.mesh, as_spec(entries, dim, axes)) for axes in names)
 
 
@@ -133,15 +138,16 @@ def scatters_tiles(shape: Sequence[int], dim: int, num_devices: int) -> bool:
     return not is_minor or shape[dim] % (num_devices * LANES) == 0
 
 
-def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:
+def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
     """Decide the phases of collectives over some axes of a mesh.
 
     Args:
         mesh: the layout's mesh; without devices it lies on no torus.
         axes: the axes that ZeRO partitions over, major first.
+        *further: axes of the phases after these; what moves along them is shards.
     """
     flat = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    at_once = Phases(flat, (axes,))
+    at_once = Phases(flat, (axes, *further))
     if isinstance(mesh, AbstractMesh):
         return at_once
     span = _span_of(mesh)
@@ -155,7 +161,7 @@ def find_phases(mesh: AnyMesh, axes: Axes) -> Phases:
         )
         return dataclasses.replace(at_once, reason=reason)
     groups = group_digits(span, [digit for found in digits for digit in found or ()])
-    return _cut(mesh, groups)
+    return _cut(mesh, groups, further)
 
 
 def in_order(mesh: Mesh) -> Mesh:
@@ -216,7 +222,7 @@ def group_digits(span: Span, digits: Sequence[SomeDigit]) -> list[list[SomeDigit
     return groups
 
 
-def _cut(mesh: Mesh, groups: list[list[Digit]]) -> Phases:
+def _cut(mesh: Mesh, groups: list[list[Digit]], further: tuple[Axes, ...]) -> Phases:
     """Cut the axes of a mesh where a phase ends within them."""
     pieces: dict[str, dict[str, int]] = {axis: {} for axis in mesh.axis_names}
     phases: list[Axes] = []
@@ -237,7 +243,7 @@ def _cut(mesh: Mesh, groups: list[list[Digit]]) -> Phases:
     )
     return Phases(
         mesh=refined,
-        axes=tuple(phases),
+        axes=(*phases, *further),
         dims=tuple(tuple(dict.fromkeys(digit.dim for digit in group)) for group in groups),
         reason=f"over all of them at once, a {mesh.devices.flat[0].device_kind} all-reduces",
         cut={axis: tuple(cut) for axis, cut in pieces.items() if cut},

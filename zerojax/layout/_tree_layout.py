@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -31,12 +31,17 @@ class TreeLayout:
 
     mesh: AnyMesh
     stage: int
-    axis: Axes
+    axes: Mapping[Kind, Axes]
     batch_axes: Axes
     leaves: tuple[LeafLayout, ...]
     structure: TreeDef
     rules: tuple[Rule, ...]
     min_size: int
+
+    @property
+    def axis(self) -> Axes:
+        """The mesh axes that ZeRO partitions over: all that optimizer states are cut along."""
+        return self.axes["optimizer"]
 
     @property
     def num_shards(self) -> int:
@@ -53,9 +58,29 @@ class TreeLayout:
         """The stage, the mesh and the number of parameters, in one line."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         return (
-            f"ZeRO stage {self.stage} over {' x '.join(self.axis)} (N = {self.num_shards}) "
-            f"on a mesh of {axes}; {self.num_params:,} parameters"
+            f"ZeRO stage {self.stage} over {self.over} on a mesh of {axes}; "
+            f"{self.num_params:,} parameters"
         )
+
+    @property
+    def over(self) -> str:
+        """The axis in words, and the kinds of tensor that are cut along a part of it."""
+        fewer = (
+            f", {kind}s over {' x '.join(axes)}"
+            for kind, axes in self.axes.items()
+            if self.partitions(kind) and axes != self.axis
+        )
+        return f"{' x '.join(self.axis)} (N = {self.num_shards}){''.join(fewer)}"
+
+    @property
+    def groups(self) -> tuple[Axes, ...]:
+        """The axis in the parts along which shards move one after the other.
+
+        With parameters over "fsdp" and optimizer states over "fsdp" and "replica", a gradient is
+        reduced along "fsdp" and its shards along "replica"; new parameters go the other way.
+        """
+        ends = sorted({len(axes) for axes in self.axes.values()})
+        return tuple(self.axis[a:b] for a, b in zip((0, *ends), ends, strict=False))
 
     def num_parts(self, axes: Sequence[str]) -> int:
         """Count the parts that some axes of the mesh cut a dim into."""
@@ -87,8 +112,9 @@ class TreeLayout:
         """Describe a leaf that is placed so; `leaf` has its shape and dtype."""
         entries = ((),) * len(leaf.shape) if entries is None else entries
         if cut is not None:
-            fields |= {**cut._asdict(), "axes": self.axis, "num_shards": self.num_shards}
-            fields["kinds"] = kinds
+            axes = {kind: self.axes[kind] for kind in kinds}
+            parts = {kind: self.num_parts(names) for kind, names in axes.items()}
+            fields |= {**cut._asdict(), "axes": axes, "parts": parts}
         return LeafLayout(
             path=path,
             shape=leaf.shape,
@@ -126,7 +152,7 @@ class TreeLayout:
     @cached_property
     def phases(self) -> Phases:
         """The phases in which leaves are gathered and gradients reduced."""
-        return find_phases(self.mesh, self.axis)
+        return find_phases(self.mesh, *self.groups)
 
     @property
     def devices(self) -> np.ndarray:
@@ -154,6 +180,10 @@ class TreeLayout:
     def partitions(self, kind: Kind) -> bool:
         """Return whether the stage partitions a kind of tensor."""
         return kind in self.kinds
+
+    def parts(self, kind: Kind) -> int:
+        """Count the parts that the stage cuts a kind of tensor into: 1 where it stays whole."""
+        return self.num_parts(self.axes[kind]) if self.partitions(kind) else 1
 
     @cached_property
     def layers(self) -> tuple[tuple[LeafLayout, ...], ...]:

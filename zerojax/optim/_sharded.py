@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
-from zerojax.collectives import auto_region, constrain, shard_tree, store, view, write_back
+from zerojax.collectives import auto_region, constrain, cut, shard_tree, store, view, write_back
 from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation, check_layout
 from zerojax.optim._whole import update_whole
 
@@ -144,6 +144,15 @@ def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
     return layout.structure.unflatten(leaves)
 
 
+def _reduced(grads: PyTree, layout: Layout) -> PyTree:
+    """Cut gradients into shards: where parameters have fewer axes, along those first."""
+    if len(layout.groups) == 1:
+        return shard_tree(grads, layout)
+    return layout.map_leaves(
+        lambda leaf, x: cut(x, layout, leaf.entries, leaf.dim, "optimizer", in_phases=True), grads
+    )
+
+
 def _in_place_of(tree: PyTree, new: PyTree, layout: Layout) -> PyTree:
     """Return a tree as the caller holds it, with the leaves of one in the layout's structure."""
     return with_leaves_like(tree, layout.structure, layout.structure.flatten_up_to(new))
@@ -182,7 +191,7 @@ def _update(
         seen = placed.structure.unflatten(
             view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )
-        given = (shard_tree(updates, layout), seen, shards, arrays)
+        given = (_reduced(updates, layout), seen, shards, arrays)
         updates, new = call(*given) if functions else update_whole(call, given, placed, layout)
         updates = shard_tree(as_params(updates, layout, "updates of the wrapped optimizer"), layout)
         return in_layout_of_params(updates, layout), store_state(new, placed, layout)

@@ -76,7 +76,7 @@ def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
         f"{leaf.path}: {leaf.dtype}{list(leaf.shape)} cut as {leaf.shard_spec}"
         for leaf in layout.leaves
     ]
-    placed = [f"stage {layout.stage} over {layout.axis}", f"mesh {dict(layout.mesh.shape)}"]
+    placed = [f"stage {layout.stage} over {layout.axes}", f"mesh {dict(layout.mesh.shape)}"]
     return {
         "versions": "\n".join([f"zerojax {__version__}", *versions]),
         "layout": "\n".join(placed + leaves),

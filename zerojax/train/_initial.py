@@ -143,7 +143,7 @@ class InitialState:
             )
             masters = layout.map_leaves(lambda leaf, x: store(x, leaf, layout), updated)
         if layout.partitions("parameter"):
-            placed = layout.map_leaves(lambda leaf, x: store(x, leaf, layout), low)
+            placed = layout.map_leaves(lambda leaf, x: store(x, leaf, layout, "parameter"), low)
         else:
             placed = layout.map_leaves(lambda leaf, x: constrain(x, layout, leaf.whole_spec), low)
         state = TrainState(

@@ -24,8 +24,8 @@ from zerojax.collectives import (
     num_examples,
     prefetched,
     reduce_once,
-    store,
     warn_unless_mean,
+    widened,
     write_back,
 )
 from zerojax.layout import Layout, as_transformation
@@ -293,7 +293,7 @@ class TrainStep(Shown):
         if not self.layout.partitions("parameter"):
             return write_back(old, updated, self.layout, self.recipe.bucket_bytes)
         return self.layout.map_leaves(
-            lambda leaf, was, x: store(x.astype(was.dtype), leaf, self.layout), old, updated
+            lambda leaf, was, x: widened(x.astype(was.dtype), leaf, self.layout), old, updated
         )
 
     def _gradients(

@@ -135,7 +135,10 @@ def users(evidence: Evidence, move: Move) -> list[Use]:
 
 
 def _gathers(evidence: Evidence) -> list[Move]:
-    return [move for move in evidence.large if move.role == "gather" and move.match.leaves]
+    """List the gathers of weights for the loss, or of new parameters that stay whole."""
+    near = {*evidence.layout.axes["parameter"]}
+    found = (move for move in evidence.large if move.role == "gather" and move.match.leaves)
+    return [move for move in found if near.intersection(move.axes)]
 
 
 def _whole_stacks(evidence: Evidence) -> list[Move]:

@@ -50,7 +50,7 @@ def whole_carries(evidence: Evidence) -> list[tuple[int, Carry]]:
     leaves: dict[Key, int] = {}
     shards: Counter[Key] = Counter()
     for index, leaf in enumerate(layout.leaves):
-        shards[key_of(shard_of(leaf, leaf.stored_shape, layout))] += 1
+        shards[key_of(shard_of(leaf, leaf.stored_shape, layout, "gradient"))] += 1
         for shape in (leaf.shape, leaf.stored_shape) if leaf.dim is not None else ():
             leaves[key_of(layout.local_shape(leaf, shape))] = index
     found: dict[tuple[str, Key], list[Carry]] = {}

@@ -30,6 +30,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "reduction": _batch.check_reduction,
     "accumulator": _memory.check_accumulator,
     "volume": _volume.check_volume,
+    "slow links": _volume.check_far,
     "activation": _traffic.check_activation,
     "shuffle": _traffic.check_shuffle,
     "dtype": _dtype.check_dtype,

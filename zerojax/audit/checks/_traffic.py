@@ -37,7 +37,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     layout = evidence.layout
     trained = {*range(len(layout.leaves))} - evidence.frozen
     partitioned = evidence.gathered_elements(trained)
-    summed = set(layout.axis) & set(layout.batch_axes)
+    summed = set(layout.axes["gradient"]) & set(layout.batch_axes)
     if not evidence.is_step or not summed or not layout.partitions("optimizer"):
         return
     if partitioned < evidence.floor:
@@ -59,7 +59,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     yield Problem(
         where=describe_move(rest[0]) if rest else "no reduction along the axis",
         expected=f"{partitioned:,} elements of gradients reduce-scattered along "
-        f"{' x '.join(layout.axis)}, as stage {layout.stage} does",
+        f"{' x '.join(layout.axes['gradient'])}, as stage {layout.stage} does",
         seen=f"the reduce-scatter is missing ({scattered:,.0f} elements); {whole + sliced:,.0f} "
         "elements per device are moved by all-reduces",
         remedy=STAGED if sliced > whole and evidence.program.platform == "tpu" else remedy,

@@ -31,12 +31,12 @@ STAGED = (
 
 def tolerance(evidence: Evidence) -> float:
     """Return the largest volume over theory that passes."""
-    ours = set(evidence.layout.axis)
+    groups = [set(axes) for axes in evidence.layout.groups]
     staged = any(
         move.role in ("gather", "scatter", "sliced")
         and move.match.form
-        and set(move.axes) <= ours
-        and (any("[" in span for span in move.spans) or set(move.axes) != ours)
+        and any(set(move.axes) <= axes for axes in groups)
+        and (any("[" in span for span in move.spans) or set(move.axes) not in groups)
         for move in evidence.large
     )
     kind = "in stages" if staged else "at once"
@@ -64,6 +64,32 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
         f"{evidence.layout.stage}, {evidence.recipe.accumulate} microbatches)",
         seen=f"volume above theory: {judged / psi:.3f}, {share}the formula",
         remedy=_volume_remedy(evidence, [move for move, _ in offenders]),
+    )
+
+
+def check_far(evidence: Evidence) -> Iterator[Problem]:
+    """Check that no more than shards move along the axes that parameters are not cut along.
+
+    With hybrid sharding these are the slow links, between nodes or slices: along them the shards of
+    gradients are summed, Psi / (shards in a node), and not whole gradients. Compilers sum vectors
+    whole, which may be a few percent of the shards.
+    """
+    layout = evidence.layout
+    far = {*layout.axis, *layout.batch_axes} - {*layout.axes["parameter"]}
+    moves = [move for move in evidence.large if far.intersection(move.axes)]
+    by_axes = evidence.theory.by_axes.items()
+    theory = sum(elements for axes, elements in by_axes if far.intersection(axes))
+    judged, psi = sum_moved(moves, "judged"), layout.num_params
+    if not evidence.is_step or judged <= max(TOLERANCE["at once"]) * theory + evidence.floor:
+        return
+    largest = max(moves, key=lambda move: move.judged)
+    yield Problem(
+        where=f"{describe_move(largest)}, {whose(evidence, largest)}",
+        expected=f"{theory / psi:.3f} elements per parameter along {' x '.join(sorted(far))}: "
+        f"those of shards over {' x '.join(layout.axes['parameter'])}",
+        seen=f"{judged / psi:.3f} cross these links",
+        remedy="reduce gradients to shards first, and sum the shards along these axes"
+        f"{hint(evidence, 'make_train_step', 'sharded(tx, layout)')}",
     )
 
 

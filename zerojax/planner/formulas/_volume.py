@@ -97,17 +97,23 @@ def theory_of(
             add(summed, batch, 2 * reductions * whole)
             continue
         stored = math.prod(layout.local_shape(leaf, leaf.stored_shape))
-        add(gathered, leaf.axes, gathers * stored)
+        # Parameters are gathered along the first axes for the loss. Along the further ones, which
+        # cut optimizer states alone, their shards are gathered once, when they are new.
+        part = stored
+        for number, axes in enumerate(layout.groups):
+            add(gathered, axes, (min(gathers, 1) if number else gathers) * part)
+            part /= layout.num_parts(axes)
         # Along an axis that does not cut the batch, every device has the same gradient: nothing
-        # moves. Over batch axes beyond the leaf's own, the shard is all-reduced.
-        cut = tuple(axis for axis in leaf.axes if axis in batch)
-        rest = tuple(axis for axis in batch if axis not in leaf.axes)
-        if scatters(leaf):
-            add(scattered, cut, reductions * stored)
-        else:
-            add(summed, cut, 2 * reductions * stored)
-        if rest:
-            add(summed, rest, 2 * reductions * stored / layout.num_parts(cut))
+        # moves. Over batch axes beyond the gradient's own, the shard is all-reduced.
+        part, own_axes = stored, layout.axes["gradient"]
+        for axes in layout.groups:
+            cut = tuple(axis for axis in axes if axis in batch and axis in own_axes)
+            if scatters(leaf):
+                add(scattered, cut, reductions * part)
+            else:
+                add(summed, cut, 2 * reductions * part)
+            part /= layout.num_parts(cut)
+        add(summed, tuple(axis for axis in batch if axis not in own_axes), 2 * reductions * part)
     # Gradients are reduced once; parameters are gathered once, or, where they are partitioned, for
     # the forward and for the backward pass. With nothing partitioned both are an all-reduce.
     moved = 3 if "parameter" in kinds else 2
