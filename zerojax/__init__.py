@@ -26,6 +26,7 @@ from zerojax.train import (
     TrainState,
     TrainStep,
     make_train_step,
+    move,
     unpad,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "make_train_step",
     "max_params",
     "model_state_bytes",
+    "move",
     "plan",
     "quantized",
     "rematerialised",

@@ -4,6 +4,7 @@ from zerojax.checkpoint._export import export_safetensors, import_safetensors, w
 from zerojax.checkpoint._files import DamagedCheckpointError, FileDigest
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
 from zerojax.checkpoint._leaves import SavedLeaf
+from zerojax.checkpoint._logical import KINDS, check_placement, logical_shapes
 from zerojax.checkpoint._manifest import Manifest, parts, read_manifest, verify
 from zerojax.checkpoint._restore import restore
 from zerojax.checkpoint._safetensors import is_safetensors
@@ -11,6 +12,7 @@ from zerojax.checkpoint._save import PendingSave, save, start_save
 from zerojax.checkpoint._verdict import IncompatibleCheckpointError
 
 __all__ = [
+    "KINDS",
     "Checkpoints",
     "DamagedCheckpointError",
     "FileDigest",
@@ -19,10 +21,12 @@ __all__ = [
     "PendingSave",
     "Restored",
     "SavedLeaf",
+    "check_placement",
     "export_safetensors",
     "find_checkpoints",
     "import_safetensors",
     "is_safetensors",
+    "logical_shapes",
     "parts",
     "read_manifest",
     "restore",

@@ -53,8 +53,8 @@ class LeafLayout:
     reason: str
     own_parts: int = 1
     dim: int | None = None
-    axes: Mapping[Kind, Axes] = dataclasses.field(default_factory=dict)
-    parts: Mapping[Kind, int] = dataclasses.field(default_factory=dict)
+    axes: Mapping[Kind, Axes] = dataclasses.field(default_factory=dict, hash=False)
+    parts: Mapping[Kind, int] = dataclasses.field(default_factory=dict, hash=False)
     stored_size: int = 0
     stacked: int = 0
     parameter: int | None = None

@@ -31,7 +31,7 @@ class TreeLayout:
 
     mesh: AnyMesh
     stage: int
-    axes: Mapping[Kind, Axes]
+    axes: Mapping[Kind, Axes] = dataclasses.field(hash=False)
     batch_axes: Axes
     leaves: tuple[LeafLayout, ...]
     structure: TreeDef

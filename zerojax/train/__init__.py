@@ -2,6 +2,7 @@
 
 from zerojax.train._loss_scale import LossScale, first_loss_scale
 from zerojax.train._make import make_train_step
+from zerojax.train._move import move
 from zerojax.train._state import TrainState, unpad
 from zerojax.train._step import TrainStep
 
@@ -11,5 +12,6 @@ __all__ = [
     "TrainStep",
     "first_loss_scale",
     "make_train_step",
+    "move",
     "unpad",
 ]

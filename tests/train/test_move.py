@@ -1,0 +1,142 @@
+"""Moving a train state: any layout to any other, in memory, equal to the bit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.train.test_train_step import MESHES, MIXED, init, loss_fn
+from zerojax.checkpoint import logical_shapes
+from zerojax.train import _move
+
+MESHES = MESHES | {
+    "eight": lambda: (zerojax.make_mesh({"data": 8}), {}),
+    "five": lambda: (zerojax.make_mesh({"data": 5}, devices=jax.devices()[:5]), {}),
+    "four": lambda: (zerojax.make_mesh({"data": 4}, devices=jax.devices()[4:]), {}),
+}
+SHAPES = jax.eval_shape(init, jax.random.key(0))
+
+
+def make(mesh, stage, tx=None, shapes=SHAPES, min_size=48, **options):
+    mesh, given = MESHES[mesh]()
+    layout = zerojax.make_layout(shapes, mesh, stage=stage, min_size=min_size, **given)
+    tx = tx or optax.adamw(1e-2)
+    return zerojax.make_train_step(loss_fn, tx, layout, zerojax.Recipe(**options))
+
+
+def filled(step, tx=None):
+    """Return a state with values in every leaf, and its logical leaves."""
+    like, rng = step.abstract_state(), np.random.default_rng(0)
+    shapes = logical_shapes(like, step.layout, tx)
+    logical = [np.asarray(rng.integers(1, 100, shape)) for shape in shapes.values()]
+    leaves = []
+    for x, want in zip(logical, jax.tree.leaves(like), strict=True):
+        stored = np.zeros(want.shape, want.dtype)
+        stored[tuple(map(slice, x.shape))] = x
+        leaves.append(jax.device_put(stored, want.sharding))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), logical
+
+
+def assert_moved(moved, step, logical):
+    like = step.abstract_state()
+    assert jax.tree.structure(moved) == jax.tree.structure(like)
+    for x, want, values in zip(*map(jax.tree.leaves, (moved, like)), logical, strict=True):
+        assert (x.shape, x.dtype, x.sharding) == (want.shape, want.dtype, want.sharding)
+        found = np.array(x).astype(int)
+        np.testing.assert_array_equal(found[tuple(map(slice, values.shape))], values)
+        assert found.sum() == values.sum(), "padding is zeros"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("eight", 3), ("four", 1)),
+        (("eight", 3), ("five", 3)),
+        (("hybrid", 2), ("hybrid, wider states", 3)),
+        (("explicit", 3), ("model axis", 2)),
+        (("explicit model axis", 3), ("one device", 0)),
+        (("one device", 0), ("explicit model axis", 3)),
+    ],
+    ids=lambda given: f"{given[0]} {given[1]}",
+)
+def test_any_layout_goes_to_any_other(before, after):
+    one, other = (make(*given, precision=MIXED) for given in (before, after))
+    state, logical = filled(one)
+    moved = zerojax.move(state, one.layout, other.layout)
+    assert_moved(moved, other, logical)
+    kept = {id(x) for x in jax.tree.leaves(moved)}
+    assert all(x.is_deleted() or id(x) in kept for x in jax.tree.leaves(state))
+
+
+def test_factored_states_are_told_by_the_optimizer():
+    shapes, tx = {"w": jax.ShapeDtypeStruct((130, 130), jnp.float32)}, optax.adafactor(1e-3)
+    one, other = (make(name, 3, tx, shapes, 200) for name in ("eight", "four"))
+    state, logical = filled(one, tx)
+    with pytest.raises(ValueError, match=r"leaf 'opt_state/.*' \[130\] can be .* pass tx="):
+        zerojax.move(state, one.layout, other.layout)
+    assert_moved(zerojax.move(state, one.layout, other.layout, tx=tx), other, logical)
+
+
+def test_no_more_than_a_leaf_is_there_twice(monkeypatch):
+    one, other = make("eight", 3), make("five", 3)
+    state, _ = filled(one)
+    device = jax.devices()[0]
+
+    def held():
+        live = [x for x in jax.live_arrays() if not x.is_deleted() and device in x.devices()]
+        return sum(x.addressable_shards[0].data.nbytes for x in live)
+
+    seen, start = [], held()
+    put = jax.device_put
+
+    def watched(*args, **options):
+        found = put(*args, **options)
+        seen.append(held())
+        return found
+
+    monkeypatch.setattr(_move.jax, "device_put", watched)
+    moved = zerojax.move(state, one.layout, other.layout)
+    monkeypatch.undo()
+    largest = max(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(moved))
+    grown = held() - start
+    assert len(seen) > 10
+    assert max(seen) <= start + max(grown, 0) + largest
+
+
+REFUSED = {
+    "other parameters": (
+        lambda state, one: (state, one.layout, make("four", 3, shapes={**SHAPES, "bias": SHAPES["embed"]}).layout),
+        r"leaf 'bias' has shape \(67,\) in the layout and \(67, 24\) in the other",
+    ),
+    "another layout's state": (
+        lambda state, one: (state, make("eight", 1).layout, one.layout),
+        r"leaf 'params/.*' is partitioned; at the layout's stage 1 it is whole",
+    ),
+    "a step's results": (
+        lambda state, one: ((state, {}), one.layout, one.layout), "takes a TrainState first, got tuple",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_moves(arguments, message):
+    one = make("eight", 3)
+    state, _ = filled(one)
+    with pytest.raises((ValueError, TypeError), match=message):
+        zerojax.move(*arguments(state, one))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_a_step_goes_on_with_a_moved_state():
+    one, other = make("eight", 3), make("four", 1)
+    batch = {"tokens": jnp.ones((8, 9), int)}
+    state = one.init(init, jax.random.key(0))
+    loss = float(one.evaluate(state, batch))
+    moved = zerojax.move(state, one.layout, other.layout)
+    assert float(other.evaluate(moved, batch)) == pytest.approx(loss, rel=1e-6)
+    assert moved.params["embed"].sharding.spec == P()

@@ -1,0 +1,154 @@
+"""A train state from one layout to another, in memory, leaf by leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from zerojax._tree import leaves_by_path, unwrapped
+from zerojax._types import Shape
+from zerojax.checkpoint import KINDS, check_placement, logical_shapes
+from zerojax.collectives import auto_region
+from zerojax.layout import Layout, LeafLayout, OptimizerLayout, check_layout
+from zerojax.recipe import HOST_MEMORY
+from zerojax.train._checks import check_usable
+from zerojax.train._state import TrainState, hold
+
+
+def move(
+    state: TrainState,
+    layout: Layout,
+    other: Layout,
+    *,
+    tx: optax.GradientTransformation | None = None,
+) -> TrainState:
+    """Move a train state to another layout: another stage, mesh or number of devices.
+
+    Logical values are equal to the bit. Leaves move one after the other, and each is deleted where
+    it was, so that no more than the largest leaf is there twice. The state is donated: use the one
+    that is returned, which a step of the other layout takes.
+
+    Args:
+        state: from a step; donated.
+        layout: the placement that it lives under: `step.layout`.
+        other: the placement that it is to have, made from the same parameters.
+        tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of its state can
+            be placed in several ways, or a rule places one, which an error then says.
+
+    Raises:
+        TypeError: the state is no `TrainState`.
+        ValueError: it was donated before, or made under another layout, or the layouts were made
+            from other parameters. The leaf is named, and nothing has moved then.
+    """
+    check_layout(layout, "move(state, layout, other)")
+    check_layout(other, "move(state, layout, other)")
+    check_usable(state)
+    _check_alike(layout, other)
+    check_placement(state, layout)
+    logical = logical_shapes(state, layout, tx)
+    placed = _optimizer(state, logical, other, tx)
+    wanted = {
+        f"{part}/{leaf.path}".removesuffix("/."): (leaf, kind)
+        for part, kind in KINDS.items()
+        for leaf in (placed if kind == "optimizer" else other).leaves
+    }
+    leaves = []
+    for path, x in leaves_by_path(state).items():
+        leaf, kind = wanted.get(path, (None, None))
+        shape, spec = x.shape, P()
+        if leaf is not None and kind is not None:
+            shape = leaf.stored_shape if kind in leaf.axes else leaf.shape
+            spec = leaf.spec(kind)
+        leaves.append(_move_leaf(x, logical[path], shape, spec, layout, other))
+    moved = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    params = hold(unwrapped(moved.params), other)
+    return dataclasses.replace(moved, params=params, padded=placed.padded)
+
+
+def _check_alike(layout: Layout, other: Layout) -> None:
+    """Refuse layouts of other parameters."""
+    ours, theirs = ({leaf.path: leaf.shape for leaf in one.leaves} for one in (layout, other))
+    for path in (*ours, *theirs):
+        if ours.get(path) != theirs.get(path):
+            raise ValueError(
+                f"leaf {path!r} has shape {ours.get(path)} in the layout and {theirs.get(path)} in "
+                "the other; make both from the same parameters"
+            )
+
+
+def _optimizer(
+    state: TrainState, logical: dict[str, Shape], other: Layout, tx: Any
+) -> OptimizerLayout:
+    """Place the leaves of the optimizer's state, by path and shape where there is no optimizer."""
+    if tx is not None:
+        return other.optimizer(tx)
+    rules = [rule for rule in other.rules if rule.kind == "optimizer"]
+    leaves: list[LeafLayout] = []
+    for path in leaves_by_path(state.opt_state):
+        name = f"opt_state/{path}".removesuffix("/.")
+        found = other.optimizer_leaves(path, logical[name])
+        ways = {(leaf.shard_spec, leaf.stored_shape) for leaf in found}
+        if len(ways) > 1 or any(rule.matches(path) for rule in rules):
+            raise ValueError(
+                f"leaf {name!r} {list(logical[name])} can be placed in several ways; pass tx=, the "
+                "optimizer that made the state"
+            )
+        leaves.append(dataclasses.replace(found[0], path=path))
+    return OptimizerLayout(jax.tree.structure(state.opt_state), tuple(leaves))
+
+
+def _move_leaf(
+    x: jax.Array, logical: Shape, shape: Shape, spec: P, layout: Layout, other: Layout
+) -> jax.Array:
+    """Move one leaf, and delete it where it was.
+
+    Between two paddings it has a shape that both meshes cut: `[1009]`, stored as `[1016]` on 8
+    devices and to be `[1010]` on 5, moves as `[1040]`.
+    """
+    sharding = other.sharding(spec)
+    if x.sharding.memory_kind == HOST_MEMORY:
+        sharding = sharding.with_memory_kind(HOST_MEMORY)
+    if shape == x.shape and x.sharding == sharding:
+        return x
+    between = x.shape
+    if not logical == x.shape == shape:
+        cuts = zip(_parts(x.sharding, x.shape), _parts(sharding, shape), strict=True)
+        units = [math.lcm(*pair) for pair in cuts]
+        between = tuple(-(-size // n) * n for size, n in zip(logical, units, strict=True))
+    moved = jax.device_put(_renewed(x, logical, between, x.sharding, layout), sharding)
+    moved.block_until_ready()
+    return moved if between == shape else _renewed(moved, logical, shape, sharding, other)
+
+
+def _parts(sharding: Any, shape: Shape) -> list[int]:
+    """Count the parts that a placement cuts each dim into."""
+    local = sharding.shard_shape(shape)
+    return [size // max(part, 1) for size, part in zip(shape, local, strict=True)]
+
+
+def _renewed(
+    x: jax.Array, logical: Shape, shape: Shape, sharding: Any, layout: Layout
+) -> jax.Array:
+    """Copy a leaf, to another padding or the same, and delete it.
+
+    What `jax.device_put` returns may share buffers with what it was given. The copy has no other
+    owner, so that its buffers are freed, or go on in the result.
+    """
+
+    def resize(x: jax.Array) -> jax.Array:
+        if x.shape == shape:
+            return jnp.copy(x)
+        widths = [(0, new - old) for old, new in zip(logical, shape, strict=True)]
+        return jnp.pad(jax.lax.slice(x, [0] * x.ndim, logical), widths)
+
+    region = auto_region(resize, layout, lambda *_: sharding.spec)
+    new = jax.jit(region, out_shardings=sharding)(x)
+    new.block_until_ready()
+    x.delete()
+    return new
