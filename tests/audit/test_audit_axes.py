@@ -209,6 +209,23 @@ def test_a_step_moves_shards_across_replicas(stage, given):
     assert {move.spans for move in far} == {("replica",)}
 
 
+def test_a_loop_of_ones_own_reduces_shards_across_replicas():
+    layout = layout_on({"replica": 2, "data": 4}, 2, WIDER)
+    tx = zerojax.sharded(TX, layout)
+
+    def step(params, state, x):
+        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
+        return zerojax.apply_updates(params, updates, layout), state
+
+    held = (layout.params, layout.opt_state(TX))
+    jitted = jax.jit(
+        step, in_shardings=(*held, layout.batch), out_shardings=held, donate_argnums=(0, 1)
+    )
+    x = jax.ShapeDtypeStruct((BATCH, ROWS), jnp.float32)
+    report = audit(jitted.lower(WEIGHT, jax.eval_shape(TX.init, WEIGHT), x).compile(), layout)
+    assert {m.spans for m in report.moves if m.role == "sliced"} == {("data",), ("replica",)}
+
+
 def test_devices_in_another_order_are_found_on_the_layouts_mesh():
     layout = layout_on({"x": 2, "y": 4}, 2, "y", batch_axes=("x", "y"))
     turned = np.array(jax.devices()).reshape(4, 2).T

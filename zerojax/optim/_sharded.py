@@ -144,15 +144,6 @@ def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
     return layout.structure.unflatten(leaves)
 
 
-def _reduced(grads: PyTree, layout: Layout) -> PyTree:
-    """Cut gradients into shards: where parameters have fewer axes, along those first."""
-    if len(layout.groups) == 1:
-        return shard_tree(grads, layout)
-    return layout.map_leaves(
-        lambda leaf, x: cut(x, layout, leaf.entries, leaf.dim, "optimizer", in_phases=True), grads
-    )
-
-
 def _in_place_of(tree: PyTree, new: PyTree, layout: Layout) -> PyTree:
     """Return a tree as the caller holds it, with the leaves of one in the layout's structure."""
     return with_leaves_like(tree, layout.structure, layout.structure.flatten_up_to(new))
@@ -191,7 +182,11 @@ def _update(
         seen = placed.structure.unflatten(
             view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )
-        given = (_reduced(updates, layout), seen, shards, arrays)
+        phased = functools.partial(cut, in_phases=len(layout.groups) > 1)
+        grads = layout.map_leaves(
+            lambda leaf, x: phased(x, layout, leaf.entries, leaf.dim, "optimizer"), updates
+        )
+        given = (grads, seen, shards, arrays)
         updates, new = call(*given) if functions else update_whole(call, given, placed, layout)
         updates = shard_tree(as_params(updates, layout, "updates of the wrapped optimizer"), layout)
         return in_layout_of_params(updates, layout), store_state(new, placed, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path, unwrapped
-from zerojax._types import Shape
+from zerojax._types import Kind, Shape
 from zerojax.checkpoint import KINDS, check_placement, logical_shapes
 from zerojax.collectives import auto_region
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout, check_layout
@@ -46,23 +47,29 @@ def move(
         ValueError: it was donated before, or made under another layout, or the layouts were made
             from other parameters. The leaf is named, and nothing has moved then.
     """
-    check_layout(layout, "move(state, layout, other)")
-    check_layout(other, "move(state, layout, other)")
+    for one in (layout, other):
+        check_layout(one, "move(state, layout, other)")
     check_usable(state)
-    _check_alike(layout, other)
     check_placement(state, layout)
     logical = logical_shapes(state, layout, tx)
-    placed = _optimizer(state, logical, other, tx)
-    wanted = {
-        f"{part}/{leaf.path}".removesuffix("/."): (leaf, kind)
-        for part, kind in KINDS.items()
-        for leaf in (placed if kind == "optimizer" else other).leaves
-    }
+    placed = other.optimizer(tx) if tx is not None else _by_path(state, logical, other)
+    wanted: dict[str, tuple[LeafLayout, Kind]] = {}
+    for part, kind in KINDS.items():
+        if getattr(state, part) is not None:
+            leaves = placed.leaves if kind == "optimizer" else other.leaves
+            wanted |= {f"{part}/{leaf.path}".removesuffix("/."): (leaf, kind) for leaf in leaves}
+    given = {path: x for path, x in logical.items() if path.startswith((*KINDS,))}
+    for path in (*given, *wanted):
+        if path not in given or path not in wanted or given[path] != wanted[path][0].shape:
+            raise ValueError(
+                f"leaf {path!r} of the state does not fit the other layout; make both layouts from "
+                "the same parameters"
+            )
     leaves = []
     for path, x in leaves_by_path(state).items():
-        leaf, kind = wanted.get(path, (None, None))
         shape, spec = x.shape, P()
-        if leaf is not None and kind is not None:
+        if path in wanted:
+            leaf, kind = wanted[path]
             shape = leaf.stored_shape if kind in leaf.axes else leaf.shape
             spec = leaf.spec(kind)
         leaves.append(_move_leaf(x, logical[path], shape, spec, layout, other))
@@ -71,35 +78,19 @@ def move(
     return dataclasses.replace(moved, params=params, padded=placed.padded)
 
 
-def _check_alike(layout: Layout, other: Layout) -> None:
-    """Refuse layouts of other parameters."""
-    ours, theirs = ({leaf.path: leaf.shape for leaf in one.leaves} for one in (layout, other))
-    for path in (*ours, *theirs):
-        if ours.get(path) != theirs.get(path):
-            raise ValueError(
-                f"leaf {path!r} has shape {ours.get(path)} in the layout and {theirs.get(path)} in "
-                "the other; make both from the same parameters"
-            )
-
-
-def _optimizer(
-    state: TrainState, logical: dict[str, Shape], other: Layout, tx: Any
-) -> OptimizerLayout:
-    """Place the leaves of the optimizer's state, by path and shape where there is no optimizer."""
-    if tx is not None:
-        return other.optimizer(tx)
-    rules = [rule for rule in other.rules if rule.kind == "optimizer"]
-    leaves: list[LeafLayout] = []
+def _by_path(state: TrainState, logical: Mapping[str, Shape], other: Layout) -> OptimizerLayout:
+    """Place the leaves of the optimizer's state without the optimizer."""
+    leaves = []
     for path in leaves_by_path(state.opt_state):
         name = f"opt_state/{path}".removesuffix("/.")
         found = other.optimizer_leaves(path, logical[name])
-        ways = {(leaf.shard_spec, leaf.stored_shape) for leaf in found}
-        if len(ways) > 1 or any(rule.matches(path) for rule in rules):
+        is_ruled = any(rule.kind == "optimizer" and rule.matches(path) for rule in other.rules)
+        if is_ruled or len({(leaf.shard_spec, leaf.stored_shape) for leaf in found}) > 1:
             raise ValueError(
                 f"leaf {name!r} {list(logical[name])} can be placed in several ways; pass tx=, the "
                 "optimizer that made the state"
             )
-        leaves.append(dataclasses.replace(found[0], path=path))
+        leaves.append(found[0])
     return OptimizerLayout(jax.tree.structure(state.opt_state), tuple(leaves))
 
 
@@ -118,18 +109,13 @@ def _move_leaf(
         return x
     between = x.shape
     if not logical == x.shape == shape:
-        cuts = zip(_parts(x.sharding, x.shape), _parts(sharding, shape), strict=True)
-        units = [math.lcm(*pair) for pair in cuts]
+        ways = ((x.shape, x.sharding.shard_shape(x.shape)), (shape, sharding.shard_shape(shape)))
+        parts = ([a // b for a, b in zip(*way, strict=True)] for way in ways)
+        units = map(math.lcm, *parts)
         between = tuple(-(-size // n) * n for size, n in zip(logical, units, strict=True))
     moved = jax.device_put(_renewed(x, logical, between, x.sharding, layout), sharding)
     moved.block_until_ready()
     return moved if between == shape else _renewed(moved, logical, shape, sharding, other)
-
-
-def _parts(sharding: Any, shape: Shape) -> list[int]:
-    """Count the parts that a placement cuts each dim into."""
-    local = sharding.shard_shape(shape)
-    return [size // max(part, 1) for size, part in zip(shape, local, strict=True)]
 
 
 def _renewed(
