@@ -104,7 +104,8 @@ def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
                 f"axis of kind {kind!r} is {own}; give it those of the kinds before it too, {axes}"
             )
         found[kind] = axes = (*axes, *(name for name in own if name not in axes))
-    return found | {"master": axes}, as_axes(axis["optimizer"], mesh, "axis")
+    found["master"] = axes
+    return found, as_axes(axis["optimizer"], mesh, "axis")
 
 
 def num_devices(mesh: AnyMesh, axes: Sequence[str]) -> int:
