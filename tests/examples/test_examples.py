@@ -15,7 +15,9 @@ import optax
 import pytest
 
 import zerojax
+from tests.processes.starting import free_port
 from tests.texts import roundings
+from zerojax.checkpoint import verify
 from zerojax.layout import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,7 @@ PLAIN = types.SimpleNamespace(
     make_layout=zerojax.make_layout,
     make_train_step=zerojax.make_train_step,
     Recipe=zerojax.Recipe,
+    Checkpoints=zerojax.Checkpoints,
     unpad=zerojax.unpad,
     sharded=lambda tx, layout: tx,
     gather_where_used=lambda loss_fn, layout: loss_fn,
@@ -38,13 +41,20 @@ PLAIN = types.SimpleNamespace(
 )
 
 
-@functools.cache
-def trained(name, stage):
+def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES[name])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def trained(name, stage):
+    if name == "resnet":
+        pytest.importorskip("sklearn", reason="its digits need scikit-learn, of the extra `dev`")
+    module = load(name)
     if stage is None:
         module.__dict__["zerojax"] = PLAIN
     return module.train(stage or 0, NUM_STEPS)
@@ -58,6 +68,31 @@ def test_an_example_learns_and_holds_what_its_stage_promises(name, stage):
     np.testing.assert_allclose(losses, trained(name, None)[0], rtol=bound)
     assert losses[-1] < losses[0]
     assert held == {kind: promised[kind] for kind in held}
+
+
+def test_hosts_share_a_run_and_another_number_of_them_goes_on(tmp_path):
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    run = ["--num-processes=2", f"--coordinator=127.0.0.1:{free_port()}", "--steps=10"]
+    program = [sys.executable, EXAMPLES["several_hosts"], "--stage=3", f"--out={tmp_path}"]
+    started = [
+        subprocess.Popen(
+            [*program, *run, f"--process-id={index}"],
+            env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=250)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert ["bytes per device" in text for text in printed] == [True, False], "process 0 alone"
+    assert verify(tmp_path / "10").step == 10
+    module = load("several_hosts")
+    np.testing.assert_allclose(module.train(2, 12, tmp_path)[0], module.train(2, 12)[0][10:], 1e-5)
 
 
 def test_an_example_is_a_program():
