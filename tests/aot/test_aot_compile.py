@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import aot
-from zerojax.aot import DoesNotFit, ProgramCache, compile_lowered, compile_step, device_memory
-from zerojax.aot import _cache as cache_module
+from zerojax.aot import DoesNotFit, compile_step, device_memory
+from zerojax.aot import _cache as cache
 from zerojax.aot import _compile as compile_module
 from zerojax.aot._chips import TPU_CHIPS
 from zerojax.audit import Program
@@ -63,17 +63,11 @@ def lower(mesh, name="x", size=64, function=jnp.tanh, **options):
     return jitted.lower(arguments)
 
 
-def compilation(text="HloModule empty", shortage=None):
-    program = Program(
+def program(text="HloModule empty"):
+    return Program(
         text=text, platform="cpu", device_ids=tuple(range(8)), statistics={},
         inputs=(), outputs=(),
     )  # fmt: skip
-    return aot.Compilation(
-        program=None if shortage else program,
-        shortage=shortage,
-        seconds=1.5,
-        compiled_at="2026-01-02T03:04:05+00:00",
-    )
 
 
 # ------------------------------------------------------------------ compiling
@@ -115,10 +109,10 @@ def test_all_that_decides_a_program_is_in_its_key(mesh8, monkeypatch):
             patch.setenv(name, value)
             keys.append(compile_module._key(steps[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "version_of", lambda package: "0")
+        patch.setattr(cache, "version_of", lambda package: "0")
         keys.append(compile_module._key(steps[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "_hash_sources", lambda names: "other sources")
+        patch.setattr(compile_module, "_SOURCES", ("aot/_cache.py",))
         keys.append(compile_module._key(steps[0]))
     assert len(set(keys)) == len(keys), keys
     with monkeypatch.context() as patch:
@@ -131,18 +125,6 @@ def test_a_jax_that_does_not_tell_its_options_is_not_cached(mesh8, folder, compi
     compile_step(lower(mesh8))
     assert len(compiled) == 1
     assert not folder.exists()
-
-
-def test_a_question_stands_for_the_lowering(mesh8, folder):
-    question = aot.digest({"asked": 1})
-    assert ProgramCache().find(question) is None
-    answer = compile_lowered(lower(mesh8), ProgramCache(), question)
-    assert not answer.is_cached
-    found = ProgramCache().find(question)
-    assert found is not None
-    assert found.is_cached
-    assert (found.program, found.compiled_at) == (answer.program, answer.compiled_at)
-    assert question != aot.digest({"asked": 2})
 
 
 # ------------------------------------------------------------------ what does not fit
@@ -225,21 +207,16 @@ def test_the_folder_is_the_users_unless_a_variable_says_otherwise(monkeypatch, v
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert ProgramCache().folder == Path(expected)
+    assert cache._path("key") == Path(expected) / "key.json.gz"
 
 
-def test_what_is_kept_comes_back(tmp_path):
-    cache = ProgramCache(tmp_path)
+def test_what_is_kept_comes_back(folder):
     refusal = aot.Shortage(needed=2, available=1, message="no")
-    cache.keep("program", compilation())
-    cache.keep("refusal", compilation(shortage=refusal))
-    expected = dataclasses.replace(compilation(), is_cached=True)
-    assert cache.find("program") == expected
-    assert cache.find("refusal") == dataclasses.replace(
-        compilation(shortage=refusal), is_cached=True
-    )
+    cache.keep("program", program())
+    cache.keep("refusal", refusal)
+    assert cache.find("program") == program()
+    assert cache.find("refusal") == refusal
     assert cache.find("nothing") is None
-    assert not cache.notes
 
 
 def spoil_torn(path):
@@ -264,8 +241,7 @@ def spoil_fields(path):
 
 
 def spoil_program(path):
-    held = json.loads(gzip.decompress(path.read_bytes()))
-    path.write_bytes(gzip.compress(json.dumps({**held, "program": "{}"}).encode()))
+    path.write_bytes(gzip.compress(json.dumps("{}").encode()))
 
 
 @pytest.mark.parametrize(
@@ -292,46 +268,30 @@ def test_a_folder_that_cannot_be_written_to_is_told_and_no_failure(mesh8, tmp_pa
         assert compile_step(lower(mesh8)).text
 
 
-def test_an_entry_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    cache = ProgramCache(tmp_path)
-
+def test_an_entry_appears_whole_or_not_at_all(folder, monkeypatch):
     def interrupt(self, target):
-        assert not list(tmp_path.glob("*.json.gz"))
+        assert not list(folder.glob("*.json.gz"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        cache.keep("program", compilation())
-    assert list(tmp_path.iterdir()) == []
+        cache.keep("program", program())
+    assert list(folder.iterdir()) == []
 
 
-def test_those_that_nobody_asked_for_are_dropped_first(tmp_path):
-    cache = ProgramCache(tmp_path)
+def test_those_that_nobody_asked_for_are_dropped_first(folder, monkeypatch):
     names = ["a", "b", "c"]
     for age, name in zip((30, 20, 10), names, strict=True):
-        cache.keep(name, compilation(text=os.urandom(5000).hex()))
+        cache.keep(name, program(text=os.urandom(5000).hex()))
         os.utime(cache._path(name), (1e9 - age, 1e9 - age))
     size = cache._path("a").stat().st_size
     cache.find("a")  # asked for just now
-    cache.max_bytes = int(3.5 * size)
-    cache.keep("d", compilation(text=os.urandom(5000).hex()))
+    monkeypatch.setattr(cache, "MAX_BYTES", int(3.5 * size))
+    cache.keep("d", program(text=os.urandom(5000).hex()))
     assert {name for name in "abcd" if cache._path(name).exists()} == {"a", "c", "d"}
-    cache.max_bytes = 0
-    cache.keep("e", compilation())
-    assert {path.name for path in tmp_path.iterdir()} == {"e.json.gz"}, "the newest stays"
-
-
-def test_the_digest_counts_the_sources_that_are_named(tmp_path, monkeypatch):
-    home = tmp_path / "zerojax"
-    for name in ("a.py", "room/b.py"):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text("")
-    monkeypatch.setattr(cache_module, "_HOME", home)
-    before = aot.digest({}), aot.digest({}, "a.py")
-    (home / "room/b.py").write_text("changed")
-    after = aot.digest({}), aot.digest({}, "a.py")
-    assert before[0] != after[0]
-    assert before[1] == after[1]
+    monkeypatch.setattr(cache, "MAX_BYTES", 0)
+    cache.keep("e", program())
+    assert {path.name for path in folder.iterdir()} == {"e.json.gz"}, "the newest stays"
 
 
 def test_a_quiet_cache_warns_of_nothing(mesh8, folder):

@@ -35,7 +35,6 @@ def test_a_search_shows_choices_that_fit(folder, capsys):
     out = capsys.readouterr().out
     assert "step     32 examples of 64 tokens" in out
     assert "fastest of" in out
-    assert "rejected: " in out
     found = strict((folder / "a.json").read_text())
     assert found["choices"]
     assert all(choice["bytes"]["total"] <= 6e6 for choice in found["choices"])

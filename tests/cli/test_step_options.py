@@ -60,12 +60,9 @@ BOTH = [
     ("--model-axis 3", "--model-axis 3 does not divide 8 devices; these do: 1, 2, 4, 8"),
     ("--model-axis 8", "do not divide num_heads=4, and each takes whole heads; axes that fit: 1, "),
     ("--model-axis 0", "--model-axis"),
-    ("--sequence-parallel", "model_axis, which is None"),
-    ("--sequence-parallel --model-axis 4 --context 18", "18 tokens; give a --context"),
     ("--remat half", "'none', 'dots', 'full'"),
     ("--offload gradients", "the host can keep optimizer and activations"),
     ("--offload activations --remat none", "give 'full' or 'dots'"),
-    ("--loss-chunk 0", "--loss-chunk"),
 ]
 COMPILED = [
     ("--config C4 --all-stages", "leave them out, or --all-stages"),
@@ -132,12 +129,6 @@ def test_recomputation_goes_with_a_configuration():
     assert remat(config="C4", model_axis=2, remat="dots") == dots
     assert remat() is None  # the model recomputes by itself
     assert remat(remat="none") == RematPolicy(recompute="none")
-
-
-def test_a_residual_stream_cut_along_tokens_takes_the_place_of_pa():
-    asked = {"model": "tiny", "config": "C5", "model_axis": 2, "sequence_parallel": True}
-    assert remat(**asked) == RematPolicy(offload=(LAYER_INPUT,))
-    assert options(**asked).chosen_model.sequence_parallel
 
 
 @pytest.mark.parametrize(("parts", "rows"), [(1, 257), (2, 384), (4, 384), (6, 258)])
@@ -214,10 +205,7 @@ def plain(tmp_path_factory):
     ("asked", "shown"),
     [
         ("--config C4 --model-axis 2 --devices 4 --sample-bytes 4", "model=2); config C4\n"),
-        (
-            "--config C5 --model-axis 4 --sequence-parallel --loss-chunk 64",
-            "(data=2, model=4); config C5, sequence parallel, loss chunk 64\n",
-        ),
+        ("--config C5 --model-axis 4", "(data=2, model=4); config C5\n"),
         ("--config C2 --devices 2 --offload optimizer", "; config C2, offload optimizer\n"),
         ("--stage 3 --model-axis 2 --devices 4 --remat none", "; remat none\n"),
     ],

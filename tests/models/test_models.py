@@ -47,6 +47,13 @@ def test_models_import_nothing_from_zerojax():
                 assert node.level <= 1, f"{path} imports from above the models"
 
 
+@pytest.mark.parametrize("size", [10**8, 1.5e9, 7.5e9, 10**12, 10**15])
+def test_a_gpt_of_a_size_has_about_so_many_parameters(size):
+    config = gpt.of_size(size)
+    assert gpt.num_params(config) == pytest.approx(size, rel=0.005 if size > 1e9 else 0.02)
+    assert 0.3 < config.width / (64 * config.num_layers) < 3
+
+
 @pytest.mark.parametrize("name", gpt.PRESETS)
 def test_num_params_is_what_init_makes(name):
     config = gpt.preset(name)

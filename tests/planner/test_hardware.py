@@ -180,20 +180,10 @@ def test_every_figure_is_checked(field):
     ("changes", "message"),
     [
         ({"memory": 1.5}, "memory must be a whole number"),
-        ({"name": ""}, "name must be a word"),
         ({"platform": "cuda"}, "platform must be one of gpu, tpu, cpu, got 'cuda'"),
         ({"torus": 4}, "torus must be 0"),
         ({"torus": -1}, "torus must be 0"),
-        ({"torus": True}, "torus must be 0"),
-        ({"torus": 2, "slices": ("4x4x4",)}, "slice '4x4x4' must name 2 dims"),
-        ({"torus": 2, "slices": ("4x0",)}, "slice '4x0' must name 2 dims"),
-        ({"torus": 2, "devices_per_chip": 2}, "chip_bandwidth must be a number above 0"),
-        ({"devices_per_chip": 2, "chip_bandwidth": 1e9}, "devices per chip need a torus"),
         ({"hbm_share": 0}, "hbm_share must be a number above 0, got 0"),
-        (
-            {"torus": 2, "devices_per_chip": 3, "chip_bandwidth": 1e9},
-            "a domain of whole chips, got torus=2, domain=8",
-        ),
     ],
 )
 def test_figures_that_contradict_each_other_are_refused(changes, message):

@@ -281,21 +281,6 @@ def test_no_gather_is_faster_than_all_links_of_a_device(num_devices, name):
 # ------------------------------------------------------------------ words and refusals
 
 
-def test_a_network_says_what_it_is():
-    assert network_of("h100", {"data": 16, "model": 4}).describe().splitlines() == [
-        "h100: 8 nodes of 8",
-        "data (16): 2 within at 450 GB/s, 8 across at 50 GB/s",
-        "model (4): 4 within at 450 GB/s",
-    ]
-    where, fsdp, data = network_of("v5p", {"fsdp": 1, "data": 64}).describe().splitlines()
-    assert where == "v5p: 1 slice of 4x4x4 chips (64 devices)"
-    assert fsdp == "fsdp (1): no links"
-    assert data == (
-        "data (64): 16 within along x (ring), y (ring) at 360 GB/s, "
-        "4 within along z (ring) at 180 GB/s"
-    )
-
-
 def test_seconds_add_up():
     total = Seconds(1.0, 2.0) + Seconds(0.5, 0.0) * 4
     assert total == Seconds(3.0, 2.0)

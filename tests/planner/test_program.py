@@ -304,7 +304,6 @@ def test_a_loss_that_is_another_program_for_another_batch_is_refused(loss, why):
     trace = trace_loss(loss, shape(5, 5), shape(4, 5))
     with pytest.raises(ValueError, match=why) as caught:
         _ = trace.operations
-    assert "tokens_per_device" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -38,11 +38,6 @@ def test_other_slices_are_wide_and_near_to_a_cube(name, num_devices, shape):
     assert torus_shape(HARDWARE[name], num_devices) == shape
 
 
-def test_more_devices_than_a_slice_has_are_refused():
-    with pytest.raises(ValueError, match="a slice of v5e has at most 256 devices, got 512"):
-        torus_shape(HARDWARE["v5e"], 512)
-
-
 @given(
     shape=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 12), max_size=3),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
-import warnings
-from datetime import UTC, datetime
 from typing import Any
 
 import jax
 
 from zerojax._quiet import quiet_stderr
-from zerojax.aot._cache import Compilation, ProgramCache, Shortage, digest
+from zerojax.aot._cache import Shortage, digest, find, keep
 from zerojax.audit import Program
 
 # "memory required for HLO temporaries (124.22G) exceeds available HBM (15.75G)", and
@@ -42,7 +39,7 @@ class DoesNotFit(RuntimeError):
     """
 
     def __init__(self, shortage: Shortage) -> None:
-        super().__init__(describe_shortage(shortage))
+        super().__init__(str(shortage))
         self.shortage = shortage
 
 
@@ -63,62 +60,25 @@ def compile_step(lowered: jax.stages.Lowered, *, use_cache: bool = True) -> Prog
 
     Warns where a kept program can't be read, or this one can't be kept.
     """
-    cache = ProgramCache() if use_cache else None
-    compilation = compile_lowered(lowered, cache)
-    for note in cache.notes if cache is not None else ():
-        warnings.warn(note, stacklevel=2)
-    if compilation.program is None:
-        assert compilation.shortage is not None
-        raise DoesNotFit(compilation.shortage)
-    return compilation.program
+    key = _key(lowered) if use_cache else None
+    answer = None if key is None else find(key)
+    if answer is None:
+        answer = _compile(lowered)
+        if key is not None:
+            keep(key, answer)
+    if isinstance(answer, Shortage):
+        raise DoesNotFit(answer)
+    return answer
 
 
-def compile_lowered(
-    lowered: jax.stages.Lowered, cache: ProgramCache | None = None, question: str | None = None
-) -> Compilation:
-    """Compile a lowered step, or take it from the cache; None compiles in any case.
-
-    `question` is a second key under which the cache knows the answer without the lowering.
-    """
-    key = _key(lowered) if cache is not None else None
-    if cache is None or key is None:
-        return _compile(lowered)
-    compilation = cache.find(key)
-    if compilation is None:
-        compilation = _compile(lowered)
-        cache.keep(key, compilation)
-    if question is not None:
-        cache.keep(question, compilation)
-    return compilation
-
-
-def describe_shortage(shortage: Shortage) -> str:
-    """Describe in one line by how much a program does not fit."""
-    needed, available = shortage.needed, shortage.available
-    if needed is None or available is None:
-        return f"does not fit the memory of a device: {shortage.message}"
-    return (
-        f"does not fit: it needs {needed / 2**30:,.2f} GiB of a device's {available / 2**30:,.2f} "
-        f"GiB, {(needed - available) / 2**30:,.2f} GiB too much"
-    )
-
-
-def _compile(lowered: jax.stages.Lowered) -> Compilation:
-    start = time.monotonic()
-    program, shortage = None, None
+def _compile(lowered: jax.stages.Lowered) -> Program | Shortage:
     with quiet_stderr():
         try:
-            program = Program.of(lowered.compile())
+            return Program.of(lowered.compile())
         except jax.errors.JaxRuntimeError as error:
             if _EXHAUSTED not in str(error):
                 raise
-            shortage = _read_shortage(str(error))
-    return Compilation(
-        program=program,
-        shortage=shortage,
-        seconds=time.monotonic() - start,
-        compiled_at=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+            return _read_shortage(str(error))
 
 
 def _read_shortage(message: str) -> Shortage:
@@ -143,7 +103,7 @@ def _key(lowered: jax.stages.Lowered) -> str | None:
         "compiler": str(getattr(devices[0].client, "platform_version", "")),
         "devices": [_device(device) for device in devices],
     }
-    return digest(facts, *_SOURCES)
+    return digest(facts, _SOURCES)
 
 
 def _device(device: Any) -> list[str]:

@@ -15,7 +15,7 @@ import jax
 from rich.text import Text
 
 from zerojax._display import binary
-from zerojax.aot import ProgramCache, compile_lowered, describe_shortage, parse_topology
+from zerojax.aot import DoesNotFit, compile_step, parse_topology
 from zerojax.aot import topology_mesh as make_topology_mesh
 from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
@@ -94,8 +94,8 @@ def check(options: CheckOptions) -> None:
         steps = _told(lambda: find_steps(path, function, options.target), path)
         held = read_lock(lock_path) if lock_path.exists() else {}
         devices = _devices(steps)
-    cache = None if options.no_cache else ProgramCache()
-    found = [_check(step, devices[step.target], held, cache, screen, path) for step in steps]
+    keeps = not options.no_cache
+    found = [_check(step, devices[step.target], held, keeps, screen, path) for step in steps]
     for one in found:
         _show(one, screen)
     if options.json is not None:
@@ -136,14 +136,14 @@ def _check(
     step: CheckedStep,
     devices: Sequence[Any],
     held: Mapping[str, StepRecord],
-    cache: ProgramCache | None,
+    keeps: bool,
     screen: Screen,
     path: Path,
 ) -> Checked:
     """Lower, compile and read one step, and compare it with what was accepted."""
     lower = functools.partial(_told, functools.partial(step.lower, devices), path)
     given, layout, recipe = run_task(screen.console, f"{step.name}: lowering", lower)
-    work = functools.partial(_compile, given, cache, step)
+    work = functools.partial(_compile, given, step, keeps=keeps)
     program = run_task(screen.console, f"{step.name}: compiling", work)
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     record = StepRecord.of(program, devices, versions)
@@ -157,14 +157,13 @@ def _check(
     )
 
 
-def _compile(given: Any, cache: ProgramCache | None, step: CheckedStep) -> Program:
+def _compile(given: Any, step: CheckedStep, *, keeps: bool) -> Program:
     if isinstance(given, jax.stages.Compiled):
         return Program.of(given)
-    compilation = compile_lowered(given, cache)
-    if compilation.program is None:
-        assert compilation.shortage is not None
-        raise Failure(f"{step.name}: {describe_shortage(compilation.shortage)}", 1)
-    return compilation.program
+    try:
+        return compile_step(given, use_cache=keeps)
+    except DoesNotFit as refusal:
+        raise Failure(f"{step.name}: {refusal}", 1) from refusal
 
 
 def _told(work: Callable[[], Result], path: Path) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -118,6 +119,24 @@ PRESETS: Mapping[str, Config] = MappingProxyType(
         "zero-170b": _gpt2(212, 8192, 64),
     }
 )
+
+
+def of_size(num_params: int) -> Config:
+    """Return a GPT of about so many parameters, from 1e7 on; within 0.5% from 1e9 on.
+
+    Its width is about 64 times its layers, as GPT-2's is: of several depths the nearest counts.
+    """
+    depth = (num_params / (12 * 64**2)) ** (1 / 3)
+    found: list[tuple[float, Config]] = []
+    for layers in range(max(1, round(0.6 * depth)), round(1.6 * depth) + 2):
+        one = _gpt2(layers, 64, 1)
+        # 12 L h^2 + (V + C + 2 + 13 L) h is the count.
+        linear = one.vocab_size + one.context + 2 + 13 * layers
+        width = (math.sqrt(linear**2 + 48 * layers * num_params) - linear) / (24 * layers)
+        heads = max(1, round(width / 64))
+        count = 12 * layers * (64 * heads) ** 2 + linear * 64 * heads
+        found.append((abs(count - num_params), _gpt2(layers, 64 * heads, heads)))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def preset(name: str) -> Config:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from ._gpt_config import PRESETS, Config, check_parts, preset
+from ._gpt_config import PRESETS, Config, check_parts, of_size, preset
 from ._megatron import ModelParallel
 from .cross_entropy import chunked_cross_entropy
 
@@ -33,6 +33,7 @@ __all__ = [
     "init",
     "loss",
     "num_params",
+    "of_size",
     "preset",
     "specs",
 ]

@@ -1,7 +1,7 @@
 """Bytes, volume and time of a training step, from shapes alone."""
 
-from zerojax.planner._arguments import as_amount, as_count, as_given
-from zerojax.planner._choices import Choices, SearchRequest, Space, Verified
+from zerojax.planner._arguments import as_amount, as_count
+from zerojax.planner._choices import Choices, Space
 from zerojax.planner._devices import Placement
 from zerojax.planner._plan import plan
 from zerojax.planner._report import Plan, PlannedBytes
@@ -25,7 +25,6 @@ from zerojax.planner.hardware import (
     Places,
     Transfer,
     find_hardware,
-    torus_shape,
 )
 
 __all__ = [
@@ -39,17 +38,14 @@ __all__ = [
     "Places",
     "Plan",
     "PlannedBytes",
-    "SearchRequest",
     "Space",
     "StepTime",
     "Theory",
     "Transfer",
     "Transformer",
-    "Verified",
     "Workload",
     "as_amount",
     "as_count",
-    "as_given",
     "find_configuration",
     "find_hardware",
     "max_params",
@@ -57,5 +53,4 @@ __all__ = [
     "plan",
     "search_plans",
     "theory_of",
-    "torus_shape",
 ]

@@ -1,4 +1,4 @@
-"""What a search goes through, what it was asked, and what it found."""
+"""What a search goes through, and what it found."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 
 from rich.table import Table
-from rich.text import Text
 
 from zerojax._display import Shown, make_table
-from zerojax._types import PyTree
-from zerojax.layout import MIN_SIZE, Rule
 from zerojax.planner._report import Plan
-from zerojax.planner._workload import Model
-from zerojax.planner.hardware import Hardware
-from zerojax.recipe import OffloadPolicy, Recipe, Remat, RematPolicy, as_remat
 
 #: Rows that a table shows.
 _ROWS = 12
@@ -29,9 +23,8 @@ class Space:
         stages: ZeRO stages.
         num_shards: sizes of the shard group; None is all devices, and those of a node or slice.
         model_axes: sizes of the model axis; None is 1, 2, 4, ... up to a node's devices.
-        remats: what is computed again; None is all that the model knows.
-        offloads: what the host keeps; None is nothing, optimizer and masters, and activations too.
-        specs, rules, min_size: as for `Placement`.
+        offload: whether the host may keep optimizer and masters, or activations too, where the
+            recipe leaves that open.
 
     Raises:
         ValueError: a list that names nothing.
@@ -40,52 +33,18 @@ class Space:
     stages: Sequence[int] = (0, 1, 2, 3)
     num_shards: Sequence[int] | None = None
     model_axes: Sequence[int] | None = None
-    remats: Sequence[RematPolicy | Remat | None] | None = None
-    offloads: Sequence[OffloadPolicy | None] | None = None
-    specs: PyTree = None
-    rules: Sequence[Rule] = ()
-    min_size: int = MIN_SIZE
+    offload: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("stages", "num_shards", "model_axes", "remats", "offloads"):
+        for name in ("stages", "num_shards", "model_axes"):
             given = getattr(self, name)
             if given is None and name != "stages":
                 continue
-            if isinstance(given, str) or not isinstance(given, Collection) or not len(given):
+            if not isinstance(given, Collection) or not len(given):
                 raise ValueError(
                     f"Space.{name} lists what is tried, at least one, got {given!r}; leave it out "
                     "to try all"
                 )
-
-    def check_against(self, recipe: Recipe) -> None:
-        """Refuse a space that leaves out what the recipe chooses."""
-        remats = [as_remat(one) for one in self.remats or ()]
-        for name, tried in (("remat", remats), ("offload", self.offloads or ())):
-            chosen = getattr(recipe, name)
-            if chosen is not None and tried and chosen not in tried:
-                raise ValueError(
-                    f"Recipe.{name} is {chosen!r}, and Space.{name}s leaves it out: "
-                    f"{tuple(tried)}; leave one of the two out"
-                )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SearchRequest:
-    """What a search was asked, as `search_plans` takes it; `memory_limit` is bytes per device."""
-
-    model: Model
-    num_devices: int
-    hardware: Hardware
-    memory_limit: float
-    space: Space
-
-
-@dataclasses.dataclass(frozen=True)
-class Verified:
-    """What a compiler said of a choice."""
-
-    peak: int | None  # bytes of a device that the compiled step takes; None if it was not compiled
-    note: str  # the audit's verdict, or why there is none
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,11 +53,7 @@ class Choices(Shown):
 
     plans: tuple[Plan, ...]  # the choices
     tried: tuple[Plan, ...]  # all that was planned, microbatches that were not chosen included
-    #: of each family that no microbatch makes fit its smallest plan, the nearest first
-    rejected: tuple[Plan, ...]
-    asked: SearchRequest  # what was searched for
-    #: what the compiler said, by the index of the choice
-    verified: dict[int, Verified] = dataclasses.field(default_factory=dict)
+    limit: float  # bytes per device that a step may take
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -112,11 +67,6 @@ class Choices(Shown):
         return iter(self.plans)
 
     @property
-    def limit(self) -> float:
-        """Bytes per device that a step may take."""
-        return self.asked.memory_limit
-
-    @property
     def pareto(self) -> tuple[Plan, ...]:
         """Plans than which none is both faster and smaller, fastest first; all fit the limit."""
         front: list[Plan] = []
@@ -126,23 +76,12 @@ class Choices(Shown):
                 front.append(plan)
         return tuple(front)
 
-    @property
-    def refusals(self) -> list[str]:
-        """What each rejected family would have needed, in a line."""
-        limit = gigabytes(self.limit)
-        return [
-            f"stage {one.stage}, {one.ways}: needs {gigabytes(one.bytes.total)} of {limit}"
-            for one in self.rejected
-        ]
-
     def to_json(self) -> str:
-        """Write choices, front and rejected families as JSON."""
+        """Write choices and front as JSON."""
         data = {
             "limit": self.limit,
             "choices": [plan.to_dict() for plan in self.plans],
             "pareto": [plan.to_dict() for plan in self.pareto],
-            "rejected": self.refusals,
-            "verified": {number: dataclasses.asdict(one) for number, one in self.verified.items()},
         }
         return json.dumps(data, indent=2)
 
@@ -150,31 +89,13 @@ class Choices(Shown):
     def _summary(self) -> str:
         return f"{len(self)} plans fit {gigabytes(self.limit)}, the fastest: {self[0]._summary}"
 
-    def _parts(self) -> Iterator[Text | Table]:
+    def _parts(self) -> Iterator[Table]:
         yield self._table(f"fastest of {len(self)} that fit {gigabytes(self.limit)}", self.plans)
-        yield self._table("none is both faster and smaller", self.pareto, verified=False)
-        for number, one in self.verified.items():
-            if one.peak is not None:
-                yield Text(f"choice {number + 1}: {gigabytes(one.peak)} compiled: {one.note}")
-            elif number < _ROWS:
-                yield Text(f"choice {number + 1}: {one.note}")
-        for refusal in self.refusals[:_ROWS]:
-            yield Text(f"rejected: {refusal}")
-        if len(self.rejected) > _ROWS:
-            yield Text(f"and {len(self.rejected) - _ROWS} more")
+        yield self._table("none is both faster and smaller", self.pareto)
 
-    def _compiled(self, number: int) -> str:
-        """Write a compiled peak beside the planned one."""
-        one = self.verified.get(number)
-        if one is None or one.peak is None:
-            return "-"
-        return f"{one.peak / 1e9:,.3f} ({one.peak / self.plans[number].bytes.total:.3f})"
-
-    def _table(self, title: str, plans: Sequence[Plan], *, verified: bool = True) -> Table:
+    def _table(self, title: str, plans: Sequence[Plan]) -> Table:
         """Make a table; what all rows share stands below it, once."""
         rows = [_row(plan) for plan in plans[:_ROWS]]
-        if verified and self.verified:
-            rows = [row | {">compiled GB": self._compiled(n)} for n, row in enumerate(rows)]
         shared = dict(set.intersection(*(set(row.items()) for row in rows))) if rows[1:] else {}
         names = [name for row in rows[:1] for name in row if name not in shared]
         table = make_table(*names, title=title)

@@ -1,7 +1,6 @@
 """What one microbatch asks of a device: memory, products and traffic.
 
-A traced loss tells most. A transformer's numbers go by Megatron-LM's formulas. Of shapes alone
-nothing is counted but parameters and gradients, which is said.
+A traced loss tells. Of shapes alone nothing is counted but parameters and gradients, which is said.
 """
 
 from __future__ import annotations
@@ -27,35 +26,68 @@ from zerojax.recipe import Remat
 
 
 class Demand:
-    """A source of demands; `count` is a number of its units in a device's microbatch.
+    """What a traced loss asks of a device; `count` is the examples of its microbatch.
 
-    A unit is an "example", a "sequence" or a "token"; `remat` None is as the model has it. This one
-    knows neither loss nor numbers.
+    A search asks the same again and again: answers are kept.
     """
 
-    unit = "token"
-    source = (
-        "nothing: activations and products are not counted; give loss_fn and batch, or a "
-        "transformer"
-    )
-    remat: Remat | None = None
-    has_layers = False  # whether it knows layers that can be rematerialised otherwise
+    def __init__(self, trace: Trace | None) -> None:
+        self.trace = trace
+        self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
+        self._lifetimes = functools.cache(self._analyse)
+
+    @property
+    def remat(self) -> Remat | None:
+        """What is computed again; None is as the model has it."""
+        policy = self.trace and self.trace.remat
+        return policy.recompute if policy else None
+
+    @property
+    def source(self) -> str:
+        """Where the figures are from."""
+        if self.trace is None:
+            return "nothing: activations and products are not counted; give loss_fn and batch"
+        keep = self.trace.remat.keep if self.trace.remat else ()
+        told = ["the traced loss"]
+        told += [f"remat={self.remat!r}"] if self.remat else []
+        return ", ".join([*told, *([f"keeping {', '.join(keep)}"] if keep else [])])
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether it knows layers that can be rematerialised otherwise."""
+        return self.trace is not None and self.trace.has_layers
 
     def peak(self, given: Setting, count: float) -> float:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
-        return given.held
+        if self.trace is None:
+            return given.held
+        return self._peaks(
+            self._lifetimes(len(given.leaves), given.hardware.platform),
+            given.leaves,
+            count,
+            frees=given.frees,
+            accumulate=given.recipe.accumulate,
+            sharing=given.sharing,
+        )
 
     def work(self, given: Setting, count: float) -> Work:
-        """Count products and traffic with the device's memory; each weight is read three times."""
-        return given.work(0.0, 3 * given.gathered)
+        """Count products and traffic with the device's memory; without a loss three reads."""
+        if self.trace is None:
+            return given.work(0.0, 3 * given.gathered)
+        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
+        parts = given.sharing.model_axis
+        return self._works(lifetimes, given.leaves, count, given.hardware, model_axis=parts)
 
     def checkpoints(self, given: Setting, count: float) -> float:
-        """Count the bytes of a device's activation checkpoints that go to the host."""
-        return 0.0
+        """Count the bytes of layer inputs that go to the host."""
+        if self.trace is None or not given.sharing.offloads:
+            return 0.0
+        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
+        return checkpoint_bytes(lifetimes, count, given.sharing)
 
     def carried_elements(self, count: float) -> float:
         """Count the elements that layers hand on to each other: b*s*h each, 0 where not known."""
-        return 0.0
+        return 0.0 if self.trace is None else self.trace.operations.carried_elements(count)
 
     def model_elements(self, given: Setting, count: float) -> float:
         """Count the elements that model parallelism moves per device in a step.
@@ -68,72 +100,29 @@ class Demand:
         moved = each * self.carried_elements(count) * given.recipe.accumulate
         return moved * ring_share(given.devices.model_axis)
 
-
-class TracedLoss(Demand):
-    """A loss and its gradient, traced. A search asks the same again and again: answers are kept."""
-
-    unit = "example"
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace, self.source = trace, "the traced loss"
-        if trace.remat is not None:
-            self.remat = trace.remat.recompute
-            self.source += f", remat={self.remat!r}"
-            if trace.remat.keep:
-                self.source += f", keeping {', '.join(trace.remat.keep)}"
-        self._analyse = functools.cache(functools.partial(lifetimes_of, trace.operations))
-        self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
-
-    @property
-    def has_layers(self) -> bool:
-        """Whether the loss has layers."""
-        return self.trace.has_layers
-
-    def _lifetimes(self, given: Setting) -> Lifetimes:
-        return self._analyse(len(given.leaves), given.hardware.platform)
-
-    def peak(self, given: Setting, count: float) -> float:
-        """Run the clock over the program."""
-        return self._peaks(
-            self._lifetimes(given),
-            given.leaves,
-            count,
-            frees=given.frees,
-            accumulate=given.recipe.accumulate,
-            sharing=given.sharing,
-        )
-
-    def work(self, given: Setting, count: float) -> Work:
-        """Add up the operations: the same for stages that gather the same bytes of each leaf."""
-        parts = given.sharing.model_axis
-        return self._works(
-            self._lifetimes(given), given.leaves, count, given.hardware, model_axis=parts
-        )
-
-    def checkpoints(self, given: Setting, count: float) -> float:
-        """Count what loops stack and layers hand on to each other."""
-        if not given.sharing.offloads:
-            return 0.0
-        return checkpoint_bytes(self._lifetimes(given), count, given.sharing)
-
-    def carried_elements(self, count: float) -> float:
-        """Count what scans carry."""
-        return self.trace.operations.carried_elements(count)
+    def _analyse(self, num_leaves: int, platform: str) -> Lifetimes:
+        assert self.trace is not None
+        return lifetimes_of(self.trace.operations, num_leaves, platform)
 
 
 class DescribedGpt(Demand):
-    """A GPT by its numbers, with Megatron-LM's formulas (arXiv 2205.05198)."""
+    """What a GPT of five numbers asks, by Megatron-LM's formulas; `count` is sequences."""
 
-    unit = "sequence"
-    has_layers = True
+    def __init__(self, gpt: Transformer, again: Remat) -> None:
+        super().__init__(None)
+        self.gpt = gpt
+        self.again: Remat = again
 
-    def __init__(self, gpt: Transformer, remat: Remat, num_tokens: int, is_implied: bool) -> None:
-        which = f"a GPT of {gpt.num_layers} x {gpt.width}"
-        which += " that the number of parameters implies" if is_implied else ""
-        self.source = f"Megatron-LM's formulas for {which}, remat={remat!r}"
-        self.gpt, self.num_tokens = gpt, num_tokens
-        self.remat = remat
-        self.again: Remat = remat
+    @property
+    def remat(self) -> Remat:
+        """What is computed again."""
+        return self.again
+
+    @property
+    def source(self) -> str:
+        """Where the figures are from."""
+        which = f"a GPT of {self.gpt.num_layers} x {self.gpt.width}"
+        return f"Megatron-LM's formulas for {which}, remat={self.again!r}"
 
     def peak(self, given: Setting, count: float) -> float:
         """Add checkpoints, and one layer or the logits, to parameters and gradients."""
@@ -150,8 +139,8 @@ class DescribedGpt(Demand):
 
     def work(self, given: Setting, count: float) -> Work:
         """Count products by the formula; weights are read three times, activations twice."""
-        each = self.gpt.flops_per_token(num_tokens=self.num_tokens, remat=self.again)
-        flops = count * self.num_tokens * each / given.sharing.model_axis
+        each = self.gpt.flops_per_token(remat=self.again)
+        flops = count * self.gpt.context * each / given.sharing.model_axis
         one = self._activations(given)
         two_layers = 2 * one.host / self.gpt.num_layers
         again = 1 if self.again == "full" else 0
@@ -161,17 +150,17 @@ class DescribedGpt(Demand):
 
     def carried_elements(self, count: float) -> float:
         """Count by the formula."""
-        return count * self.num_tokens * self.gpt.width * self.gpt.num_layers
+        return count * self.gpt.context * self.gpt.width * self.gpt.num_layers
 
     def _activations(self, given: Setting) -> ActivationBytes:
         """Count those of one sequence."""
+        sharing = given.sharing
         return self.gpt.activation_bytes(
             1,
-            num_tokens=self.num_tokens,
             remat=self.again,
-            model_axis=given.sharing.model_axis,
-            partitioned=given.sharing.partitions,
-            offloaded=given.sharing.offloads,
+            model_axis=sharing.model_axis,
+            partitioned=sharing.partitions,
+            offloaded=sharing.offloads,
         )
 
 
@@ -183,9 +172,9 @@ def _buffers(given: Setting, elements: int) -> float:
 
 
 def find_demand(model: Model) -> tuple[Demand, float]:
-    """Find the best source of activations, and its units: of the batch, or of a microbatch.
+    """Find who knows activations, and how many examples: of the batch, or of a microbatch.
 
-    A batch is global; tokens are those of a device's microbatch.
+    A batch is global; a transformer's tokens are those of a device's microbatch.
     """
     load, remat = model.workload, remat_of(model.recipe)
     if load.loss_fn is not None:
@@ -197,16 +186,14 @@ def find_demand(model: Model) -> tuple[Demand, float]:
             remat=remat,
             has_aux=load.has_aux,
         )
-        return TracedLoss(trace), trace.num_examples
+        return Demand(trace), trace.num_examples
     if remat is not None and remat.keep:
         raise ValueError(
             f"RematPolicy(keep={remat.keep}) names values of a loss: give Workload(loss_fn=, "
             "batch=) to plan it"
         )
-    gpt, tokens = load.transformer, load.tokens_per_device
-    if gpt is None:
-        return Demand(), 1.0
-    tokens = as_count("tokens_per_device", gpt.context if tokens is None else tokens)
-    length = min(tokens, gpt.context)
-    recomputed = "full" if remat is None else remat.recompute
-    return DescribedGpt(gpt, recomputed, length, model.is_implied), tokens / length
+    if (gpt := load.transformer) is not None:
+        tokens = gpt.context if load.tokens_per_device is None else load.tokens_per_device
+        count = as_count("tokens_per_device", tokens) / gpt.context
+        return DescribedGpt(gpt, "full" if remat is None else remat.recompute), count
+    return Demand(None), 0

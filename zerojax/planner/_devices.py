@@ -24,7 +24,7 @@ class Placement:
         model_axis: devices of model parallelism, which cut layers between them.
         specs: PartitionSpecs over the axis "model", as a tree like the parameters. None cuts every
             matrix along the larger of its last two dims that the axis divides, as Megatron-LM cuts
-            most of them, and a bare number of parameters evenly.
+            most of them.
         rules, min_size: as for `make_layout`.
     """
 

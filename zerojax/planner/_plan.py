@@ -13,7 +13,7 @@ from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._policies import check_recipe
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._setting import Setting, place
-from zerojax.planner._time import compute_bound_count, step_time
+from zerojax.planner._time import step_time
 from zerojax.planner._workload import Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import Recipe
@@ -33,23 +33,21 @@ def plan(
     """Plan a training step: bytes, volume and time per device, from shapes alone.
 
     Args:
-        params: the parameters as arrays or shapes; or their number.
+        params: the parameters as arrays or shapes; beside a transformer, their number.
         tx: the optimizer; its real state is counted.
         stage: 0 to 3.
         num_devices: devices, as JAX counts them.
         hardware: what they are: a name ("h100") or a `Hardware`.
-        recipe: how the step is computed, as for `make_train_step`. By default a bare number of
-            parameters is planned in bf16 with fp32 masters. Where there is no loss to trace,
-            `remat` is "full" by default. `RematPolicy.partition` cuts checkpoints over the model
-            axis, whatever its name.
-        workload: what a device computes; without it model states alone are counted, or the GPT
-            that a bare number implies.
+        recipe: how the step is computed, as for `make_train_step`. `RematPolicy.partition` cuts
+            checkpoints over the model axis, whatever its name.
+        workload: what devices compute; without it model states alone are counted.
         placement: how the devices are shared out; by default all of them are shards.
 
     Raises:
         ValueError: an option that can't be meant: what, and what is expected.
     """
-    one, placement = find_hardware(hardware), _as_placement(placement)
+    one, example = find_hardware(hardware), "zerojax.Placement(num_shards=8)"
+    placement = as_given(Placement, placement, example, Placement())
     devices = share_out(num_devices, placement)
     model = read_model(params, tx, recipe, workload)
     check_recipe(model.recipe, devices.model_axis)
@@ -60,12 +58,11 @@ def plan(
 
 
 def estimate(given: Setting, demand: Demand, count: float) -> Plan:
-    """Plan one step; `count` is the units of the demand in a device's microbatch."""
+    """Plan one step; `count` is the examples of a device's microbatch."""
     layout, devices = given.layout, given.devices
     moved = dict(given.theory.by_axes)
     if model := demand.model_elements(given, count):
         moved[MODEL,] = moved.get((MODEL,), 0.0) + model
-    time, twice = (step_time(given, demand, n) for n in (count, 2 * count))
     return Plan(
         stage=layout.stage,
         num_params=layout.num_params,
@@ -73,17 +70,14 @@ def estimate(given: Setting, demand: Demand, count: float) -> Plan:
         num_shards=devices.num_shards,
         model_axis=devices.model_axis,
         hardware=given.hardware,
-        network=given.network.describe(),
         recipe=given.recipe,
         count=count,
-        unit=demand.unit,
         source=demand.source,
         remat=demand.remat,
         bytes=_bytes(given, demand, count),
         volume_by_axes={axes: elements / layout.num_params for axes, elements in moved.items()},
         flops=demand.work(given, count).flops * given.recipe.accumulate,
-        time=time,
-        compute_bound_at=compute_bound_count(time, twice, count),
+        time=step_time(given, demand, count),
     )
 
 
@@ -100,10 +94,6 @@ def _bytes(given: Setting, demand: Demand, count: float) -> PlannedBytes:
         host=given.hosted + math.ceil(demand.checkpoints(given, count)),
         theory=given.states.theory["total"],
     )
-
-
-def _as_placement(placement: Placement | None) -> Placement:
-    return as_given(Placement, placement, "zerojax.Placement(num_shards=8)", Placement())
 
 
 def _per_microbatch(num_examples: int, devices: Devices, accumulate: int) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
-from zerojax._types import Kind
 from zerojax.recipe import LAYER_INPUT, OffloadKind, Recipe, RematPolicy
 
 
@@ -59,10 +57,3 @@ def offloaded(recipe: Recipe) -> tuple[OffloadKind, ...]:
     remat = remat_of(recipe)
     moves = remat is not None and LAYER_INPUT in remat.offload
     return ("activation",) * moves + ("optimizer",) * hosts_states(recipe)
-
-
-def where_meant(recipe: Recipe, kinds: Collection[Kind]) -> Recipe:
-    """Return the recipe, its `reduce` left to the default where "once" can't be meant."""
-    if recipe.reduce == "once" and "parameter" in kinds:
-        return dataclasses.replace(recipe, reduce=None)
-    return recipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,18 +68,14 @@ class Plan(Shown):
         num_shards: N; fewer than the devices that the model axis leaves are hybrid sharding.
         model_axis: devices of model parallelism.
         hardware: the device.
-        network: how the mesh lies on its links, in words.
         recipe: how the step is computed.
-        count: units in a device's microbatch.
-        unit: what they are: examples, sequences or tokens.
+        count: examples in a device's microbatch; 0 where there is no loss.
         source: where activations and products are known from.
         remat: what is computed again in the backward pass; None is as the model has it.
         bytes: of one device.
         volume_by_axes: elements that a device moves per step, over Psi, by mesh axes.
         flops: of products, per device and step.
         time: of a step, in seconds.
-        compute_bound_at: units in a device's microbatch from which on products take longest;
-            infinite where they never do.
     """
 
     stage: int
@@ -89,17 +84,14 @@ class Plan(Shown):
     num_shards: int
     model_axis: int
     hardware: Hardware
-    network: str
     recipe: Recipe
     count: float
-    unit: str
     source: str
     remat: Remat | None
     bytes: PlannedBytes
     volume_by_axes: dict[Axes, float]
     flops: float
     time: StepTime
-    compute_bound_at: float
 
     @property
     def accumulate(self) -> int:
@@ -181,7 +173,7 @@ class Plan(Shown):
             if not any(MODEL in axes for axes in self.volume_by_axes):
                 found.append(
                     "what model parallelism moves is not known, and not counted: that takes layers "
-                    "that are scanned, or a transformer"
+                    "that are scanned"
                 )
         if "optimizer" in self.offload:
             found.append(
@@ -191,7 +183,7 @@ class Plan(Shown):
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain data; an infinite one is None."""
+        """Return the figures as plain data."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         data["time"] = dataclasses.asdict(self.time)
         data["recipe"] = self.recipe.to_dict()
@@ -202,8 +194,6 @@ class Plan(Shown):
         shown = ("accumulate", "offload", "partitions_activations", "volume", "fits", "assumptions")
         data |= {name: getattr(self, name) for name in shown}
         data["memory"] = self.hardware.memory
-        if math.isinf(self.compute_bound_at):
-            data["compute_bound_at"] = None
         return data
 
     def to_json(self) -> str:
@@ -271,12 +261,8 @@ class Plan(Shown):
             lines.append(
                 f"moves per device and step, in elements per parameter: {', '.join(moved)}"
             )
-        if self.flops:
-            held = f"{self.count:,.6g} {self.unit}{'s' if self.count != 1 else ''} in a microbatch"
-            bound = f"compute-bound from {self.compute_bound_at:,.3g} on"
-            if math.isinf(self.compute_bound_at):
-                bound = "no batch makes it compute-bound: what it waits for grows as fast"
-            lines.append(f"{held}; {bound}")
+        if self.count:
+            lines.append(f"examples in a device's microbatch: {self.count:,.6g}")
         if not self.fits:
             excess = self.bytes.total - self.hardware.memory
             lines.append(f"does not fit: {excess / GIB:,.2f} GiB too much")

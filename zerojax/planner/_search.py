@@ -12,14 +12,14 @@ import optax
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._arguments import as_amount, as_count, as_given
-from zerojax.planner._choices import Choices, SearchRequest, Space, gigabytes
+from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._plan import estimate
-from zerojax.planner._policies import check_recipe, remat_of, where_meant
+from zerojax.planner._policies import check_recipe, remat_of
 from zerojax.planner._report import Plan
-from zerojax.planner._setting import Setting, bare_number, place
-from zerojax.planner._workload import Workload, read_model
+from zerojax.planner._setting import Setting, place
+from zerojax.planner._workload import Model, Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import OffloadPolicy, Recipe, RematPolicy, as_remat
 
@@ -32,7 +32,7 @@ _OFFLOADS = (None, OffloadPolicy(), OffloadPolicy(kinds=("optimizer", "master", 
 
 
 def search_plans(
-    params: PyTree | float,
+    params: PyTree,
     tx: optax.GradientTransformation,
     *,
     num_devices: int,
@@ -46,16 +46,13 @@ def search_plans(
 
     Goes through stages, shard groups (all devices, or those of a node or slice), model axes,
     rematerialisation, what the host keeps, and microbatches. A family is one of each but the
-    microbatches: of each family the fastest microbatch that fits is a choice; a family none of
-    whose microbatches fits is rejected with what its smallest would have needed.
-    `zerojax.aot.verify_plans` compiles the winners.
+    microbatches: of each family the fastest microbatch that fits is a choice.
 
     Args:
         params, tx, num_devices, hardware: as for `plan`.
         recipe: what it chooses holds; what it leaves open (remat, offload, microbatches) is
-            searched. Its default is that of `plan`.
-        workload: as for `plan`, but `tokens_per_device` counts the tokens of a device's whole step,
-            all microbatches together.
+            searched.
+        workload: as for `plan`.
         memory_limit: bytes per device that a step may take; the device's memory by default.
         space: what to go through.
 
@@ -67,30 +64,27 @@ def search_plans(
     limit = one.memory if memory_limit is None else memory_limit
     space = as_given(Space, space, "zerojax.planner.Space(stages=(2, 3))", Space())
     model = read_model(params, tx, recipe, workload)
-    space.check_against(model.recipe)
+    if model.workload.transformer is not None:
+        raise ValueError("a search traces a loss: give Workload(loss_fn=, batch=), no transformer")
     num_devices = as_count("num_devices", num_devices)
     limit = as_amount("memory_limit", limit, above_zero=True)
-    return _Hunt(SearchRequest(model, num_devices, one, limit, space)).run()
+    return _Hunt(model, num_devices, one, limit, space).run()
 
 
 class _Hunt:
     """Goes through a space once; what a rematerialisation and a placement need is found once."""
 
-    def __init__(self, asked: SearchRequest) -> None:
-        self.asked, self.space = asked, asked.space
-        self.model, self.recipe = asked.model, asked.model.recipe
-        self.placement = Placement(
-            specs=self.space.specs, rules=self.space.rules, min_size=self.space.min_size
-        )
+    def __init__(
+        self, model: Model, num_devices: int, hardware: Hardware, limit: float, space: Space
+    ) -> None:
+        self.model, self.recipe, self.space = model, model.recipe, space
+        self.num_devices, self.hardware, self.limit = num_devices, hardware, limit
         self._placed, self._traced = functools.cache(self._place), functools.cache(self._trace)
-        self.any, whole = self._demand(self.recipe)
-        # A batch is global; tokens and sequences are a device's.
-        is_global = self.model.workload.loss_fn is not None
-        self.total = whole * (1 if is_global else asked.num_devices)
+        self.any, num_examples = self._demand(self.recipe)
+        self.num_examples = int(num_examples)
 
     def run(self) -> Choices:
         """Plan every family; raise where none fits."""
-        limit = self.asked.memory_limit
         families = [
             list(self._microbatches(devices, stage, recipe))
             for devices in self._meshes()
@@ -99,28 +93,21 @@ class _Hunt:
         tried = tuple(itertools.chain.from_iterable(families))
         if not tried:
             raise ValueError(self._indivisible())
-        found: list[Plan] = []
-        rejected: list[Plan] = []
-        for family in filter(None, families):
-            fitting = [plan for plan in family if plan.bytes.total <= limit]
-            if fitting:
-                found.append(min(fitting, key=_rank))
-            else:
-                rejected.append(min(family, key=_size))
+        fitting = [[plan for plan in one if plan.bytes.total <= self.limit] for one in families]
+        found = sorted((min(family, key=_rank) for family in fitting if family), key=_rank)
         if not found:
-            least = min(tried, key=_size)
+            least = min(tried, key=lambda plan: plan.bytes.total)
             raise ValueError(
-                f"nothing fits {gigabytes(limit)} per device; the smallest need is "
+                f"nothing fits {gigabytes(self.limit)} per device; the smallest need is "
                 f"{gigabytes(least.bytes.total)}: {least.title}"
             )
-        found, rejected = sorted(found, key=_rank), sorted(rejected, key=_size)
-        return Choices(tuple(found), tried, tuple(rejected), self.asked)
+        return Choices(tuple(found), tried, self.limit)
 
     # ------------------------------------------------------------------ what is tried
 
     def _meshes(self) -> Iterator[Devices]:
         """List how devices can be shared out."""
-        num_devices, domain = self.asked.num_devices, self.asked.hardware.domain
+        num_devices, domain = self.num_devices, self.hardware.domain
         axes = self.space.model_axes
         if axes is None:
             top = min(domain, num_devices)
@@ -135,22 +122,17 @@ class _Hunt:
                 groups = [group for group in groups if data % as_count("num_shards", group) == 0]
             for group in groups:
                 devices = self._share_out(group, model_axis)
-                amount = self._amount(devices)
-                if self.any.unit == "token" or (amount >= 1 and amount == int(amount)):
+                if self.num_examples % devices.num_batch_parts == 0:
                     yield devices
 
     def _share_out(self, num_shards: int | None, model_axis: int) -> Devices:
-        sizes = {"num_shards": num_shards, "model_axis": model_axis}
-        return share_out(self.asked.num_devices, dataclasses.replace(self.placement, **sizes))
+        placement = Placement(num_shards=num_shards, model_axis=model_axis)
+        return share_out(self.num_devices, placement)
 
     def _cuts(self, model_axis: int) -> bool:
         """Return whether a model axis can be planned for the model."""
-        if model_axis == 1:
-            return True
-        if self.model.workload.loss_fn is not None:
-            return self.any.carried_elements(1) > 0  # what moves is known of scanned layers alone
-        number, gpt = bare_number(self.model.params), self.model.workload.transformer
-        return gpt is not None and (number or 0) % model_axis == gpt.num_heads % model_axis == 0
+        # What moves is known of scanned layers alone.
+        return model_axis == 1 or self.any.carried_elements(1) > 0
 
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
         """List stages and recipes, the microbatches left open."""
@@ -159,9 +141,11 @@ class _Hunt:
             kinds = STAGES[check_stage(stage)]
             if not kinds and devices.num_replicas > 1:
                 continue  # without shards a shard group is nothing
+            if "parameter" in kinds and self.recipe.reduce == "once":
+                continue  # no gradient is ever whole
             inputs_alone = remat if remat is not None and remat.recompute == "full" else None
             moves = offload is not None and "activation" in offload.kinds
-            if moves and (inputs_alone is None or self.any.unit == "token"):
+            if moves and inputs_alone is None:
                 continue  # what is kept between layers is all that goes to the host
             if remat is not None and remat.partition is not None and devices.model_axis == 1:
                 continue  # over one device nothing is cut
@@ -170,49 +154,42 @@ class _Hunt:
                 ways.append(dataclasses.replace(inputs_alone, partition=MODEL))  # Pa
             for way in ways:
                 recipe = dataclasses.replace(self.recipe, remat=way, offload=offload)
-                recipe = where_meant(recipe, kinds)
                 check_recipe(recipe, devices.model_axis)
                 yield stage, recipe
 
     def _remats(self) -> Sequence[RematPolicy | None]:
         """List what is computed again, where that is left open all that the model knows."""
-        if self.space.remats:
-            return [as_remat(remat) for remat in self.space.remats]
         if self.recipe.remat is not None:
             return (self.recipe.remat,)
         ways = ("none", "dots", "full") if self.any.has_layers else (None,)
         return [as_remat(way) for way in ways]
 
     def _offloads(self) -> Sequence[OffloadPolicy | None]:
-        if self.space.offloads is not None:
-            return self.space.offloads
-        return _OFFLOADS if self.recipe.offload is None else (self.recipe.offload,)
+        if self.recipe.offload is not None:
+            return (self.recipe.offload,)
+        return _OFFLOADS if self.space.offload else (None,)
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""
         placed, (demand, _) = self._placed(devices, stage), self._demand(recipe)
-        amount, beyond = self._amount(devices), False
-        for accumulate in self._splits(amount):
+        whole, beyond = self.num_examples // devices.num_batch_parts, False
+        for accumulate in self._splits(whole):
             one = dataclasses.replace(recipe, accumulate=accumulate)
-            plan = estimate(dataclasses.replace(placed, recipe=one), demand, amount / accumulate)
+            plan = estimate(dataclasses.replace(placed, recipe=one), demand, whole / accumulate)
             yield plan
             if beyond:
                 return
-            beyond = plan.bytes.total <= self.asked.memory_limit
+            beyond = plan.bytes.total <= self.limit
 
-    def _splits(self, amount: float) -> list[int]:
-        """List numbers of microbatches that leave whole units in each."""
+    def _splits(self, whole: int) -> list[int]:
+        """List numbers of microbatches that leave whole examples in each."""
         given = self.recipe.accumulate
-        if self.any.unit == "token":
+        if not whole:  # there is no loss
             return [given]
-        counts = range(1, int(min(amount, _MOST)) + 1)
-        return [count for count in counts if amount % count == 0 and given in (1, count)]
+        counts = range(1, min(whole, _MOST) + 1)
+        return [count for count in counts if whole % count == 0 and given in (1, count)]
 
     # ------------------------------------------------------------------ what is found once
-
-    def _amount(self, devices: Devices) -> float:
-        """Return the units of a device's step."""
-        return self.total / devices.num_batch_parts
 
     def _demand(self, recipe: Recipe) -> tuple[Demand, float]:
         """Trace once for all places in which layer inputs may lie."""
@@ -224,7 +201,7 @@ class _Hunt:
         return find_demand(dataclasses.replace(self.model, recipe=recipe))
 
     def _place(self, devices: Devices, stage: int) -> Setting:
-        return place(self.model, self.asked.hardware, devices, self.placement, stage)
+        return place(self.model, self.hardware, devices, Placement(), stage)
 
     def _indivisible(self) -> str:
         """Return why no mesh takes the batch."""
@@ -232,14 +209,10 @@ class _Hunt:
         parts = f"accumulate={count} microbatches of whole ones" if count > 1 else "whole ones"
         other = "another accumulate, " if count > 1 else ""
         return (
-            f"no mesh that was to be tried divides the batch of {self.total:g} {self.any.unit}s "
+            f"no mesh that was to be tried divides the batch of {self.num_examples} examples "
             f"into {parts}; give {other}a batch that the devices divide, or other sizes of the axes"
         )
 
 
 def _rank(plan: Plan) -> tuple[float, int, int]:
     return plan.step_time, len(plan.offload), plan.bytes.total
-
-
-def _size(plan: Plan) -> int:
-    return plan.bytes.total

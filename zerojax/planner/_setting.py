@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import cached_property
 
 import jax
@@ -11,7 +12,6 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
-from zerojax._types import PyTree
 from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
 from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
 from zerojax.planner._policies import hosts_states, offloaded, remat_of
@@ -153,10 +153,12 @@ class Setting:
 def place(
     model: Model, hardware: Hardware, devices: Devices, placement: Placement, stage: int
 ) -> Setting:
-    """Place model states; a bare vector stands for parameters of which only the number is known."""
+    """Place model states."""
     axes, specs, recipe = devices.axes, placement.specs, model.recipe
     if specs is None and devices.model_axis > 1:
-        specs = _specs(as_shapes(model.params), devices.model_axis)
+        cut = functools.partial(_cut, parts=devices.model_axis)
+        is_vector = model.workload.transformer is not None
+        specs = P(MODEL) if is_vector else jax.tree.map(cut, as_shapes(model.params))
     layout = make_layout(
         model.params,
         AbstractMesh(tuple(axes.values()), tuple(axes)),
@@ -171,25 +173,9 @@ def place(
     return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe)
 
 
-def _specs(params: PyTree, parts: int) -> PyTree:
-    if (number := bare_number(params)) is None:
-        return jax.tree.map(lambda x: _cut(x.shape, parts), params)
-    if number % parts:
-        raise ValueError(
-            f"model_axis={parts} does not divide {number:,} parameters; give a number that it "
-            "divides, or the parameters as shapes"
-        )
-    return P(MODEL)
-
-
-def bare_number(params: PyTree) -> int | None:
-    """Return the number that a bare vector stands for; None where there are shapes."""
-    shape = getattr(params, "shape", ())
-    return shape[0] if len(shape) == 1 else None
-
-
-def _cut(shape: tuple[int, ...], parts: int) -> P:
+def _cut(leaf: jax.ShapeDtypeStruct, parts: int) -> P:
     """Cut the largest of a matrix's last two dims that divides; a vector stays whole."""
+    shape = leaf.shape
     dims = [d for d in range(max(0, len(shape) - 2), len(shape)) if shape[d] % parts == 0]
     if len(shape) < 2 or not dims:
         return P()

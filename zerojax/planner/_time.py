@@ -57,7 +57,7 @@ OVERLAP: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 
 
 def step_time(given: Setting, demand: Demand, count: float) -> StepTime:
-    """Add up the parts of a step; `count` is the units of the demand in a device's microbatch."""
+    """Add up the parts of a step; `count` is the examples of a device's microbatch."""
     one, times = given.hardware, given.recipe.accumulate
     work, update = demand.work(given, count).times(times), given.work(0.0, given.update_bytes)
     kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
@@ -111,26 +111,3 @@ def _link_seconds(
             one = network.seconds(axes, whole, op)
             seconds, hidden = seconds + one, hidden + one * share
     return seconds, hidden
-
-
-def compute_bound_count(few: StepTime, many: StepTime, count: float) -> float:
-    """Return the units in a microbatch from which on products take longest; infinite for never.
-
-    Every part of a step is a line in the units; `few` is the time for `count` of them, `many` for
-    twice as many.
-    """
-
-    def line(part: str) -> tuple[float, float]:
-        one, two = getattr(few, part), getattr(many, part)
-        each = (two - one) / count
-        return one - each * count, each
-
-    fixed, each = line("compute")
-    needed = 0.0
-    for part in ("memory", "fast", "slow", "host"):
-        other_fixed, other_each = line(part)
-        if each > other_each:
-            needed = max(needed, (other_fixed - fixed) / (each - other_each))
-        elif getattr(few, part) > 0:
-            return math.inf
-    return needed

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import BINARY, binary, make_table, unit_for
-from zerojax.aot import ProgramCache, compile_lowered
+from zerojax.aot import DoesNotFit, compile_step
 from zerojax.audit import AuditReport, Problem
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
 from zerojax.cli.compile._result import CompileResult, write
@@ -30,8 +30,8 @@ def compile_(options: CompileOptions) -> None:
     effect: what it moves between devices and what it holds, beside the theory and a device's
     memory, and what is wrong.
 
-    A program is kept, and the same question answered at once: in `~/.cache/zerojax/programs`, or
-    where the variable `ZEROJAX_CACHE` says.
+    A program is kept, and not compiled again: in `~/.cache/zerojax/programs`, or where the variable
+    `ZEROJAX_CACHE` says.
 
     Exit status: 0 all is well; 1 the audit found problems, or a program does not fit; 2 asked for
     what can't be done.
@@ -53,10 +53,7 @@ def compile_(options: CompileOptions) -> None:
     with refusing():
         requests = read_requests(options)
     screen.facts(_facts(requests[0]))
-    cache = None if options.no_cache else ProgramCache()
-    results = [_compile(request, cache, screen) for request in requests]
-    for note in cache.notes if cache is not None else ():
-        screen.say(f"note: {note}")
+    results = [_compile(request, screen) for request in requests]
     _show(results, screen)
     screen.wrote(*write(results))
     wrong = [f"stage {one.stage}: {one.complaint}" for one in results if one.complaint]
@@ -80,32 +77,23 @@ def _facts(request: CompileRequest) -> dict[str, str]:
     }
 
 
-def _compile(request: CompileRequest, cache: ProgramCache | None, screen: Screen) -> CompileResult:
-    """Compile and audit a stage, or take what was kept; each task is shown with its seconds."""
-    name, key = f"stage {request.stage}", None if cache is None else request.key
-    compilation = None if cache is None else cache.find(request.key)
-    if compilation is None:
-        lowered = run_task(screen.console, f"{name}: tracing and lowering", request.lower)
-        work = functools.partial(compile_lowered, lowered, cache, key)
-        where = request.options.topology
-        try:
-            compilation = run_task(screen.console, f"{name}: compiling for {where}", work)
-        except jax.errors.JaxRuntimeError as error:
-            raise Failure(f"{name}: the compiler failed: {error}", 1) from error
-    read = functools.partial(CompileResult.of, request, compilation)
+def _compile(request: CompileRequest, screen: Screen) -> CompileResult:
+    """Lower, compile and audit a stage; each task is shown with its seconds."""
+    name, options = f"stage {request.stage}", request.options
+    lowered = run_task(screen.console, f"{name}: tracing and lowering", request.lower)
+    work = functools.partial(compile_step, lowered, use_cache=not options.no_cache)
+    try:
+        program = run_task(screen.console, f"{name}: compiling for {options.topology}", work)
+    except DoesNotFit as refusal:
+        return CompileResult.refused(request, refusal.shortage)
+    except jax.errors.JaxRuntimeError as error:
+        raise Failure(f"{name}: the compiler failed: {error}", 1) from error
+    read = functools.partial(CompileResult.of, request, program)
     return run_task(screen.console, f"{name}: reading the program", read)
 
 
 def _show(results: Sequence[CompileResult], screen: Screen) -> None:
     """Show one stage's audit, or all stages side by side; then what fits and what is wrong."""
-    for number, result in enumerate(results):
-        held, program = result.compilation, result.compilation.program
-        same = [one.stage for one in results[:number] if one.compilation.program == program]
-        if program is not None and same:
-            screen.say(f"stage {result.stage}: the same program as stage {same[0]}'s")
-        elif held.is_cached:
-            took = f"compiled {held.compiled_at} in {held.seconds:,.0f} s (see --no-cache)"
-            screen.say(f"stage {result.stage}: from the cache, {took}")
     first, is_one = results[0], len(results) == 1
     if is_one and first.report is not None:
         screen.console.print(first.report)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.aot import Topology, device_memory, digest, parse_topology, topology_mesh
+from zerojax.aot import Topology, device_memory, parse_topology, topology_mesh
 from zerojax.cli.shared._command import option
 from zerojax.cli.shared._machine import check_outputs
 from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, BuiltStepOptions, gpt_layout
@@ -86,22 +86,6 @@ class CompileRequest:
         self.layout = gpt_layout(self.config, mesh, stage)
         self.step = make_train_step(loss, tx, self.layout, recipe)
         self.theory = self.layout.count(tx, recipe).theory["total"]
-
-    @functools.cached_property
-    def key(self) -> str:
-        """The digest of all that decides the answer."""
-        return digest(
-            {
-                "config": dataclasses.asdict(self.config),
-                "topology": dataclasses.asdict(self.topology),
-                "mesh": list(self.layout.mesh.shape.items()),
-                "axis": self.layout.axis,
-                "stage": self.stage,
-                "num_examples": self.num_examples,
-                "optimizer": self.options.optimizer,
-                "recipe": self.step.recipe.to_dict(),
-            }
-        )
 
     def lower(self) -> jax.stages.Lowered:
         """Trace and lower the step."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from zerojax import charts
 from zerojax._display import binary
-from zerojax.aot import Compilation, Shortage, describe_shortage
-from zerojax.audit import AuditReport, audit
+from zerojax.aot import Shortage
+from zerojax.audit import AuditReport, Program, audit
 from zerojax.cli.compile._request import CompileRequest
 
 #: Options that say where an answer goes, or which stages are asked for.
@@ -25,32 +25,34 @@ class CompileResult:
     """The answer for one stage.
 
     Attributes:
-        report: the audit; None where the compiler refused the program for its memory.
+        program: the compiled program; None where the compiler refused it for its memory.
+        report: the audit of it.
         shortage: what the program lacks, by the compiler or by its peak; None where it fits.
         needed: bytes that it takes at its peak; None where the compiler did not tell.
         available: bytes that a device has.
     """
 
     request: CompileRequest
-    compilation: Compilation
+    program: Program | None
     report: AuditReport | None
     shortage: Shortage | None
     needed: int | None
     available: int
 
     @classmethod
-    def of(cls, request: CompileRequest, compilation: Compilation) -> CompileResult:
+    def of(cls, request: CompileRequest, program: Program) -> CompileResult:
         """Audit a compiled program and hold it against the memory of a device."""
-        program, step, memory = compilation.program, request.step, request.memory
-        report, shortage = None, compilation.shortage
-        needed = shortage and shortage.needed
-        if program is not None:
-            report = audit(program, step.layout, step.recipe)
-            needed = report.memory.peak
-            is_short = needed > memory
-            shortage = Shortage(needed=needed, available=memory, message="") if is_short else None
-        available = (shortage and shortage.available) or memory
-        return cls(request, compilation, report, shortage, needed, available)
+        step, memory = request.step, request.memory
+        report = audit(program, step.layout, step.recipe)
+        needed = report.memory.peak
+        shortage = Shortage(needed=needed, available=memory) if needed > memory else None
+        return cls(request, program, report, shortage, needed, memory)
+
+    @classmethod
+    def refused(cls, request: CompileRequest, shortage: Shortage) -> CompileResult:
+        """Keep what a compiler said of a program that does not fit."""
+        available = shortage.available or request.memory
+        return cls(request, None, None, shortage, shortage.needed, available)
 
     @property
     def stage(self) -> int:
@@ -66,7 +68,7 @@ class CompileResult:
     def verdict(self) -> str:
         """Whether the program fits, and by how much, in a line."""
         if self.shortage is not None:
-            return describe_shortage(self.shortage)
+            return str(self.shortage)
         peak, there = self.needed or 0, self.available
         left = f"{binary(there - peak)} ({1 - peak / there:.0%}) left"
         return f"fits: {binary(peak)} of a device's {binary(there)}, {left}"
@@ -94,16 +96,12 @@ class CompileResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain data."""
-        compilation = self.compilation
         return {
             "stage": self.stage,
             "fits": self.shortage is None,
             "needed_bytes": self.needed,
             "available_bytes": self.available,
-            "from_cache": compilation.is_cached,
-            "compiled_at": compilation.compiled_at,
-            "compile_seconds": round(compilation.seconds, 1),
-            "refused": compilation.shortage and compilation.shortage.message,
+            "refused": self.shortage and self.shortage.message,
             "report": self.report and self.report.to_dict(),
         }
 
@@ -113,9 +111,9 @@ def write(results: Sequence[CompileResult]) -> list[Path | None]:
     options = results[0].request.options
     written = []
     for result in results:
-        path, program = options.hlo_file(result.stage), result.compilation.program
-        if path is not None and program is not None:
-            path.write_text(program.text)
+        path = options.hlo_file(result.stage)
+        if path is not None and result.program is not None:
+            path.write_text(result.program.text)
             written.append(path)
     if options.json is not None:
         first = results[0].request
@@ -128,27 +126,18 @@ def write(results: Sequence[CompileResult]) -> list[Path | None]:
             "stages": [result.to_dict() for result in results],
         }
         options.json.write_text(json.dumps(plain, indent=2) + "\n")
-    if options.plot is not None:
-        charts.write(draw(results), options.plot)
-    return [*written, options.json, options.plot]
+    plot = options.plot if any(one.report for one in results) else None
+    if plot is not None:
+        charts.write(draw(results), plot)
+    return [*written, options.json, plot]
 
 
 def draw(results: Sequence[CompileResult]) -> Any:
-    """Draw what one device holds and moves under each stage."""
+    """Draw what one device holds and moves under each stage that the compiler did not refuse."""
     layout, options = results[0].request.layout, results[0].request.options
     return charts.compare(
-        {f"stage {result.stage}": result.report or _refused(result) for result in results},
+        {f"stage {one.stage}": one.report for one in results if one.report is not None},
         title=f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
         f"{options.optimizer}, compiled for {options.topology}",
         available=results[0].available,
-    )
-
-
-def _refused(result: CompileResult) -> charts.Bar:
-    words = binary(result.needed or result.available)
-    return charts.Bar(
-        parts={"what the refused program needs": result.needed or 0},
-        label=f"needs {words}" if result.needed else f"needs more than\n{words}",
-        theory=result.request.theory,
-        fits=False,
     )

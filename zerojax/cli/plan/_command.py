@@ -22,10 +22,6 @@ from zerojax.planner import Plan, find_hardware
 
 #: Columns where there is no terminal to say how many: those of the widest table.
 WIDTH = 132
-#: Columns from which on the table of stages has all of its own.
-ROOMY = 112
-#: Optimizers whose state depends on the shapes of leaves, which a number of parameters has not.
-BY_SHAPE = ("adafactor", "muon")
 
 
 @command
@@ -37,8 +33,7 @@ def plan(options: PlanOptions) -> None:
     what it waits for. With --stage or --config, one of them in full. GB are 1e9 bytes; hardware is
     h100 unless you say otherwise.
 
-    A model is traced; a bare number of parameters goes by formulas. Either way nothing is computed
-    and no accelerator is touched.
+    The model's loss is traced; nothing is computed and no accelerator is touched.
 
     Exit status: 0 done; 2 asked for what can't be done, such as a --memory-limit that nothing
     meets: then the smallest need and how it is met are named.
@@ -68,12 +63,12 @@ def plan(options: PlanOptions) -> None:
 def _show_stages(asked: PlanQuestion, screen: Screen) -> None:
     with refusing():
         plans = [asked.plan(stage) for stage in asked.options.stages]
-    _show_question(asked, screen, plans[0].network)
+    _show_question(asked, screen)
     if len(plans) > 1:
         unit = unit_for(max(one.bytes.theory for one in plans), DECIMAL)
         screen.title(f"one device, in {unit.name}" + (" (1e9 bytes)" if unit.size == 1e9 else ""))
-        screen.show(stages_table(plans, unit.size, screen.console.width))
-        for line in notes(asked, plans):
+        screen.show(stages_table(plans, unit.size))
+        for line in notes(plans):
             screen.say(line)
     else:
         screen.show(plans[0])
@@ -114,30 +109,29 @@ def _write(asked: PlanQuestion, screen: Screen, found: dict[str, Any]) -> None:
 def _draw(asked: PlanQuestion) -> Any:
     plans = {f"stage {stage}": asked.plan(stage) for stage in STAGES}
     hardware = f"{asked.options.devices:,} x {asked.hardware.name}"
-    step = asked.options.step_in_words(asked.num_examples, asked.context)
+    step = asked.options.step_in_words(asked.num_examples, asked.config.context)
     title = f"{plans['stage 0'].num_params:,} parameters, {hardware}\n{step}"
     return charts.compare(plans, title=title)
 
 
-def _show_question(asked: PlanQuestion, screen: Screen, network: str = "") -> None:
-    """Show model, hardware, network and step."""
+def _show_question(asked: PlanQuestion, screen: Screen) -> None:
+    """Show model, hardware and step."""
     options, one = asked.options, asked.hardware
     limit = f"{one.memory / 1e9:,.1f} GB each"
     if options.memory_limit is not None:
         limit += f" allowed of {find_hardware(one.name).memory / 1e9:,.1f}"
     config = f", configuration {options.config}" if options.config is not None else ""
-    step = options.step_in_words(asked.num_examples, asked.context) + config
+    step = options.step_in_words(asked.num_examples, asked.config.context) + config
     hardware = f"{options.devices:,} x {one.name}, {limit}"
-    facts = {"model": _model(asked), "hardware": hardware, "network": network, "step": step}
-    screen.facts(facts)
+    screen.facts({"model": _model(asked), "hardware": hardware, "step": step})
 
 
-def stages_table(plans: Sequence[Plan], size: float, width: int) -> Table:
-    """Make the table of stages; less than `ROOMY` columns leave out what can be spared."""
-    roomy, hosted = width >= ROOMY, any(one.bytes.host for one in plans)
+def stages_table(plans: Sequence[Plan], size: float) -> Table:
+    """Make the table of stages, on at most 80 columns."""
+    hosted = any(one.bytes.host for one in plans)
     columns = [">stage", ">params", ">grads", ">optimizer", ">states", ">peak"]
-    columns += [">of device"] * roomy + [">on host"] * hosted + [">volume", ">ms", "bound by"]
-    made = make_table(*columns, padding=1 if roomy else 0)
+    columns += [">on host"] * hosted + [">volume", ">ms", "bound by"]
+    made = make_table(*columns, padding=0)
     for one in plans:
         held, style = one.bytes, "green" if one.fits else "red"
         cells: list[str | Text] = [
@@ -146,13 +140,12 @@ def stages_table(plans: Sequence[Plan], size: float, width: int) -> Table:
             Text(amount(held.theory / size), style="bold"),
             Text(amount(held.total / size), style=style),
         ]
-        cells += [Text(f"{held.total / one.hardware.memory:.1%}", style=style)] * roomy
         cells += [amount(held.host / size)] * hosted
         made.add_row(*cells, f"{one.volume:.3f}", _milliseconds(one.step_time), one.bound_by)
     return made
 
 
-def notes(asked: PlanQuestion, plans: Sequence[Plan]) -> list[str]:
+def notes(plans: Sequence[Plan]) -> list[str]:
     """Return what the columns mean where their names don't tell, and what the figures rest on."""
     kinds = (
         "parameters, gradients, optimizer: as the layout places them, masters with the optimizer"
@@ -169,11 +162,6 @@ def notes(asked: PlanQuestion, plans: Sequence[Plan]) -> list[str]:
     if tight := ", ".join(str(one.stage) for one in plans if not one.fits):
         lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
     lines += dict.fromkeys(line for one in plans for line in one.assumptions)
-    if asked.config is None and asked.options.optimizer in BY_SHAPE:
-        lines.append(
-            f"{asked.options.optimizer} keeps less of matrices than of vectors, and a number of "
-            "parameters is taken for a vector: --model counts it as it is"
-        )
     return lines
 
 
@@ -182,8 +170,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _model(asked: PlanQuestion) -> str:
-    config = asked.config
-    if config is None:
-        return f"{asked.params:,} parameters"
+    config, name = asked.config, asked.options.model or "a GPT"
     layers = f"{config.num_layers} layers of width {config.width}"
-    return f"{asked.options.model}, {gpt.num_params(config):,} parameters, {layers}"
+    return f"{name}, {gpt.num_params(config):,} parameters, {layers}"

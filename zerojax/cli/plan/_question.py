@@ -34,14 +34,12 @@ from zerojax.planner import (
     Placement,
     Plan,
     Space,
-    Transformer,
     Workload,
     as_amount,
-    as_count,
     find_hardware,
 )
 
-MOST_PARAMS = 10**18
+LEAST_PARAMS, MOST_PARAMS = 10**7, 10**15
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 BYTES = {"": 1, "B": 1} | {
     f"{prefix}{ending}": base**power
@@ -57,9 +55,11 @@ NUMBER = r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*"
 def read_count(option: str, text: str) -> int:
     """Read a number of parameters: "7.5e9", "7.5B"."""
     value = _read(text, COUNTS, f"{option} {text}: give a number such as 7.5e9 or 7.5B")
-    if value > MOST_PARAMS:
-        raise ValueError(f"{option} {text}: plans go up to {MOST_PARAMS:.0e} parameters")
-    return as_count(option, int(value) if value == int(value) else float(value))
+    if not LEAST_PARAMS <= value <= MOST_PARAMS:
+        raise ValueError(
+            f"{option} {text}: plans go from {LEAST_PARAMS:.0e} to {MOST_PARAMS:.0e} parameters"
+        )
+    return round(value)
 
 
 def read_bytes(option: str, text: str) -> float:
@@ -80,16 +80,7 @@ class PlanOptions(StepOptions):
     """What `zerojax plan` was asked for; None leaves a choice to it."""
 
     params: str | None = option(None, metavar="COUNT", panel=MODEL)
-    """A number of parameters, 7.5e9 or 7.5B, in the place of a model: a plausible GPT of that size
-    is planned by formulas."""
-    stage: int | None = option(
-        None,
-        min=0,
-        max=3,
-        metavar="0|1|2|3",
-        show_default="all, or that of --config",
-        panel=ZERO,
-    )
+    """A number of parameters, 7.5e9 or 7.5B, in the place of a model: a GPT of about that size."""
     hardware: str = option("h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=HARDWARE)
     devices: int = option(8, min=1, panel=HARDWARE)
     """All devices together."""
@@ -129,6 +120,14 @@ class PlanOptions(StepOptions):
             )
 
     @property
+    def chosen_model(self) -> gpt.Config:
+        """The model of that name or of that size."""
+        if self.params is None:
+            return super().chosen_model
+        config = gpt.of_size(read_count("--params", self.params))
+        return dataclasses.replace(config, context=self.context or config.context)
+
+    @property
     def stages(self) -> tuple[int, ...]:
         """The stages to plan."""
         is_open = self.stage is None and self.config is None
@@ -145,36 +144,35 @@ class PlanQuestion:
 
     Attributes:
         hardware: the device; its memory is the limit, where there is one.
-        config: the model; None where there is a number of parameters alone.
-        params: shapes, or their number.
-        context: tokens of an example.
+        config: the model.
         num_examples: of a step.
-        per_group: examples of a microbatch for each group of devices along the model axis.
     """
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
         self.hardware = _limited(find_hardware(options.hardware), options.memory_limit)
-        self.config = None if options.model is None else options.chosen_model
-        if self.config is not None:
-            self.params, self.context = gpt_shapes(self.config), self.config.context
-        else:
-            self.params = read_count("--params", options.params or "")
-            self.context = Transformer.of(self.params, context=options.context).context
-        self._tx = options.chosen_optimizer.unscheduled(self.config.width if self.config else 1)
-        self._placement = Placement(num_shards=options.shards, model_axis=options.model_axis)
+        self.config = config = options.chosen_model
         # A search cuts no layer before it starts.
         groups = max(1, options.devices // (1 if options.search else options.model_axis))
         self.num_examples = options.examples(groups)
-        self.per_group = self.num_examples // (groups * options.accumulate)
+        batch = jax.ShapeDtypeStruct((self.num_examples, config.context + 1), jnp.int32)
+        #: what a plan and a search are asked alike
+        self._given: dict[str, Any] = {
+            "params": gpt_shapes(config),
+            "tx": options.chosen_optimizer.unscheduled(config.width),
+            "num_devices": options.devices,
+            "hardware": self.hardware,
+            "recipe": options.recipe(),
+            "workload": Workload(loss_fn=functools.partial(gpt.loss, config), batch=batch),
+        }
         json = None if options.prints_json else options.json
         check_outputs({"--plot": options.plot, "--json": json})
 
     def plan(self, stage: int) -> Plan:
         """Plan one stage."""
-        return planner.plan(
-            self.params, self._tx, stage=stage, placement=self._placement, **self._given
-        )
+        options = self.options
+        placement = Placement(num_shards=options.shards, model_axis=options.model_axis)
+        return planner.plan(stage=stage, placement=placement, **self._given)
 
     def search(self) -> Choices:
         """Search among all that the options leave open."""
@@ -186,36 +184,16 @@ class PlanQuestion:
             num_shards=None if options.shards is None else (options.shards,),
             model_axes=None if free else (options.model_axis,),
         )
-        return planner.search_plans(self.params, self._tx, space=space, **self._given)
+        return planner.search_plans(space=space, **self._given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was asked as plain data, outputs left out."""
         return self.options.to_dict("json", "plot") | {
             "hardware": self.hardware.name,
             "memory": self.hardware.memory,
-            "context": self.context,
+            "context": self.config.context,
             "num_examples": self.num_examples,
         }
-
-    @property
-    def _given(self) -> dict[str, Any]:
-        """What a plan and a search are asked alike."""
-        return {
-            "num_devices": self.options.devices,
-            "hardware": self.hardware,
-            "recipe": self.options.recipe(),
-            "workload": self._workload(),
-        }
-
-    def _workload(self) -> Workload:
-        """Return what devices compute: a model's loss of so many examples, or a device's tokens."""
-        if self.config is not None:
-            batch = jax.ShapeDtypeStruct((self.num_examples, self.context + 1), jnp.int32)
-            return Workload(loss_fn=functools.partial(gpt.loss, self.config), batch=batch)
-        # The GPT, where more is known of it than the number implies.
-        given = self.options.context
-        told = None if given is None else Transformer.of(self.params, context=given)
-        return Workload(transformer=told, tokens_per_device=self.per_group * self.context)
 
 
 def _limited(hardware: Hardware, limit: str | None) -> Hardware:

@@ -46,7 +46,12 @@ class StepOptions(CommandOptions):
     """What the backward pass recomputes: nothing, all but products with weights, or each layer from
     its input."""
     stage: int | None = option(
-        None, min=0, max=3, metavar="0|1|2|3", show_default="2, or the configuration's", panel=ZERO
+        None,
+        min=0,
+        max=3,
+        metavar="0|1|2|3",
+        show_default="that of --config, else 2; plan: all",
+        panel=ZERO,
     )
     """What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, 2 also
     gradients, 3 also parameters."""
@@ -85,8 +90,6 @@ class StepOptions(CommandOptions):
         "adamw", help=f"Optax's {', '.join(OPTIMIZERS)}.", metavar="NAME", panel=TRAINING
     )
 
-    sequence_parallel: bool = False
-
     def __post_init__(self) -> None:
         if unknown := [name for name in self.offload if name not in OFFLOADS]:
             raise ValueError(f"--offload {unknown[0]}: the host can keep {' and '.join(OFFLOADS)}")
@@ -107,13 +110,6 @@ class StepOptions(CommandOptions):
     def configuration(self) -> Configuration | None:
         """The configuration, where one was named."""
         return None if self.config is None else find_configuration(self.config)
-
-    @property
-    def cuts_checkpoints(self) -> bool:
-        """Whether activation checkpoints are cut (Pa); along the tokens they are already."""
-        asked = self.configuration
-        is_asked = asked is not None and asked.partitioned_checkpoints
-        return is_asked and self.model_axis > 1 and not self.sequence_parallel
 
     @property
     def chosen_stage(self) -> int:
@@ -157,7 +153,7 @@ class StepOptions(CommandOptions):
         policy = self.configuration.remat(MODEL_AXIS)
         return dataclasses.replace(
             policy,
-            partition=MODEL_AXIS if self.cuts_checkpoints else None,
+            partition=policy.partition if self.model_axis > 1 else None,
             recompute=self.remat or policy.recompute,
         )
 
@@ -194,14 +190,6 @@ VOCAB_MULTIPLE = 128
 class BuiltStepOptions(StepOptions):
     """A step that is run or compiled."""
 
-    loss_chunk: int | None = option(
-        None, min=1, show_default="all of the vocabulary's", panel=MODEL
-    )
-    """Logits per token that the loss holds at a time; the vocabulary's are never whole."""
-    sequence_parallel: bool = option(False, panel=ZERO)
-    """Cut what goes from layer to layer along the tokens, over the model axis (2 or more).
-    Checkpoints are cut already then, and Pa adds nothing: it is left out."""
-
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Share devices out between data and model."""
         parts = self.model_axis
@@ -219,26 +207,16 @@ class BuiltStepOptions(StepOptions):
         multiple = parts if VOCAB_MULTIPLE % parts else VOCAB_MULTIPLE
         config = dataclasses.replace(
             config,
-            loss_chunk=self.loss_chunk,
             model_axis=MODEL_AXIS if parts > 1 else None,
-            sequence_parallel=self.sequence_parallel,
             vocab_multiple=multiple if config.vocab_size % parts else 1,
         )
         gpt.check_parts(config, parts)
-        if self.sequence_parallel and config.context % parts:
-            raise ValueError(
-                f"--sequence-parallel: --model-axis {parts} does not divide {config.context} "
-                "tokens; give a --context that it divides"
-            )
         return config
 
     def in_words(self) -> str:
         """Return the options that decide more of a step than its stage; empty where none does."""
-        names = ("config", "sequence_parallel", "offload", "remat", "loss_chunk")
-        asked = {name.replace("_", " "): getattr(self, name) for name in names}
-        asked["offload"] = " and ".join(self.offload)
-        told = {name: "" if x is True else f" {x}" for name, x in asked.items() if x}
-        return ", ".join(f"{name}{value}" for name, value in told.items())
+        asked = {"config": self.config, "offload": " and ".join(self.offload), "remat": self.remat}
+        return ", ".join(f"{name} {value}" for name, value in asked.items() if value)
 
 
 def gpt_shapes(config: gpt.Config) -> PyTree:

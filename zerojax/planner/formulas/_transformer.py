@@ -10,7 +10,6 @@ Sources: "Reducing Activation Recomputation in Large Transformer Models" arXiv 2
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from zerojax.planner._arguments import as_count
 from zerojax.recipe import Remat, as_remat
@@ -63,38 +62,18 @@ class Transformer:
     @property
     def num_params(self) -> int:
         """Count the parameters: L (12 h^2 + 13 h) + (V + C + 2) h; the tied head counts once."""
-        return self.num_layers * self.layer_params + self.end_params
+        ends = (self.vocab_size + self.context + 2) * self.width
+        return self.num_layers * self.layer_params + ends
 
     @property
     def layer_params(self) -> int:
         """Count one layer's parameters: 12 h^2 + 13 h."""
         return 12 * self.width**2 + 13 * self.width
 
-    @property
-    def end_params(self) -> int:
-        """Count the parameters outside of the layers: (V + C + 2) h."""
-        return (self.vocab_size + self.context + 2) * self.width
-
-    @classmethod
-    def of(cls, num_params: float, *, context: int | None = None) -> Transformer:
-        """Return a plausible GPT of about that many parameters; `context` None is the member's.
-
-        It has width and heads of the member of FAMILY whose size is nearest (by ratio), and the
-        number of layers that brings it nearest to `num_params`: within 5% from 1e8 parameters on,
-        coarser below, and never smaller than one layer of the narrowest.
-        """
-        psi = as_count("num_params", num_params)
-        member = min(FAMILY, key=lambda known: abs(math.log(known.num_params / psi)))
-        if context is not None:
-            member = dataclasses.replace(member, context=context)
-        layers = (psi - member.end_params) / member.layer_params
-        return dataclasses.replace(member, num_layers=max(1, round(layers)))
-
     def activation_bytes(
         self,
         batch: int,
         *,
-        num_tokens: int | None = None,
         remat: Remat = "full",
         model_axis: int = 1,
         partitioned: bool = False,
@@ -113,7 +92,6 @@ class Transformer:
 
         Args:
             batch: b, sequences in a device's microbatch; with a model axis, in that of its group.
-            num_tokens: s, tokens in a sequence; None is the context.
             remat, model_axis: what is computed again; t, devices along the model axis.
             partitioned, offloaded: Pa and +cpu: checkpoints in t parts, in the host's memory.
 
@@ -126,8 +104,7 @@ class Transformer:
                 "remat='none' keeps no checkpoints to partition or offload; say remat='full' or "
                 "'dots'"
             )
-        s = self.context if num_tokens is None else as_count("num_tokens", num_tokens)
-        t = as_count("model_axis", model_axis)
+        s, t = self.context, as_count("model_axis", model_axis)
         bsh = as_count("batch", batch) * s * self.width
         whole = bsh * (10 + (24 + 5 * self.num_heads * s / self.width) / t)
         # Under "dots", outputs of the products whose value the derivative reads: q, k, v and the
@@ -142,41 +119,19 @@ class Transformer:
             host=checkpoints if offloaded else 0.0,
         )
 
-    def flops_per_token(self, *, num_tokens: int | None = None, remat: Remat = "none") -> float:
+    def flops_per_token(self, *, remat: Remat = "none") -> float:
         """Return the FLOPs that a step computes per token: about 6 Psi + 12 L h s.
 
         A forward pass multiplies a token by 12 L h^2 + V h weights and by s keys and values in each
         layer (all of them: masked scores are computed too); the backward pass computes twice that.
         Recomputation adds the layers' forward pass (`full`) or its scores (`dots`). Biases, norms
-        and the look-up of words count nothing, for which 6 Psi would count 0.1%. `num_tokens` is s;
-        None is the context.
+        and the look-up of words count nothing, for which 6 Psi would count 0.1%.
 
         Source: arXiv 2104.04473, section 3 and appendix: 96 L h^2 (1 + s/6h + V/16Lh) for `full`.
         """
         as_remat(remat)  # refuses an unknown one
-        s = self.context if num_tokens is None else as_count("num_tokens", num_tokens)
         weights = 2 * 12 * self.num_layers * self.width**2
-        scores = 4 * self.num_layers * self.width * s
+        scores = 4 * self.num_layers * self.width * self.context
         again = {"none": 0, "dots": scores, "full": weights + scores}
         head = 2 * self.vocab_size * self.width
         return float(3 * (weights + scores + head) + again[remat])
-
-
-# Layers, width and heads; small ones read bytes: a vocabulary of words would outweigh the layers.
-_OF_BYTES = ((1, 32, 2), (2, 64, 2), (4, 128, 4), (8, 256, 4), (12, 384, 6))
-_OF_WORDS = (
-    *((12, 768, 12), (24, 1024, 16), (36, 1280, 20), (48, 1600, 25)),
-    *((72, 3072, 24), (62, 4096, 32), (88, 6144, 32), (132, 6144, 32), (100, 8192, 64)),
-    *((212, 8192, 64), (124, 18432, 144), (128, 25600, 160), (174, 49152, 384)),
-    *((200, 65536, 512), (205, 90112, 704)),
-)
-
-#: Sizes that were trained, from which `Transformer.of` reads how wide a GPT of a given size is; of
-#: each width the fewest and the most layers. Small ones of bytes, GPT-2, ZeRO's figure 2 and its
-#: table 4 (whose 4096 for 40B and 60B is a slip for 6144: 12 L h^2), and ZeRO-Infinity's table 1
-#: with heads that divide the width.
-FAMILY: tuple[Transformer, ...] = tuple(
-    Transformer(num_layers=layers, width=width, num_heads=heads, **ends)
-    for members, ends in ((_OF_BYTES, {"context": 64, "vocab_size": 256}), (_OF_WORDS, {}))
-    for layers, width, heads in members
-)

@@ -2,7 +2,6 @@
 
 from zerojax.planner.hardware._hardware import HARDWARE, Hardware, find_hardware
 from zerojax.planner.hardware._links import Collective, Network, Seconds
-from zerojax.planner.hardware._slice import torus_shape
 from zerojax.planner.hardware._transfer import Places, Transfer
 
 __all__ = [
@@ -14,5 +13,4 @@ __all__ = [
     "Seconds",
     "Transfer",
     "find_hardware",
-    "torus_shape",
 ]

@@ -42,7 +42,6 @@ class Phase:
 
     num_devices: int  # devices that take part
     bandwidth: float  # bytes/s that each of them receives
-    dims: tuple[str, ...] = ()  # the torus dims, in words; empty for a switch
 
 
 class Network:
@@ -113,45 +112,21 @@ class Network:
             groups = group_digits(self._span, stretches)
         return tuple(self._phase(group) for group in groups if group)
 
-    def describe(self) -> str:
-        """Describe what the mesh lies on: domains, the torus, and each axis's links."""
-        one, count = self.hardware, math.prod(self.across.values())
-        kind = ("slice" if self.torus else "node") + ("s" if count > 1 else "")
-        size = f"{math.prod(self.within.values())}"
-        if self.torus:
-            size = f"{'x'.join(map(str, self.torus))} chips ({size} devices)"
-        lines = [f"{one.name}: {count} {kind} of {size}"]
-        for name, length in self.axes.items():
-            links = [
-                f"{phase.num_devices} within"
-                + (f" along {', '.join(phase.dims)}" if phase.dims else "")
-                + f" at {phase.bandwidth / 1e9:g} GB/s"
-                for phase in self.phases((name,))
-            ]
-            if self.across[name] > 1:
-                links.append(f"{self.across[name]} across at {one.slow_bandwidth / 1e9:g} GB/s")
-            lines.append(f"{name} ({length}): {', '.join(links) or 'no links'}")
-        return "\n".join(lines)
-
     def _phase(self, group: Sequence[Stretch]) -> Phase:
         """Find the bandwidth of a phase that goes along some dims at once."""
-        sizes, rates, words = [], [], []
+        sizes, rates = [], []
         for dim in dict.fromkeys(stretch.dim for stretch in group):
             along = [stretch for stretch in group if stretch.dim == dim]
             members = math.prod(stretch.size for stretch in along)
             extent = max(stretch.stride * stretch.size for stretch in along)
-            rate, is_ring = rate_along(self.hardware, dim, members, extent, self._extents[dim])
             sizes.append(members)
-            rates.append(rate)
-            words.append("the chip" if dim == DIMS[-1] else dim + " (ring)" * is_ring)
+            rates.append(rate_along(self.hardware, dim, members, extent, self._extents[dim]))
         n = math.prod(sizes)
-        return Phase(n, (1 - 1 / n) / gather_time(sizes, rates), tuple(words))
+        return Phase(n, (1 - 1 / n) / gather_time(sizes, rates))
 
 
-def rate_along(
-    hardware: Hardware, dim: str, members: int, extent: int, size: int
-) -> tuple[float, bool]:
-    """Return the bytes/s that a device receives along a torus dim, and whether that is a ring.
+def rate_along(hardware: Hardware, dim: str, members: int, extent: int, size: int) -> float:
+    """Return the bytes/s that a device receives along a torus dim.
 
     The end of a line has one neighbour and receives everything from there. Groups that lie between
     each other's members share the links: extent / members of them.
@@ -159,9 +134,9 @@ def rate_along(
     `members` of a group extend over `extent` of the `size` places of the dim.
     """
     if dim == DIMS[-1]:
-        return hardware.chip_bandwidth, False
+        return hardware.chip_bandwidth
     is_ring = extent == size and extent % hardware.wrap == 0
-    return hardware.link_bandwidth * (members / extent / (1 if is_ring else 2)), is_ring
+    return hardware.link_bandwidth * (members / extent / (1 if is_ring else 2))
 
 
 def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:

@@ -19,8 +19,9 @@ class Stretch(Digit):
     stride: int  # places from one member to the next
 
 
+@functools.lru_cache(maxsize=4096)
 def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
-    """Return the slice of a torus that one would rent for so many devices.
+    """Return the slice of a torus that one would rent for so many devices, at most a domain's.
 
     It is the one on the hardware's list; where none has so many chips, the one whose dims together
     are widest (a line counts half a ring) and, of these, nearest to a cube. An odd number of
@@ -28,18 +29,20 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
 
     Returns:
         Chips along each dim; empty for hardware without a torus.
-
-    Raises:
-        ValueError: more devices than a slice may have.
     """
     if not hardware.torus:
         return ()
-    if num_devices > hardware.domain:
-        raise ValueError(
-            f"a slice of {hardware.name} has at most {hardware.domain} devices, got {num_devices}: "
-            "ask for the shape of one of several slices"
-        )
-    return _shape(hardware, num_devices // math.gcd(num_devices, hardware.devices_per_chip))
+    num_chips = num_devices // math.gcd(num_devices, hardware.devices_per_chip)
+    for name in hardware.slices:
+        listed = tuple(int(dim) for dim in name.split("x"))
+        if math.prod(listed) == num_chips:
+            return listed
+
+    def rank(shape: tuple[int, ...]) -> tuple[float, int]:
+        width = sum(0.5 if dim % hardware.wrap else 1.0 for dim in shape if dim > 1)
+        return -width, sum(shape)
+
+    return min(_factorizations(num_chips, hardware.torus), key=rank)
 
 
 def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
@@ -56,20 +59,6 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[S
     """
     found = _lay_whole(shape, axes)
     return found if found is not None else _lay_parts(shape, axes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shape(hardware: Hardware, num_chips: int) -> tuple[int, ...]:
-    for name in hardware.slices:
-        listed = tuple(int(dim) for dim in name.split("x"))
-        if math.prod(listed) == num_chips:
-            return listed
-
-    def rank(shape: tuple[int, ...]) -> tuple[float, int]:
-        width = sum(0.5 if dim % hardware.wrap else 1.0 for dim in shape if dim > 1)
-        return -width, sum(shape)
-
-    return min(_factorizations(num_chips, hardware.torus), key=rank)
 
 
 def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:

@@ -69,7 +69,7 @@ class Places:
             if len(held) > 1:
                 counts.append(len(held))
                 extent = len(held) * (held[1] - held[0])
-                rates[dim], _ = rate_along(hardware, dim, len(held), extent, self._sizes[number])
+                rates[dim] = rate_along(hardware, dim, len(held), extent, self._sizes[number])
         both = tuple(dim + way for dim in rates for way in "+-")
         return Transfer(size * gather_time(counts, [*rates.values()]) + slow, (*both, *links))
 

@@ -42,8 +42,7 @@ class Trace:
         except ValueError as error:
             raise ValueError(
                 f"the loss can't be planned, which takes the same operations for {sizes[0]} "
-                f"examples as for {sizes[1]}, on arrays twice as large: {error}; give "
-                "Workload(transformer=, tokens_per_device=) instead, or write the loss so"
+                f"examples as for {sizes[1]}, on arrays twice as large: {error}; write the loss so"
             ) from None
 
     @cached_property
