@@ -16,7 +16,6 @@ from jax.sharding import AxisType
 from zerojax._quiet import quiet_stderr
 from zerojax.aot import (
     MissingCompiler,
-    device_memory,
     known_topologies,
     parse_topology,
     topology_mesh,
@@ -91,7 +90,7 @@ def test_a_chip_is_written_as_xla_has_it(chip):
     text = gpu_target_config(chip)
     capability = re.search(r"major: (\d+) minor: (\d+) feature_extension: (\w)", text)
     fields = dict(re.findall(r"(\w+): ([^\s}]+)", text))
-    assert int(fields["device_memory_size"]) == device_memory(chip)
+    assert int(fields["device_memory_size"]) == find_hardware(chip).memory
     assert int(fields["core_count"]) == GPU_CHIPS[chip]["cores"]
     assert capability is not None
     written = f"{capability[1]}.{capability[2]}" + ("a" if capability[3] == "A" else "")
@@ -104,7 +103,7 @@ def test_chip_figures_are_plausible():
     gib = 2**30
     sizes = {"a100": 80, "h100": 80, "h200": 141, "b200": 180}  # what the makers print
     for name, chip in GPU_CHIPS.items():
-        assert 0.97 * sizes[name] * 1e9 < device_memory(name) < 1.03 * sizes[name] * gib
+        assert 0.97 * sizes[name] * 1e9 < find_hardware(name).memory < 1.03 * sizes[name] * gib
         assert chip["shared_memory_per_block"] <= chip["shared_memory_per_core"]
 
 

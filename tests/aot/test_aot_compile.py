@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import aot
-from zerojax.aot import DoesNotFit, compile_step, device_memory
+from zerojax.aot import DoesNotFit, compile_step
 from zerojax.aot import _cache as cache
 from zerojax.aot import _compile as compile_module
 from zerojax.aot._chips import TPU_CHIPS
 from zerojax.audit import Program
+from zerojax.planner import find_hardware
 
 GIB = 2**30
 REFUSED_AT_ONCE = (
@@ -178,14 +179,14 @@ def test_libtpu_refuses_with_the_memory_that_the_chips_say():
         mesh = aot.topology_mesh(f"{chip}:{shape}", {"data": devices})
         with pytest.raises(DoesNotFit) as caught:
             compile_step(lower(mesh, size=devices * 2**33), use_cache=False)
-        assert caught.value.shortage.available == device_memory(chip)
+        assert caught.value.shortage.available == find_hardware(chip).memory
         assert caught.value.shortage.needed > 2**38
 
 
 def test_every_chip_has_its_memory():
     printed = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}  # GiB of a device
     for chip in TPU_CHIPS:
-        assert 0.95 * printed[chip] * GIB < device_memory(chip) < 1.01 * printed[chip] * GIB
+        assert 0.95 * printed[chip] * GIB < find_hardware(chip).memory < 1.01 * printed[chip] * GIB
 
 
 # ------------------------------------------------------------------ the folder

@@ -22,6 +22,7 @@ from zerojax.cli.compile import _request as request
 from zerojax.cli.compile._request import CompileOptions, read_requests
 from zerojax.cli.compile._result import CompileResult, write
 from zerojax.models import _gpt_config, gpt
+from zerojax.planner import find_hardware
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)
 OTHER = dataclasses.replace(SMALL, width=32)
@@ -62,6 +63,10 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(compile_module, "_compile", watched)
     return calls
+
+
+def with_memory(size):
+    return dataclasses.replace(find_hardware("h100"), memory=size)
 
 
 def options(**changes):
@@ -161,7 +166,7 @@ def test_a_step_is_compiled_audited_and_held_against_the_device(folder, capsys):
     assert held["num_params"] == gpt.num_params(SMALL)
     assert stage["fits"]
     assert stage["needed_bytes"] == stage["report"]["memory"]["peak"]
-    assert stage["available_bytes"] == aot.device_memory("h100")
+    assert stage["available_bytes"] == find_hardware("h100").memory
 
 
 def test_the_exit_status_is_1_where_there_are_problems_and_0_where_there_are_none(
@@ -193,7 +198,7 @@ def zerojax_problem():
 
 
 def test_the_exit_status_is_1_where_the_program_does_not_fit_with_the_figure(monkeypatch, capsys):
-    monkeypatch.setattr(request, "device_memory", lambda chip: 2**20 // 8)
+    monkeypatch.setattr(request, "find_hardware", lambda chip: with_memory(2**20 // 8))
     assert main(ASKED) == 1
     out, err = capsys.readouterr()
     needs = r"does not fit: it needs [\d.]+ GiB of a device's 0.00 GiB, [\d.]+ GiB too much"
@@ -229,7 +234,7 @@ def test_all_stages_are_compared_and_drawn(folder, capsys):
     files = ["--hlo", "step.txt", "--json", "all.json", "--plot", "all.png"]
     assert main([*ASKED, "--all-stages", *files]) in (0, 1)
     out = capsys.readouterr().out
-    for row in ("parameters", "optimizer", "peak", "volume by the theory", "collectives"):
+    for row in ("parameters", "optimizer", "peak", "volume by the theory"):
         assert re.search(rf"^ {row}(   +[\d.]+){{4}} *$", out, re.M), row
     assert {path.name for path in folder.iterdir()} == {
         "step.stage0.txt", "step.stage1.txt", "step.stage2.txt", "step.stage3.txt", "all.json",
@@ -266,7 +271,9 @@ def test_a_gpu_that_is_nearly_full_asks_for_the_variable(monkeypatch):
     program = aot.compile_step(read_requests(options())[0].lower())
     peak = CompileResult.of(read_requests(options())[0], program).needed or 0
     for memory, advised in ((2 * peak, False), (int(1.2 * peak), True), (peak - 1, False)):
-        monkeypatch.setattr(request, "device_memory", lambda chip, memory=memory: memory)
+        monkeypatch.setattr(
+            request, "find_hardware", lambda chip, memory=memory: with_memory(memory)
+        )
         answer = CompileResult.of(read_requests(options())[0], program)
         assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in answer.advice) == advised
         assert (answer.shortage is None) == (memory >= peak)

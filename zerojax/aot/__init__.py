@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from zerojax.aot._cache import Shortage
-from zerojax.aot._chips import device_memory
 from zerojax.aot._compile import DoesNotFit, compile_step
 from zerojax.aot._plugin import MissingCompiler, has_accelerators, require_cuda, require_libtpu
 from zerojax.aot._topology import Topology, known_topologies, parse_topology, topology_mesh
@@ -14,7 +13,6 @@ __all__ = [
     "Shortage",
     "Topology",
     "compile_step",
-    "device_memory",
     "has_accelerators",
     "known_topologies",
     "parse_topology",

@@ -23,15 +23,6 @@ TPU_CHIPS: Mapping[str, Hardware] = MappingProxyType(
 _TARGET_CONFIG = _FILES.joinpath("target_config.pbtxt").read_text(encoding="utf-8")
 
 
-def device_memory(chip: str) -> int:
-    """Return the bytes that one device of a chip has: a key of TPU_CHIPS or GPU_CHIPS.
-
-    Of a TPU it is what libtpu leaves a program. Of a GPU it is all; JAX takes three quarters unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-    """
-    return find_hardware(chip).memory
-
-
 def gpu_target_config(chip: str) -> str:
     """Return a GPU as the text of XLA's GpuTargetConfigProto."""
     figures, hardware = GPU_CHIPS[chip], find_hardware(chip)

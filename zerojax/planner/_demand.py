@@ -73,7 +73,7 @@ class Demand:
     def work(self, given: Setting, count: float) -> Work:
         """Count products and traffic with the device's memory; without a loss three reads."""
         if self.trace is None:
-            return given.work(0.0, 3 * given.gathered)
+            return Work.of(0.0, 3 * given.gathered, given.hardware)
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
         parts = given.sharing.model_axis
         return self._works(lifetimes, given.leaves, count, given.hardware, model_axis=parts)
@@ -146,7 +146,7 @@ class DescribedGpt(Demand):
         again = 1 if self.again == "full" else 0
         moved = 2 * (one.kept + two_layers + one.host + one.logits)
         moved += 2 * (1 + again) * self.gpt.num_layers * one.working
-        return given.work(flops, (3 + again) * given.gathered + count * moved)
+        return Work.of(flops, (3 + again) * given.gathered + count * moved, given.hardware)
 
     def carried_elements(self, count: float) -> float:
         """Count by the formula."""

@@ -18,7 +18,7 @@ from zerojax.planner._policies import hosts_states, offloaded, remat_of
 from zerojax.planner._workload import Model
 from zerojax.planner.formulas import Theory, theory_of
 from zerojax.planner.hardware import Hardware, Network
-from zerojax.planner.traced import HeldLeaf, Sharing, Work
+from zerojax.planner.traced import HeldLeaf, Sharing
 from zerojax.recipe import Recipe
 
 
@@ -63,10 +63,6 @@ class Setting:
     def gathered(self) -> float:
         """The bytes of parameters, made whole."""
         return sum(leaf.gathered for leaf in self.leaves)
-
-    def work(self, flops: float, hbm_bytes: float) -> Work:
-        """Return the work of so many operations and so much traffic with the device's memory."""
-        return Work.of(flops, hbm_bytes, self.hardware)
 
     @cached_property
     def theory(self) -> Theory:

@@ -23,6 +23,7 @@ from zerojax.planner._demand import Demand
 from zerojax.planner._devices import MODEL
 from zerojax.planner._setting import Setting
 from zerojax.planner.hardware import Collective, Seconds
+from zerojax.planner.traced import Work
 
 #: What a step waits for, in words, by the fields of `StepTime`.
 NAMES = {
@@ -59,7 +60,7 @@ OVERLAP: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 def step_time(given: Setting, demand: Demand, count: float) -> StepTime:
     """Add up the parts of a step; `count` is the examples of a device's microbatch."""
     one, times = given.hardware, given.recipe.accumulate
-    work, update = demand.work(given, count).times(times), given.work(0.0, given.update_bytes)
+    work, update = demand.work(given, count).times(times), Work.of(0.0, given.update_bytes, one)
     kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
     overlap = OVERLAP[one.platform][kind]

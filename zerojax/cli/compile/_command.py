@@ -133,12 +133,9 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
             bytes_row(name, counts)
     bytes_row("peak", [one.needed for one in results], "bold")
     bytes_row("states by the formula", [one.request.theory for one in results], "dim")
-    left = [None if one.needed is None else one.available - one.needed for one in results]
-    bytes_row("left of the device", left)
     made.add_section()
     report_row("volume", lambda report: f"{report.volume:.4f}", "bold")
     report_row("volume by the theory", lambda report: f"{report.theory_volume:.4f}", "dim")
-    report_row("collectives", lambda report: str(len(report.collectives)))
     report_row("waits, as scheduled", _waits)
     report_row("problems", lambda report: str(len(report.problems)))
     return made

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.aot import Topology, device_memory, parse_topology, topology_mesh
+from zerojax.aot import Topology, parse_topology, topology_mesh
 from zerojax.cli.shared._command import option
 from zerojax.cli.shared._machine import check_outputs
 from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, BuiltStepOptions, gpt_layout
 from zerojax.layout import STAGES
 from zerojax.models import gpt
+from zerojax.planner import find_hardware
 from zerojax.train import make_train_step
 
 #: The clipping of a step; it moves no byte.
@@ -75,7 +76,7 @@ class CompileRequest:
 
     def __init__(self, options: CompileOptions, topology: Topology, mesh: Mesh, stage: int) -> None:
         self.options, self.topology, self.stage = options, topology, stage
-        self.memory = device_memory(topology.chip)
+        self.memory = find_hardware(topology.chip).memory
         self.config = options.chosen_model
         self.num_examples = options.examples(mesh.shape["data"])
         loss: Any = functools.partial(gpt.loss, self.config)
