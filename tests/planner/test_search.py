@@ -274,7 +274,7 @@ def test_tables_and_json_hold_choices_and_front():
     choices = find("traced", memory_limit=limit, space=NARROW)
     text = " ".join(str(choices).split())
     assert f"fastest of {len(choices)} that fit" in text
-    kept = json.loads(choices.to_json())
+    kept = json.loads(json.dumps(choices.to_dict()))
     assert [one["bytes"]["total"] for one in kept["choices"]] == [
         one.bytes.total for one in choices
     ]

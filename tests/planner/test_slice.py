@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerojax.layout import DIMS
+from zerojax.layout import DIMS, Digit
 from zerojax.planner import HARDWARE
-from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
+from zerojax.planner.hardware._slice import lay_axes, torus_shape
 
 
 @pytest.mark.parametrize("name", [name for name, one in HARDWARE.items() if one.torus])
@@ -67,14 +67,14 @@ def _stride(stretch):
 
 def test_axes_lie_on_whole_dims_where_they_can():
     assert lay_axes((4, 4, 4, 1), {"data": 16, "model": 4}) == {
-        "data": (Stretch("data", "x", 4, 1), Stretch("data", "y", 4, 1)),
-        "model": (Stretch("model", "z", 4, 1),),
+        "data": (Digit("data", "x", 4, 1), Digit("data", "y", 4, 1)),
+        "model": (Digit("model", "z", 4, 1),),
     }
     assert lay_axes((4, 4, 4, 1), {"data": 32, "model": 2}) == {
         "data": (
-            Stretch("data", "x", 2, 2),
-            Stretch("data", "y", 4, 1),
-            Stretch("data", "z", 4, 1),
+            Digit("data", "x", 2, 2),
+            Digit("data", "y", 4, 1),
+            Digit("data", "z", 4, 1),
         ),
-        "model": (Stretch("model", "x", 2, 1),),
+        "model": (Digit("model", "x", 2, 1),),
     }

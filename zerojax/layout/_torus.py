@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -66,14 +66,13 @@ class Digit:
         axis: the mesh axis.
         dim: the torus dim, of `DIMS`.
         size: devices along it.
+        stride: places along the dim from one to the next, where a plan asks.
     """
 
     axis: str
     dim: str
     size: int
-
-
-SomeDigit = TypeVar("SomeDigit", bound=Digit)
+    stride: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -202,7 +201,7 @@ def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:
     return digits if math.prod(digit.size for digit in digits) == size else None
 
 
-def group_digits(span: Span, digits: Sequence[SomeDigit]) -> list[list[SomeDigit]]:
+def group_digits(span: Span, digits: Sequence[Digit]) -> list[list[Digit]]:
     """Part the digits into phases, the first as large as it may be: it moves the most."""
 
     def fit(members: Sequence[Digit]) -> bool:
@@ -213,7 +212,7 @@ def group_digits(span: Span, digits: Sequence[SomeDigit]) -> list[list[SomeDigit
 
     if fit(digits):
         return [list(digits)]
-    groups: list[list[SomeDigit]] = [[]]
+    groups: list[list[Digit]] = [[]]
     for digit in digits:
         if fit((*groups[-1], digit)):
             groups[-1].append(digit)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -76,14 +76,13 @@ class Choices(Shown):
                 front.append(plan)
         return tuple(front)
 
-    def to_json(self) -> str:
-        """Write choices and front as JSON."""
-        data = {
+    def to_dict(self) -> dict[str, Any]:
+        """Return choices and front as plain data."""
+        return {
             "limit": self.limit,
             "choices": [plan.to_dict() for plan in self.plans],
             "pareto": [plan.to_dict() for plan in self.pareto],
         }
-        return json.dumps(data, indent=2)
 
     @property
     def _summary(self) -> str:

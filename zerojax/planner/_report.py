@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,10 +194,6 @@ class Plan(Shown):
         data |= {name: getattr(self, name) for name in shown}
         data["memory"] = self.hardware.memory
         return data
-
-    def to_json(self) -> str:
-        """Write the figures as JSON; bytes, seconds, elements over parameters."""
-        return json.dumps(self.to_dict(), indent=2)
 
     @property
     def _summary(self) -> str:

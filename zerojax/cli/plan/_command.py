@@ -90,7 +90,7 @@ def _show_search(asked: PlanQuestion, screen: Screen) -> None:
         choices = asked.search()
     _show_question(asked, screen)
     screen.show(choices)
-    _write(asked, screen, json.loads(choices.to_json()))
+    _write(asked, screen, choices.to_dict())
 
 
 def _write(asked: PlanQuestion, screen: Screen, found: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from zerojax._types import Axes
-from zerojax.layout import DIMS, SPANS, group_digits
+from zerojax.layout import DIMS, SPANS, Digit, group_digits
 from zerojax.planner.hardware._hardware import Hardware
-from zerojax.planner.hardware._slice import Stretch, lay_axes, torus_shape
+from zerojax.planner.hardware._slice import lay_axes, torus_shape
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
@@ -62,7 +62,7 @@ class Network:
         self.torus = torus_shape(hardware, num_devices)
         cores = num_devices // math.prod(self.torus) if self.torus else 1
         self._extents = {**dict(zip(DIMS, self.torus, strict=False)), DIMS[-1]: cores}
-        self._stretches = lay_axes((*self.torus, cores), self.within) if self.torus else {}
+        self._digits = lay_axes((*self.torus, cores), self.within) if self.torus else {}
         self._span = next((SPANS[kind] for kind in hardware.device_kinds if kind in SPANS), None)
 
     def seconds(
@@ -106,19 +106,19 @@ class Network:
         if not self.torus:
             n = math.prod(self.within[name] for name in axes)
             return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
-        stretches = [stretch for name in axes for stretch in self._stretches[name]]
-        groups = [stretches]
+        digits = [digit for name in axes for digit in self._digits[name]]
+        groups = [digits]
         if collective != "all-reduce" and self._span is not None:
-            groups = group_digits(self._span, stretches)
+            groups = group_digits(self._span, digits)
         return tuple(self._phase(group) for group in groups if group)
 
-    def _phase(self, group: Sequence[Stretch]) -> Phase:
+    def _phase(self, group: Sequence[Digit]) -> Phase:
         """Find the bandwidth of a phase that goes along some dims at once."""
         sizes, rates = [], []
-        for dim in dict.fromkeys(stretch.dim for stretch in group):
-            along = [stretch for stretch in group if stretch.dim == dim]
-            members = math.prod(stretch.size for stretch in along)
-            extent = max(stretch.stride * stretch.size for stretch in along)
+        for dim in dict.fromkeys(digit.dim for digit in group):
+            along = [digit for digit in group if digit.dim == dim]
+            members = math.prod(digit.size for digit in along)
+            extent = max(digit.stride * digit.size for digit in along)
             sizes.append(members)
             rates.append(rate_along(self.hardware, dim, members, extent, self._extents[dim]))
         n = math.prod(sizes)

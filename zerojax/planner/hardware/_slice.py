@@ -6,17 +6,9 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from zerojax.layout import DIMS, Digit
 from zerojax.planner.hardware._hardware import Hardware
-
-
-@dataclass(frozen=True)
-class Stretch(Digit):
-    """A part of a mesh axis that runs along one dim of a torus."""
-
-    stride: int  # places from one member to the next
 
 
 @functools.lru_cache(maxsize=4096)
@@ -45,7 +37,7 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
     return min(_factorizations(num_chips, hardware.torus), key=rank)
 
 
-def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
+def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Digit, ...]]:
     """Place mesh axes along the dims of a torus: on whole dims where that works, else on parts.
 
     `zerojax.make_mesh` and `jax.experimental.mesh_utils.create_device_mesh` do nearly the same.
@@ -55,7 +47,7 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[S
     every second chip along x, and y.
 
     `shape` is chips along each dim, and devices of a chip; the product of `axes`, major first, is
-    that of `shape`. Stretches come back major first.
+    that of `shape`. Digits come back major first.
     """
     found = _lay_whole(shape, axes)
     return found if found is not None else _lay_parts(shape, axes)
@@ -76,10 +68,10 @@ def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
 
 def _lay_whole(
     shape: Sequence[int], axes: Mapping[str, int]
-) -> dict[str, tuple[Stretch, ...]] | None:
+) -> dict[str, tuple[Digit, ...]] | None:
     """Assign each axis whole dims, minor axes first and as many dims as possible."""
     free = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
-    found: dict[str, tuple[Stretch, ...]] = {}
+    found: dict[str, tuple[Digit, ...]] = {}
     for axis, size in reversed(list(axes.items())):
         choices = (
             dims
@@ -92,7 +84,7 @@ def _lay_whole(
             return None
         free = [dim for dim in free if dim not in dims]
         names = _names(shape)
-        found[axis] = tuple(Stretch(axis, names[dim], shape[dim], 1) for dim in sorted(dims))
+        found[axis] = tuple(Digit(axis, names[dim], shape[dim], 1) for dim in sorted(dims))
     return {axis: found[axis] for axis in axes}
 
 
@@ -100,19 +92,19 @@ def _names(shape: Sequence[int]) -> tuple[str, ...]:
     return (*DIMS[: len(shape) - 1], DIMS[-1])
 
 
-def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Stretch, ...]]:
+def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Digit, ...]]:
     """Assign each axis what divides it of what is left of each dim, minor axes first.
 
     The devices of a chip (the last dim) go first, then dims from the first on, as jax has it.
     """
     taken = [1] * len(shape)
-    found: dict[str, tuple[Stretch, ...]] = {}
+    found: dict[str, tuple[Digit, ...]] = {}
     for axis, size in reversed(list(axes.items())):
         pieces, left = [], size
         for dim in (len(shape) - 1, *range(len(shape) - 1)):
             part = math.gcd(left, shape[dim] // taken[dim])
             if part > 1:
-                pieces.append(Stretch(axis, _names(shape)[dim], part, taken[dim]))
+                pieces.append(Digit(axis, _names(shape)[dim], part, taken[dim]))
                 taken[dim] *= part
                 left //= part
         found[axis] = tuple(sorted(pieces, key=lambda piece: DIMS.index(piece.dim)))
