@@ -50,7 +50,7 @@ def steps_of(run):
         ("--stage 7", "--stage"),
         ("--stage two", "--stage"),
         ("--model no-such-model", "no model named 'no-such-model'"),
-        ("--optimizer adamm", "did you mean adamw?"),
+        ("--optimizer adamm", "'adamm' is not one of 'adamw'"),
         ("--precision fp8", "'bf16', 'fp16', 'fp32'"),
         ("--data missing.txt", "missing.txt"),
         ("--data empty.txt", "empty"),

@@ -92,7 +92,7 @@ def refused(stage=0, needed: int | None = 40 * 2**30, available: int | None = 32
         ("--stage 4", "--stage"),
         ("--batch-size 0", "--batch-size"),
         ("--batch-size 12", "multiple of 8, such as 16"),
-        ("--optimizer adamm", "did you mean adamw?"),
+        ("--optimizer adamm", "'adamm' is not one of 'adamw'"),
         ("--precision fp8", "'bf16', 'fp16', 'fp32'"),
         ("--reduce twice", "'once', 'each'"),
         ("--reduce once --all-stages", "stage 3 never holds one"),

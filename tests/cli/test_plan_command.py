@@ -231,7 +231,7 @@ def test_the_help_teaches(capsys):
         ("--params 1e9 --devices 64 --model-axis 5", "these do: 1, 2, 4, 8"),
         ("--params 1e9 --stage 4", "--stage"),
         ("--params 1e9 --batch-size 0", "--batch-size"),
-        ("--params 1e9 --optimizer adamm", "did you mean adamw?"),
+        ("--params 1e9 --optimizer adamm", "'adamm' is not one of 'adamw'"),
         ("--params 1e9 --precision fp8", "'bf16', 'fp16', 'fp32'"),
         ("--params 1e9 --offload gradients", "optimizer and activations"),
         ("--params 1e9 --batch-size 12", "multiple of 8, such as 16"),

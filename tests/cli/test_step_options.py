@@ -53,7 +53,7 @@ def losses(run):
 # ------------------------------------------------------------------ what is refused
 
 BOTH = [
-    ("--config C6", "known: C1, C2, C3, C4, C5"),
+    ("--config C6", "'C1', 'C2', 'C3', 'C4', 'C5'"),
     ("--config C4 --stage 3", "--config C4 is stage 2, and --stage 3 another"),
     ("--config C2 --stage 2", "--config C2 is stage 1, and --stage 2 another"),
     ("--config C4 --model-axis 2 --remat none", "give 'full' or 'dots'"),

@@ -12,7 +12,6 @@ from tests.planner import paper
 from zerojax.planner import (
     CONFIGURATIONS,
     BytesPerParam,
-    find_configuration,
     find_hardware,
     max_params,
     model_state_bytes,
@@ -103,8 +102,3 @@ def test_bad_input_is_refused_in_one_line(memory, changed, message):
     with pytest.raises(ValueError, match=message) as caught:
         max_params(memory, stage=2, **asked)
     assert "\n" not in str(caught.value)
-
-
-def test_an_unknown_configuration_is_refused_with_those_known():
-    with pytest.raises(ValueError, match="no configuration named 'C6'; known: C1, C2, C3, C4, C5"):
-        find_configuration("C6")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -111,7 +111,8 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     )
 
 
-OPTIMIZERS = {
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "lamb", "muon", "sgd"]
+OPTIMIZERS: dict[Optimizer, NamedOptimizer] = {
     "adamw": NamedOptimizer(_adamw, 3e-3, by_width=True, elementwise=True),
     "adamw_8bit": NamedOptimizer(_adamw_8bit, 3e-3, by_width=True),
     "adafactor": NamedOptimizer(_adafactor, 3e-3, by_width=True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from typing import Any, Literal
 
@@ -12,10 +11,10 @@ from jax.sharding import Mesh
 
 from zerojax._types import PyTree
 from zerojax.cli.shared._command import PANELS, CommandOptions, option
-from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer
+from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer, Optimizer
 from zerojax.layout import Layout, make_layout
 from zerojax.models import gpt
-from zerojax.planner import CONFIGURATIONS, Configuration, find_configuration
+from zerojax.planner import CONFIGURATIONS, Configuration
 from zerojax.recipe import OffloadPolicy, Recipe, Reduce, Remat, RematPolicy, as_remat
 
 MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT, PROCESSES = PANELS
@@ -55,7 +54,7 @@ class StepOptions(CommandOptions):
     )
     """What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, 2 also
     gradients, 3 also parameters."""
-    config: str | None = option(
+    config: Literal["C1", "C2", "C3", "C4", "C5"] | None = option(
         None, metavar="|".join(CONFIGURATIONS), show_default="none", panel=ZERO
     )
     """The ZeRO paper's configuration: C1 stage 1; C2 stage 1 with Pa, activation checkpoints cut
@@ -86,7 +85,7 @@ class StepOptions(CommandOptions):
     """Examples per step, over all devices and microbatches together."""
     accumulate: int = option(1, min=1, panel=TRAINING)
     """Microbatches per step."""
-    optimizer: str = option(
+    optimizer: Optimizer = option(
         "adamw", help=f"Optax's {', '.join(OPTIMIZERS)}.", metavar="NAME", panel=TRAINING
     )
 
@@ -109,7 +108,7 @@ class StepOptions(CommandOptions):
     @property
     def configuration(self) -> Configuration | None:
         """The configuration, where one was named."""
-        return None if self.config is None else find_configuration(self.config)
+        return None if self.config is None else CONFIGURATIONS[self.config]
 
     @property
     def chosen_stage(self) -> int:
@@ -121,11 +120,7 @@ class StepOptions(CommandOptions):
     @property
     def chosen_optimizer(self) -> NamedOptimizer:
         """The optimizer of that name."""
-        if (name := self.optimizer) not in OPTIMIZERS:
-            near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"no optimizer named {name!r}{meant}; known: {', '.join(OPTIMIZERS)}")
-        return OPTIMIZERS[name]
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def chosen_model(self) -> gpt.Config:

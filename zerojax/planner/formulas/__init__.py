@@ -3,7 +3,6 @@
 from zerojax.planner.formulas._configurations import (
     CONFIGURATIONS,
     Configuration,
-    find_configuration,
     max_params,
 )
 from zerojax.planner.formulas._states import BytesPerParam, model_state_bytes
@@ -17,7 +16,6 @@ __all__ = [
     "Configuration",
     "Theory",
     "Transformer",
-    "find_configuration",
     "max_params",
     "model_state_bytes",
     "ring_share",

@@ -54,20 +54,6 @@ CONFIGURATIONS: Mapping[str, Configuration] = MappingProxyType(
 )
 
 
-def find_configuration(configuration: str | Configuration) -> Configuration:
-    """Return the configuration of that name, or the one given.
-
-    Raises:
-        ValueError: no configuration has that name; the message lists those known.
-    """
-    if isinstance(configuration, Configuration):
-        return configuration
-    if configuration not in CONFIGURATIONS:
-        known = ", ".join(CONFIGURATIONS)
-        raise ValueError(f"no configuration named {configuration!r}; known: {known}")
-    return CONFIGURATIONS[configuration]
-
-
 def max_params(
     memory: float | str | Hardware,
     *,
