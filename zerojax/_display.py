@@ -1,44 +1,32 @@
 """How results show themselves: as a line, as tables of text, and as HTML in a notebook.
 
 A result yields texts and tables of rich once. A terminal prints them, `str` renders them on 80
-columns, and a notebook shows the same rows as HTML without scripts, whose colours suit light and
-dark pages alike.
+columns, and a notebook shows that text in colours that suit light and dark pages alike.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from rich import box
 from rich.bar import Bar
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
 from rich.table import Table
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 #: Columns of a table as plain text, and those of a bar in it.
 WIDTH, BAR_WIDTH = 80, 10
-#: Text has the page's own colour; the others are told from black and from white. A notebook has a
-#: style of its own for tables, which `table .left` is as specific as.
-_STYLE = """<style>
-.zerojax { font-size: .9em }
-.zerojax table { border-collapse: collapse; margin: .4em 0 .8em }
-.zerojax table, .zerojax caption, .zerojax th, .zerojax td { color: inherit; background: none }
-.zerojax caption { text-align: left; font-weight: bold; caption-side: top }
-.zerojax th, .zerojax td { padding: .15em .8em .15em 0; border: 0; vertical-align: top }
-.zerojax th, .zerojax .last td { border-bottom: 1px solid #8888 }
-.zerojax table .left { text-align: left }
-.zerojax table .right { text-align: right; font-variant-numeric: tabular-nums }
-.zerojax p { margin: .2em 0 }
-.zerojax .bold { font-weight: bold }
-.zerojax .dim { opacity: .75 }
-.zerojax .red { color: #d9433a }
-.zerojax .green { color: #2b8a4b }
-.zerojax .bar { width: 8em; height: .8em; margin-top: .25em; background: #8883 }
-.zerojax .bar div { height: 100%; background: #4a87b8 }
-</style>"""
+#: A notebook's page may be light or dark: text has the page's own colour, and red, green and the
+#: bars are told from white and from black.
+_COLOURS = TerminalTheme(
+    *((255, 255, 255), (0, 0, 0)),
+    [(0, 0, 0), (217, 67, 58), (43, 138, 75), *[(74, 135, 184)] * 5],
+)
+_PAGE = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
 
 class Shown:
@@ -59,19 +47,22 @@ class Shown:
 
     def __str__(self) -> str:
         """Render the tables as plain text."""
-        out = io.StringIO()
-        Console(file=out, width=WIDTH, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+        return "\n".join(map(str.rstrip, self._printed().export_text().splitlines())) + "\n"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        printed = self._printed()
+        return printed.export_html(theme=_COLOURS, code_format=_PAGE, inline_styles=True)
+
+    def _printed(self) -> Console:
+        printed = Console(file=io.StringIO(), width=WIDTH, record=True, force_jupyter=False)
+        printed.print(self)
+        return printed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print on a terminal."""
         yield Text(self._summary, style=self._style)
         yield from self._parts()
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
-        parts = [Text(self._summary, style=self._style), *self._parts()]
-        return f'{_STYLE}<div class="zerojax">{"".join(map(_html, parts))}</div>'
 
 
 def make_table(*columns: str, title: str | None = None, padding: int = 1) -> Table:
@@ -95,7 +86,9 @@ def make_table(*columns: str, title: str | None = None, padding: int = 1) -> Tab
 
 def make_bar(end: float, size: float, begin: float = 0.0) -> Bar:
     """Make the part of a bar from `begin` to `end`, of `size` in all."""
-    return Bar(size or 1.0, begin, min(end, size), width=BAR_WIDTH)
+    bar = Bar(size or 1.0, begin, min(end, size), width=BAR_WIDTH)
+    bar.style = Style(color="blue")  # without a background, which a page has of its own
+    return bar
 
 
 class Unit(NamedTuple):
@@ -145,30 +138,3 @@ def amount(value: float) -> str:
     if value and value < 1:
         return f"{value:.3g}"
     return f"{value:,.1f}".removesuffix(".0")
-
-
-def _html(part: Text | Table) -> str:
-    if isinstance(part, Text):
-        return f'<p class="{part.style}">{escape(part.plain)}</p>'
-    sides = [str(column.justify) for column in part.columns]
-    lines = [_row([column.header for column in part.columns], sides, "th")] * part.show_header
-    for row, *cells in zip(part.rows, *(column.cells for column in part.columns), strict=True):
-        style = f"{row.style or ''}{' last' * row.end_section}"
-        lines.append(_row(cells, sides, "td", style))
-    title = f"<caption>{escape(str(part.title))}</caption>" if part.title else ""
-    caption = f'<p class="dim">{escape(str(part.caption))}</p>' if part.caption else ""
-    return f"<table>{title}{''.join(lines)}</table>{caption}"
-
-
-def _row(cells: Sequence[RenderableType], sides: Sequence[str], tag: str, style: str = "") -> str:
-    pairs = zip(cells, sides, strict=True)
-    return f'<tr class="{style}">{"".join(_cell(cell, side, tag) for cell, side in pairs)}</tr>'
-
-
-def _cell(cell: RenderableType, side: str, tag: str) -> str:
-    if isinstance(cell, Bar):
-        left, width = cell.begin / cell.size, (cell.end - cell.begin) / cell.size
-        inner = f'<div style="margin-left:{left:.2%};width:{width:.2%}"></div>'
-        return f'<td><div class="bar">{inner}</div></td>'
-    text, style = (cell.plain, cell.style) if isinstance(cell, Text) else (str(cell), "")
-    return f'<{tag} class="{side} {style}">{escape(text)}</{tag}>'
