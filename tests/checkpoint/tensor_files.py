@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.checkpoint._safetensors_writer import Tensor, write
+from zerojax.checkpoint._safetensors_writer import write
 
 BIG = 10**9
 
@@ -20,19 +20,11 @@ def random(dtype, shape, seed=0):
     return (bits % 2 if dtype == np.bool_ else bits).view(dtype).reshape(shape)
 
 
-def tensor(name, array, rows=2):
-    def blocks():
-        if not array.ndim:
-            yield array
-        for first in range(0, len(array) if array.ndim else 0, rows):
-            yield array[first : first + rows]
-
-    return Tensor(name, array.shape, array.dtype.name, blocks)
-
-
 def store(path, arrays, metadata=None, max_file_bytes=BIG):
-    tensors = [tensor(name, array) for name, array in arrays.items()]
-    return write(path, tensors, metadata=metadata or {}, max_file_bytes=max_file_bytes)
+    sizes = {name: array.nbytes for name, array in arrays.items()}
+    return write(
+        path, sizes, arrays.__getitem__, metadata=metadata or {}, max_file_bytes=max_file_bytes
+    )
 
 
 def same(got, want):

@@ -52,16 +52,17 @@ def shapes(tree):
 def test_equal_layouts_write_equal_checkpoints_that_fit_other_meshes(tmp_path, make_state):
     asked, equal, four = make(8), make(8), make(4)
     state = make_state(asked)
-    zerojax.save(tmp_path / "asked", state, asked)
-    zerojax.save(tmp_path / "equal", state, equal)
+    tx = FACTORED if make_state is own_loop else None
+    zerojax.save(tmp_path / "asked", state, asked, tx=tx)
+    zerojax.save(tmp_path / "equal", state, equal, tx=tx)
     found = shapes_of(tmp_path / "equal")
     assert found == shapes_of(tmp_path / "asked")
     factors = [held for name, held in found.items() if "v_row" in name or "v_col" in name]
     assert factors == [((641,), (641,)), ((1009,), (1016,))]
     like = shapes(make_state(four))
     for name in ("asked", "equal"):
-        back = zerojax.restore(tmp_path / name, make(4), like)
-        again = zerojax.restore(tmp_path / name, make(8), shapes(state))
+        back = zerojax.restore(tmp_path / name, make(4), like, tx=tx)
+        again = zerojax.restore(tmp_path / name, make(8), shapes(state), tx=tx)
         for want, a, b in zip(*map(jax.tree.leaves, (state, back, again)), strict=True):
             np.testing.assert_array_equal(b, want)
             inner = tuple(slice(0, min(sizes)) for sizes in zip(a.shape, want.shape, strict=True))
@@ -73,9 +74,7 @@ def test_a_leaf_that_is_padded_or_not_is_refused_until_the_optimizer_is_passed(t
     layout, tx = make(8, shape), optax.adafactor(1e-3)
     state = own_loop(layout, tx)
     assert {x.shape for x in jax.tree.leaves(state["opt_state"]) if x.size > 1} == {(1032,)}
-    said = (
-        r"leaf 'opt_state/.*v_(row|col)/w' is stored as \[1032\].* \[1025\] or \[1032\]; pass tx="
-    )
+    said = r"leaf 'opt_state/.*v_(row|col)/w' is stored as \[1032\], with padding .*; pass tx="
     with pytest.raises(ValueError, match=said):
         zerojax.save(tmp_path / "1", state, layout)
     with zerojax.Checkpoints(tmp_path, tx=tx) as checkpoints:
@@ -102,7 +101,7 @@ def test_arrays_of_the_users_own_are_not_taken_for_padded_ones(tmp_path):
     like_padded = jnp.ones(layout.leaves[0].stored_shape)
     buffer = {"w": jax.device_put(like_padded, rows), "x": jnp.ones((16, 3))}
     tree = {"buffer": buffer, "rows": jax.device_put(jnp.ones((2048, 3)), rows)}
-    with pytest.raises(ValueError, match=r"leaf 'buffer/w'.*pass tx="):
+    with pytest.raises(ValueError, match=r"leaf '(buffer/w|rows)'.*pass tx="):
         zerojax.save(tmp_path / "1", tree, layout)
     zerojax.save(tmp_path / "2", tree, layout, tx=FACTORED)
     found = shapes_of(tmp_path / "2")
@@ -136,11 +135,9 @@ def test_named_tuples_of_the_users_own_are_no_optimizers(tmp_path):
     layout = make(8)
     state = own_loop(layout)
     rows = jnp.ones((2048, 3))
-    zerojax.save(tmp_path / "whole", {**state, "replay": Replay(rows)}, layout)
+    zerojax.save(tmp_path / "whole", {**state, "replay": Replay(rows)}, layout, tx=FACTORED)
     cut = jax.device_put(rows, layout.sharding(jax.sharding.PartitionSpec("data")))
-    with pytest.raises(ValueError, match=r"leaf 'replay/rows'.*pass tx="):
-        zerojax.save(tmp_path / "cut", {**state, "replay": Replay(cut)}, layout)
-    with pytest.raises(ValueError, match=r"leaf 'replay/rows'.*pass tx="):
+    with pytest.raises(ValueError, match=r"leaf 'opt_state/.*pass tx="):
         zerojax.save(tmp_path / "cut", {**state, "replay": Replay(cut)}, layout, tx=optax.sgd(0.1))
     zerojax.save(tmp_path / "cut", {**state, "replay": Replay(cut)}, layout, tx=FACTORED)
     for name in ("whole", "cut"):

@@ -19,8 +19,6 @@ from zerojax.checkpoint import (
     IncompatibleCheckpointError,
     export_safetensors,
     import_safetensors,
-    read_manifest,
-    restore,
     save,
 )
 from zerojax.cli import main
@@ -56,7 +54,7 @@ def saved(tmp_path_factory):
 def test_inspect_needs_neither_devices_nor_the_model(saved):
     """No such platform could start; the command does not ask for any."""
     done = subprocess.run(
-        [*COMMAND, "checkpoint", "inspect", str(saved[0]), "--leaves"],
+        [*COMMAND, "checkpoint", "inspect", str(saved[0])],
         env={**os.environ, "JAX_PLATFORMS": "no_such_platform", "COLUMNS": "100"},
         capture_output=True,
         text=True,
@@ -71,10 +69,7 @@ def test_inspect_needs_neither_devices_nor_the_model(saved):
         "ScaleByAdamState > EmptyState > EmptyState",
         '{"next_index": 6}',
         "opt_state/0/mu ",
-        "params/layers/prime",
-        "[1016, 7]",  # as it is stored, padded
         f"jax {jax.__version__}",
-        "files are all there",
     ):
         assert said in done.stdout, said
 
@@ -119,15 +114,6 @@ def test_weights_go_out_and_come_back(saved, tmp_path, capsys):
         assert found[name].tobytes() == np.asarray(want[name]).tobytes()
     assert found["layers.prime"].shape == (1009, 7)
 
-    weights = tmp_path / "weights"
-    assert main(["checkpoint", "import", str(out), str(weights)]) == 0
-    assert "params" in capsys.readouterr().out
-    back = restore(weights, layout, {"params": state.params})["params"]
-    for got, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(state.params), strict=True):
-        assert np.asarray(got).tobytes() == np.asarray(wanted).tobytes()
-    assert main(["checkpoint", "import", str(out), str(weights)]) == 2
-    assert "holds a checkpoint already" in capsys.readouterr().err
-
 
 def test_masters_in_several_files_are_placed_where_they_belong(saved, tmp_path, capsys):
     run, state, layout = saved
@@ -165,8 +151,6 @@ def test_tied_weights_are_written_once_and_stay_tied(saved, tmp_path):
     back = import_safetensors(out, layout, like)
     assert back["embed"] is back["head"]["kernel"]
     np.testing.assert_array_equal(back["embed"], table)
-    assert main(["checkpoint", "import", str(out), str(tmp_path / "again")]) == 0
-    assert read_manifest(tmp_path / "again").leaves["params/head/kernel"].same_as == "params/embed"
 
 
 @pytest.mark.parametrize(
@@ -181,8 +165,6 @@ def test_tied_weights_are_written_once_and_stay_tied(saved, tmp_path):
             "has no part 'momentum'; it has step, params, masters, opt_state/0/count",
         ),
         ("export {run} out.safetensors --max-file 0", "--max-file"),
-        ("import nothing.safetensors w", "nothing.safetensors"),
-        ("import text.safetensors w", "text.safetensors"),
         ("inspect", "DIR"),
     ],
 )
@@ -190,7 +172,6 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     saved, tmp_path, monkeypatch, capfd, request_, said
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.safetensors").write_text("these are no weights at all")
     assert main(["checkpoint", *request_.format(run=saved[0]).split()]) == 2
     err = capfd.readouterr().err
     assert said in err

@@ -14,8 +14,6 @@ from tests.properties.optimizers import TABLE, Case, example_params
 from zerojax.checkpoint import restore, save
 
 SUPPORTED = [case for case in TABLE if case.unsupported is None]
-#: Their leaves have dims of their own, so the optimizer has to be passed to tell which are padded.
-NEED_TX = {"sm3", "galore", "split_real_and_imaginary", "flatten"}
 #: 8 and 3 devices pad most leaves, each differently; below stage 1 nothing is cut.
 PLACES = ((3, {"data": 8}), (1, {"data": 3}), (2, {"data": 2, "model": 2}), (0, {"data": 1}))
 
@@ -68,10 +66,7 @@ def test_a_state_comes_back_to_the_bit_wherever_it_goes(case, tmp_path):
     stage, axes = PLACES[0]
     layout, like, logical = placed(case, shapes, stage, axes)
     state = fill(like, logical)
-    tx = case.make() if case.name in NEED_TX else None
-    if tx is not None:
-        with pytest.raises(ValueError, match="pass tx=, the optimizer that made the state"):
-            save(tmp_path / "0", {"opt_state": state}, layout)
+    tx = case.make()
     save(tmp_path / "0", {"opt_state": state}, layout, tx=tx)
     want = logical_bytes(state, logical)
     for number, (stage, axes) in enumerate(PLACES[1:]):

@@ -1,6 +1,6 @@
 """Model states on disk: saved whole or not at all, restored to the bit on any mesh."""
 
-from zerojax.checkpoint._export import export_safetensors, import_safetensors, weights_of
+from zerojax.checkpoint._export import export_safetensors, import_safetensors
 from zerojax.checkpoint._files import DamagedCheckpointError, FileDigest
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
 from zerojax.checkpoint._leaves import SavedLeaf
@@ -33,5 +33,4 @@ __all__ = [
     "save",
     "start_save",
     "verify",
-    "weights_of",
 ]

@@ -1,8 +1,7 @@
-"""Weights between checkpoints and safetensors files, a few rows at a time."""
+"""Weights between checkpoints and safetensors files, a file at a time."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Mapping
@@ -11,15 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path, num_bytes
 from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._files import DamagedCheckpointError, local_path, wrong_contents
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, saved_leaves
-from zerojax.checkpoint._manifest import Manifest, parts, read_blocks, read_manifest
-from zerojax.checkpoint._safetensors import SafetensorsReader
-from zerojax.checkpoint._safetensors_writer import Tensor, write
+from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest
+from zerojax.checkpoint._safetensors import DTYPES, SafetensorsReader
+from zerojax.checkpoint._safetensors_writer import write
 from zerojax.checkpoint._verdict import check_leaves
 from zerojax.layout import Layout
 
@@ -38,10 +38,11 @@ def export_safetensors(
     part: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Write the whole, logical weights of a checkpoint to safetensors files, rows by rows.
+    """Write the whole, logical weights of a checkpoint to safetensors files.
 
-    Needs no accelerator and no code of the model. A leaf `layers/qkv` is the tensor `layers.qkv`.
-    Tied weights are written once; the metadata name the others, as Hugging Face's do.
+    Holds the tensors of one file at a time. Needs no accelerator and no code of the model. A leaf
+    `layers/qkv` is the tensor `layers.qkv`. Tied weights are written once; the metadata name the
+    others, as Hugging Face's do.
 
     Args:
         directory: the checkpoint's folder.
@@ -73,22 +74,23 @@ def export_safetensors(
     if unclear := {names[held]: ending for held, ending in endings.items() if "." in ending}:
         metadata[PATHS] = json.dumps(unclear)
     owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
-    tensors = []
     for held, name in names.items():
-        leaf = manifest.leaves[held]
-        owner = owners.setdefault(leaf.same_as or held, held)
-        if owner == held:
-            tensors.append(
-                Tensor(
-                    name,
-                    leaf.shape,
-                    leaf.dtype,
-                    functools.partial(read_blocks, root, manifest, held),
-                )
-            )
-        else:
+        owner = owners.setdefault(manifest.leaves[held].same_as or held, held)
+        if owner != held:
             metadata[name] = names[owner]
-    return write(path, tensors, metadata=metadata, max_file_bytes=max_file_bytes)
+    stored = {names[owner]: owner for owner in owners.values()}
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{root}: two leaves are one tensor by name; rename one that has a dot")
+    for name, held in stored.items():
+        if (dtype := manifest.leaves[held].dtype) not in DTYPES.values():
+            raise ValueError(f"{name!r} is {dtype}, which safetensors has not; convert it")
+    return write(
+        path,
+        {name: manifest.leaves[held].num_bytes for name, held in stored.items()},
+        lambda name: read_leaf(root, manifest, stored[name]),
+        metadata=metadata,
+        max_file_bytes=max_file_bytes,
+    )
 
 
 def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
@@ -142,19 +144,14 @@ def import_safetensors(
         found[leaf] = SavedLeaf(
             shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size
         )
-    check_leaves(found, saved_leaves(like, layout), reader.path, cast=cast)
+    wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
+    check_leaves(found, wanted, reader.path, cast=cast)
     keys = [  # equal for leaves that are tied, which are one array
         (names[leaf], x.shape, x.dtype, getattr(x, "sharding", None) or layout.sharding(P()))
         for leaf, x in leaves_by_path(like).items()
     ]
     read = {key: _placed(reader, *key) for key in dict.fromkeys(keys)}
     return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])
-
-
-def weights_of(path: str | os.PathLike[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of the weights in safetensors files, by path; reads headers only."""
-    reader = SafetensorsReader(path)
-    return {leaf: reader.tensors[name] for leaf, name in _tensor_names(reader).items()}
 
 
 def _tensor_names(reader: SafetensorsReader) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,8 +20,6 @@ from zerojax._extras import extra
 REMOVED = ".removed"
 #: Files that are read at once.
 NUM_THREADS = min(16, (os.cpu_count() or 1) + 1)
-#: Where a process of several leaves its digests for a moment.
-PART = "digests.{}.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +66,17 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(text).expanduser().absolute()
 
 
-def write_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("wb") as file:
-        file.writelines(blocks)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(directory: Path) -> None:
-    """Flush a folder's names to disk, where the file system can."""
-    with contextlib.suppress(OSError):  # some don't open folders, and keep names in their own way
-        opened = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's names, to disk."""
+    try:
+        opened = os.open(path, os.O_RDONLY)
         try:
             os.fsync(opened)
         finally:
             os.close(opened)
+    except OSError:
+        if path.is_file():  # some file systems don't open folders, and keep names in their own way
+            raise
 
 
 def remove(path: Path) -> None:
@@ -157,19 +148,3 @@ def wrong_contents(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         faults = threads.map(fault, [name for name in files if name not in wrong])
         return [*wrong.values(), *filter(None, faults)]
-
-
-def write_part(root: Path, index: int, files: Mapping[str, FileDigest]) -> None:
-    """Write a process's digests for the one that writes the manifest."""
-    text = json.dumps(files, default=dataclasses.asdict)
-    (root / PART.format(index)).write_text(text)
-
-
-def read_parts(root: Path, num_parts: int) -> dict[str, FileDigest]:
-    """Read and remove the digests that the processes wrote."""
-    joined = {}
-    for index in range(num_parts):
-        part = root / PART.format(index)
-        joined |= {name: FileDigest(**file) for name, file in json.loads(part.read_text()).items()}
-        part.unlink()
-    return joined

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -54,10 +52,8 @@ class Checkpoints:
     Args:
         directory: the folder, which all processes see; made where it is missing. It is on a local
             or mounted file system: URLs such as "gs://bucket" are refused, here and everywhere.
-        keep: how many of the newest to keep, or one of orbax's preservation policies (see
-            `orbax.checkpoint.checkpoint_managers`: `EveryNSteps` and others); None keeps all.
-            Others are removed when one is whole; the newest, and what was saved last, never. What
-            can't be removed is left with a warning.
+        keep: how many of the newest to keep; None keeps all. Others are removed when one is whole,
+            but never what was saved last. What can't be removed is left with a warning.
         tx: the optimizer, as `save` and `restore` take it.
     """
 
@@ -65,13 +61,12 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: Any = None,
+        keep: int | None = None,
         tx: optax.GradientTransformation | None = None,
     ) -> None:
         require_orbax()
-        is_number = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1
-        if not (keep is None or is_number or hasattr(keep, "should_preserve")):
-            raise ValueError(f"keep is {keep!r}; give at least 1, a policy of orbax, or None")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ValueError(f"keep is {keep!r}; give at least 1, or None to keep all")
         self.directory = local_path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"{self.directory} is no folder; give the one with a folder per step")
@@ -171,39 +166,23 @@ class Checkpoints:
         path.rename(aside)
 
     def _clean_up(self, saved: Path) -> None:
-        """Remove old checkpoints; what goes wrong with them is no failure of the save."""
+        """Remove old checkpoints, and what an earlier removal has left.
+
+        What was just saved stays: who went back to an older step saves below newer ones. What goes
+        wrong here is no failure of the save.
+        """
         if self._keep is None or jax.process_index():
             return
         try:
-            self._remove_old(saved, self._keep)
+            for left_over in self.directory.glob(f"*{REMOVED}"):
+                if left_over.name.removesuffix(REMOVED).isdecimal():
+                    remove(left_over)
+            found = [path for path in self.steps().values() if path not in self._damaged]
+            for path in found[: -self._keep]:
+                if path != saved:
+                    remove(path)
         except OSError as error:
             warnings.warn(f"old checkpoints can't be removed ({error})", stacklevel=2)
-
-    def _remove_old(self, saved: Path, keep: Any) -> None:
-        """Remove what the policy does not preserve, and what an earlier removal has left.
-
-        What was just saved stays: who went back to an older step saves below newer ones.
-        """
-        from orbax.checkpoint import checkpoint_managers as policies
-
-        for left_over in self.directory.glob(f"*{REMOVED}"):
-            if left_over.name.removesuffix(REMOVED).isdecimal():
-                remove(left_over)
-        keep = policies.LatestN(keep) if isinstance(keep, int) else keep
-        found = {step: path for step, path in self.steps().items() if path not in self._damaged}
-        known: Any = [  # what orbax's policies look at
-            SimpleNamespace(
-                step=step,
-                time=dt.datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, dt.UTC),
-                metrics=None,
-            )
-            for step, path in found.items()
-        ]
-        kept = keep.should_preserve(known, context=policies.PreservationContext())
-        newest = max(found, default=None)
-        for (step, path), is_kept in zip(found.items(), kept, strict=True):
-            if not is_kept and path != saved and step != newest:
-                remove(path)
 
 
 def find_checkpoints(

@@ -5,32 +5,29 @@ another by cutting the zeros off and adding others. Which leaves are padded is t
 
 1. by a train state, which names its padded optimizer leaves (`TrainState.padded`);
 2. by `tx`, where the caller passes the optimizer, for the part of the tree that is its state;
-3. by the parameters, for a part of the tree that has their structure and shapes;
-4. by the parameter whose path ends the leaf's path: `mu/layers/kernel` belongs to `layers/kernel`.
+3. by the parameters, for a part of the tree that has their structure and shapes.
 
-Where 4 leaves a doubt, an error asks for `tx`: a wrong guess would drop values, or keep zeros.
+Of the others those that are cut may be padded. Of them an error asks for `tx`: a wrong guess would
+drop values, or keep zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey
 
-from zerojax._tree import flatten_with_names, num_elements, path_name, unwrapped
-from zerojax._types import Kind, PyTree, Shape
+from zerojax._tree import flatten_with_names, path_name, unwrapped
+from zerojax._types import PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout
 
 #: The parts of a train state that hold parameters: the paths begin so.
 COPIES = ("params", "masters")
 PARAMS, MASTERS = (f"{name}/" for name in COPIES)
-#: All of its parts that are placed, with their kinds.
-KINDS: dict[str, Kind] = {"params": "parameter", "masters": "master", "opt_state": "optimizer"}
 REMEDY = "pass the layout that the state was made under: step.layout"
 #: A key path and what is there.
 Node = tuple[tuple[Any, ...], Any]
@@ -45,41 +42,33 @@ def logical_shapes(
     known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
     tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
     names, leaves, _ = flatten_with_names(tree)
-    found = {}
     for name, x in zip(names, leaves, strict=True):
-        options = {known[name]} if name in known else _options(name, x, layout, tuples)
+        is_optax = name.startswith(tuples)
         # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
-        if len(options) > 1 and (tx is None or (name.startswith(tuples) and not of_tx)):
-            shapes = " or ".join(str(list(option)) for option in sorted(options))
+        in_doubt = name not in known and (tx is None or (is_optax and not of_tx))
+        if in_doubt and _may_be_padded(x, layout, is_optax=is_optax):
             raise ValueError(
-                f"leaf {name!r} is stored as {list(jnp.shape(x))}, with padding or without: its "
-                f"logical shape may be {shapes}; pass tx=, the optimizer that made the state "
-                "(zerojax.save, zerojax.restore and Checkpoints take it)"
+                f"leaf {name!r} is stored as {list(jnp.shape(x))}, with padding or without; pass "
+                "tx=, the optimizer that made the state (zerojax.save, zerojax.restore and "
+                "Checkpoints take it)"
             )
-        found[name] = options.pop() if len(options) == 1 else tuple(jnp.shape(x))
-    return found
+    return {name: known.get(name, jnp.shape(x)) for name, x in zip(names, leaves, strict=True)}
 
 
-def check_placement(tree: PyTree, layout: Layout) -> None:
-    """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not."""
-    for path, node in nodes(tree):
-        if layout.num_shards == 1 or not _is_train_state(node):
-            continue
-        for name, kind in KINDS.items():
-            pairs, _ = jax.tree_util.tree_flatten_with_path(unwrapped(getattr(node, name)))
-            for step, x in pairs:
-                placed = layout.optimizer_leaves(path_name(step), jnp.shape(x))
-                cut = layout.partitions(kind)
-                specs = [leaf.shard_spec if cut else leaf.whole_spec for leaf in placed]
-                wanted = {_cuts(spec, layout) for spec in specs}
-                is_placed = isinstance(getattr(x, "sharding", None), NamedSharding)
-                is_placed &= all(leaf.parameter is not None for leaf in placed)
-                if is_placed and (is_cut := _is_cut(x, layout)) not in wanted:
-                    words = ("partitioned", "whole") if is_cut else ("whole", "partitioned")
-                    raise ValueError(
-                        f"leaf {path_name((*path, GetAttrKey(name), *step))!r} is {words[0]}; at "
-                        f"the layout's stage {layout.stage} it is {words[1]}; {REMEDY}"
-                    )
+def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
+    """Return whether a leaf is cut, or may be, along a dim that padding may have made longer.
+
+    Outside of an optimizer's state these are the sizes that padded parameters have.
+    """
+    padded = (leaf.stored_shape[leaf.dim] for leaf in layout.leaves if leaf.is_padded)
+    sizes = {size for size in jnp.shape(x) if size and size % layout.num_shards == 0}
+    if is_key(x) or layout.num_shards == 1 or not (sizes if is_optax else sizes & {*padded}):
+        return False
+    if (sharding := getattr(x, "sharding", None)) is None:
+        return True
+    spec = getattr(sharding, "spec", ())
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return any(set(entry) & set(layout.axis) for entry in names)
 
 
 def nodes(tree: PyTree) -> Iterator[Node]:
@@ -125,19 +114,14 @@ def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoRetu
 
     With another layout, padding would be taken for values.
     """
-    root, found, fault = path_name(path), _stored(path, copy), "the tree is another"
+    root, found = path_name(path), _stored(path, copy)
     known = {f"{root}/{leaf.path}".removesuffix("/."): leaf for leaf in layout.leaves}
-    for name in (*found, *known):
-        leaf = known.get(name)
-        if leaf is None or name not in found:
-            where = "the layout alone" if leaf else "the state and not in the layout"
-            fault = f"leaf {name!r} is in {where}"
-            break
-        if found[name] not in (leaf.shape, leaf.stored_shape):
-            shapes = f"{leaf.shape} and stored {leaf.stored_shape}"
-            fault = f"leaf {name!r} has shape {found[name]}; the layout knows {shapes}"
-            break
-    raise ValueError(f"{fault}; {REMEDY}")
+    for name in {**found, **known}:
+        leaf, shape = known.get(name), found.get(name)
+        if leaf is None or shape not in (leaf.shape, leaf.stored_shape):
+            wanted = leaf and f"{leaf.shape}, stored {leaf.stored_shape}"
+            raise ValueError(f"leaf {name!r}: state {shape}, layout {wanted}; {REMEDY}")
+    raise ValueError(f"{root!r} is another tree than the layout's; {REMEDY}")
 
 
 def is_key(x: Any) -> bool:
@@ -160,32 +144,3 @@ def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
     """Return the shapes of the leaves below a node, by path."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(node)
     return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
-
-
-def _options(path: str, x: Any, layout: Layout, tuples: tuple[str, ...]) -> set[Shape]:
-    """Return the logical shapes that a leaf may have, by the parameter that its path ends with."""
-    shape, cut = tuple(jnp.shape(x)), _is_cut(x, layout)
-    is_part = path.startswith((PARAMS, MASTERS, *tuples))
-    if layout.num_shards == 1 or is_key(x) or not (is_part or cut):
-        return {shape}  # not padded; or the user's own, whatever it is called
-    placed = layout.optimizer_leaves(path, shape)
-    options = {leaf.shape for leaf in placed if leaf.parameter is not None}
-    if path.startswith(tuples) and not options and cut is not False:
-        # Padding is along the one dim that divides; were there another, that had been cut.
-        divide = [d for d, size in enumerate(shape) if size and size % layout.num_shards == 0]
-        if len(divide) == 1 and num_elements(shape) >= layout.min_size:
-            options = {tuple(size - (d in divide) for d, size in enumerate(shape))}
-        return options | {shape}
-    is_param = any(path == leaf.path for leaf in layout.leaves)
-    return options if is_part or is_param else options | {shape}
-
-
-def _is_cut(x: Any, layout: Layout) -> bool | None:
-    """Return whether an array is partitioned over ZeRO's axes; None if its placement is unknown."""
-    sharding = getattr(x, "sharding", None)
-    return None if sharding is None else _cuts(getattr(sharding, "spec", ()), layout)
-
-
-def _cuts(spec: Iterable[Any], layout: Layout) -> bool:
-    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    return any(set(entry) & set(layout.axis) for entry in names)

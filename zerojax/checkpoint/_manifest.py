@@ -9,7 +9,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from zerojax.checkpoint._files import (
     FileDigest,
     digest_text,
     local_path,
-    sync_folder,
-    write_synced,
+    sync,
     wrong_contents,
 )
 from zerojax.checkpoint._leaves import SavedLeaf, named_tuples, saved_leaves
@@ -41,8 +40,6 @@ ARRAYS = "arrays"
 FORMAT = 5
 #: What a checkpoint is written with, and read by.
 WRITERS = ("zerojax", "jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tensorstore")
-#: Bytes of the rows that are read at a time.
-BLOCK_BYTES = 64 << 20
 #: Stands in the text for the digest while that is taken.
 NO_DIGEST = "0" * 32
 
@@ -123,9 +120,11 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest in one step, after everything that it speaks of."""
     text = to_text(manifest, digest=NO_DIGEST)
     text = text.replace(NO_DIGEST, digest_text(text), 1)
-    write_synced(partial := directory / f"{MANIFEST}.partial", [text.encode()])
+    partial = directory / f"{MANIFEST}.partial"
+    partial.write_text(text)
+    sync(partial)
     partial.replace(directory / MANIFEST)
-    sync_folder(directory)
+    sync(directory)
 
 
 # {"digest": "0f3c...", "stage": 2, "axis": ["data"], "mesh": {"data": 8},
@@ -183,51 +182,28 @@ def parts(manifest: Manifest) -> dict[str, list[SavedLeaf]]:
     return groups
 
 
-def read_blocks(root: Path, manifest: Manifest, path: str) -> Iterator[np.ndarray]:
-    """Read a logical leaf as consecutive blocks of rows, [rows, *shape[1:]]; nothing is kept.
-
-    A block has one row at least, however large.
-    """
+def read_leaf(root: Path, manifest: Manifest, path: str) -> np.ndarray:
+    """Read a logical leaf whole."""
     leaf = manifest.leaves[path]
     if not math.prod(leaf.shape):
-        yield np.zeros(leaf.shape, np.uint32 if leaf.is_key else jnp.dtype(leaf.dtype))
-        return
+        return np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
     with extra("checkpoint", "reading a checkpoint"):
         import tensorstore
 
-    # Without a limit of its own each array that was open would keep what was read of it.
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-    store = open_array(root / ARRAYS, leaf.same_as or path, context).result()
-    store = store[tuple(slice(0, size) for size in leaf.shape)]  # padding stays away
-    if not store.shape:
-        yield np.asarray(store.read().result())
-        return
-    row = math.prod(store.shape[1:]) * store.dtype.numpy_dtype.itemsize
-    rows = max(1, BLOCK_BYTES // row)
-    for start in range(0, store.shape[0], rows):
-        stop = min(start + rows, store.shape[0])
-        yield np.asarray(store[start:stop].read().result())
+    store = open_array(root / ARRAYS, leaf.same_as or path, tensorstore.Context()).result()
+    return np.asarray(store[tuple(map(slice, leaf.shape))].read().result())  # without padding
 
 
 def verify(directory: str | os.PathLike[str]) -> Manifest:
-    """Read all of a checkpoint and hold it against its manifest.
+    """Hold every file of a checkpoint against its digest, which was taken when it was saved.
 
-    Every file must be what was written, and every leaf readable, of its shape and dtype. Needs no
-    accelerator and no code of the model.
+    Needs no accelerator and no code of the model.
 
     Raises:
         FileNotFoundError: there is no whole checkpoint in the directory.
-        DamagedCheckpointError: with every file and leaf that is damaged.
+        DamagedCheckpointError: with every file that is damaged.
     """
     root, manifest = local_path(directory), read_manifest(directory)
-    wrong = wrong_contents(root, manifest.files)
-    for path, leaf in manifest.leaves.items():
-        try:
-            num_bytes = sum(block.nbytes for block in read_blocks(root, manifest, path))
-            if num_bytes != leaf.num_bytes:
-                wrong.append(f"leaf {path!r} has {num_bytes} bytes of {leaf.num_bytes}")
-        except (ValueError, OSError) as error:
-            wrong.append(f"leaf {path!r} can't be read ({str(error).splitlines()[0]})")
-    if wrong:
+    if wrong := wrong_contents(root, manifest.files):
         raise DamagedCheckpointError(root, wrong)
     return manifest

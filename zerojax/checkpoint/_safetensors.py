@@ -86,26 +86,21 @@ class SafetensorsReader:
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is such a file, an index, or a folder that holds some, by its name."""
     path = local_path(path)
-    if path.is_dir():
-        return any(one.name.endswith((SUFFIX, INDEX_SUFFIX)) for one in path.iterdir())
-    return path.name.endswith((SUFFIX, INDEX_SUFFIX))
+    names = path.iterdir() if path.is_dir() else [path]
+    return any(one.name.endswith((SUFFIX, INDEX_SUFFIX)) for one in names)
 
 
 def _find_file(path: Path) -> Path:
     """Find the file or the index that a path means, be it a folder."""
     if path.is_file():
         return path
-    listed = sorted(path.iterdir()) if path.is_dir() else ()
-    found = [one for one in listed if is_safetensors(one) and one.is_file()]
+    found = sorted(path.glob(f"*{INDEX_SUFFIX}")) or sorted(path.glob(f"*{SUFFIX}"))
     if not found:
         raise FileNotFoundError(f"there is no safetensors file {path}, and none in it")
-    indices = [one for one in found if one.name.endswith(INDEX_SUFFIX)]
-    named = {path / file for index in indices for file in _read_index(index)[0].values()}
-    free = [one for one in found if one not in named]
-    if len(free) > 1:
-        names = ", ".join(one.name for one in free)
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found)
         raise ValueError(f"the folder {path} holds several models; name one of {names}")
-    return free[0]
+    return found[0]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
@@ -134,22 +129,15 @@ def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
 def _read_indexed(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """Return the tensors' places and the metadata of all files that an index names."""
     names, text = _read_index(path)
-    files = dict.fromkeys(names.values())
-    gone = [file for file in files if not (path.parent / file).is_file()]
-    if gone:
-        raise FileNotFoundError(f"{path} names {gone[0]}, which is not beside it; fetch it too")
     found, metadata = {}, {}
-    for file in files:
+    for file in dict.fromkeys(names.values()):
+        if not (path.parent / file).is_file():
+            raise FileNotFoundError(f"{path} names {file}, which is not beside it; fetch it too")
         stored, held = _read_header(path.parent / file)
-        listed = {name for name, where in names.items() if where == file}
-        for fault, wrong in (("lacks", listed - set(stored)), ("also holds", set(stored) - listed)):
-            if wrong:
-                raise ValueError(
-                    f"{path} and {file} do not belong together: by the index, the file {fault} "
-                    f"{min(wrong)!r}"
-                )
         found |= stored
         metadata |= held
+    if lost := [name for name in names if name not in found]:
+        raise ValueError(f"{path} and its files do not belong together: none holds {lost[0]!r}")
     return {name: found[name] for name in names}, metadata | text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import json
 import operator
 import os
 import sys
@@ -21,15 +22,13 @@ from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._files import (
     REMOVED,
+    FileDigest,
     digest_files,
     local_path,
-    read_parts,
     remove,
-    sync_folder,
-    write_part,
+    sync,
 )
 from zerojax.checkpoint._leaves import placed_leaves
-from zerojax.checkpoint._logical import check_placement
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     MANIFEST,
@@ -40,7 +39,7 @@ from zerojax.checkpoint._manifest import (
 )
 from zerojax.checkpoint._orbax import Writing, require_orbax
 from zerojax.layout import Layout
-from zerojax.processes import agree, check_copies, together
+from zerojax.processes import agree, check_copies, gather_texts, together
 
 #: The name of the arrays while they are written.
 UNFINISHED = f"{ARRAYS}.unfinished"
@@ -105,7 +104,7 @@ class PendingSave:
 
 def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
     """Wait for the arrays, take digests, each process of what it wrote, and write the manifest."""
-    index, count = jax.process_index(), jax.process_count()
+    index = jax.process_index()
     with together(f"{root}: writing"):
         writing.wait()
     with together(f"{root}: joining"):
@@ -113,14 +112,14 @@ def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
             writing.join()
             (root / UNFINISHED).rename(root / ARRAYS)
     with together(f"{root}: digests"):
-        files = digest_files(root, _files_of(root / ARRAYS, index))
-        if count > 1:
-            write_part(root, index, files)
+        own = digest_files(root, _files_of(root / ARRAYS, index))
+    told = gather_texts(f"{root}: digests told", json.dumps(own, default=dataclasses.asdict))
     with together(f"{root}: manifest"):
         if index == 0:
-            files = read_parts(root, count) if count > 1 else files
+            each = {name: file for text in told for name, file in json.loads(text).items()}
+            files = {name: FileDigest(**file) for name, file in each.items()}
             write_manifest(root, dataclasses.replace(manifest, files=files))
-            sync_folder(root.parent)
+            sync(root.parent)
 
 
 def _files_of(arrays: Path, index: int) -> list[Path]:
@@ -151,10 +150,9 @@ def start_save(
         root = local_path(directory)
         if (root / MANIFEST).exists():
             raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-        given, state = state, placed_leaves(state, layout.sharding(P()))
+        state = placed_leaves(state, layout.sharding(P()))
         step = None if step is None else check_step(step)
         manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
-        check_placement(given, layout)
         leaves = leaves_by_path(state)
         arrays = {path: leaves[path] for path, x in manifest.leaves.items() if x.is_stored}
     agree(
@@ -228,7 +226,7 @@ def save(
 
     Raises:
         ValueError: the directory holds a checkpoint already, two leaves have the same path, or a
-            train state was made under another layout.
+            train state has other leaves than the layout.
         TypeError: `data` or `metadata` is not fit for JSON, or a leaf is no array.
     """
     start_save(directory, state, layout, tx=tx, step=step, data=data, metadata=metadata).wait()

@@ -1,14 +1,12 @@
-"""`zerojax checkpoint`: look at checkpoints, check them, turn them into weights and back."""
+"""`zerojax checkpoint`: look at checkpoints, check them, turn them into weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
-import jax
 import typer
 from rich.filesize import decimal
 from rich.table import Table
@@ -18,24 +16,20 @@ from zerojax._display import make_table
 from zerojax.checkpoint import (
     Manifest,
     export_safetensors,
-    import_safetensors,
     parts,
     read_manifest,
-    save,
     verify,
-    weights_of,
 )
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
 from zerojax.cli.shared._machine import find_checkpoint, list_checkpoints
 from zerojax.cli.shared._screen import Screen
-from zerojax.layout import make_layout, make_mesh
 
 #: Columns where there is no terminal to say how many.
 WIDTH = 120
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Inspect, verify, export and import checkpoints; needs no accelerator.",
+    help="Inspect, verify and export checkpoints; needs no accelerator.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,10 +48,8 @@ class CheckpointOptions(CommandOptions):
 class InspectOptions(CheckpointOptions):
     """What `zerojax checkpoint inspect` was asked for."""
 
-    leaves: bool = option(False)
-    """List every leaf."""
     json: bool = option(False)
-    """Print plain data instead."""
+    """Print plain data instead, with every leaf and file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +65,6 @@ class ExportOptions(CheckpointOptions):
     """GB of a file beyond which there are several."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImportOptions(CommandOptions):
-    """What `zerojax checkpoint import` was asked for."""
-
-    file: Path = argument("FILE")
-    """A safetensors file, an index of several, or the folder that holds them."""
-    directory: Path = argument("DIR")
-    """The checkpoint to make."""
-
-
 @checkpoint.command()
 @command
 def inspect(options: InspectOptions) -> None:
@@ -92,27 +74,27 @@ def inspect(options: InspectOptions) -> None:
 
     ```
     zerojax checkpoint inspect runs/books
-    zerojax checkpoint inspect runs/books/checkpoints/500 --leaves
+    zerojax checkpoint inspect runs/books/checkpoints/500 --json
     ```
     """
     with refusing():
-        found = list_checkpoints(options.directory)
         path = find_checkpoint(options.directory)
         manifest = read_manifest(path)
     if options.json:
         plain = {"path": str(path), **dataclasses.asdict(manifest)}
         typer.echo(json.dumps(plain, indent=1))
-    else:
-        _show(path, manifest, found, leaves=options.leaves)
+        return
+    screen = Screen(width=WIDTH)
+    screen.facts(_facts(path, manifest))
+    screen.show(_parts_table(manifest))
 
 
 @checkpoint.command(name="verify")
 @command
 def verify_(options: CheckpointOptions) -> None:
-    """Read all of a checkpoint and hold it against its manifest; of a run, all checkpoints.
+    """Hold every file of a checkpoint against its digest; of a run, of all checkpoints.
 
-    Every file is held against its digest and every leaf is read. Ends with status 1 where
-    something is damaged, and names it.
+    Ends with status 1 where something is damaged, and names it.
 
     ```
     zerojax checkpoint verify runs/books
@@ -142,8 +124,8 @@ def verify_(options: CheckpointOptions) -> None:
 def export(options: ExportOptions) -> None:
     """Write the whole weights of a checkpoint to safetensors files.
 
-    Shards are put together and padding is cut off, a few rows at a time: a model needs no more
-    memory than that. Beyond `--max-file` there are several files and an index beside them.
+    Shards are put together and padding is cut off, a file at a time: the host needs memory for
+    that. Beyond `--max-file` there are several files and an index beside them.
     `zerojax train --init` starts from them.
 
     ```
@@ -159,45 +141,6 @@ def export(options: ExportOptions) -> None:
             written = export_safetensors(path, options.out, part=options.part, max_file_bytes=size)
     for file in written:
         screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")
-
-
-@checkpoint.command(name="import")
-@command
-def import_(options: ImportOptions) -> None:
-    """Make a checkpoint of the weights in safetensors files.
-
-    It holds parameters and nothing else. `zerojax train --init DIR` starts from it, and
-    `zerojax.restore(DIR, layout, {"params": ...})` places it on any mesh.
-
-    ```
-    zerojax checkpoint import books.safetensors weights/books
-    ```
-    """
-    with refusing():
-        shapes = weights_of(options.file)
-        mesh = make_mesh({"data": 1}, devices=jax.devices("cpu")[:1])
-        layout = make_layout(shapes, mesh, stage=0)
-        params = import_safetensors(options.file, layout, shapes)
-        save(options.directory, {"params": params}, layout, metadata={"source": str(options.file)})
-        manifest = read_manifest(options.directory)
-    _show(options.directory, manifest, {}, leaves=False)
-
-
-def _show(
-    path: Path, manifest: Manifest, found: Mapping[Path, str | None], *, leaves: bool
-) -> None:
-    """Show a checkpoint, and the others that lie beside it."""
-    screen = Screen(width=WIDTH)
-    with screen.console:
-        screen.facts(_facts(path, manifest))
-        screen.show(_parts_table(manifest))
-        if leaves:
-            screen.show(_leaves_table(manifest))
-        if len(found) > 1:
-            beside = make_table(">checkpoint", "state")
-            for one, why in found.items():
-                beside.add_row(one.name, why or "files are all there")
-            screen.show(beside)
 
 
 def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
@@ -224,15 +167,4 @@ def _parts_table(manifest: Manifest) -> Table:
     made.add_section()
     size = decimal(sum(leaf.num_bytes for leaf in manifest.leaves.values()))
     made.add_row("all", f"{len(manifest.leaves):,}", "", size, "")
-    return made
-
-
-def _leaves_table(manifest: Manifest) -> Table:
-    made = make_table("leaf", "dtype", "shape", "stored", "placed as")
-    for path, leaf in manifest.leaves.items():
-        stored = "" if leaf.stored_shape == leaf.shape else str(list(leaf.stored_shape))
-        if leaf.same_as is not None:
-            stored = f"same as {leaf.same_as}"
-        spec = (leaf.spec or "").removeprefix("PartitionSpec")
-        made.add_row(path, leaf.dtype, str(list(leaf.shape)), stored, spec)
     return made
