@@ -13,8 +13,8 @@ COMMAND = [sys.executable, "-c", "import sys; from zerojax.cli import main; sys.
 #: As seen from the folder that `enter` makes. The default would be this Python's own library.
 TEXT = ["--data", "../text.txt"]
 NUM_BYTES = 100_000
-#: A run of few windows to evaluate on and no sample.
-QUICK = ["--eval-windows", "20", "--sample-bytes", "0"]
+#: A run of few windows to evaluate on.
+QUICK = ["--eval-windows", "20"]
 
 
 def enter(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -119,7 +119,6 @@ def test_the_storys_first_line_in_a_process_of_its_own(folder):
     assert decimal(num_params) in row, row
     assert decimal(8 * num_params) in row, row
     assert "87%" in row, row
-    assert (folder / "run/training.png").read_bytes().startswith(b"\x89PNG")
     assert list(find_checkpoints(folder / "run/checkpoints")) == [3, 6]
     lines = lines_of(folder / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 6]
@@ -185,8 +184,6 @@ def test_ctrl_c_finishes_the_step_and_writes_what_there_is(folder):
         "--out",
         "run",
         *SMALL,
-        "--sample-bytes",
-        "20",
     ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
@@ -203,8 +200,7 @@ def test_ctrl_c_finishes_the_step_and_writes_what_there_is(folder):
     assert f"interrupted after step {stopped} of 100000" in err
     assert "zerojax train --resume" in err
     assert list(find_checkpoints(folder / "run/checkpoints"))[-1] == stopped
-    assert (folder / "run/training.png").stat().st_size > 10_000
-    assert "sample" not in out
+    assert "validation:" not in out
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder, capsys):

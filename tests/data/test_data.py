@@ -273,13 +273,3 @@ def test_the_state_of_other_batches_is_refused(change, name):
 def test_batches_that_can_not_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         batches(1, **options)
-
-
-def test_samples_are_safe_to_print():
-    text = "def naïve():\n\treturn '→ 🙂'\n"
-    assert data.decode(list(text.encode())) == text
-    assert data.decode([]) == ""
-    # An escape code that would clear the terminal, half a character, a carriage return.
-    assert data.decode([27, 91, 50, 74, 0xE2, 0x86, 65, 13]) == "\ufffd[2J\ufffdA\ufffd"
-    with pytest.raises(ValueError, match="0 to 255; got 3 to 256"):
-        data.decode([3, 256])

@@ -217,7 +217,7 @@ def test_compute_follows_the_parameters_unless_told():
     assert float(loss_of(SMALL, half, tokens)) == pytest.approx(want, abs=2**-8 * want)
 
 
-def test_gpt_learns_a_rule_and_generates_by_it():
+def test_gpt_learns_a_rule():
     config = gpt.Config(
         num_layers=2, width=32, num_heads=2, vocab_size=8, context=8, init_scale=0.1
     )
@@ -233,42 +233,7 @@ def test_gpt_learns_a_rule_and_generates_by_it():
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), loss
 
-        (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), length=60)
-        return params, losses
+        return jax.lax.scan(step, (params, tx.init(params)), length=60)[1]
 
-    params, losses = fit(init(config, KEY))
+    losses = fit(init(config, KEY))
     assert losses[-1] < 0.1 < losses[0]
-
-    # Beyond the context too, where the window slides; from prompts shorter and longer than it.
-    for length in (1, 5, 12):
-        prompt = (jnp.array([[2], [5]]) + 3 * jnp.arange(length)) % 8
-        want = (prompt[:, -1:] + 3 * jnp.arange(1, 41)) % 8
-        got = gpt.generate(config, params, prompt, KEY, num_tokens=40, temperature=0.0)
-        np.testing.assert_array_equal(got, want)
-    assert got.dtype == jnp.int32
-    # Hot enough, every choice is as likely as another: 80 draws miss none of 8 (odds 1 to 5000).
-    wild = gpt.generate(config, params, prompt, KEY, num_tokens=40, temperature=1e6)
-    assert set(np.asarray(wild).ravel().tolist()) == set(range(8))
-    again = gpt.generate(config, params, prompt, KEY, num_tokens=40, temperature=1e6)
-    np.testing.assert_array_equal(wild, again)
-
-
-def test_generate_sees_the_last_context_tokens_and_no_more():
-    params = jax.tree.map(lambda x: 10 * x, init(SMALL, KEY))  # choices that hang on all tokens
-    prompt = tokens_of(SMALL, 2, 5)
-    got = gpt.generate(SMALL, params, prompt, KEY, num_tokens=40, temperature=0.0)
-    text = np.concatenate([prompt, got], axis=1)
-    full = range(SMALL.context, text.shape[1])
-    windows = np.concatenate([text[:, end - SMALL.context : end] for end in full])  # [29 * 2, C]
-    want = apply(SMALL, params, windows)[:, -1].argmax(-1)
-    np.testing.assert_array_equal(want, np.concatenate([text[:, end] for end in full]))
-    assert len(np.unique(want)) > 5
-
-
-def test_generate_refuses_what_it_can_not_continue():
-    params = init(SMALL, KEY)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        gpt.generate(SMALL, params, jnp.zeros((1, 0), jnp.int32), KEY, num_tokens=1)
-    prompt = jnp.zeros((1, 1), jnp.int32)
-    with pytest.raises(ValueError, match="temperature is -1"):
-        gpt.generate(SMALL, params, prompt, KEY, num_tokens=1, temperature=-1.0)

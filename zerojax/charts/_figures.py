@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from zerojax._display import DECIMAL, unit_for
 from zerojax.audit import AuditReport, ScheduledCollective
 from zerojax.charts._bars import Holding, bytes_of, volume_of
 from zerojax.charts._drawing import (
-    ABOVE,
     PLAIN,
     ROOM,
     STRONG,
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Steps, and the values of a metric at them.
-Curve: TypeAlias = tuple[Sequence[int], Sequence[float]]
 #: The device's memory is drawn where bars still show beneath it: up to so many times the highest.
 HEADROOM = 2.5
 #: Collectives that a schedule shows, and the marks of the stages.
@@ -119,27 +116,6 @@ def pareto(choices: Choices, *, title: str = "") -> Figure:
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.25, which="both")
     axes.legend(frameon=False, fontsize="small")
-    return figure
-
-
-def training(title: str, *, training: Curve, held_out: Curve) -> Figure:
-    """Draw what was learned, in bits per byte.
-
-    Args:
-        title: above the figure.
-        training: numbers of steps, and the values at them.
-        held_out: the same of each evaluation.
-    """
-    figure, (axes,) = make_figure(title, (8, 4.6))
-    axes.plot(*training, color=PLAIN, linewidth=1, label="training")
-    axes.plot(*held_out, "o-", color=STRONG, markersize=4, label="held out")
-    for step, loss in list(zip(*held_out, strict=True))[-1:]:
-        style = {"color": STRONG, "fontweight": "bold", **ABOVE, "ha": "right"}
-        axes.annotate(f"{loss:.2f}", (step, loss), **style)
-    axes.set(xlabel="step", ylabel="bits per byte")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
     return figure
 
 

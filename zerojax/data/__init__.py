@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ._batches import BatchIterator, make_batches
-from ._corpus import Corpus, decode, load_corpus
+from ._corpus import Corpus, load_corpus
 
-__all__ = ["BatchIterator", "Corpus", "decode", "load_corpus", "make_batches"]
+__all__ = ["BatchIterator", "Corpus", "load_corpus", "make_batches"]

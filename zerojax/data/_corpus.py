@@ -1,4 +1,4 @@
-"""Text as bytes: found in files, split into a training and a held-out part, and printed again."""
+"""Text as bytes: found in files, and split into a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import glob
 import hashlib
 import os
 import sysconfig
-import unicodedata
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 StrPath = str | os.PathLike[str]
 
@@ -145,27 +143,3 @@ def _read(files: Iterable[Path], max_bytes: int | None) -> list[bytes]:
             kept.append(content)
             left -= len(content)
     return kept
-
-
-def decode(tokens: ArrayLike) -> str:
-    """Return tokens [T] as text that is safe to print.
-
-    Bytes that are no UTF-8, and control characters other than newline and tab, become U+FFFD:
-    a model may well sample a terminal's escape codes.
-
-    Raises:
-        ValueError: a token lies outside 0..255.
-    """
-    values = np.asarray(tokens)
-    if values.size and (values.min() < 0 or values.max() > 255):
-        raise ValueError(
-            f"decode: tokens are bytes, 0 to 255; got {values.min()} to {values.max()}; "
-            "decode the tokens of another vocabulary with its own tokenizer"
-        )
-    text = values.astype(np.uint8).tobytes().decode(errors="replace")
-    return "".join(c if _is_printable(c) else "\ufffd" for c in text)
-
-
-def _is_printable(character: str) -> bool:
-    # Category C is control, format, surrogate, private use and unassigned.
-    return character in "\n\t" or not unicodedata.category(character).startswith("C")

@@ -29,7 +29,6 @@ __all__ = [
     "Config",
     "apply",
     "check_parts",
-    "generate",
     "init",
     "loss",
     "num_params",
@@ -234,43 +233,3 @@ def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
         own = targets == jnp.arange(config.vocab_rows)
         wanted = jnp.where(own, logits, 0.0).sum(-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - wanted)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature"))
-def generate(
-    config: Config,
-    params: Params,
-    prompt: jax.Array,
-    key: jax.Array,
-    *,
-    num_tokens: int,
-    temperature: float = 1.0,
-) -> jax.Array:
-    """Sample int32 tokens [B, num_tokens] to continue prompt [B, P]; temperature 0 is greedy.
-
-    The model sees the last `context` tokens, and computes all of them anew for each.
-
-    Raises:
-        ValueError: the prompt is empty or the temperature negative.
-    """
-    size, context = prompt.shape[1], config.context
-    if size < 1:
-        raise ValueError("gpt.generate: the prompt is empty; give at least one token")
-    if temperature < 0:
-        raise ValueError(f"gpt.generate: temperature is {temperature}; give 0 or more")
-    # The last real token can't see what comes after it, so the filling does not matter.
-    text = jnp.pad(prompt.astype(jnp.int32), ((0, 0), (0, num_tokens + context)))
-
-    def step(text: jax.Array, drawing: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        place, key = drawing
-        start = jnp.maximum(place - context, 0)
-        window = jax.lax.dynamic_slice_in_dim(text, start, context, axis=1)
-        logits = apply(config, params, window)[:, place - start - 1]  # [B, V]
-        token = logits.argmax(-1)
-        if temperature:
-            token = jax.random.categorical(key, logits / temperature)
-        token = token.astype(jnp.int32)
-        return text.at[:, place].set(token), token
-
-    places = size + jnp.arange(num_tokens)
-    return jax.lax.scan(step, text, (places, jax.random.split(key, num_tokens)))[1].T

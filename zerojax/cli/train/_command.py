@@ -11,19 +11,16 @@ from typing import Any, NoReturn
 
 import absl.logging  # which orbax logs with
 import jax
-from rich.panel import Panel
 from rich.text import Text
 
-from zerojax import charts
 from zerojax.checkpoint import PendingSave
 from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
 from zerojax.cli.shared._machine import CHECKPOINTS
 from zerojax.cli.train._options import TrainOptions
-from zerojax.cli.train._run import TrainRun, bits, evaluate, sample, sole_run, take_up
+from zerojax.cli.train._run import TrainRun, bits, evaluate, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen
 from zerojax.cli.train._signals import LOSSES, Signals
-from zerojax.processes import ProcessError, agree, gather_texts, has_started, initialize, leave
-from zerojax.train import unpad
+from zerojax.processes import ProcessError, agree, has_started, initialize, leave
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
 #: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
@@ -38,9 +35,8 @@ def train(options: TrainOptions) -> None:
     """Train a GPT on the bytes of text under a ZeRO stage.
 
     Shows the bytes that one device holds of each kind, beside the theory and beside plain data
-    parallelism; trains; evaluates on held-out text; writes metrics.jsonl and training.png to the
-    folder `--out`; ends with a sample of what the model writes. Ctrl-C finishes the step and
-    writes what there is.
+    parallelism; trains; evaluates on held-out text; writes metrics.jsonl to the folder `--out`.
+    Ctrl-C finishes the step.
 
     Without an accelerator the devices are virtual ones on the CPU: they hold, compute and exchange
     what real ones would.
@@ -114,15 +110,12 @@ class _Training:
 
     def go(self) -> None:
         """Train to the end, or until a signal or a loss that is not finite."""
-        self.screen.held(self.state)
+        self.screen.say(f"measured: {self.state!r}")
         try:
-            with self.screen.progress:
-                self.train()
+            self.train()
             if not self.signals.everywhere():
                 self.finish()
                 self.save_if_wanted()  # preempted after the last step
-            if self.metrics.lines:
-                self.write()
         finally:
             self.metrics.close()
             self.end_saving()
@@ -197,10 +190,8 @@ class _Training:
                 line["loss_scale"] = float(metrics["loss_scale"])
             self.clock = now
             self.metrics.add(**line)
-            self.screen.step(line)
+            self.screen.step(line, self.options.steps, tokens=tokens)
             if not math.isfinite(loss) and not metrics.get("skipped", False):
-                self.write()
-                gather_texts("diverged", "")  # the first to fail would end the one that writes
                 raise Failure(
                     f"the loss is {loss} at step {number}: training diverged; give a smaller --lr, "
                     "a longer --warmup or a smaller --clip-norm",
@@ -213,8 +204,7 @@ class _Training:
         found = evaluate(self.run.step, self.state, self.run.held_out)
         self.evaluated = self.number
         self.metrics.add(step=self.number, validation_bits_per_byte=found)
-        text = f"step {self.number}: [bold]{found:.3f}[/] bits per held-out byte"
-        self.screen.console.print(text)
+        self.screen.show(Text(f"step {self.number}: {found:.3f} bits per held-out byte"))
         self.clock = time.perf_counter()
 
     def save(self) -> None:
@@ -241,35 +231,14 @@ class _Training:
             self.screen.say(f"saved {self.options.out / CHECKPOINTS / saving.path.name}")
 
     def finish(self) -> None:
-        """Evaluate a last time, say what was learned and let the model write."""
+        """Evaluate a last time and say what was learned."""
         if self.evaluated < self.number:
             self.evaluate()
         steps, found = self.metrics.column("validation_bits_per_byte")
-        learned = (
-            f"\n[bold green]validation: {found[-1]:.3f} bits per byte[/] after {steps[-1]} steps"
-        )
+        learned = f"validation: {found[-1]:.3f} bits per byte after {steps[-1]} steps"
         start = f", {found[0]:.2f} at the start" if steps[0] == 0 else ""
-        self.screen.console.print(learned + start)
-        if self.options.sample_bytes:
-            params = unpad(self.state.params, self.run.layout)
-            prompt, written = sample(self.run, params)
-            text = Text.assemble((prompt, "dim"), (written, "bold"))
-            title = "sample: the prompt, then what the model wrote"
-            self.screen.console.print(Panel(text, title=title, title_align="left"))
-
-    def write(self) -> None:
-        """Write the plot, and say what else was written."""
-        if not self.is_first:
-            return
-        run, options, plot = self.run, self.options, self.options.out / "training.png"
-        figure = charts.training(
-            f"{options.model}, {options.optimizer}, {options.precision}, "
-            f"ZeRO stage {options.stage} on {len(run.devices)} devices",
-            training=self.metrics.column("train_bits_per_byte"),
-            held_out=self.metrics.column("validation_bits_per_byte"),
-        )
-        charts.write(figure, plot)
-        self.screen.wrote(options.out / "metrics.jsonl", plot)
+        self.screen.show(Text(learned + start, style="bold green"))
+        self.screen.wrote(self.options.out / "metrics.jsonl")
 
 
 @contextmanager

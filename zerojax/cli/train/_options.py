@@ -21,7 +21,7 @@ from zerojax.processes import PATIENCE
 
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.
 OF_ONE_RUN = (
-    *("devices", "layout", "out", "init", "resume", "sample_bytes"),
+    *("devices", "layout", "out", "init", "resume"),
     *("coordinator", "num_processes", "process_id", "patience"),
 )
 
@@ -52,7 +52,7 @@ class TrainOptions(BuiltStepOptions):
     clip_norm: float = option(1.0, min=0.0, panel=TRAINING)
     """Largest global norm of the gradients; 0 does not clip."""
     seed: int = option(0, min=0, panel=TRAINING)
-    """Fixes the parameters at the start, the order of the data and the sample."""
+    """Fixes the parameters at the start and the order of the data."""
     init: Path | None = option(
         None, metavar="PATH", show_default="initialised from the seed", panel=TRAINING
     )
@@ -67,10 +67,8 @@ class TrainOptions(BuiltStepOptions):
     """Steps between evaluations on the held-out text."""
     eval_windows: int = option(256, min=1, panel=DATA)
     """Stretches of held-out text to evaluate on, each as long as the context, in whole batches."""
-    sample_bytes: int = option(200, min=0, panel=OUTPUT)
-    """Bytes to generate at the end, which continue the first held-out ones; 0 for none."""
     out: Path = option(Path("runs/train"), metavar="FOLDER", panel=OUTPUT)
-    """Gets metrics.jsonl, training.png and the checkpoints."""
+    """Gets metrics.jsonl and the checkpoints."""
     save_every: int | None = option(None, min=1, show_default="no checkpoints", panel=OUTPUT)
     """Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as preemption
     sends it, and SIGHUP always save one and end with status 75."""

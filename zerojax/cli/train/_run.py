@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
 from zerojax._types import PyTree
@@ -39,14 +38,10 @@ from zerojax.cli.shared._machine import (
 )
 from zerojax.cli.shared._options import gpt_layout
 from zerojax.cli.train._options import TrainOptions
-from zerojax.data import decode, load_corpus, make_batches
+from zerojax.data import load_corpus, make_batches
 from zerojax.layout import Layout, make_mesh
 from zerojax.models import gpt
 from zerojax.train import TrainState, TrainStep, first_loss_scale, make_train_step
-
-#: Bytes of held-out text that a sample continues.
-PROMPT_SIZE = 64
-TEMPERATURE = 0.8
 
 
 def held_out_batches(
@@ -127,8 +122,7 @@ class TrainRun:
         )
         self.held_out = held_out[:, index::count]
         if jax.process_index() == 0:
-            files = {"--out": "metrics.jsonl", "--plot": "training.png"}
-            check_outputs({option: options.out / name for option, name in files.items()})
+            check_outputs({"--out": options.out / "metrics.jsonl"})
         self.checkpoint = checkpoint
         self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
 
@@ -163,24 +157,6 @@ class TrainRun:
                 f"model states on each of {len(devices)} devices, which have {decimal(there)} "
                 "each; give a higher --stage, more devices or a smaller --model"
             )
-
-
-def sample(run: TrainRun, params: PyTree) -> tuple[str, str]:
-    """Return the first bytes of the held-out text, and how the model continues them."""
-    options, prompt = run.options, run.corpus.held_out[None, :PROMPT_SIZE].astype(np.int32)
-    place = run.layout.sharding(P())
-    if all(x.is_fully_replicated for x in jax.tree.leaves(params)):
-        params, place = jax.tree.map(lambda x: x.addressable_data(0), params), None  # each alone
-
-    def write(params: PyTree) -> jax.Array:
-        key, start, count = jax.random.key(options.seed), jnp.asarray(prompt), options.sample_bytes
-        return gpt.generate(
-            run.config, params, start, key, num_tokens=count, temperature=TEMPERATURE
-        )
-
-    tokens = jax.jit(write, out_shardings=place)(params).addressable_data(0)
-    # A vocabulary larger than bytes can give tokens that are none; 255 is never UTF-8 either.
-    return decode(prompt[0]), decode(np.minimum(np.asarray(tokens[0]), 255))
 
 
 @contextlib.contextmanager

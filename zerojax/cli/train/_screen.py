@@ -1,4 +1,4 @@
-"""What `zerojax train` shows, live or as plain lines, and what it keeps in metrics.jsonl."""
+"""What `zerojax train` shows, and what it keeps in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -22,29 +20,17 @@ from zerojax._display import make_table
 from zerojax.checkpoint import Restored
 from zerojax.cli.shared._screen import Screen
 from zerojax.cli.train._run import TrainRun
-from zerojax.recipe import HOST_MEMORY
-from zerojax.train import TrainState
 
-#: Seconds between lines about steps where the output is no terminal.
+#: Seconds between lines about steps.
 LINE_EVERY = 10.0
 
 
 class TrainScreen(Screen):
-    """Prints a run, from its mesh to the sample of what was learned."""
+    """Prints a run, from its mesh to what was learned."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
-        self.progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._last_line = -LINE_EVERY
+        self._last_line = time.monotonic()
         self._rates: deque[float] = deque(maxlen=10)
 
     def start(self, run: TrainRun) -> None:
@@ -61,7 +47,6 @@ class TrainScreen(Screen):
                 "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
             }
         )
-        self._task = self.progress.add_task("train", total=options.steps, status="compiling")
         if options.layout:
             self.console.print(run.description)
         over = f"over {run.layout.num_shards} shards"
@@ -75,41 +60,20 @@ class TrainScreen(Screen):
         """Show which checkpoint the run goes on from, and which were no good."""
         for why in restored.passed_over.values():
             self.show(Text(f"passed over: {why}", style="yellow"))
-        self.progress.update(self._task, completed=step)
         self.say(f"going on from step {step}, {restored.path}")
 
-    def held(self, state: TrainState) -> None:
-        """Show what the first device really holds between steps, by kind, and the host for it."""
-        parts = {"parameters": state.params, "masters": state.masters, "optimizer": state.opt_state}
-        sizes = {
-            kind: [
-                (x.addressable_data(0).nbytes, x.sharding.memory_kind == HOST_MEMORY)
-                for x in jax.tree.leaves(part)
-            ]
-            for kind, part in parts.items()
-        }
-        held = {kind: sum(n for n, hosted in each if not hosted) for kind, each in sizes.items()}
-        on_host = sum(n for each in sizes.values() for n, hosted in each if hosted)
-        kinds = ", ".join(f"{kind} {decimal(count)}" for kind, count in held.items() if count)
-        text = f"device 0 holds {decimal(sum(held.values()))} between steps ({kinds})"
-        text += f", and {decimal(on_host)} in the host's memory" if on_host else ""
-        self.facts({"measured:": text})
-
-    def step(self, line: dict[str, Any]) -> None:
-        """Show a step that is done."""
-        task = self.progress.tasks[0]
+    def step(self, line: dict[str, Any], last: int, *, tokens: int) -> None:
+        """Show a step that is done, of up to `last`, now and then; each has so many tokens."""
         self._rates.append(line["tokens_per_second"])
-        status = (
-            f"loss {line['loss']:.3f} ({line['train_bits_per_byte']:.2f} bits/byte)  "
-            f"{statistics.harmonic_mean(self._rates):,.0f} tokens/s"
-        )
-        self.progress.update(task.id, completed=line["step"], status=status)
-        now, is_last = time.monotonic(), line["step"] == task.total
-        if self.progress.disable and (is_last or now - self._last_line >= LINE_EVERY):
-            self._last_line = now
-            seconds = int(task.time_remaining or 0)
-            left = f"  ETA {timedelta(seconds=seconds)}" if seconds else ""
-            self.console.print(f"step {line['step']}/{task.total}  {status}{left}", soft_wrap=True)
+        now, left = time.monotonic(), last - line["step"]
+        if left and now - self._last_line < LINE_EVERY:
+            return
+        self._last_line = now
+        rate = statistics.harmonic_mean(self._rates)
+        text = f"step {line['step']}/{last}  loss {line['loss']:.3f} "
+        text += f"({line['train_bits_per_byte']:.2f} bits/byte)  {rate:,.0f} tokens/s"
+        seconds = int(left * tokens / rate)
+        self.show(Text(text + (f"  ETA {timedelta(seconds=seconds)}" if seconds else "")))
 
 
 def _mesh(run: TrainRun) -> str:
