@@ -60,7 +60,7 @@ def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
 
     Outside of an optimizer's state these are the sizes that padded parameters have.
     """
-    padded = (leaf.stored_shape[leaf.dim] for leaf in layout.leaves if leaf.is_padded)
+    padded = (leaf.stored_size for leaf in layout.leaves if leaf.is_padded)
     sizes = {size for size in jnp.shape(x) if size and size % layout.num_shards == 0}
     if is_key(x) or layout.num_shards == 1 or not (sizes if is_optax else sizes & {*padded}):
         return False
