@@ -8,7 +8,7 @@ from zerojax.checkpoint import Checkpoints, restore, save
 from zerojax.collectives import Whole, gather_where_used
 from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
 from zerojax.lock import checked
-from zerojax.memory import checkpoint_names, rematerialised
+from zerojax.memory import rematerialised
 from zerojax.optim import apply_updates, quantized, sharded
 from zerojax.planner import (
     Hardware,
@@ -53,7 +53,6 @@ __all__ = [
     "apply_updates",
     "audit",
     "checked",
-    "checkpoint_names",
     "gather_where_used",
     "make_layout",
     "make_mesh",

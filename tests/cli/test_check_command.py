@@ -68,13 +68,11 @@ def test_a_step_is_accepted_then_checked_and_a_change_is_told(steps, capsys):
     assert list(json.loads(lock.read_text())["steps"]) == ["audited @ cpu:4", "plain @ cpu:8"]
     steps.write_text(STEPS.replace('step_of(devices, P("data"))', "step_of(devices, P())"))
     capsys.readouterr()
-    assert main(["check", "steps.py", "--json", "found.json"]) == 1
+    assert main(["check", "steps.py"]) == 1
     out, err = capsys.readouterr()
     assert "argument: 0: expected spec P('data',), bytes 2,048, seen spec P(), bytes 16,384" in out
     assert "plain @ cpu:8 differs from the lock file" in err
     assert "audited" not in err
-    found = json.loads((steps.parent / "found.json").read_text())
-    assert found["plain @ cpu:8"]["differences"][0]["where"] == "0"
     assert main(["check", "steps.py", "--accept"]) == 0
     capsys.readouterr()
     assert main(["diff", "before.lock", "zerojax.lock"]) == 1

@@ -168,18 +168,6 @@ def test_a_nested_jit_keeps_its_shardings(mesh8):
     assert [e.params["sharding"].spec for e in placed] == [batch.spec, whole.spec]
 
 
-def test_names_are_listed_with_their_sizes():
-    config = dataclasses.replace(CONFIG, model_axis=None)
-    params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
-    found = zerojax.checkpoint_names(functools.partial(gpt.loss, config), params, tokens)
-    assert [(one.name, one.shape, one.count) for one in found] == [
-        ("attention", (BATCH, 16, 32), 3),
-        ("hidden", (BATCH, 16, 128), 3),
-    ]
-    assert found[1].bytes == BATCH * 16 * 128 * 4 * 3
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

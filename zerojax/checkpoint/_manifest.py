@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime as dt
 import json
 import math
 import os
-import platform
 from collections.abc import Mapping
-from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +34,7 @@ from zerojax.layout import Layout
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
 MANIFEST = "checkpoint.json"
 ARRAYS = "arrays"
-FORMAT = 5
-#: What a checkpoint is written with, and read by.
-WRITERS = ("zerojax", "jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tensorstore")
+FORMAT = 6
 #: Stands in the text for the digest while that is taken.
 NO_DIGEST = "0" * 32
 
@@ -57,7 +52,6 @@ class Manifest:
     step: int | None  # steps done, where the state or the caller tells
     data: Any  # the position in the data, as the caller gave it
     metadata: Mapping[str, Any]  # what else the caller gave along
-    versions: Mapping[str, str]  # of Python and of the packages that wrote it
     written: str  # when, in UTC (ISO 8601)
     #: path below the checkpoint to size and digest
     files: Mapping[str, FileDigest] = dataclasses.field(default_factory=dict)
@@ -88,7 +82,6 @@ def make_manifest(
         step=_step_of(state) if step is None else step,
         data=data,
         metadata=dict(metadata or {}),
-        versions=_versions(),
         written=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
     )
     json.dumps(dataclasses.asdict(manifest))  # what is not JSON is told before anything is written
@@ -101,14 +94,6 @@ def _step_of(state: PyTree) -> int | None:
     if found is None or found.shape or not np.issubdtype(found.dtype, np.integer):
         return None
     return int(found)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in WRITERS:
-        with contextlib.suppress(distributions.PackageNotFoundError):  # run from a folder
-            found[name] = distributions.version(name)
-    return found
 
 
 def to_text(manifest: Manifest, **more: Any) -> str:
@@ -131,9 +116,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 #  "optimizer": {"opt_state/0": "ScaleByAdamState", "opt_state/1": "EmptyState"},
 #  "leaves": {"opt_state/0/mu/w": {"shape": [1009, 7], "stored_shape": [1016, 7],
 #    "dtype": "float32", "num_bytes": 28252, "spec": "PartitionSpec('data',)", "same_as": null}},
-#  "step": 2, "data": {"next_batch": 3}, "metadata": {}, "versions": {"python": "3.11.7"},
-#  "written": "2026-11-21T23:45:11+00:00",
-#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 5}
+#  "step": 2, "data": {"next_batch": 3}, "metadata": {}, "written": "2026-11-21T23:45:11+00:00",
+#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 6}
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read what a checkpoint holds; needs neither its arrays nor an accelerator.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -48,8 +47,6 @@ class CheckOptions(CommandOptions):
     """The lock file: zerojax.lock in the folder of the steps."""
     accept: bool = option(False, panel="Output")
     """Write what the steps are now into the lock file."""
-    json: Path | None = option(None, metavar="FILE", panel="Output")
-    """Keep what was found as JSON."""
     no_cache: bool = option(False, panel="Output")
     """Compile even what was compiled before, and keep nothing."""
 
@@ -98,10 +95,6 @@ def check(options: CheckOptions) -> None:
     found = [_check(step, devices[step.target], held, keeps, screen, path) for step in steps]
     for one in found:
         _show(one, screen)
-    if options.json is not None:
-        plain = {one.step.name: _to_dict(one) for one in found}
-        options.json.write_text(json.dumps(plain, indent=2) + "\n")
-        screen.wrote(options.json)
     if options.accept:
         write_lock(lock_path, {**held, **{one.step.name: one.record for one in found}})
         screen.wrote(lock_path)
@@ -209,15 +202,6 @@ def _complaint(one: Checked, is_accepted: bool) -> str:
     if one.problems:
         words.append(f"has {len(one.problems)} problems by its audit")
     return f"{one.step.name} {' and '.join(words)}" if words else ""
-
-
-def _to_dict(one: Checked) -> dict[str, Any]:
-    return {
-        "record": dataclasses.asdict(one.record),
-        "in_lock": not one.is_new,
-        "differences": [dataclasses.asdict(difference) for difference in one.differences],
-        "problems": [problem.to_dict() for problem in one.problems],
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

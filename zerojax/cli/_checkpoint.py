@@ -152,7 +152,6 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
         "placement": f"stage {manifest.stage} over {', '.join(manifest.axis)}; mesh {mesh}",
         "optimizer": " > ".join(manifest.optimizer.values()),
         "data": "" if manifest.data is None else json.dumps(manifest.data),
-        "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "on disk": f"{decimal(manifest.num_bytes)} in {len(manifest.files)} files",
     }
 

@@ -1,13 +1,11 @@
 """Memory: what of a step is kept, recomputed or moved to the host."""
 
 from zerojax.memory._host import has_host_memory, memory_kinds, offloaded_kinds
-from zerojax.memory._names import NamedValue, checkpoint_names, has_layers
+from zerojax.memory._names import has_layers
 from zerojax.memory._remat import activation_policy, rematerialised
 
 __all__ = [
-    "NamedValue",
     "activation_policy",
-    "checkpoint_names",
     "has_host_memory",
     "has_layers",
     "memory_kinds",

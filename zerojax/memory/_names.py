@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import itertools
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import jax
 
 from zerojax._jaxpr import (
     CALLS,
@@ -27,48 +22,9 @@ from zerojax._jaxpr import (
 from zerojax.recipe import LAYER_INPUT
 
 
-@dataclasses.dataclass(frozen=True)
-class NamedValue:
-    """A value that a rematerialisation policy can name.
-
-    Attributes:
-        name: as `jax.ad_checkpoint.checkpoint_name` was given it.
-        shape: in one layer, in the sizes that the function was traced with.
-        dtype: its dtype.
-        count: how many there are: layers times occurrences.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    count: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all of them, were they kept whole."""
-        return math.prod(self.shape) * self.dtype.itemsize * self.count
-
-
-def checkpoint_names(function: Callable[..., Any], *args: Any) -> tuple[NamedValue, ...]:
-    """List the values of a function that `RematPolicy(keep=, offload=)` can name.
-
-    Args:
-        function: of arrays; nothing is run.
-        *args: arrays or shapes.
-
-    Returns:
-        A row per name, shape and dtype, in the order of the program. A layer's input has the name
-        "layer_input" besides.
-    """
-    found: Counter[tuple[str, tuple[int, ...], Any]] = Counter()
-    for name, aval, count in _walk(jax.make_jaxpr(function)(*args), 1):
-        found[name, tuple(aval.shape), aval.dtype] += count
-    return tuple(NamedValue(*key, count) for key, count in found.items())
-
-
 def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
     """Refuse names that a function does not have; the message lists those that it has."""
-    there = {LAYER_INPUT, *(name for name, _, _ in _walk(jaxpr, 1))} if wanted else set()
+    there = {LAYER_INPUT, *_names(jaxpr)} if wanted else set()
     for name in wanted:
         if name not in there:
             known = difflib.get_close_matches(name, sorted(there), n=len(there), cutoff=0)
@@ -116,12 +72,11 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
     return [num_consts <= number < last and flag for number, flag in enumerate(flags)]
 
 
-def _walk(jaxpr: Any, count: int) -> Iterator[tuple[str, Any, int]]:
-    """Return each named value's name and shape, and how often it is computed."""
+def _names(jaxpr: Any) -> Iterator[str]:
+    """Yield the names that `jax.ad_checkpoint.checkpoint_name` gave to values."""
     for eqn in opened(jaxpr)[0].eqns:
         if eqn.primitive.name == "name":
-            yield eqn.params["name"], eqn.outvars[0].aval, count
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            yield eqn.params["name"]
         inner = called(eqn)
         for program in bodies(eqn) if inner is None else [inner]:
-            yield from _walk(program, count * times)
+            yield from _names(program)
