@@ -36,15 +36,8 @@ def audited(devices):
     step = zerojax.make_train_step(loss, optax.adam(1e-3), layout)
     return step, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
 
-def unmarked(devices):
-    return step_of(devices, P())
-
-def wrong(devices):
-    return len(devices)
-
-def broken(devices):
-    return devices[0].no_such_thing
 """
+MARK = '@zerojax.checked("cpu:4")\ndef audited(devices):\n'
 
 
 @pytest.fixture
@@ -80,26 +73,28 @@ def test_a_step_is_accepted_then_checked_and_a_change_is_told(steps, capsys):
     assert main(["diff", "before.lock", "before.lock"]) == 0
 
 
-def test_a_function_is_named_with_its_target(steps, capsys):
-    assert main(["check", "steps.py:unmarked", "--target", "cpu:2", "--accept"]) == 0
-    assert "unmarked @ cpu:2: peak" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["nothing.py"], "there is no file nothing.py"),
-        (["steps.py:absent"], "has no function 'absent'; it has "),
-        (["steps.py:unmarked"], "for which hardware is unmarked? Give --target"),
-        (["steps.py:plain", "--target", "cpu"], "name the number of virtual devices, as in cpu:8"),
-        (["steps.py:plain", "--target", "h1000:1x8"], "'h1000:1x8' is not a topology"),
-        (["steps.py:wrong", "--target", "cpu:2"], "gives a int; return jax.jit(step).lower(...)"),
-        (["steps.py:broken", "--target", "cpu:2"], "steps.py:36: AttributeError"),
-        (["steps.py", "--lock", "steps.py"], "is no lock file that can be read"),
+        (["steps.py", ("@zerojax.checked", "# ")], "steps.py marks no step"),
+        (["steps.py", ("cpu:4", "cpu")], "name the number of virtual devices, as in cpu:8"),
+        (["steps.py", ("cpu:4", "h1000:1x8")], "'h1000:1x8' is not a topology"),
+        (["steps.py", (MARK, f"{MARK}    return 4\n")], "gives a int; return jax.jit(step).lower("),
+        (["steps.py", (MARK, f"{MARK}    devices.at\n")], "steps.py:24: AttributeError"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(steps, capsys, arguments, told):
-    assert main(["check", *arguments]) == 2
+    file, *changes = arguments
+    for old, new in changes:
+        steps.write_text(STEPS.replace(old, new))
+    assert main(["check", file]) == 2
     err = capsys.readouterr().err
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_another_file_in_the_place_of_the_lock_is_told(steps, capsys):
+    (steps.parent / "zerojax.lock").write_text("{}")
+    assert main(["check", "steps.py"]) == 2
+    assert "is no lock file that can be read" in capsys.readouterr().err

@@ -73,15 +73,6 @@ def test_inspect_needs_neither_devices_nor_the_model(saved):
         assert said in done.stdout, said
 
 
-def test_inspect_prints_plain_data(saved, capsys):
-    assert main(["checkpoint", "inspect", str(saved[0] / "checkpoints/3"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 3
-    assert found["metadata"] == {"by": "a test"}
-    assert found["leaves"]["params/layers/prime"]["shape"] == [1009, 7]
-    assert set(found["files"]["arrays/manifest.ocdbt"]) == {"num_bytes", "digest"}
-
-
 def test_verify_names_what_is_damaged(saved, capsys):
     assert main(["checkpoint", "verify", str(saved[0])]) == 0
     out = capsys.readouterr().out

@@ -103,7 +103,6 @@ def test_what_is_missing_is_named_with_its_pip_line(tmp_path, extra, program):
     ("absent", "arguments"),
     [
         ("typer", ["plan"]),
-        ("matplotlib", ["train", "--data", "text.txt"]),
         ("matplotlib", ["plan", "--model", "tiny", "--devices", "8", "--plot", "plot.png"]),
         ("grain", ["train", "--data", "text.txt"]),
         ("orbax", ["train", "--data", "text.txt", "--steps", "1", "--save-every", "1"]),

@@ -29,7 +29,6 @@ class SavedLeaf:
     stored_shape: Shape  # shape with padding, as the arrays on disk have it
     dtype: str  # its name; of typed PRNG keys `key<...>`, whose integers are what is stored
     num_bytes: int  # bytes of the logical leaf
-    spec: str | None = None  # how it was placed, a `PartitionSpec` in words
     #: path of the leaf that is the very same array, which alone is stored; or None
     same_as: str | None = None
 
@@ -54,13 +53,11 @@ def saved_leaves(
     for path, x in leaves_by_path(tree).items():
         dtype = dtype_of(x)
         owner = first.setdefault(id(x), path) if isinstance(x, jax.Array) else path
-        spec = getattr(getattr(x, "sharding", None), "spec", None)
         found[path] = SavedLeaf(
             shape=logical[path],
             stored_shape=tuple(jnp.shape(x)),
             dtype=str(dtype),
             num_bytes=num_bytes(logical[path], dtype),
-            spec=None if spec is None else str(spec),
             same_as=None if owner == path else owner,
         )
     return found

@@ -115,7 +115,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 # {"digest": "0f3c...", "stage": 2, "axis": ["data"], "mesh": {"data": 8},
 #  "optimizer": {"opt_state/0": "ScaleByAdamState", "opt_state/1": "EmptyState"},
 #  "leaves": {"opt_state/0/mu/w": {"shape": [1009, 7], "stored_shape": [1016, 7],
-#    "dtype": "float32", "num_bytes": 28252, "spec": "PartitionSpec('data',)", "same_as": null}},
+#    "dtype": "float32", "num_bytes": 28252, "same_as": null}},
 #  "step": 2, "data": {"next_batch": 3}, "metadata": {}, "written": "2026-11-21T23:45:11+00:00",
 #  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 6}
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

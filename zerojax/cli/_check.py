@@ -38,16 +38,11 @@ Result = TypeVar("Result")
 class CheckOptions(CommandOptions):
     """What `zerojax check` was asked for."""
 
-    steps: str = argument("FILE[:NAME]")
-    """A Python file, and the function in it if not all that are marked."""
-    target: tuple[str, ...] = option((), metavar="NAME", panel="Hardware")
-    """Hardware to compile for, in the place of what the functions are marked with: a topology
-    (h100:1x8, v5p:2x2x2), or cpu:8; may be given several times."""
-    lock: Path | None = option(None, metavar="FILE", panel="Output", show_default="beside FILE")
-    """The lock file: zerojax.lock in the folder of the steps."""
-    accept: bool = option(False, panel="Output")
+    steps: Path = argument("FILE")
+    """A Python file with marked steps; zerojax.lock lies beside it."""
+    accept: bool = option(False)
     """Write what the steps are now into the lock file."""
-    no_cache: bool = option(False, panel="Output")
+    no_cache: bool = option(False)
     """Compile even what was compiled before, and keep nothing."""
 
 
@@ -75,20 +70,17 @@ def check(options: CheckOptions) -> None:
 
     Exit status: 0 as the lock file says; 1 something differs; 2 asked for what can't be done.
 
-    Examples: the first time; in CI; one function for one target.
+    Examples: the first time; in CI.
 
     ```
     zerojax check ci/steps.py --accept
     zerojax check ci/steps.py
-    zerojax check ci/steps.py:train --target v5p:2x2x2
     ```
     """
     screen = Screen(width=100)
-    name, _, function = options.steps.partition(":")
-    path = Path(name)
-    lock_path = options.lock or path.parent / LOCK
+    path, lock_path = options.steps, options.steps.parent / LOCK
     with refusing():
-        steps = _told(lambda: find_steps(path, function, options.target), path)
+        steps = _told(lambda: find_steps(path), path)
         held = read_lock(lock_path) if lock_path.exists() else {}
         devices = _devices(steps)
     keeps = not options.no_cache

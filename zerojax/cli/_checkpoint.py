@@ -45,14 +45,6 @@ class CheckpointOptions(CommandOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectOptions(CheckpointOptions):
-    """What `zerojax checkpoint inspect` was asked for."""
-
-    json: bool = option(False)
-    """Print plain data instead, with every leaf and file."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions(CheckpointOptions):
     """What `zerojax checkpoint export` was asked for."""
 
@@ -67,23 +59,20 @@ class ExportOptions(CheckpointOptions):
 
 @checkpoint.command()
 @command
-def inspect(options: InspectOptions) -> None:
+def inspect(options: CheckpointOptions) -> None:
     """Show what a checkpoint holds, from its manifest alone.
 
-    The model's code is not needed, nor the devices that it was saved on.
+    The model's code is not needed, nor the devices that it was saved on. Its checkpoint.json has
+    every leaf and file.
 
     ```
     zerojax checkpoint inspect runs/books
-    zerojax checkpoint inspect runs/books/checkpoints/500 --json
+    zerojax checkpoint inspect runs/books/checkpoints/500
     ```
     """
     with refusing():
         path = find_checkpoint(options.directory)
         manifest = read_manifest(path)
-    if options.json:
-        plain = {"path": str(path), **dataclasses.asdict(manifest)}
-        typer.echo(json.dumps(plain, indent=1))
-        return
     screen = Screen(width=WIDTH)
     screen.facts(_facts(path, manifest))
     screen.show(_parts_table(manifest))

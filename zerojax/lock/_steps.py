@@ -83,36 +83,20 @@ def checked(*targets: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return mark
 
 
-def find_steps(path: Path, name: str = "", targets: Sequence[str] = ()) -> list[CheckedStep]:
-    """Find the steps that a file marks, or the one of a name.
-
-    Args:
-        path: a Python file; it is run.
-        name: of a function in it, marked or not; empty for all that are marked.
-        targets: in the place of those that the functions are marked with.
+def find_steps(path: Path) -> list[CheckedStep]:
+    """Find the steps that a Python file marks; the file is run.
 
     Raises:
-        ValueError: there is no such function, or nothing says for which hardware.
+        ValueError: it marks none.
     """
-    module = _load(path)
-    own = {key: x for key, x in vars(module).items() if callable(x)}
-    found = {key: x for key, x in own.items() if hasattr(x, _TARGETS)}
-    if name:
-        if name not in own:
-            raise ValueError(f"{path} has no function {name!r}; it has {', '.join(own) or 'none'}")
-        found = {name: own[name]}
-    if not found:
-        raise ValueError(
-            f"{path} marks no step: decorate one with @zerojax.checked(...), or name it: "
-            f"{path}:train_step"
-        )
-    steps = []
-    for key, function in found.items():
-        wanted = targets or getattr(function, _TARGETS, ())
-        if not wanted:
-            raise ValueError(f"for which hardware is {key}? Give --target h100:1x8")
-        steps += [CheckedStep(name=f"{key} @ {one}", target=one, make=function) for one in wanted]
-    return steps
+    marked = {key: x for key, x in vars(_load(path)).items() if hasattr(x, _TARGETS)}
+    if not marked:
+        raise ValueError(f"{path} marks no step: decorate one with @zerojax.checked('h100:1x8')")
+    return [
+        CheckedStep(name=f"{key} @ {one}", target=one, make=function)
+        for key, function in marked.items()
+        for one in getattr(function, _TARGETS)
+    ]
 
 
 def _load(path: Path) -> ModuleType:
