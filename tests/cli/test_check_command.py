@@ -81,7 +81,7 @@ def test_a_step_is_accepted_then_checked_and_a_change_is_told(steps, capsys):
         (["steps.py", ("cpu:4", "cpu")], "name the number of virtual devices, as in cpu:8"),
         (["steps.py", ("cpu:4", "h1000:1x8")], "'h1000:1x8' is not a topology"),
         (["steps.py", (MARK, f"{MARK}    return 4\n")], "gives a int; return jax.jit(step).lower("),
-        (["steps.py", (MARK, f"{MARK}    devices.at\n")], "steps.py:24: AttributeError"),
+        (["steps.py", (MARK, f"{MARK}    devices.at\n")], "steps.py:22: AttributeError"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(steps, capsys, arguments, told):
