@@ -192,7 +192,7 @@ def test_ctrl_c_finishes_the_step_and_writes_what_there_is(folder):
         if "saved run/checkpoints/3" in line:
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "ending after this step" in err
@@ -200,7 +200,6 @@ def test_ctrl_c_finishes_the_step_and_writes_what_there_is(folder):
     assert f"interrupted after step {stopped} of 100000" in err
     assert "zerojax train --resume" in err
     assert list(find_checkpoints(folder / "run/checkpoints"))[-1] == stopped
-    assert "validation:" not in out
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder, capsys):
@@ -290,9 +289,7 @@ def test_the_metrics_keep_what_a_resumed_run_needs(tmp_path):
     again = Metrics(path, 2)
     again.add(step=3, loss=0.5)
     again.close()
-    assert again.column("loss") == ([1, 2, 3], [1.0, 0.5, 0.5])
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    new = Metrics(path, 0)
-    new.close()
-    assert new.lines == []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"step": step, "loss": loss} for step, loss in ((1, 1.0), (2, 0.5), (3, 0.5))]
+    Metrics(path, 0).close()
     assert not path.read_text()

@@ -85,33 +85,28 @@ def _walk(root: Path, leave_out: Container[str] = ()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def load_corpus(
-    inputs: Sequence[StrPath] = (),
-    *,
-    context: int,
-    max_bytes: int | None = None,
-) -> Corpus:
+def load_corpus(inputs: Sequence[StrPath] = (), *, context: int) -> Corpus:
     """Read the inputs, by default Python's standard library, as bytes, and hold a part out.
 
     Files are put in the order of a digest of their contents, equal files once, and the last 5% of
     all bytes are held out: a fair sample that depends on the files alone. The default corpus stops
-    at 8 MB, other inputs at `max_bytes` where given. All of it is held in memory. Each part gets at
-    least a window of `context` + 1 bytes.
+    at 8 MB. All of it is held in memory. Each part gets at least a window of `context` + 1 bytes.
 
     Raises:
         ValueError: data is missing, unreadable, empty or too short; one line, with the remedy.
     """
     if isinstance(inputs, str | os.PathLike):
         raise ValueError(f"inputs is one path, {os.fspath(inputs)!r}; give a list of paths")
-    if context < 1 or (max_bytes is not None and max_bytes < 1):
-        raise ValueError(f"context is {context}, max_bytes {max_bytes}; give at least 1")
+    if context < 1:
+        raise ValueError(f"context is {context}; give at least 1")
+    most = None
     if inputs:
         source = ", ".join(os.fspath(given) for given in inputs)
     else:
         source = f"the standard library of Python {sysconfig.get_python_version()}"
-        max_bytes = max_bytes or _DEFAULT_MAX_BYTES
+        most = _DEFAULT_MAX_BYTES
     try:
-        contents = _read(find_files(inputs) if inputs else standard_library_files(), max_bytes)
+        contents = _read(find_files(inputs) if inputs else standard_library_files(), most)
     except OSError as error:
         raise ValueError(
             f"can't read {error.filename}: {error.strerror}; give files that can be read"
@@ -131,13 +126,13 @@ def load_corpus(
     return Corpus(source=source, num_files=len(contents), train=train, held_out=rest)
 
 
-def _read(files: Iterable[Path], max_bytes: int | None) -> list[bytes]:
-    """Read the files, equal ones once, in the order of their digests, cut at max_bytes."""
+def _read(files: Iterable[Path], most: int | None) -> list[bytes]:
+    """Read the files, equal ones once, in the order of their digests, up to so many bytes."""
     by_digest: dict[bytes, bytes] = {}
     for path in files:
         content = path.read_bytes()
         by_digest[hashlib.sha256(content).digest()] = content
-    kept, left = [], sum(map(len, by_digest.values())) if max_bytes is None else max_bytes
+    kept, left = [], sum(map(len, by_digest.values())) if most is None else most
     for _, content in sorted(by_digest.items()):
         if content := content[:left]:
             kept.append(content)

@@ -1,6 +1,6 @@
 """Memory: what of a step is kept, recomputed or moved to the host."""
 
-from zerojax.memory._host import has_host_memory, memory_kinds, offloaded_kinds
+from zerojax.memory._host import has_host_memory, offloaded_kinds
 from zerojax.memory._names import has_layers
 from zerojax.memory._remat import activation_policy, rematerialised
 
@@ -8,7 +8,6 @@ __all__ = [
     "activation_policy",
     "has_host_memory",
     "has_layers",
-    "memory_kinds",
     "offloaded_kinds",
     "rematerialised",
 ]

@@ -104,7 +104,7 @@ class _Training:
         self.is_first = jax.process_index() == 0  # which alone prints and writes
         path = self.options.out / "metrics.jsonl"
         self.metrics = Metrics(path, self.first_step, is_kept=self.is_first)
-        self.evaluated = max(self.metrics.column("validation_bits_per_byte")[0], default=-1)
+        self.evaluated = -1
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
         self.clock = time.perf_counter()
 
@@ -199,7 +199,7 @@ class _Training:
                 )
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out text."""
+        """Evaluate on the held-out text, and say what was learned."""
         self.settle(0)
         found = evaluate(self.run.step, self.state, self.run.held_out)
         self.evaluated = self.number
@@ -234,10 +234,6 @@ class _Training:
         """Evaluate a last time and say what was learned."""
         if self.evaluated < self.number:
             self.evaluate()
-        steps, found = self.metrics.column("validation_bits_per_byte")
-        learned = f"validation: {found[-1]:.3f} bits per byte after {steps[-1]} steps"
-        start = f", {found[0]:.2f} at the start" if steps[0] == 0 else ""
-        self.screen.show(Text(learned + start, style="bold green"))
         self.screen.wrote(self.options.out / "metrics.jsonl")
 
 

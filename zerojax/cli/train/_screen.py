@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def bytes_table(run: TrainRun) -> Table:
 
 
 class Metrics:
-    """The metrics of a run, in memory and on disk; a line is on disk when `add` returns.
+    """The metrics of a run; a line is on disk when `add` returns.
 
     Args:
         path: the file.
@@ -106,48 +107,29 @@ class Metrics:
     """
 
     def __init__(self, path: Path, first_step: int, *, is_kept: bool = True) -> None:
-        self.lines = _read(path, first_step)
         if is_kept:
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(map(_as_json, self.lines)))
+            partial.write_text("".join(_lines(path, first_step)))
             partial.replace(path)
         self._file = path.open("a") if is_kept else io.StringIO()
 
     def add(self, **values: Any) -> None:
-        """Add one line."""
-        self.lines.append(values)
-        self._file.write(_as_json(values))
+        """Add one line; numbers that JSON does not know become null."""
+        known = {
+            name: None if isinstance(x, float) and not math.isfinite(x) else x
+            for name, x in values.items()
+        }
+        self._file.write(json.dumps(known) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Return steps and values of the lines that have a metric."""
-        found = [line for line in self.lines if line.get(name) is not None]
-        return [line["step"] for line in found], [line[name] for line in found]
 
-
-def _as_json(values: dict[str, Any]) -> str:
-    """Write a line; numbers that JSON does not know become null."""
-    known = {
-        name: None if isinstance(x, float) and not math.isfinite(x) else x
-        for name, x in values.items()
-    }
-    return json.dumps(known) + "\n"
-
-
-def _read(path: Path, first_step: int) -> list[dict[str, Any]]:
+def _lines(path: Path, first_step: int) -> Iterator[str]:
     """Read the lines up to a step; a last line that a crash cut short is dropped."""
-    if not first_step or not path.exists():
-        return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            break
-        if isinstance(line, dict) and line.get("step", math.inf) <= first_step:
-            lines.append(line)
-    return lines
+    if first_step and path.exists():
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n") and json.loads(line)["step"] <= first_step:
+                yield line
