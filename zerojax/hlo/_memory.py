@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ def largest_results(module: Module, count: int) -> list[Result]:
     """List the largest results that lie in a device's memory; some of them share a buffer."""
     lines = {id(line): line for _, line in walk(module, SCHEDULED)}
     found = [
-        Result(name=line.name, shape=_shape(line), bytes=size, op_name=line.op_name)
+        Result(name=line.name, shape=_text(line), bytes=size, op_name=line.op_name)
         for line in lines.values()
         if line.opcode not in _NO_BUFFER
         and not any(tensor.is_far for tensor in line.shapes)
@@ -37,11 +38,16 @@ def largest_results(module: Module, count: int) -> list[Result]:
     return sorted(found, key=lambda one: -one.bytes)[:count]
 
 
-def _shape(line: Instruction) -> str:
-    """Write the shape of a result, of a tuple that of its largest tensor."""
-    largest = max(line.shapes, key=lambda one: one.elements)
-    more = f", {len(line.shapes) - 1} more" if line.shapes[1:] else ""
-    return f"{largest.dtype}{list(largest.dims)}{more}"
+def _text(line: Instruction) -> str:
+    """Write the shapes of a result, the largest first; of a tuple not what is next to nothing."""
+    sizes = Counter((one.elements, f"{one.dtype}{list(one.dims)}") for one in line.shapes)
+    ordered = sorted(sizes.items(), key=lambda item: -item[0][0])
+    texts = [
+        f"{count} x {text}" if count > 1 else text
+        for (elements, text), count in ordered
+        if elements >= ordered[0][0][0] / 100
+    ]
+    return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")
 
 
 def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
