@@ -47,6 +47,21 @@ REFUSED = {
         make(3, name="v")[0],
         "leaf 'params/w': state (1016, 7), layout None; ",
     ),
+    "partitioned, at a stage that keeps it whole": (
+        make(3),
+        make(1)[0],
+        "leaf 'params/even' is partitioned; at the layout's stage 1 it is whole; ",
+    ),
+    "whole, at a stage that partitions it": (
+        make(2),
+        make(3)[0],
+        "leaf 'params/even' is whole; at the layout's stage 3 it is partitioned; ",
+    ),
+    "whole moments, at a stage that partitions them": (
+        make(0),
+        make(1)[0],
+        "leaf 'opt_state/0/mu/even' is whole; at the layout's stage 1 it is partitioned; ",
+    ),
 }
 
 

@@ -13,21 +13,24 @@ drop values, or keep zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey
 
 from zerojax._tree import flatten_with_names, path_name, unwrapped
-from zerojax._types import PyTree, Shape
+from zerojax._types import Kind, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout
 
 #: The parts of a train state that hold parameters: the paths begin so.
 COPIES = ("params", "masters")
 PARAMS, MASTERS = (f"{name}/" for name in COPIES)
+#: All of its parts that are placed, with their kinds.
+KINDS: dict[str, Kind] = {"params": "parameter", "masters": "master", "opt_state": "optimizer"}
 REMEDY = "pass the layout that the state was made under: step.layout"
 #: A key path and what is there.
 Node = tuple[tuple[Any, ...], Any]
@@ -64,11 +67,29 @@ def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
     sizes = {size for size in jnp.shape(x) if size and size % layout.num_shards == 0}
     if is_key(x) or layout.num_shards == 1 or not (sizes if is_optax else sizes & {*padded}):
         return False
-    if (sharding := getattr(x, "sharding", None)) is None:
-        return True
-    spec = getattr(sharding, "spec", ())
-    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    return any(set(entry) & set(layout.axis) for entry in names)
+    return _is_cut(x, layout) is not False
+
+
+def check_placement(tree: PyTree, layout: Layout) -> None:
+    """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not."""
+    for path, node in nodes(tree):
+        if layout.num_shards == 1 or not _is_train_state(node):
+            continue
+        for name, kind in KINDS.items():
+            pairs, _ = jax.tree_util.tree_flatten_with_path(unwrapped(getattr(node, name)))
+            for step, x in pairs:
+                placed = layout.optimizer_leaves(path_name(step), jnp.shape(x))
+                cut = layout.partitions(kind)
+                specs = [leaf.shard_spec if cut else leaf.whole_spec for leaf in placed]
+                wanted = {_cuts(spec, layout) for spec in specs}
+                is_placed = isinstance(getattr(x, "sharding", None), NamedSharding)
+                is_placed &= all(leaf.parameter is not None for leaf in placed)
+                if is_placed and (is_cut := _is_cut(x, layout)) not in wanted:
+                    words = ("partitioned", "whole") if is_cut else ("whole", "partitioned")
+                    raise ValueError(
+                        f"leaf {path_name((*path, GetAttrKey(name), *step))!r} is {words[0]}; at "
+                        f"the layout's stage {layout.stage} it is {words[1]}; {REMEDY}"
+                    )
 
 
 def nodes(tree: PyTree) -> Iterator[Node]:
@@ -144,3 +165,14 @@ def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
     """Return the shapes of the leaves below a node, by path."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(node)
     return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
+
+
+def _is_cut(x: Any, layout: Layout) -> bool | None:
+    """Return whether an array is partitioned over ZeRO's axes; None if its placement is unknown."""
+    sharding = getattr(x, "sharding", None)
+    return None if sharding is None else _cuts(getattr(sharding, "spec", ()), layout)
+
+
+def _cuts(spec: Iterable[Any], layout: Layout) -> bool:
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return any(set(entry) & set(layout.axis) for entry in names)

@@ -29,6 +29,7 @@ from zerojax.checkpoint._files import (
     sync,
 )
 from zerojax.checkpoint._leaves import placed_leaves
+from zerojax.checkpoint._logical import check_placement
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     MANIFEST,
@@ -150,9 +151,10 @@ def start_save(
         root = local_path(directory)
         if (root / MANIFEST).exists():
             raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-        state = placed_leaves(state, layout.sharding(P()))
+        given, state = state, placed_leaves(state, layout.sharding(P()))
         step = None if step is None else check_step(step)
         manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
+        check_placement(given, layout)
         leaves = leaves_by_path(state)
         arrays = {path: leaves[path] for path, x in manifest.leaves.items() if x.is_stored}
     agree(
@@ -226,7 +228,7 @@ def save(
 
     Raises:
         ValueError: the directory holds a checkpoint already, two leaves have the same path, or a
-            train state has other leaves than the layout.
+            train state was made under another layout.
         TypeError: `data` or `metadata` is not fit for JSON, or a leaf is no array.
     """
     start_save(directory, state, layout, tx=tx, step=step, data=data, metadata=metadata).wait()
