@@ -18,10 +18,10 @@ PRECISION = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
 TX = optax.adamw(1e-3)
 
 
-def audited(target, num_devices, stage, config=CONFIG, **choices):
-    mesh = zerojax.topology_mesh(target, {"data": num_devices})
+def audited(target, num_devices, stage, config=CONFIG, axes=None, axis="data", **choices):
+    mesh = zerojax.topology_mesh(target, axes or {"data": num_devices})
     init, key = functools.partial(gpt.init, config), jax.random.key(0)
-    layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
+    layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage, axis=axis)
     recipe = zerojax.Recipe(**{"precision": PRECISION, **choices})
     shape = (num_devices * recipe.accumulate, config.context + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
@@ -66,3 +66,16 @@ def test_layers_of_a_list_are_gathered_in_order(prefetch):
     config = dataclasses.replace(CONFIG, num_layers=8, scan=False)
     _, report = audited("h100:1x8", 8, 3, config, precision="fp32", prefetch=prefetch)
     assert [one.kind for one in report.problems] == ["gathered at once"] * (prefetch == 0)
+
+
+@pytest.mark.aot("cuda")
+def test_shards_alone_cross_the_links_between_nodes():
+    """Psi / 8 is reduced across nodes, and Psi / 8 of new parameters is gathered."""
+    wide = ("replica", "data")
+    axis = {"parameter": "data", "gradient": wide, "optimizer": wide}
+    axes = {"replica": 4, "data": 8}
+    _, report = audited("h100:4x8", 32, 3, axes=axes, axis=axis)
+    report.raise_if_problems()
+    far = [one.seen for name, one in report.volume_by_axis.items() if "replica" in name]
+    assert sum(far) / (2 / 8 * 3 / 4) == pytest.approx(1, rel=0.1)
+    assert report.memory.optimizer == pytest.approx(report.memory.theory["optimizer"], rel=0.01)

@@ -15,6 +15,9 @@ from tests.hlo.programs import FILES, MANUAL, MLP, REDUCE, SCAN, text_of, wrap
 from zerojax.hlo import (
     Collective,
     Collectives,
+    Frame,
+    Value,
+    arguments_of,
     mesh_axes,
     parse_collectives,
     parse_module,
@@ -155,6 +158,25 @@ def test_transfers_between_slices_are_read():
         reduced = [r.moved_elements for r in between if r.op == "all-reduce"]
         assert sum(reduced) == PSI / 4  # each of four chips sends its quarter to the other slice
         assert {r.group_size for r in between} == {2}
+
+
+BETWEEN = """HloModule between
+ENTRY %main (p: f32[8], q: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %t = token[] after-all()
+  %send = (f32[8]{0}, u32[], token[]) send(%p, %t), frontend_attributes={_xla_host_transfer_rendezvous="sum_0"}
+  %other = (f32[8]{0}, u32[], token[]) send(%q, %t), frontend_attributes={_xla_host_transfer_rendezvous="sum_1"}
+  %recv = (f32[8]{0}, u32[], token[]) recv(%t), frontend_attributes={_xla_host_transfer_rendezvous="sum_0"}
+  %done = (f32[8]{0}, token[]) recv-done(%recv)
+  ROOT %r = f32[8]{0} get-tuple-element(%done), index=0
+}
+"""  # noqa: E501
+
+
+def test_what_another_slice_sends_is_what_this_one_would_send():
+    module = parse_module(BETWEEN)
+    assert arguments_of(module, Value(Frame(computation=module.entry), "r", None)) == {0}
 
 
 def test_the_donated_outputs_are_read_from_the_header():

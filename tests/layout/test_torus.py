@@ -97,6 +97,15 @@ def test_an_axis_of_one_device_does_not_keep_a_mesh_out_of_order():
     assert read_digits(in_order(mesh), "data") is not None
 
 
+def test_an_axis_within_each_slice_has_its_phases():
+    chips = [Chip(V6E, (x, y, 0), slice_index=s) for s, x, y in np.ndindex(2, 4, 4)]
+    mesh = Mesh(np.array(chips).reshape(2, 16), ("replica", "fsdp"))
+    found = find_phases(mesh, ("fsdp",), ("replica",))
+    assert found.dims == (("x",), ("y",))
+    assert found.axes == (("fsdp_0",), ("fsdp_1",), ("replica",))
+    assert dict(found.mesh.shape) == {"replica": 2, "fsdp_0": 4, "fsdp_1": 4}
+
+
 def test_a_mesh_over_several_slices_is_left_to_the_compiler():
     chips = [Chip(V5P, (x, y, z), slice_index=s) for s, x, y, z in np.ndindex(2, 2, 2, 2)]
     mesh = Mesh(np.array(chips), ("data",))

@@ -46,6 +46,10 @@ BETWEEN_SLICES = re.compile(
     r'_xla_megascale_target="\{([\d,]+)\}x.*_xla_megascale_transfer_type="(\w+)"'
 )
 
+# What a send and its recv have in common (v5e:4x4x2slices).
+#   recv(%t), frontend_attributes={_xla_host_transfer_rendezvous="all-reduce.159_0"}
+TRANSFER = "_xla_host_transfer_rendezvous"
+
 # A transfer to a callback on the host: no collective (CPU of jaxlib).
 #   %send = (f32[8], u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true
 CALLBACK = re.compile(r"is_host_transfer=true")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from zerojax.hlo._module import Computation, Instruction, Module
-from zerojax.hlo._spellings import having
+from zerojax.hlo._spellings import TRANSFER, having
 
 #: What hands on the same values, in another place, shape or dtype.
 KEEPS = having("keeps")
@@ -146,6 +146,12 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
         yield Value(frame.parent, frame.caller.operands[int(line.literal)], index)
         if frame.caller.opcode == "while":  # or of what the turn before made
             yield Value(frame, frame.computation.root.name, index)
+    elif line.opcode == "recv":  # from another TPU slice, where the same program runs
+        transfer = line.attribute(TRANSFER)
+        lines = (x for x in frame.computation.instructions if x.opcode == "send")
+        yield from (
+            Value(frame, x.operands[0], None) for x in lines if x.attribute(TRANSFER) == transfer
+        )
     else:
         part = index if line.opcode in _WHOLE else None
         yield from (Value(frame, operand, part) for operand in line.operands)

@@ -149,7 +149,7 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
     at_once = Phases(flat, (axes, *further))
     if isinstance(mesh, AbstractMesh):
         return at_once
-    span = _span_of(mesh)
+    span = _span_of(mesh, axes)
     if span is None or not axes or _fits(span, _spanned(mesh, axes)):
         return at_once
     digits = [read_digits(mesh, axis) for axis in axes]
@@ -165,7 +165,7 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
 
 def in_order(mesh: Mesh) -> Mesh:
     """Return the same mesh with its devices row by row along the torus, where phases need that."""
-    span = _span_of(mesh)
+    span = _span_of(mesh, mesh.axis_names)
     if span is None or all(
         _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) is not None
         for axis in mesh.axis_names
@@ -249,9 +249,12 @@ def _cut(mesh: Mesh, groups: list[list[Digit]], further: tuple[Axes, ...]) -> Ph
     )
 
 
-def _span_of(mesh: Mesh) -> Span | None:
-    """Return what a collective may span on a mesh; None where its devices lie on no torus."""
-    slices = {getattr(device, "slice_index", 0) for device in mesh.devices.flat}
+def _span_of(mesh: Mesh, axes: Axes) -> Span | None:
+    """Return what a collective may span along axes; None where they lie on no torus, or several."""
+    others = tuple(0 for name in mesh.axis_names if name not in axes)
+    order = [mesh.axis_names.index(name) for name in mesh.axis_names if name not in axes]
+    line = np.moveaxis(mesh.devices, order, range(len(order)))[others]
+    slices = {getattr(device, "slice_index", 0) for device in np.ravel(line)}
     return SPANS.get(mesh.devices.flat[0].device_kind) if len(slices) == 1 else None
 
 
