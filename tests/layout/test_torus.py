@@ -98,8 +98,10 @@ def test_an_axis_of_one_device_does_not_keep_a_mesh_out_of_order():
 
 
 def test_an_axis_within_each_slice_has_its_phases():
-    chips = [Chip(V6E, (x, y, 0), slice_index=s) for s, x, y in np.ndindex(2, 4, 4)]
-    mesh = Mesh(np.array(chips).reshape(2, 16), ("replica", "fsdp"))
+    snake = [(x if y % 2 else 3 - x, y, 0) for y, x in np.ndindex(4, 4)]  # as jax places them
+    chips = [Chip(V6E, place, slice_index=s) for s in range(2) for place in snake]
+    mesh = in_order(Mesh(np.array(chips).reshape(2, 16), ("replica", "fsdp")))
+    assert [chip.slice_index for chip in mesh.devices[:, 0]] == [0, 1]
     found = find_phases(mesh, ("fsdp",), ("replica",))
     assert found.dims == (("x",), ("y",))
     assert found.axes == (("fsdp_0",), ("fsdp_1",), ("replica",))

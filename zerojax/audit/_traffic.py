@@ -86,7 +86,11 @@ def moves_of(
                 spans=spans,
                 is_ours=bool(ours.intersection(_axes(spans))),
                 role=role,
-                match=matcher.match(record.shape, record.trips),
+                # Between slices libtpu moves [32, 1536] in tiles, as [48, 8, 128].
+                match=matcher.match(
+                    (record.elements,) if record.spelling == "megascale" else record.shape,
+                    record.trips,
+                ),
                 judged=record.moved_elements * scale,
             )
         )

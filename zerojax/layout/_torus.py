@@ -165,17 +165,17 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
 
 def in_order(mesh: Mesh) -> Mesh:
     """Return the same mesh with its devices row by row along the torus, where phases need that."""
-    span = _span_of(mesh, mesh.axis_names)
-    if span is None or all(
-        _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) is not None
-        for axis in mesh.axis_names
+    spans = {axis: _span_of(mesh, (axis,)) for axis in mesh.axis_names}
+    if all(
+        span is None or _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) is not None
+        for axis, span in spans.items()
     ):
         return mesh
-    devices = sorted(mesh.devices.flat, key=_place)
+    devices = sorted(mesh.devices.flat, key=lambda device: (_slice(device), *_place(device)))
     ordered = Mesh(
         np.array(devices).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types
     )
-    digits = [read_digits(ordered, axis) for axis in mesh.axis_names]
+    digits = [read_digits(ordered, axis) for axis, span in spans.items() if span is not None]
     return mesh if None in digits else ordered
 
 
@@ -254,7 +254,7 @@ def _span_of(mesh: Mesh, axes: Axes) -> Span | None:
     others = tuple(0 for name in mesh.axis_names if name not in axes)
     order = [mesh.axis_names.index(name) for name in mesh.axis_names if name not in axes]
     line = np.moveaxis(mesh.devices, order, range(len(order)))[others]
-    slices = {getattr(device, "slice_index", 0) for device in np.ravel(line)}
+    slices = {_slice(device) for device in np.ravel(line)}
     return SPANS.get(mesh.devices.flat[0].device_kind) if len(slices) == 1 else None
 
 
@@ -277,6 +277,10 @@ def _coords(mesh: Mesh) -> np.ndarray:
     """Return the place of every device on the torus, `[*mesh, len(DIMS)]`."""
     places = [_place(device) for device in mesh.devices.flat]
     return np.array(places).reshape(*mesh.devices.shape, len(DIMS))
+
+
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", 0) or 0
 
 
 def _place(device: Any) -> tuple[int, ...]:

@@ -64,13 +64,10 @@ class TreeLayout:
 
     @property
     def over(self) -> str:
-        """The axis in words, and the kinds of tensor that are cut along a part of it."""
-        fewer = (
-            f", {kind}s over {' x '.join(axes)}"
-            for kind, axes in self.axes.items()
-            if self.partitions(kind) and axes != self.axis
-        )
-        return f"{' x '.join(self.axis)} (N = {self.num_shards}){''.join(fewer)}"
+        """The axis in words, and that of parameters where these are cut along a part of it."""
+        whole, part = (" x ".join(axes) for axes in (self.axis, self.axes["parameter"]))
+        parameters = self.partitions("parameter") and part != whole and f", parameters over {part}"
+        return f"{whole} (N = {self.num_shards}){parameters or ''}"
 
     @property
     def groups(self) -> tuple[Axes, ...]:

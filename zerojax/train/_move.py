@@ -58,9 +58,10 @@ def move(
         if getattr(state, part) is not None:
             leaves = placed.leaves if kind == "optimizer" else other.leaves
             wanted |= {f"{part}/{leaf.path}".removesuffix("/."): (leaf, kind) for leaf in leaves}
-    given = {path: x for path, x in logical.items() if path.startswith((*KINDS,))}
-    for path in (*given, *wanted):
-        if path not in given or path not in wanted or given[path] != wanted[path][0].shape:
+    fitting = {path: leaf.shape for path, (leaf, _) in wanted.items()}
+    given = {path: shape for path, shape in logical.items() if path.startswith((*KINDS,))}
+    for path in (*given, *fitting):
+        if given.get(path) != fitting.get(path):
             raise ValueError(
                 f"leaf {path!r} of the state does not fit the other layout; make both layouts from "
                 "the same parameters"
