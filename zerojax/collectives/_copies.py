@@ -8,16 +8,19 @@ weight's own gather, and the gradients of all copies go to one array that nothin
     x = copies(w, sums)[ids]                                   each device its own, [8,2,32,64]
 
 The gradient of `sums` is what each device has added up. It is summed over devices once and straight
-into shards. That is done for weights that are looked up and used again, and for a lookup whose
-gradient is reduced in phases: the partitioner may gather the activations' gradients instead, or sum
-whole tables over all devices.
+into shards. That is done for weights that are looked up and used again, and by itself for
+
+- a lookup whose gradient is reduced in phases: the partitioner may gather the activations' gradients
+  instead, or sum whole tables over all devices;
+- each use of a padded weight: the partitioner sums over devices at once, and compilers don't make a
+  reduce-scatter of a sum, a pad and a cut. What a device has added up is padded first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +32,7 @@ from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, called, opened, scan_par
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening
 from zerojax.collectives._forms import constrain
 from zerojax.collectives._gather import PerDevice, scatter, shard_spec
-from zerojax.collectives._structural import keep_boxed
+from zerojax.collectives._structural import keep_boxed, waits_elementwise
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Layout, as_spec
 
@@ -62,7 +65,7 @@ class Copied:
         def broadcast(box: Boxed) -> jax.Array:
             whole = opening.open_box(jax.lax.stop_gradient(box))
             whole = jnp.broadcast_to(whole, (len(self.sums), *whole.shape))
-            return checkpoint_name(_per_device(whole, opening, as_spec(box.entries)), GATHERED)
+            return checkpoint_name(_one_each(whole, box, opening), GATHERED)
 
         def each(eqn: Any, operands: list[Any]) -> list[Any]:
             axes = [0 if jnp.ndim(x) else None for x in operands]
@@ -95,24 +98,24 @@ def copied(box: Boxed, opening: Opening) -> Copied:
     @jax.custom_vjp
     def sums(value: jax.Array) -> jax.Array:
         zeros = jnp.zeros((layout.num_batch_parts, *value.shape), dtype)
-        return _per_device(zeros, opening, as_spec(box.entries))
+        return _one_each(zeros, box, opening)
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        if dim is None or not devices.scatters(dim, box.entries):
+        padding = 0 if dim is None else -stored.shape[dim] % opening.num_parts(box, dim)
+        widths = [(0, padding if d - 1 == dim else 0) for d in range(cotangent.ndim)]
+        cotangent = jnp.pad(cotangent, widths) if padding else cotangent
+        if dim is not None and devices.scatters(dim, box.entries):
+            sum_over = functools.partial(devices.sum_over, dim=dim)
+            g = devices.run(lambda own: sum_over(own[0]), (batch,), devices.spec(dim), cotangent)
+        else:
             zero = jnp.zeros((), cotangent.dtype)  # jnp.sum would add in fp32, and move that
             total = jax.lax.reduce(cotangent, zero, jax.lax.add, (0,))
-            return (scatter(total, layout, box.entries, dim).astype(stored.dtype),)
-        sum_over = functools.partial(devices.sum_over, dim=dim)
-        padding = -stored.shape[dim] % layout.num_shards
-        widths = [(0, padding if d == dim else 0) for d in range(stored.ndim)]
-
-        def local(own: jax.Array) -> jax.Array:
-            return sum_over(jnp.pad(own[0], widths))
-
-        g = devices.run(local, (batch,), devices.spec(dim), cotangent)
-        g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
-        spec = shard_spec(layout, box.entries, dim, "gradient")
-        return (constrain(g, layout, spec).astype(stored.dtype),)
+            g = scatter(total, layout, box.entries, dim)
+        if dim is not None:
+            g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
+            spec = shard_spec(layout, box.entries, dim, "gradient")
+            g = constrain(g, layout, spec)
+        return (g.astype(stored.dtype),)
 
     sums.defvjp(lambda value: (sums(value), None), backward)
     return Copied(box, box, sums(stored))
@@ -158,17 +161,17 @@ def _is_lookup(eqn: Any) -> bool:
     return eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 1
 
 
-def is_phased_lookup(eqn: Any, values: list[Any], layout: Layout) -> bool:
-    """Whether an equation looks rows of a box up whose gradient is reduced in several phases."""
-    table = values[0]
-    return (
-        eqn.primitive.name == "gather"
-        and isinstance(table, Boxed)
-        and table.dim is not None
-        and not table.recorded
-        and layout.phases.reduces(table.value.shape, table.dim)
-        and PerDevice(layout).scatters(table.dim, table.entries)
-    )
+def sums_per_device(eqn: Any, box: Any, opening: Opening) -> bool:
+    """Whether a use by itself reads copies: of a padded weight, or a lookup reduced in phases.
+
+    Where the user cuts the padded dim too, padding would move rows from device to device.
+    """
+    if not isinstance(box, Boxed) or box.dim is None or not waits_elementwise(box):
+        return False
+    layout, shape, own = opening.layout, box.value.shape, box.entries[box.dim]
+    is_padded = not own and shape[box.dim] % opening.num_parts(box, box.dim) > 0
+    is_phased = eqn.primitive.name == "gather" and layout.phases.reduces(shape, box.dim)
+    return is_padded or (is_phased and PerDevice(layout).scatters(box.dim, box.entries))
 
 
 def use_copies(
@@ -192,37 +195,55 @@ def use_copies(
             return None
         operands = [*others[:place], None, *others[place:]]
         return [Copied(kept[0], weight.origin.record(eqn, operands), weight.sums)]
-    if not _takes_examples(eqn, place):
+    dims = _example_dims(eqn, place)
+    parts = opening.layout.num_batch_parts
+    if dims is None or others[0].shape[dims[0]] % parts:
         return None
-    rows, parts = others[0].shape[0], opening.layout.num_batch_parts
-    if rows % parts:
-        return None
+    at, dim = dims
 
     def on_copy(copy: jax.Array, examples: jax.Array) -> jax.Array:
         return bind_wide(eqn, [examples, copy] if place else [copy, examples])[0]
 
     def use(weight: Copied, examples: jax.Array) -> jax.Array:
-        examples = examples.reshape(parts, rows // parts, *examples.shape[1:])
-        out = jax.vmap(on_copy)(weight.copies(opening), _per_device(examples, opening))
-        return out.reshape(rows, *out.shape[2:]).astype(eqn.outvars[0].aval.dtype)
+        result = eqn.outvars[0].aval
+        shape = examples.shape
+        examples = examples.reshape(*shape[:at], parts, shape[at] // parts, *shape[at + 1 :])
+        mapped = jax.vmap(on_copy, in_axes=(0, at), out_axes=dim)
+        out = mapped(weight.copies(opening), _per_device(examples, opening, at))
+        return out.reshape(result.shape).astype(result.dtype)
 
-    return [_per_device(again(use)(weight, others[0]), opening)]
+    return [_per_device(again(use)(weight, others[0]), opening, dim)]
 
 
-def _takes_examples(eqn: Any, place: int) -> bool:
-    """Whether an equation looks up rows or multiplies them, and keeps their dim 0 in front."""
-    if len(eqn.invars) != 2 or eqn.invars[1 - place].aval.ndim < 2:
-        return False
+def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
+    """Return the dim of examples in the other operand and in the result of a lookup or product.
+
+    Of a product it is the first that is neither summed nor shared with the weight. None where an
+    equation takes no examples.
+    """
+    weight, other = eqn.invars[place].aval, eqn.invars[1 - place].aval
+    if len(eqn.invars) != 2 or other.ndim < 2:
+        return None
+    numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name == "gather":
-        numbers = eqn.params["dimension_numbers"]
-        return place == 0 and 0 not in numbers.offset_dims and not numbers.operand_batching_dims
+        takes = place == 0 and 0 not in numbers.offset_dims and not numbers.operand_batching_dims
+        return (0, 0) if takes else None
     if eqn.primitive.name == "dot_general":
-        (summed, _), (batch, _) = eqn.params["dimension_numbers"]
-        return place == 1 and 0 not in summed and not batch
-    return False
+        shared = [(*summed, *batch) for summed, batch in zip(*numbers, strict=True)]
+        free = [dim for dim in range(other.ndim) if dim not in shared[1 - place]]
+        before = len(numbers[1][0]) + (0 if place else weight.ndim - len(shared[0]))
+        return (free[0], before) if free else None
+    return None
 
 
-def _per_device(x: jax.Array, opening: Opening, rest: Iterable[Any] | None = None) -> jax.Array:
-    """Cut dim 0 over devices; the other dims as `rest` says, else as the partitioner has them."""
-    rest = [P.UNCONSTRAINED] * (x.ndim - 1) if rest is None else rest
-    return constrain(x, opening.layout, P(opening.layout.batch_axes, *rest))
+def _one_each(copies: jax.Array, box: Boxed, opening: Opening) -> jax.Array:
+    """Place copies, one on each device, cut as the user cuts the weight."""
+    layout = opening.layout
+    return constrain(copies, layout, P(layout.batch_axes, *as_spec(box.entries)))
+
+
+def _per_device(x: jax.Array, opening: Opening, dim: int = 0) -> jax.Array:
+    """Cut a dim over devices; the others are as the partitioner has them."""
+    spec: list[Any] = [P.UNCONSTRAINED] * x.ndim
+    spec[dim] = opening.layout.batch_axes
+    return constrain(x, opening.layout, P(*spec))

@@ -43,7 +43,7 @@ def gather(
     return constrain(x, layout, as_spec(entries))
 
 
-def in_tiles(x: jax.Array, layout: Layout, dim: int | None) -> jax.Array:
+def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
     """Ask a TPU to hold a gradient so in memory that each shard is made of whole tiles.
 
     libtpu makes a reduce-scatter of whole tiles only, 8 rows of 128 along the minor two dims, and
@@ -51,10 +51,11 @@ def in_tiles(x: jax.Array, layout: Layout, dim: int | None) -> jax.Array:
 
         [heads, model, head size] = [8, 256, 32], cut along 256    held model last: 32 columns
         [heads, head size, model] = [8, 32, 256], cut along 32     held in order: 4 rows
+        [rows padded to 256, 251], cut along 256                   held by columns: 32 columns
 
-    The first is held in order, the second with the dim that is cut as the major one.
+    The first and the last are held in order, the second with the dim that is cut as the major one.
     """
-    if not dim or layout.platform != "tpu":
+    if x.ndim < 2 or layout.platform != "tpu":
         return x
     tile = (8, 128)[dim - x.ndim] if dim >= x.ndim - 2 else 1
     order = list(range(x.ndim))
@@ -72,7 +73,8 @@ def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> 
         entries: the user's own axes per dim; they stay.
         dim: the partitioned dim; None where there is none.
     """
-    x = in_tiles(x, layout, dim)
+    if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
+        x = in_tiles(x, layout, dim)
     is_phased = dim is not None and layout.phases.reduces(x.shape, dim)
     if not is_phased and (dim is None or {*layout.batch_axes} <= {*layout.axes["gradient"]}):
         # Asked for shards alone, the partitioner may gather activations instead and compute each

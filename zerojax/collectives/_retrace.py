@@ -44,7 +44,7 @@ from zerojax.collectives._copies import (
     Copied,
     copied,
     copied_if_tied,
-    is_phased_lookup,
+    sums_per_device,
     use_copies,
     uses_of,
 )
@@ -249,8 +249,9 @@ class _Retracer:
 
     def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
-        if is_phased_lookup(eqn, values, self.opening.layout):
-            found = use_copies(eqn, [copied(values[0], self.opening), values[1]], self.opening)
+        if any(sums_per_device(eqn, v, self.opening) for v in values):
+            copies = [copied(v, self.opening) if isinstance(v, Boxed) else v for v in values]
+            found = use_copies(eqn, copies, self.opening)
             if found is not None:
                 return found
         out = self.opening.open_and_bind(eqn, values)
