@@ -115,8 +115,8 @@ ODD = {
     )
 }
 ALL = LOOPS | ODD | LISTS
-#: Loops that gather a layer of a branch, or each layer more than once.
-OTHERS = {"branches", "repeated"}
+#: Loops that gather a layer of a branch, each layer more than once, or several together.
+OTHERS = {"branches", "repeated", "pairs"}
 
 
 def gradient_of(names, mesh):

@@ -5,6 +5,8 @@ Each model gets a stack or a list of layers `{"w": [D, F], "v": [F, D]}`.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -159,6 +161,16 @@ def taken(stack, x):
     return jax.lax.scan(body, x, jnp.arange(NUM_LAYERS))[0]
 
 
+def pairs(stack, x):
+    """Read two layers at once."""
+
+    def body(i, x):
+        two = jax.tree.map(lambda w: w[jnp.stack([2 * i, 2 * i + 1])], stack)
+        return functools.reduce(lambda x, at: step(x, of_layer(two, at))[0], range(2), x)
+
+    return jax.lax.fori_loop(0, NUM_LAYERS // 2, body, x)
+
+
 def stacked_in_the_loss(stack, x):
     layers = [of_layer(stack, i) for i in range(NUM_LAYERS)]
     return scan(jax.tree.map(lambda *ws: jnp.stack(ws), *layers), x)
@@ -188,6 +200,7 @@ LOOPS = {
     "fori": fori,
     "indexed": indexed,
     "taken": taken,
+    "pairs": pairs,
     "branches": branches,
     "repeated": repeated,
     "stacked in the loss": stacked_in_the_loss,

@@ -8,11 +8,12 @@ weight's own gather, and the gradients of all copies go to one array that nothin
     x = copies(w, sums)[ids]                                   each device its own, [8,2,32,64]
 
 The gradient of `sums` is what each device has added up. It is summed over devices once and straight
-into shards. That is done for weights that are looked up and used again, and by itself for
+into shards. That is done for weights that are looked up and used again, and for two kinds of single
+uses:
 
-- a lookup whose gradient is reduced in phases: the partitioner may gather the activations' gradients
-  instead, or sum whole tables over all devices;
-- each use of a padded weight: the partitioner sums over devices at once, and compilers don't make a
+- a lookup whose gradient is reduced in phases: the partitioner may gather the activations'
+  gradients instead, or sum whole tables over all devices;
+- each use of a padded weight: the partitioner sums over devices at once, and compilers make no
   reduce-scatter of a sum, a pad and a cut. What a device has added up is padded first.
 """
 
@@ -34,7 +35,7 @@ from zerojax.collectives._forms import constrain
 from zerojax.collectives._gather import PerDevice, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
 from zerojax.collectives._wide import bind_wide
-from zerojax.layout import Layout, as_spec
+from zerojax.layout import as_spec
 
 
 @functools.partial(
@@ -161,17 +162,25 @@ def _is_lookup(eqn: Any) -> bool:
     return eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 1
 
 
-def sums_per_device(eqn: Any, box: Any, opening: Opening) -> bool:
-    """Whether a use by itself reads copies: of a padded weight, or a lookup reduced in phases.
+def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | None:
+    """Run an equation on copies that it alone reads; None where it needs none, or can't.
 
-    Where the user cuts the padded dim too, padding would move rows from device to device.
+    A lookup whose gradient is reduced in phases needs them, and any use of a padded weight. Where
+    the user cuts the padded dim too, padding would move rows from device to device.
     """
-    if not isinstance(box, Boxed) or box.dim is None or not waits_elementwise(box):
-        return False
+    box = next(v for v in values if isinstance(v, Boxed))
+    if box.dim is None or not waits_elementwise(box):
+        return None
     layout, shape, own = opening.layout, box.value.shape, box.entries[box.dim]
     is_padded = not own and shape[box.dim] % opening.num_parts(box, box.dim) > 0
     is_phased = eqn.primitive.name == "gather" and layout.phases.reduces(shape, box.dim)
-    return is_padded or (is_phased and PerDevice(layout).scatters(box.dim, box.entries))
+    if not is_padded and not (is_phased and PerDevice(layout).scatters(box.dim, box.entries)):
+        return None
+    if box.dtype.itemsize > box.value.dtype.itemsize and opening.reduce_dtype is None:
+        # What the program widens has a wide gradient, which is summed before it is rounded.
+        opening = dataclasses.replace(opening, reduce_dtype=box.dtype)
+    copies = [copied(v, opening) if v is box else v for v in values]
+    return use_copies(eqn, copies, opening)
 
 
 def use_copies(

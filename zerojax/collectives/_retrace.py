@@ -42,10 +42,9 @@ from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, never_saves_gathered
 from zerojax.collectives._copies import (
     Copied,
-    copied,
     copied_if_tied,
-    sums_per_device,
     use_copies,
+    use_own_copies,
     uses_of,
 )
 from zerojax.collectives._forms import auto_region
@@ -249,12 +248,9 @@ class _Retracer:
 
     def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
-        if any(sums_per_device(eqn, v, self.opening) for v in values):
-            copies = [copied(v, self.opening) if isinstance(v, Boxed) else v for v in values]
-            found = use_copies(eqn, copies, self.opening)
-            if found is not None:
-                return found
-        out = self.opening.open_and_bind(eqn, values)
+        out = use_own_copies(eqn, values, self.opening)
+        if out is None:
+            out = self.opening.open_and_bind(eqn, values)
         return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
 

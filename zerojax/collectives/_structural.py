@@ -74,9 +74,15 @@ def waits_elementwise(boxed: Boxed) -> bool:
 
 
 def is_slice(eqn: Any) -> bool:
-    """Whether an equation takes one slice of its first operand; a lookup of examples takes many."""
-    is_one = eqn.primitive.name != "gather" or eqn.invars[1].aval.ndim == 1
-    return is_one and eqn.primitive.name in ("slice", "dynamic_slice", "gather")
+    """Whether an equation takes slices of its first operand; a lookup of examples takes rows.
+
+    `w[jnp.stack([i, i + 1])]` takes two of `[24, 1024, 4096]`, which leaves two dims of each.
+    """
+    if eqn.primitive.name != "gather":
+        return eqn.primitive.name in ("slice", "dynamic_slice")
+    numbers, (table, indices) = eqn.params["dimension_numbers"], (x.aval for x in eqn.invars)
+    is_part = len(numbers.offset_dims) > 1 and eqn.outvars[0].aval.size <= table.size
+    return not numbers.operand_batching_dims and (is_part or indices.ndim == 1)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -165,10 +171,12 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
         return tuple(places.index(d) if d in places else None for d in range(len(new)))
     if name == "reshape" and params["dimensions"] is None:
         return _dims_of_reshape(old, new, {d: opening.num_parts(boxed, d) for d in held})
-    if name == "gather" and eqn.invars[1].aval.ndim == 1:
+    if name == "gather" and is_slice(eqn):
+        numbers = params["dimension_numbers"]
         whole = all(params["slice_sizes"][d] == old[d] for d in held)
-        gone = params["dimension_numbers"].collapsed_slice_dims
-        return tuple(d for d in same if d not in gone) if whole and not held & set(gone) else None
+        left = (d for d in same if d not in numbers.collapsed_slice_dims)
+        dims = tuple(next(left) if d in numbers.offset_dims else None for d in range(len(new)))
+        return dims if whole and held <= set(dims) else None
     return None
 
 
