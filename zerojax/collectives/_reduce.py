@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,11 @@ def warn_unless_mean(
     # A loss may place its activations along axes of the mesh.
     with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
         refused = why_no_mean(loss_fn, logical, batch, count)
+    if refused:
+        # It may group examples by the mesh too; without one that is the same loss, if it is one.
+        none = jax.sharding.AbstractMesh((), ())
+        with contextlib.suppress(RuntimeError, ValueError), jax.sharding.use_abstract_mesh(none):
+            refused = why_no_mean(loss_fn, logical, batch, count)
     if refused:
         warnings.warn(
             f"with accumulate={count} each microbatch computes its own loss, whose average may be "
