@@ -53,11 +53,7 @@ def attention(p, b):
 
 
 def heads(p, b):
-    x = (
-        b["x"].reshape(EXAMPLES, TOKENS, 2, -1)
-        if False
-        else b["x"].reshape(*b["x"].shape[:2], 2, -1)
-    )
+    x = b["x"].reshape(*b["x"].shape[:2], 2, -1)
     q = x.transpose(0, 2, 1, 3).reshape(-1, TOKENS, WIDTH // 2)
     mixed = jax.nn.softmax(q @ q.swapaxes(1, 2)) @ q
     mixed = mixed.reshape(-1, 2, TOKENS, WIDTH // 2).transpose(0, 2, 1, 3)
@@ -99,6 +95,36 @@ def rotated(x):
     a, b = jnp.unstack(x.reshape(*x.shape[:-1], -1, 2), axis=-1)
     cos = jnp.tile(jnp.cos(jnp.arange(TOKENS))[:, None], (1, WIDTH // 2))
     return jnp.stack([a * cos - b, b * cos + a], axis=-1).reshape(x.shape)
+
+
+def solved(p, b):
+    """Systems of each example's matrix, and of one matrix with an example per column."""
+    x, shared = b["x"], p["layers"][0] + 4 * jnp.eye(WIDTH)
+    each = jnp.einsum("bti,btj->bij", x, x) + 9 * jnp.eye(WIDTH)
+    inverse = jnp.linalg.inv(jnp.linalg.cholesky(each)) @ jnp.linalg.solve(each, x.swapaxes(1, 2))
+
+    def conjugate(a, y):
+        return jax.scipy.sparse.linalg.cg(lambda v: a @ (a.T @ v) + v, y, maxiter=2)[0]
+
+    right = jax.lax.linalg.triangular_solve(shared, x[:, 0], left_side=False)
+    columns = jnp.linalg.solve(shared, x[:, 0].T).T + right
+    return jnp.mean(inverse**2) + jnp.mean(columns * jax.vmap(conjugate)(each, x[:, 0]))
+
+
+def routed(p, b):
+    """Sort the tokens of each example by their expert, and multiply them in groups."""
+    x, count = b["x"], len(p["layers"])
+    experts = jnp.argmax(x @ p["out"], -1) % count
+
+    def grouped(x, experts, weights):
+        order = jnp.argsort(experts)
+        sums = jax.ops.segment_sum(x, experts, num_segments=count)
+        rows = jax.lax.ragged_dot(x[order], weights, jnp.bincount(experts, length=count))
+        return jnp.zeros_like(x).at[order].set(rows) + sums[experts]
+
+    weights = jnp.broadcast_to(p["layers"], (len(x), *p["layers"].shape))
+    one_by_one = jax.lax.map(lambda given: grouped(*given, p["layers"]), (x, experts))
+    return jnp.mean((jax.vmap(grouped)(x, experts, weights) + one_by_one) ** 2)
 
 
 MEANS = {
@@ -171,10 +197,8 @@ MEANS = {
         jnp.stack([jnp.mean(b["x"] @ p["out"]), jnp.mean(b["x"] ** 2)])
     ),
     "spectra": lambda p, b: jnp.mean(jnp.abs(jnp.fft.rfft(b["x"] @ p["out"], axis=1)) ** 2),
-    "matrices": lambda p, b: jnp.mean(
-        jnp.linalg.cholesky(jnp.einsum("bti,btj->bij", b["x"], b["x"]) + 9 * jnp.eye(WIDTH))
-        @ p["out"]
-    ),
+    "solved": solved,
+    "routed": routed,
     "no examples": lambda p, b: jnp.sum(p["out"] ** 2),
 }
 OTHERS = {
@@ -220,6 +244,14 @@ OTHERS = {
     "sorted examples": (
         lambda p, b: jnp.mean(jnp.sort(logits(p, b), 0)[:4]),
         "joins examples.*: sort",
+    ),
+    "solved with a matrix of all": (
+        lambda p, b: jnp.mean(jnp.linalg.solve(jnp.cov(b["x"][:, 0].T), p["layers"][0])),
+        "made of all",
+    ),
+    "tokens of all examples, sorted": (
+        lambda p, b: jnp.mean(b["x"].reshape(-1, WIDTH)[jnp.argsort(b["tokens"].reshape(-1))]),
+        "place of examples in the batch: sort",
     ),
     "contrastive": (
         lambda p, b: entropy(logits(p, b) @ logits(p, b).T, jnp.arange(len(b["y"]))).mean(),

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 from zerojax._jaxpr import is_elementwise
 
-_SAME = "convert_element_type copy name optimization_barrier reduce_precision sharding_constraint"
+_SAME = (
+    "convert_element_type copy device_put name optimization_barrier reduce_precision "
+    "sharding_constraint"
+)
 _MOVES = "broadcast_in_dim expand_dims reshape squeeze"
 #: Operations that mix the elements along the dims that a parameter names: the first of `_DIMS`.
 _MIXES = frozenset(
@@ -26,7 +29,7 @@ _APART = frozenset(f"{_SAME} {_MOVES} bitcast_convert_type dot_general reduce_su
 #: Operations that keep an example's place if their result is as long as what they are given.
 _CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice tile transpose".split())
 #: Operations that mix the last dims: two, or as many as a Fourier transform has lengths.
-_MATRICES = frozenset("cholesky eigh fft lu qr svd".split())
+_MATRICES = frozenset("cholesky eig eigh fft householder_product lu qr svd".split())
 _PRODUCTS = frozenset("conv_general_dilated div dot_general mul".split())
 _RANDOM = frozenset(
     "random_bits random_fold_in random_seed random_split random_unwrap random_wrap".split()
@@ -201,6 +204,14 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
     if name in _MATRICES:
         num_mixed = len(params["fft_lengths"]) if name == "fft" else 2
         return first is not None and first < eqn.invars[0].aval.ndim - num_mixed
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return first in numbers[1][0]
+    if name == "triangular_solve":
+        # Of a x = b, each column of b is solved by itself; a is that of the example, or of all.
+        last = eqn.invars[1].aval.ndim - 1
+        mixed = last - 1 if params["left_side"] else last
+        return dims[1] not in (None, mixed) and (first is None or first < last - 1)
     size = eqn.outvars[0].aval.shape[out]
     if name in _CUTS:
         if name == "pad" and params["padding_config"][first] != (0, 0, 0):

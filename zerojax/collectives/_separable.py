@@ -147,6 +147,12 @@ class _Reader:
             return self._loop(eqn, other, values)
         if called(eqn) is not None:
             return self.run(called(eqn), called(other), values)
+        if name == "custom_linear_solve":
+            # Its operands: the constants of four programs, of which the third solves, and b.
+            first, second = (x.params["jaxprs"].solve for x in (eqn, other))
+            matvec, vecmat, solve, _ = lengths = eqn.params["const_lengths"]
+            consts = values[matvec + vecmat :][:solve]
+            return self.run(first, second, [*consts, *values[sum(lengths) :]])
         dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
         outs = [_varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
         fresh = any(value.fresh for value in values)
