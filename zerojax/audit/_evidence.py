@@ -15,6 +15,7 @@ from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import Move, likeliest, moves_of
+from zerojax.collectives import block_dim, num_blocks
 from zerojax.hlo import (
     Carry,
     Frame,
@@ -77,6 +78,7 @@ class Evidence:
     has_recipe: bool  # whether the recipe was given, and is no default
     held: tuple[Held, ...]  # every argument leaf with its kind
     moves: tuple[Move, ...]  # every collective with its axes and its leaf
+    narrow: frozenset[int]  # leaves whose weights the recipe gathers in one byte an element
     unread: tuple[str, ...]  # lines with a collective that could not be read
 
     @classmethod
@@ -86,7 +88,8 @@ class Evidence:
         module = parse_module(program.text)
         held = classify(program, layout, host_parameters(module))
         found = parse_collectives(module)
-        matcher = Matcher(layout, _own_shapes(held, layout))
+        scales = _scales_shapes(layout) if recipe.precision.gather is not None else {}
+        matcher = Matcher(layout, _own_shapes(held, layout).union(*scales.values()))
         moves = moves_of(found.records, program, layout, matcher)
         return cls(
             program=program,
@@ -95,6 +98,7 @@ class Evidence:
             recipe=recipe,
             has_recipe=has_recipe,
             held=held,
+            narrow=frozenset(scales),
             moves=find_padding(without_activations(moves, module, held), matcher),
             unread=found.unread,
         )
@@ -228,6 +232,20 @@ def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
         shapes = (like.shape, like.stored_shape) if like else ()
         if one.kind == "optimizer" and one.elements > 1 and one.argument.shape not in shapes:
             found |= {one.argument.shape, one.argument.shard_shape}
+    return found
+
+
+def _scales_shapes(layout: Layout) -> dict[int, set[tuple[int, ...]]]:
+    """List per leaf the shapes of the scales that come with it, whole or a layer of it."""
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for index, leaf in enumerate(layout.leaves):
+        cut = {dim for dim, axes in enumerate(leaf.entries) if axes} | {leaf.dim}
+        for count in range(leaf.num_sliced + 1 if leaf.dim is not None else 0):
+            along = block_dim(leaf.shape[count:], {dim - count for dim in cut if dim is not None})
+            if along is not None:
+                shape = [*layout.local_shape(leaf, leaf.stored_shape)][count:]
+                shape[along] = num_blocks(shape[along])
+                found.setdefault(index, set()).add(tuple(shape))
     return found
 
 

@@ -20,6 +20,7 @@ from zerojax.collectives._forms import (
     view,
 )
 from zerojax.collectives._gather import cut
+from zerojax.collectives._narrow import BLOCK, block_dim, num_blocks
 from zerojax.collectives._options import OPTIONS, compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners
 from zerojax.collectives._prefetch import prefetched
@@ -28,6 +29,7 @@ from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._writeback import widened, write_back
 
 __all__ = [
+    "BLOCK",
     "OPTIONS",
     "OWNERS",
     "Job",
@@ -36,6 +38,7 @@ __all__ = [
     "Whole",
     "accumulate",
     "auto_region",
+    "block_dim",
     "compiler_options",
     "compute_by_owners",
     "constrain",
@@ -44,6 +47,7 @@ __all__ = [
     "has_examples",
     "is_whole",
     "map_batch",
+    "num_blocks",
     "num_examples",
     "prefetched",
     "reduce_once",

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from zerojax._jaxpr import bind, opened
 from zerojax.collectives._forms import to_logical
 from zerojax.collectives._gather import cut, gather, scatter
+from zerojax.collectives._narrow import gather_narrow
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout
 
@@ -108,10 +109,12 @@ class Opening:
     Attributes:
         layout: the placement.
         reduce_dtype: dtype in which gradients are summed over devices; None is their own.
+        gather_dtype: int8 or float8_e4m3fn, in which weights are gathered; None is their own.
     """
 
     layout: Layout
     reduce_dtype: Any = None
+    gather_dtype: Any = None
 
     @property
     def gathers(self) -> bool:
@@ -182,7 +185,7 @@ class Opening:
         @jax.custom_vjp
         def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
-                x = unpadded(gather(padded(x), self.layout, boxed.entries, dim))
+                x = unpadded(self._gathered(padded(x), boxed.entries, dim))
             return checkpoint_name(x.astype(wide), GATHERED)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
@@ -192,6 +195,11 @@ class Opening:
 
         whole.defvjp(lambda x: (whole(x), None), backward)
         return boxed.replayed(whole(value), self.open_and_bind)
+
+    def _gathered(self, x: jax.Array, entries: Entries, dim: int) -> jax.Array:
+        if self.gather_dtype is None:
+            return gather(x, self.layout, entries, dim)
+        return gather_narrow(x, self.layout, entries, dim, self.gather_dtype)
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run an equation on opened boxes; results may be wider than it was traced with."""

@@ -54,13 +54,17 @@ from zerojax.layout import Layout, check_layout
 _CALL = "gather_where_used(loss_fn, layout)"
 
 
-def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = None) -> LossFn:
+def gather_where_used(
+    loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = None, gather_dtype: Any = None
+) -> LossFn:
     """Make `loss_fn(params, *args)` take stored parameters, and gather each where it is used.
 
     Args:
         loss_fn: the user's function of logical parameters.
         layout: the placement; at stage 3 the parameters come partitioned, else whole.
         reduce_dtype: dtype in which gradients are summed over devices; None is their own.
+        gather_dtype: int8 or float8_e4m3fn, in which weights are gathered, with a scale per block;
+            None is their own. See `Precision.gather`.
 
     Returns:
         A function of stored parameters, with the same outputs; its gradients are stored shards.
@@ -68,7 +72,7 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = No
     if not callable(loss_fn):
         raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
     check_layout(layout, _CALL)
-    opening = Opening(layout, reduce_dtype)
+    opening = Opening(layout, reduce_dtype, gather_dtype)
 
     def wrapped(params: PyTree, *args: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)

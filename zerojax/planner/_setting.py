@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
+from zerojax.collectives import BLOCK
 from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
 from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
 from zerojax.planner._policies import hosts_states, offloaded, remat_of
@@ -73,7 +74,7 @@ class Setting:
 
     @property
     def item_bytes(self) -> tuple[float, float]:
-        """The bytes of a parameter's element that is gathered, and of a gradient's."""
+        """The bytes that move of a parameter's element that is gathered, and of a gradient's."""
         dtypes = (jnp.dtype(leaf.dtype) for leaf in self.layout.leaves)
         width = max(dtypes, key=lambda dtype: dtype.itemsize)
         precision = self.recipe.precision
@@ -81,7 +82,8 @@ class Setting:
         once = self.theory.reductions == 1 and self.recipe.accumulate > 1
         summed = precision.reduce or (precision.master if once else None)
         high = jnp.dtype(floating_dtype(low, summed))
-        return low.itemsize, high.itemsize
+        narrow = self.recipe.gather_dtype(self.layout.kinds) is not None
+        return 1 + 4 / BLOCK if narrow else low.itemsize, high.itemsize
 
     @cached_property
     def hosted(self) -> int:

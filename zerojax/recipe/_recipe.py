@@ -141,6 +141,19 @@ class Recipe:
             return "once" if self.accumulate > 1 and "gradient" not in kinds else "each"
         return self.reduce
 
+    def gather_dtype(self, kinds: Collection[Kind]) -> Any:
+        """Return the dtype of one byte in which weights are gathered, or None.
+
+        Raises:
+            ValueError: `precision.gather` is set where parameters are not partitioned.
+        """
+        if self.precision.gather is not None and "parameter" not in kinds:
+            raise ValueError(
+                f"Precision(gather={self.precision.gather.name!r}) is of weights that are gathered "
+                "for the loss, and here each device has them whole; use stage 3, or leave it out"
+            )
+        return self.precision.gather
+
     def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
         """Return how much of the next layer is gathered while one computes.
 

@@ -309,7 +309,12 @@ class TrainStep(Shown):
             warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
-        loss_fn = gather_where_used(self._loss_fn, layout, reduce_dtype=recipe.precision.reduce)
+        loss_fn = gather_where_used(
+            self._loss_fn,
+            layout,
+            reduce_dtype=recipe.precision.reduce,
+            gather_dtype=recipe.gather_dtype(layout.kinds),
+        )
         return accumulate(
             _scaled(loss_fn), params, given, state.model_state, count, dtype, self._ahead
         )

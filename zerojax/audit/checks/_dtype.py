@@ -23,7 +23,8 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
         largest, bits = max(found, key=lambda pair: pair[0].moved)
         yield Problem(
             where=f"{describe_move(largest)}, {whose(evidence, largest)}",
-            expected=f"gathers of {bits}-bit elements, as the parameters are computed with",
+            expected=f"gathers of {bits}-bit elements, as "
+            + ("the precision says" if bits == 8 else "the parameters are computed with"),
             seen=f"{largest.record.dtype} moved where {bits} bits would do: {moved:,.0f} B in "
             f"{len(found)} gather(s), of which {saved:,.0f} B in vain",
             remedy="cast to the parameters' dtype before the gather, with an optimization_barrier "
@@ -73,6 +74,9 @@ def _own_bits(evidence: Evidence, move: Move) -> int:
 
 def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     """Return the bits that would do for a gather, None where they are those that it has."""
+    if move.record.item_bits > 8 and evidence.narrow.intersection(move.match.leaves):
+        # A CPU widens 8-bit floats to f16, as it does 16-bit ones.
+        return 8 if evidence.has_scatter or evidence.recipe.precision.gather == "int8" else None
     own, bits = _own_bits(evidence, move), move.record.item_bits
     if own and own < bits:
         return own if evidence.has_scatter else None  # a CPU's own promotion

@@ -1,0 +1,84 @@
+"""Gathers of weights in one byte an element, with a scale per block."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax._types import Shape
+from zerojax.collectives._forms import constrain
+from zerojax.collectives._gather import gather, shard_spec
+from zerojax.layout import Entries, Layout
+
+#: Elements of a block; a row that it does not divide is one block.
+BLOCK = 128
+#: Rows shorter than this are gathered as they are: scales would be a large part of them.
+_SHORTEST = 64
+
+
+def gather_narrow(
+    x: jax.Array, layout: Layout, entries: Entries, dim: int, dtype: Any
+) -> jax.Array:
+    """Gather shards as codes and scales, and decode what arrives; the other arguments as `gather`.
+
+    A block lies along a dim that is not cut, so that each is encoded where it is stored. Leaves
+    without such a dim, biases and norms, are gathered as they are.
+
+    With blocks of 2 and int8, `[1.0, -0.3, 0.02, 0.01]` is scales `[1.0, 0.02]` and codes
+    `[127, -38, 127, 64]`, and arrives as `[1.0, -0.299, 0.02, 0.01008]`.
+
+    Args:
+        x: stored shards, floating, in global view.
+        layout: the placement.
+        entries: the user's own axes per dim.
+        dim: the partitioned dim.
+        dtype: int8 or float8_e4m3fn.
+    """
+    along = block_dim(x.shape, {dim, *(d for d, axes in enumerate(entries) if axes)})
+    if along is None or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        return gather(x, layout, entries, dim)
+    spec = shard_spec(layout, entries, dim, "parameter")
+    codes, scales = (
+        gather(constrain(part, layout, spec), layout, entries, dim)
+        for part in encode(x, along, dtype)
+    )
+    return decode(codes, scales, along, x.dtype)
+
+
+def block_dim(shape: Shape, cut: Collection[int]) -> int | None:
+    """Return the dim that blocks lie along, the longest that nothing cuts; None without one."""
+    free = [d for d, size in enumerate(shape) if d not in cut and size >= _SHORTEST]
+    return max(free, key=shape.__getitem__, default=None)
+
+
+def num_blocks(size: int) -> int:
+    """Count the blocks of a row."""
+    return 1 if size % BLOCK else size // BLOCK
+
+
+def _in_blocks(x: jax.Array, along: int, count: int) -> jax.Array:
+    return x.reshape(*x.shape[:along], count, -1, *x.shape[along + 1 :])
+
+
+def encode(x: jax.Array, along: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return codes of the shape of `x`, and fp32 scales, one for each block along a dim."""
+    blocks = _in_blocks(x.astype(jnp.float32), along, num_blocks(x.shape[along]))
+    scales = jnp.max(jnp.abs(blocks), axis=along + 1)
+    shares = blocks / jnp.expand_dims(jnp.where(scales > 0, scales, 1), along + 1)
+    codes = shares * _largest(dtype)
+    codes = jnp.round(codes) if dtype == jnp.int8 else codes
+    return codes.astype(dtype).reshape(x.shape), scales
+
+
+def decode(codes: jax.Array, scales: jax.Array, along: int, dtype: Any) -> jax.Array:
+    """Return what codes and scales stand for."""
+    blocks = _in_blocks(codes.astype(jnp.float32), along, scales.shape[along])
+    blocks *= jnp.expand_dims(scales / _largest(codes.dtype), along + 1)
+    return blocks.reshape(codes.shape).astype(dtype)
+
+
+def _largest(dtype: Any) -> float:
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
