@@ -13,6 +13,7 @@ their parameters. `jit` is a call: it holds a program that runs once, in its pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -323,6 +324,16 @@ def is_fill(eqn: Any) -> bool:
 
 
 def _inline(eqn: Any, values: list[Any]) -> list[Any]:
-    """Run an equation; of a call, what it holds."""
+    """Run an equation; of a call, what it holds, within branches too.
+
+    jax may trace a function once for several leaves: calls of it would share their variables.
+    """
+    if eqn.primitive.name == "cond":
+        branches = [functools.partial(_run_inlined, branch) for branch in bodies(eqn)]
+        return jax.lax.switch(values[0], branches, *values[1:])
     inner = None if eqn.primitive.name == "shard_map" else called(eqn)
-    return bind(eqn, values) if inner is None else run(inner, values, _inline)
+    return bind(eqn, values) if inner is None else _run_inlined(inner, *values)
+
+
+def _run_inlined(program: Any, *values: Any) -> list[Any]:
+    return run(program, values, _inline)
