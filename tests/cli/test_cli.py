@@ -120,6 +120,7 @@ def test_the_storys_first_line_in_a_process_of_its_own(folder):
     assert decimal(8 * num_params) in row, row
     assert "87%" in row, row
     assert list(find_checkpoints(folder / "run/checkpoints")) == [3, 6]
+    assert (folder / "run/training.png").read_bytes().startswith(b"\x89PNG")
     lines = lines_of(folder / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 6]
     # A uniform guess costs 8 bits; half of what the bytes' frequencies teach is soon learnt.

@@ -2,6 +2,6 @@
 
 from zerojax.charts._bars import Bar, bytes_of
 from zerojax.charts._drawing import write
-from zerojax.charts._figures import compare, pareto, schedule
+from zerojax.charts._figures import compare, pareto, schedule, training
 
-__all__ = ["Bar", "bytes_of", "compare", "pareto", "schedule", "write"]
+__all__ = ["Bar", "bytes_of", "compare", "pareto", "schedule", "training", "write"]

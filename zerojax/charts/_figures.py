@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerojax._display import DECIMAL, unit_for
@@ -116,6 +116,27 @@ def pareto(choices: Choices, *, title: str = "") -> Figure:
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.25, which="both")
     axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def training(metrics: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure:
+    """Draw what a run learned, in bits per byte.
+
+    Args:
+        metrics: the lines of its metrics.jsonl.
+        title: above the figure.
+    """
+    figure, (axes,) = make_figure(title, (8, 4.6))
+    curves = (("training", "train", PLAIN, "-"), ("held out", "validation", STRONG, "o-"))
+    for label, name, color, style in curves:
+        found = ((line["step"], line.get(f"{name}_bits_per_byte")) for line in metrics)
+        points = [point for point in found if point[1] is not None]
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        axes.plot(steps, values, style, color=color, linewidth=1, markersize=4, label=label)
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     return figure
 
 

@@ -13,6 +13,7 @@ import absl.logging  # which orbax logs with
 import jax
 from rich.text import Text
 
+from zerojax import charts
 from zerojax.checkpoint import PendingSave
 from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
 from zerojax.cli.shared._machine import CHECKPOINTS
@@ -35,8 +36,8 @@ def train(options: TrainOptions) -> None:
     """Train a GPT on the bytes of text under a ZeRO stage.
 
     Shows the bytes that one device holds of each kind, beside the theory and beside plain data
-    parallelism; trains; evaluates on held-out text; writes metrics.jsonl to the folder `--out`.
-    Ctrl-C finishes the step.
+    parallelism; trains; evaluates on held-out text; writes metrics.jsonl and training.png to the
+    folder `--out`. Ctrl-C finishes the step and draws what there is.
 
     Without an accelerator the devices are virtual ones on the CPU: they hold, compute and exchange
     what real ones would.
@@ -116,6 +117,7 @@ class _Training:
             if not self.signals.everywhere():
                 self.finish()
                 self.save_if_wanted()  # preempted after the last step
+            self.draw()
         finally:
             self.metrics.close()
             self.end_saving()
@@ -234,7 +236,15 @@ class _Training:
         """Evaluate a last time and say what was learned."""
         if self.evaluated < self.number:
             self.evaluate()
-        self.screen.wrote(self.options.out / "metrics.jsonl")
+
+    def draw(self) -> None:
+        """Draw what was learned, and say what was written."""
+        if self.is_first and (lines := self.metrics.read()):
+            options, plot = self.options, self.options.out / "training.png"
+            title = f"{options.model}, {options.optimizer}, {options.precision}, "
+            title += f"ZeRO stage {options.stage} on {len(self.run.devices)} devices"
+            charts.write(charts.training(lines, title=title), plot)
+            self.screen.wrote(self.metrics.path, plot)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class TrainScreen(Screen):
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
-        self._last_line = time.monotonic()
+        self._last_line = -math.inf  # the first step is told at once
         self._rates: deque[float] = deque(maxlen=10)
 
     def start(self, run: TrainRun) -> None:
@@ -111,7 +111,12 @@ class Metrics:
             partial = path.with_suffix(".partial")
             partial.write_text("".join(_lines(path, first_step)))
             partial.replace(path)
+        self.path = path
         self._file = path.open("a") if is_kept else io.StringIO()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all lines."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
 
     def add(self, **values: Any) -> None:
         """Add one line; numbers that JSON does not know become null."""
