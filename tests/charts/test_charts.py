@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -91,6 +92,14 @@ def test_what_does_not_fit_is_beneath_its_line_and_red(plans):
     assert line.get_label() == "a device's memory"
     (label,) = axes.texts
     assert label.get_color() == TOO_MUCH
+
+
+def test_labels_of_five_bars_do_not_touch(plans):
+    figure = charts.compare({f"C{number}": plans["stage 3"] for number in range(5)})
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [label.get_window_extent() for label in axes.texts]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
 
 
 def test_a_layout_is_refused_with_the_remedy(mesh8):

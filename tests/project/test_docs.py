@@ -62,6 +62,12 @@ def test_what_a_program_prints_otherwise_is_seen():
     assert not DOCUMENT.agrees("1.5 GB\n", "1.7 MB\n", loosely=True)
 
 
+def test_a_formatter_took_no_inclusion_of_a_file_for_a_program():
+    """`--8<-- "file"` is Python to a formatter, which writes `--8 < --"file"`: printed as it is."""
+    pages = [page.name for page in DOCUMENT.PAGES if "--8 <" in page.read_text()]
+    assert pages == []
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(ROOT / "docs")) for page in DOCUMENT.PAGES]

@@ -16,14 +16,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: From dark to light, then hatched ones, so that a grey print tells them apart as well.
-SHADES = ("#16324f", "#3c6e9e", "#7fadd1", "#bcd5e8", "#e0a044", "#b3705a", "#c9c9c9")
-HATCHED_FROM = 4
+SOLID = ("#16324f", "#3c6e9e", "#7fadd1", "#bcd5e8")
+HATCHED = ("#e0a044", "#b3705a", "#c9c9c9", "#6e8b57", "#7d6a94")
+SHADES = SOLID + HATCHED
 PLAIN, STRONG, TOO_MUCH = "#88aacc", "#16324f", "#b3243b"
 #: Half of a bar, and how far the line of its theory reaches beyond it.
 HALF, BEYOND = 0.31, 0.06
 #: The height of the axes in that of the highest bar, which has a label above it.
 ROOM = 1.16
-ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "xytext": (0, 4)}
+#: On white, so that a line behind a label does not strike it through.
+ABOVE: dict[str, Any] = {
+    "textcoords": "offset points",
+    "ha": "center",
+    "xytext": (0, 4),
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+}
 
 
 def write(figure: Figure, path: Path | str) -> None:
@@ -62,8 +69,9 @@ def draw_bars(
     for number, name in enumerate(names):
         sizes = [bar.parts.get(name, 0) / unit for bar in bars.values()]
         look = {"color": SHADES[number % len(SHADES)], "edgecolor": "white", "linewidth": 0.5}
-        look["hatch"] = "///" if number >= HATCHED_FROM else ""
-        axes.bar(places, sizes, 2 * HALF, bottom=bottoms, label=name, **look)
+        look["label"] = name if any(sizes) else "_"  # no row in the legend
+        look["hatch"] = "///" if number >= len(SOLID) else ""
+        axes.bar(places, sizes, 2 * HALF, bottom=bottoms, **look)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     half = HALF + BEYOND
     lines = [(at, bar.theory / unit) for at, bar in enumerate(bars.values()) if bar.theory]
@@ -73,6 +81,7 @@ def draw_bars(
         axes.hlines(heights, starts, ends, zorder=4, label="by the theory", **dashed)
     for at, bar in enumerate(bars.values()):
         style = {"color": "black" if bar.fits else TOO_MUCH, "fontweight": "bold", **ABOVE}
+        style["fontsize"] = max(6, min(10, 36 / len(bars)))  # else neighbours touch
         axes.annotate(bar.label or words(sum(bar.parts.values())), (at, bar.top / unit), **style)
     axes.set_xticks(places, list(bars))
     axes.set_ylim(0, ROOM * (max(bar.top for bar in bars.values()) or unit) / unit)

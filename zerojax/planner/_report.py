@@ -230,9 +230,10 @@ class Plan(Shown):
 
     def _time_table(self) -> Table:
         table = make_table("a step", ">ms", "")
-        one = self.hardware
+        one, tera = self.hardware, self.flops / 1e12
+        work = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
         rates = {
-            "compute": f"{self.flops / 1e12:,.3g} TFLOP at {one.flops / 1e12:,.0f} TFLOP/s",
+            "compute": f"{work} TFLOP at {one.flops / 1e12:,.0f} TFLOP/s",
             "memory": f"at {one.hbm_bandwidth / 1e9:,.0f} GB/s",
             "fast": f"at {one.link_bandwidth / 1e9:,.0f} GB/s",
             "slow": f"at {one.slow_bandwidth / 1e9:,.1f} GB/s a device",
