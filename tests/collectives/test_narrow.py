@@ -17,12 +17,15 @@ CONFIG = gpt.Config(num_layers=2, width=128, num_heads=2, vocab_size=256, contex
 INIT, LOSS = functools.partial(gpt.init, CONFIG), functools.partial(gpt.loss, CONFIG)
 
 
-def make(stage=3, gather="int8", axes=None, **precision):
+def layout(stage=3, axes=None, axis="data"):
     mesh = zerojax.make_mesh(axes or {"data": 8})
     shapes = jax.eval_shape(INIT, jax.random.key(0))
-    layout = zerojax.make_layout(shapes, mesh, stage=stage, min_size=64)
-    recipe = zerojax.Recipe(precision=zerojax.Precision(gather=gather, **precision))
-    return zerojax.make_train_step(LOSS, optax.adamw(1e-3), layout, recipe)
+    return zerojax.make_layout(shapes, mesh, stage=stage, axis=axis, min_size=64)
+
+
+def make(stage=3, gather="int8", **placement):
+    recipe = zerojax.Recipe(precision=zerojax.Precision(gather=gather))
+    return zerojax.make_train_step(LOSS, optax.adamw(1e-3), layout(stage, **placement), recipe)
 
 
 def tokens(seed=0):
@@ -41,9 +44,25 @@ def test_an_error_is_within_the_bound_of_the_docstring(along, size):
         assert codes.dtype == dtype
         assert scales.size == x.size // (128 if size % 128 == 0 else size)
         error = np.abs(_narrow.decode(codes, scales, along, jnp.float32) - x)
-        s = np.repeat(scales, size // scales.shape[along], axis=along)
+        s = np.repeat(scales, size // scales.shape[along], axis=along) * _narrow._largest(dtype)
         bound = s / 254 if dtype == jnp.int8 else np.maximum(np.abs(x) / 16, s / 458752)
         assert np.all(error <= bound * (1 + 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_largest_weights_arrive_and_infinite_ones_are_seen(dtype):
+    """XLA divided by the largest fp32 numbers as by infinity: such weights arrived as 0."""
+    x = jnp.ones((3, 128), dtype).at[0].set(jnp.finfo(dtype).max).at[1, 5].set(jnp.inf)
+    for gather in map(jnp.dtype, GATHERS):
+        found = _narrow.decode(*_narrow.encode(x, 1, gather), 1, dtype)
+        np.testing.assert_allclose(found[::2].astype(float), x[::2].astype(float), rtol=1e-6)
+        assert not jnp.isfinite(found[1]).any()
+
+
+def test_a_leaf_without_elements_is_gathered():
+    for dtype in map(jnp.dtype, GATHERS):
+        codes, scales = _narrow.encode(jnp.zeros((0, 256)), 1, dtype)
+        assert (codes.shape, scales.shape) == ((0, 256), (0, 2))
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -58,6 +77,11 @@ def test_one_byte_an_element_crosses_the_wire_and_the_audit_says_so(gather):
     # 4 bytes become 1 + 4 / 128; the tied embedding is gathered once more, biases are as they were.
     # Where a CPU widens fp8 it moves 2 + 4 / 128.
     assert moved[1] < (0.36 if gather == "int8" else 0.66) * moved[0]
+
+
+def test_with_hybrid_sharding_updated_weights_return_as_they_are():
+    wider = {"parameter": "fsdp"} | dict.fromkeys(("gradient", "optimizer"), ("fsdp", "replica"))
+    assert not make(axes={"replica": 2, "fsdp": 4}, axis=wider).audit(tokens()).problems
 
 
 def test_a_wide_gather_is_a_problem_where_the_precision_says_narrow():
@@ -101,7 +125,11 @@ def test_a_plan_counts_the_byte():
 
 def test_it_needs_partitioned_parameters_and_a_dtype_of_one_byte():
     with pytest.raises(ValueError, match="use stage 3, or leave it out"):
-        make(stage=2).audit(tokens())
+        make(stage=2)
+    with pytest.raises(ValueError, match="use stage 3, or leave it out"):
+        zerojax.collectives.gather_where_used(LOSS, layout(2), gather_dtype="int8")
+    with pytest.raises(ValueError, match="needs one of int8, float8_e4m3fn"):
+        zerojax.collectives.gather_where_used(LOSS, layout(3), gather_dtype="bfloat16")
     with pytest.raises(ValueError, match="needs one of int8, float8_e4m3fn, or None, got 'int4'"):
         zerojax.Precision(gather="int4")
     recipe = zerojax.Recipe(precision=zerojax.Precision(gather="float8_e4m3fn"))

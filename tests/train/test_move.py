@@ -73,6 +73,14 @@ def test_any_layout_goes_to_any_other(before, after):
     assert all(x.is_deleted() or id(x) in kept for x in jax.tree.leaves(state))
 
 
+def test_a_moved_state_is_refused_though_its_scalars_stay_where_they_are():
+    one, other = make("eight", 3), make("eight", 1)
+    state, _ = filled(one)
+    zerojax.move(state, one.layout, other.layout)
+    with pytest.raises(ValueError, match="the state was donated"):
+        zerojax.move(state, one.layout, other.layout)
+
+
 def test_factored_states_are_told_by_the_optimizer():
     shapes, tx = {"w": jax.ShapeDtypeStruct((130, 130), jnp.float32)}, optax.adafactor(1e-3)
     one, other = (make(name, 3, tx, shapes, 200) for name in ("eight", "four"))
@@ -108,6 +116,7 @@ def test_no_more_than_a_leaf_is_there_twice(monkeypatch):
     assert max(seen) <= start + max(grown, 0) + largest
 
 
+NOWHERE = jax.sharding.AbstractMesh((8,), ("data",))
 OTHER = {**SHAPES, "bias": SHAPES["embed"]}
 REFUSED = {
     "other parameters": (
@@ -121,6 +130,14 @@ REFUSED = {
     "a step's results": (
         lambda state, one: ((state, {}), one.layout, one.layout),
         "takes a TrainState first, got tuple",
+    ),
+    "no devices": (
+        lambda state, one: (state, one.layout, zerojax.make_layout(SHAPES, NOWHERE, stage=3)),
+        r"mesh \{'data': 8\} is an AbstractMesh, which has no devices",
+    ),
+    "a state on the host": (
+        lambda state, one: (jax.device_get(state), one.layout, make("four", 1).layout),
+        "arrays on devices, and leaf 'step' is of type ndarray",
     ),
 }
 

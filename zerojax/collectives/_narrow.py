@@ -27,8 +27,8 @@ def gather_narrow(
     A block lies along a dim that is not cut, so that each is encoded where it is stored. Leaves
     without such a dim, biases and norms, are gathered as they are.
 
-    With blocks of 2 and int8, `[1.0, -0.3, 0.02, 0.01]` is scales `[1.0, 0.02]` and codes
-    `[127, -38, 127, 64]`, and arrives as `[1.0, -0.299, 0.02, 0.01008]`.
+    With blocks of 2 and int8, `[127.0, -38.1, 2.54, 1.27]` is scales `[1.0, 0.02]` and codes
+    `[127, -38, 127, 64]`, and arrives as `[127.0, -38.0, 2.54, 1.28]`.
 
     Args:
         x: stored shards, floating, in global view.
@@ -60,15 +60,20 @@ def num_blocks(size: int) -> int:
 
 
 def _in_blocks(x: jax.Array, along: int, count: int) -> jax.Array:
-    return x.reshape(*x.shape[:along], count, -1, *x.shape[along + 1 :])
+    return x.reshape(*x.shape[:along], count, x.shape[along] // count, *x.shape[along + 1 :])
 
 
 def encode(x: jax.Array, along: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return codes of the shape of `x`, and fp32 scales, one for each block along a dim."""
+    """Return codes of the shape of `x`, and fp32 scales, one for each block along a dim.
+
+    A scale is the block's largest magnitude over the largest code. XLA may divide by multiplying
+    with a reciprocal: of the largest magnitude itself, from 2**126 on, that would be 0.
+    """
     blocks = _in_blocks(x.astype(jnp.float32), along, num_blocks(x.shape[along]))
-    scales = jnp.max(jnp.abs(blocks), axis=along + 1)
-    shares = blocks / jnp.expand_dims(jnp.where(scales > 0, scales, 1), along + 1)
-    codes = shares * _largest(dtype)
+    scales = jnp.max(jnp.abs(blocks), axis=along + 1) / _largest(dtype)
+    # Smaller ones may be taken for 0 when they divide. NaNs and infinities arrive as NaNs.
+    divisors = jnp.where(scales < jnp.finfo(scales.dtype).tiny, 1, scales)
+    codes = blocks / jnp.expand_dims(divisors, along + 1)
     codes = jnp.round(codes) if dtype == jnp.int8 else codes
     return codes.astype(dtype).reshape(x.shape), scales
 
@@ -76,8 +81,7 @@ def encode(x: jax.Array, along: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def decode(codes: jax.Array, scales: jax.Array, along: int, dtype: Any) -> jax.Array:
     """Return what codes and scales stand for."""
     blocks = _in_blocks(codes.astype(jnp.float32), along, scales.shape[along])
-    blocks *= jnp.expand_dims(scales / _largest(codes.dtype), along + 1)
-    return blocks.reshape(codes.shape).astype(dtype)
+    return (blocks * jnp.expand_dims(scales, along + 1)).reshape(codes.shape).astype(dtype)
 
 
 def _largest(dtype: Any) -> float:

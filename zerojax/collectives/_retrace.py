@@ -50,6 +50,7 @@ from zerojax.collectives._copies import (
 from zerojax.collectives._forms import auto_region
 from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
 from zerojax.layout import Layout, check_layout
+from zerojax.recipe import Precision, Recipe
 
 _CALL = "gather_where_used(loss_fn, layout)"
 
@@ -68,11 +69,16 @@ def gather_where_used(
 
     Returns:
         A function of stored parameters, with the same outputs; its gradients are stored shards.
+
+    Raises:
+        ValueError: a dtype that `Precision` does not take, or a `gather_dtype` below stage 3.
     """
     if not callable(loss_fn):
         raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
     check_layout(layout, _CALL)
-    opening = Opening(layout, reduce_dtype, gather_dtype)
+    precision = Precision(reduce=reduce_dtype, gather=gather_dtype)
+    gather_dtype = Recipe(precision=precision).gather_dtype(layout.kinds)
+    opening = Opening(layout, precision.reduce, gather_dtype)
 
     def wrapped(params: PyTree, *args: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)

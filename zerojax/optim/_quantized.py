@@ -95,7 +95,7 @@ def quantized(
         given = structure.unflatten(_decode(x) if _is_quantized(x) else x for x in held)
         updates, inner = tx.update(updates, given, params, **extra)
         new = structure.unflatten(
-            _encode(x, dtype) if _is_quantized(old) else x
+            _encode(x, old.codes.dtype) if _is_quantized(old) else x
             for x, old in zip(structure.flatten_up_to(inner), held, strict=True)
         )
         return updates, QuantizedState(new)

@@ -43,13 +43,21 @@ def move(
             be placed in several ways, or a rule places one, which an error then says.
 
     Raises:
-        TypeError: the state is no `TrainState`.
+        TypeError: the state is no `TrainState`, or not of arrays.
         ValueError: it was donated before, or made under another layout, or the layouts were made
-            from other parameters. The leaf is named, and nothing has moved then.
+            from other parameters: the leaf is named; or the other layout's mesh has no devices.
+            Nothing has moved then.
     """
     for one in (layout, other):
         check_layout(one, "move(state, layout, other)")
+        _ = one.devices  # raises where the mesh has none
     check_usable(state)
+    for path, x in leaves_by_path(state).items():
+        if not isinstance(x, jax.Array):
+            raise TypeError(
+                f"move takes a state of arrays on devices, and leaf {path!r} is of type "
+                f"{type(x).__name__}; zerojax.restore reads one that was saved"
+            )
     check_placement(state, layout)
     logical = logical_shapes(state, layout, tx)
     placed = other.optimizer(tx) if tx is not None else _by_path(state, logical, other)
@@ -75,6 +83,9 @@ def move(
             spec = leaf.spec(kind)
         leaves.append(_move_leaf(x, logical[path], shape, spec, layout, other))
     moved = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    if moved.step is state.step:  # by its step the old state is known to be donated
+        step = _renewed(state.step, (), (), state.step.sharding, other)
+        moved = dataclasses.replace(moved, step=step)
     params = hold(unwrapped(moved.params), other)
     return dataclasses.replace(moved, params=params, padded=placed.padded)
 

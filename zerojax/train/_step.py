@@ -62,6 +62,7 @@ class TrainStep(Shown):
         self.layout = layout
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
+        self._gather_dtype = recipe.gather_dtype(layout.kinds)
         self._loss = loss
         policy = activation_policy(recipe, layout.mesh)
         self._loss_fn = loss if policy is None else rematerialised(loss, policy, is_loss=True)
@@ -313,7 +314,7 @@ class TrainStep(Shown):
             self._loss_fn,
             layout,
             reduce_dtype=recipe.precision.reduce,
-            gather_dtype=recipe.gather_dtype(layout.kinds),
+            gather_dtype=self._gather_dtype,
         )
         return accumulate(
             _scaled(loss_fn), params, given, state.model_state, count, dtype, self._ahead

@@ -74,7 +74,10 @@ def _own_bits(evidence: Evidence, move: Move) -> int:
 
 def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     """Return the bits that would do for a gather, None where they are those that it has."""
-    if move.record.item_bits > 8 and evidence.narrow.intersection(move.match.leaves):
+    # Of hybrid sharding, updated weights return along the other axes, in the parameters' dtype.
+    is_for_loss = {*move.axes} <= {*evidence.layout.axes["parameter"]}
+    is_narrow = is_for_loss and evidence.narrow.intersection(move.match.leaves)
+    if is_narrow and move.record.item_bits > 8:
         # A CPU widens 8-bit floats to f16, as it does 16-bit ones.
         return 8 if evidence.has_scatter or evidence.recipe.precision.gather == "int8" else None
     own, bits = _own_bits(evidence, move), move.record.item_bits
