@@ -68,7 +68,7 @@ class TrainOptions(BuiltStepOptions):
     eval_windows: int = option(256, min=1, panel=DATA)
     """Stretches of held-out text to evaluate on, each as long as the context, in whole batches."""
     out: Path = option(Path("runs/train"), metavar="FOLDER", panel=OUTPUT)
-    """Gets metrics.jsonl and the checkpoints."""
+    """Gets metrics.jsonl, training.png and the checkpoints."""
     save_every: int | None = option(None, min=1, show_default="no checkpoints", panel=OUTPUT)
     """Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as preemption
     sends it, and SIGHUP always save one and end with status 75."""
