@@ -100,3 +100,7 @@ def test_swapped_arguments_are_named_without_their_values(tmp_path):
     arguments: Any = (state, 1, layout)
     with pytest.raises(TypeError, match=r"^step is a TrainState; give a whole number$"):
         Checkpoints(tmp_path).save(*arguments)
+    with pytest.raises(TypeError, match=r"a Layout is expected, .* restore\(directory, layout,"):
+        restore(tmp_path, *arguments[::2])
+    with pytest.raises(TypeError, match=r"a Layout is expected, .* save\(directory, state, layout"):
+        save(tmp_path / "here", layout, state)  # type: ignore[arg-type]

@@ -113,5 +113,24 @@ def test_every_stage_computes_the_same(dtype):
 
 
 def test_another_dtype_is_refused():
-    with pytest.raises(ValueError, match="'int8' or 'bfloat16', got 'float8_e4m3fn'"):
-        zerojax.quantized(optax.adam(1e-3), jnp.float8_e4m3fn)
+    for dtype in (jnp.float8_e4m3fn, "int9", None):
+        with pytest.raises(ValueError, match="takes 'int8' or 'bfloat16', got"):
+            zerojax.quantized(optax.adam(1e-3), dtype)
+    with pytest.raises(TypeError, match=r"an optax GradientTransformation .* got float"):
+        zerojax.quantized(1e-3)
+
+
+@pytest.mark.parametrize("dtype", [INT8, BF16])
+def test_fp64_is_held_like_fp32(dtype):
+    with jax.enable_x64(True):
+        x = values().astype(jnp.float64)
+        assert decoded(x, dtype).dtype == jnp.float64
+        np.testing.assert_allclose(decoded(x, dtype), x, atol=0.032 * np.abs(x).max())
+
+
+def test_states_may_hold_numbers():
+    def init(params):
+        return 0, jax.tree.map(jnp.zeros_like, params)
+
+    tx = optax.GradientTransformation(init, lambda grads, state, _=None: (grads, state))
+    assert zerojax.quantized(tx).init({"w": jnp.ones((ROWS, D))}).inner[0] == 0

@@ -27,7 +27,7 @@ from zerojax.checkpoint._logical import is_key
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
-from zerojax.layout import Layout
+from zerojax.layout import Layout, check_layout
 from zerojax.processes import gather_texts
 
 #: Characters of its damages that a process tells the others.
@@ -68,6 +68,7 @@ def restore(
             the optimizer is another; nothing has been read then.
     """
     require_orbax()
+    check_layout(layout, "restore(directory, layout, like)")
     root = local_path(directory)
     return read_state(root, layout, like, tx=tx, partial=partial, cast=cast)[1]
 

@@ -39,7 +39,7 @@ from zerojax.checkpoint._manifest import (
     write_manifest,
 )
 from zerojax.checkpoint._orbax import Writing, require_orbax
-from zerojax.layout import Layout
+from zerojax.layout import Layout, check_layout
 from zerojax.processes import agree, check_copies, gather_texts, together
 
 #: The name of the arrays while they are written.
@@ -147,6 +147,7 @@ def start_save(
     in the background before that.
     """
     require_orbax()
+    check_layout(layout, "save(directory, state, layout)")
     with together("save"):
         root = local_path(directory)
         if (root / MANIFEST).exists():

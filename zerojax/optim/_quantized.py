@@ -16,9 +16,12 @@ import optax
 from zerojax._jaxpr import Traced
 from zerojax._tree import num_elements
 from zerojax._types import PyTree
+from zerojax.layout import as_transformation
 
 #: Leaves of fewer elements are kept as they are: biases and the scales of norms.
 _MIN_SIZE = 4096
+#: What moments may be held in.
+_DTYPES = ("int8", "bfloat16")
 #: Codes are ±0 to ±127, and |code / 127| ** 4 is the share of the row's largest magnitude.
 _CODES, _POWER = 127, 4
 
@@ -62,6 +65,7 @@ def quantized(
         dtype: "int8" or "bfloat16".
 
     Raises:
+        TypeError: `tx` is no optax optimizer.
         ValueError: another dtype.
 
     Example:
@@ -71,9 +75,10 @@ def quantized(
     Source: that Adam's moments bear 8 bits where each block has a scale and codes are not linear:
     arXiv 2110.02861. Codes and rounding here are others.
     """
+    if str(dtype) not in _DTYPES and dtype not in map(jnp.dtype, _DTYPES):
+        raise ValueError(f"quantized(tx, dtype) takes 'int8' or 'bfloat16', got {dtype!r}")
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.int8, jnp.bfloat16):
-        raise ValueError(f"quantized(tx, dtype) takes 'int8' or 'bfloat16', got {dtype.name!r}")
+    as_transformation(tx)  # refuses what is no optimizer
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> QuantizedState:
@@ -108,7 +113,8 @@ def _is_quantized(x: Any) -> bool:
 
 
 def _is_large(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and num_elements(x.shape) >= _MIN_SIZE
+    is_floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    return is_floating and num_elements(x.shape) >= _MIN_SIZE
 
 
 def _encode(x: jax.Array, dtype: Any) -> Quantized:
@@ -124,7 +130,8 @@ def _encode(x: jax.Array, dtype: Any) -> Quantized:
         bits = jax.lax.bitcast_convert_type(share.astype(jnp.float32), jnp.uint32)
         bits = (bits + (_noise(bits) >> 16)) & jnp.uint32(0xFFFF0000)
         return Quantized(jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype), scales)
-    share = jnp.abs(x.astype(jnp.float32)) / jnp.where(scales > 0, scales, 1)[..., None]
+    wide = jnp.abs(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    share = (wide / jnp.where(scales > 0, scales, 1)[..., None]).astype(jnp.float32)
     low = jnp.clip(jnp.floor(jnp.sqrt(jnp.sqrt(share)) * _CODES), 0, _CODES - 1)
     below, above = _share(low), _share(low + 1)
     noise = _noise(jax.lax.bitcast_convert_type(share, jnp.uint32)) / jnp.float32(2**32)
