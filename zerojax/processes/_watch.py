@@ -117,7 +117,11 @@ class _Watch:
                 connection().client.key_value_set(*told)
 
         thread = threading.Thread(target=call, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12 starts none while it ends
+            call()
+            return True
         thread.join(self.patience)  # a coordinator that hangs does not answer
         return not thread.is_alive()
 
