@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.checkpoint._safetensors_writer import write
-
-BIG = 10**9
+from zerojax.checkpoint._safetensors import write_safetensors
 
 
 def random(dtype, shape, seed=0):
@@ -20,11 +19,21 @@ def random(dtype, shape, seed=0):
     return (bits % 2 if dtype == np.bool_ else bits).view(dtype).reshape(shape)
 
 
-def store(path, arrays, metadata=None, max_file_bytes=BIG):
-    sizes = {name: array.nbytes for name, array in arrays.items()}
-    return write(
-        path, sizes, arrays.__getitem__, metadata=metadata or {}, max_file_bytes=max_file_bytes
-    )
+def store(path, arrays, metadata=None):
+    write_safetensors(path, arrays, arrays.__getitem__, metadata or {})
+    return path
+
+
+def store_apart(path, arrays, metadata=None):
+    """Write a file for each tensor, and the index of them as Hugging Face has it."""
+    files = {}
+    for number, (name, array) in enumerate(arrays.items(), 1):
+        file = path.with_name(f"{path.stem}-{number:05}-of-{len(arrays):05}.safetensors")
+        files[name] = store(file, {name: array}, metadata).name
+    index = path.with_name(f"{path.stem}.safetensors.index.json")
+    total = {"total_size": sum(array.nbytes for array in arrays.values())}
+    index.write_text(json.dumps({"metadata": {**(metadata or {}), **total}, "weight_map": files}))
+    return index
 
 
 def same(got, want):

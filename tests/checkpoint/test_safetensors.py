@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,9 +13,13 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from tests.checkpoint.tensor_files import names_in, random, same, store
-from zerojax.checkpoint._safetensors import DTYPES, SafetensorsReader, is_safetensors
-from zerojax.checkpoint._safetensors_writer import write
+from tests.checkpoint.tensor_files import random, same, store, store_apart
+from zerojax.checkpoint._safetensors import (
+    DTYPES,
+    SafetensorsReader,
+    is_safetensors,
+    write_safetensors,
+)
 
 #: JAX's name of a dtype to the format's.
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -39,7 +44,7 @@ def test_every_dtype_that_the_format_shares_with_jax_is_known():
 @pytest.mark.parametrize("dtype", CODES)
 def test_the_formats_own_package_reads_what_is_written_to_the_bit(tmp_path, dtype):
     arrays = {str(shape): random(dtype, shape, seed) for seed, shape in enumerate(SHAPES)}
-    (path,) = store(tmp_path / "a.safetensors", arrays, {"model": "größer"})
+    path = store(tmp_path / "a.safetensors", arrays, {"model": "größer"})
     found = dict(safetensors.deserialize(path.read_bytes()))
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -72,7 +77,7 @@ def test_what_the_formats_own_package_writes_is_read_to_the_bit(tmp_path, dtype)
 def test_every_tensor_is_aligned(tmp_path):
     dtypes = ["int8", "float32", "bool", "complex64", "bfloat16", "int64", "float16"]
     arrays = {f"t{i}": random(dtype, (3, 1 + i)) for i, dtype in enumerate(dtypes)}
-    (path,) = store(tmp_path / "a.safetensors", arrays)
+    path = store(tmp_path / "a.safetensors", arrays)
     header, start = header_of(path)
     assert start % 8 == 0
     for name, array in arrays.items():
@@ -84,33 +89,20 @@ def test_every_tensor_is_aligned(tmp_path):
 # ------------------------------------------------------------------ several files
 
 
-def test_several_files_are_filled_in_order_and_indexed_as_hugging_face_does(tmp_path):
-    sizes = {"a": 10, "b": 15, "c": 100, "d": 20, "e": 5}  # in elements; 25 to a file
-    arrays = {name: random("float32", (size,)) for name, size in sizes.items()}
-    paths = store(tmp_path / "sub/m.safetensors", arrays, {"format": "np"}, max_file_bytes=100)
-    names = [f"m-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert [path.name for path in paths] == [*names, "m.safetensors.index.json"]
-    assert names_in(tmp_path / "sub") == sorted(path.name for path in paths)
-    index = json.loads(paths[-1].read_text())
-    assert index["metadata"] == {"format": "np", "total_size": 600}
-    assert index["weight_map"] == dict(
-        zip("abcde", (names[0], names[0], names[1], names[2], names[2]), strict=True)
-    )
-    for path in paths[:-1]:  # each by itself as well
-        for name, array in safetensors.numpy.load_file(path).items():
-            assert index["weight_map"][name] == path.name
-            assert same(array, arrays[name])
-    for path in (paths[-1], tmp_path / "sub"):
+def test_several_files_are_read_by_their_index_or_by_their_folder(tmp_path):
+    arrays = {name: random("float32", (size,)) for name, size in {"c": 10, "a": 15, "b": 2}.items()}
+    index = store_apart(tmp_path / "m.safetensors", arrays, {"format": "np"})
+    for path in (index, tmp_path):
         reader = SafetensorsReader(path)
-        assert reader.path == paths[-1]
-        assert list(reader.tensors) == list("abcde")
+        assert reader.path == index
+        assert list(reader.tensors) == ["c", "a", "b"]
         assert reader.metadata == {"format": "np"}
         assert all(same(reader.read(name), array) for name, array in arrays.items())
 
 
 def test_an_index_decides_the_order_and_its_own_metadata_come_before_those_of_files(tmp_path):
     arrays = {name: random("float32", (2,)) for name in ("a", "b", "c")}
-    *_, path = store(tmp_path / "m.safetensors", arrays, {"from": "file", "by": "me"}, 16)
+    path = store_apart(tmp_path / "m.safetensors", arrays, {"from": "file", "by": "me"})
     index = json.loads(path.read_text())
     names = dict(reversed(index["weight_map"].items()))
     path.write_text(json.dumps({"metadata": {"from": "index", "n": 3}, "weight_map": names}))
@@ -119,25 +111,18 @@ def test_an_index_decides_the_order_and_its_own_metadata_come_before_those_of_fi
     assert reader.metadata == {"from": "index", "by": "me"}
 
 
-def test_one_file_suffices_up_to_its_size_and_for_a_single_tensor(tmp_path):
-    arrays = {"a": random("float32", (10,)), "b": random("float32", (15,))}
-    assert len(store(tmp_path / "a.safetensors", arrays, max_file_bytes=100)) == 1
-    assert len(store(tmp_path / "b.safetensors", arrays, max_file_bytes=99)) == 3
-    assert len(store(tmp_path / "c.safetensors", {"a": arrays["a"]}, max_file_bytes=1)) == 1
-
-
 def test_a_folder_is_read_where_it_holds_one_model(tmp_path):
     assert not is_safetensors(tmp_path)
     with pytest.raises(FileNotFoundError, match="and none in it"):
         SafetensorsReader(tmp_path)
     arrays = {"a": random("float32", (10,)), "b": random("float32", (15,))}
-    store(tmp_path / "a.safetensors", arrays, max_file_bytes=50)
+    store_apart(tmp_path / "a.safetensors", arrays)
     assert is_safetensors(tmp_path)
     assert SafetensorsReader(tmp_path).tensors.keys() == arrays.keys()
-    (other,) = store(tmp_path / "b.safetensors", arrays)
+    other = store(tmp_path / "b.safetensors", arrays)
     assert is_safetensors(other)
     assert SafetensorsReader(tmp_path).path.name == "a.safetensors.index.json"
-    store(tmp_path / "c.safetensors", arrays, max_file_bytes=50)
+    store_apart(tmp_path / "c.safetensors", arrays)
     with pytest.raises(ValueError, match=r"a\.safetensors\.index\.json, c\.safetensors"):
         SafetensorsReader(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
@@ -161,7 +146,7 @@ def test_a_folder_is_read_where_it_holds_one_model(tmp_path):
 )
 def test_any_part_equals_the_slice(tmp_path, index):
     want = random("bfloat16", (4, 5, 3))
-    (path,) = store(tmp_path / "a.safetensors", {"before": random("int8", (3,)), "x": want})
+    path = store(tmp_path / "a.safetensors", {"before": random("int8", (3,)), "x": want})
     assert same(SafetensorsReader(path).read("x", index), want[index])
 
 
@@ -175,15 +160,14 @@ def peak(action):
         tracemalloc.stop()
 
 
-def test_memory_grows_with_the_file_and_with_the_part_that_is_read(tmp_path):
+def test_one_tensor_is_held_at_a_time_and_of_a_read_tensor_its_part(tmp_path):
     size, path = 1 << 22, tmp_path / "a.safetensors"
 
     def read(name):
         return np.full((1024, 1024), int(name), np.float32)
 
-    sizes = {str(number): size for number in range(8)}
-    written = peak(lambda: write(path, sizes, read, metadata={}, max_file_bytes=2 * size))
-    assert written < 3.2 * size, "a file of two tensors, while a third is made"
+    tensors = dict.fromkeys("01234567", jax.ShapeDtypeStruct((1024, 1024), np.float32))
+    assert peak(lambda: write_safetensors(path, tensors, read, {})) < 1.25 * size
     reader = SafetensorsReader(tmp_path)
     assert peak(lambda: reader.read("3", (slice(0, 512),))) < 0.75 * size
     assert peak(lambda: reader.read("3", (slice(None), slice(3, 4)))) < 0.25 * size
@@ -191,5 +175,5 @@ def test_memory_grows_with_the_file_and_with_the_part_that_is_read(tmp_path):
 
 def test_bfloat16_is_numpys_and_jaxs(tmp_path):
     want = np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3)
-    (path,) = store(tmp_path / "a.safetensors", {"x": want})
+    path = store(tmp_path / "a.safetensors", {"x": want})
     assert jnp.asarray(SafetensorsReader(path).read("x")).dtype == jnp.bfloat16

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkpoint.tensor_files import BIG, names_in, random, same, store
-from zerojax.checkpoint._safetensors import SafetensorsReader
-from zerojax.checkpoint._safetensors_writer import write
+from tests.checkpoint.tensor_files import names_in, random, same, store, store_apart
+from zerojax.checkpoint._safetensors import SafetensorsReader, write_safetensors
 
 
 def pack(path, text, data=b""):
@@ -35,52 +34,35 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, error):
             raise error("lost")
         return np.zeros((2, 3), np.float32)
 
-    sizes = {"first": 24, "second": 24}
+    tensors = {"first": np.zeros((2, 3), np.float32), "second": np.zeros((2, 3), np.float32)}
     with pytest.raises(error, match="lost"):
-        write(tmp_path / "a.safetensors", sizes, read, metadata={}, max_file_bytes=30)
+        write_safetensors(tmp_path / "a.safetensors", tensors, read, {})
     assert not names_in(tmp_path)
 
 
-@pytest.mark.parametrize("there", ["a.safetensors", "a.safetensors.index.json"])
-@pytest.mark.parametrize("max_file_bytes", [8, BIG])
-def test_nothing_is_overwritten(tmp_path, there, max_file_bytes):
-    (tmp_path / there).write_text("precious")
-    arrays = {"x": random("float32", (3,)), "y": random("float32", (3,))}
-    with pytest.raises(FileExistsError, match="remove it or write to another name"):
-        store(tmp_path / "a.safetensors", arrays, max_file_bytes=max_file_bytes)
-    assert (tmp_path / there).read_text() == "precious"
-    assert names_in(tmp_path) == [there]
-
-
-def test_one_of_several_files_is_not_overwritten(tmp_path):
-    there = tmp_path / "a-00002-of-00002.safetensors"
+def test_nothing_is_overwritten(tmp_path):
+    there = tmp_path / "a.safetensors"
     there.write_text("precious")
-    arrays = {"x": random("float32", (3,)), "y": random("float32", (3,))}
-    with pytest.raises(FileExistsError, match="00002-of-00002"):
-        store(tmp_path / "a.safetensors", arrays, max_file_bytes=12)
+    with pytest.raises(FileExistsError, match="remove it or write to another name"):
+        store(there, {"x": random("float32", (3,))})
+    assert there.read_text() == "precious"
     assert names_in(tmp_path) == [there.name]
 
 
 def test_what_a_killed_write_left_is_written_over(tmp_path):
     (tmp_path / "a.safetensors.partial").write_text("half of something longer " * 100)
     want = random("float32", (3,))
-    (path,) = store(tmp_path / "a.safetensors", {"x": want})
+    path = store(tmp_path / "a.safetensors", {"x": want})
     assert names_in(tmp_path) == [path.name]
     assert same(SafetensorsReader(path).read("x"), want)
 
 
-def test_files_get_their_names_after_all_of_them_are_on_disk_and_the_index_last(
-    tmp_path, monkeypatch
-):
+def test_a_file_gets_its_name_after_all_of_it_is_on_disk(tmp_path, monkeypatch):
     calls, replace, fsync = [], Path.replace, os.fsync
-    monkeypatch.setattr(
-        Path, "replace", lambda p, to: (calls.append(to.name.split(".", 1)[1]), replace(p, to))
-    )
+    monkeypatch.setattr(Path, "replace", lambda p, to: (calls.append(to.name), replace(p, to)))
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("sync"), fsync(fd)))
-    arrays = {"x": random("float32", (3,)), "y": random("float32", (3,))}
-    store(tmp_path / "a.safetensors", arrays, max_file_bytes=12)
-    named = ["safetensors", "safetensors", "safetensors.index.json"]
-    assert calls == ["sync", "sync", "sync", *named, "sync"]
+    store(tmp_path / "a.safetensors", {"x": random("float32", (3,))})
+    assert calls == ["sync", "a.safetensors", "sync"]
 
 
 def test_another_ending_is_refused_before_anything_is_written(tmp_path):
@@ -128,7 +110,7 @@ def test_what_is_no_such_file_is_named(tmp_path, held):
 
 
 def test_a_file_cut_at_any_byte_is_refused(tmp_path):
-    (path,) = store(tmp_path / "a.safetensors", {"x": random("int8", (9,))}, {"a": "b"})
+    path = store(tmp_path / "a.safetensors", {"x": random("int8", (9,))}, {"a": "b"})
     held = path.read_bytes()
     for length in range(len(held)):
         path.write_bytes(held[:length])
@@ -137,7 +119,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path):
 
 
 def test_a_file_that_is_cut_short_after_it_was_opened_is_named(tmp_path):
-    (path,) = store(tmp_path / "a.safetensors", {"x": random("int8", (9,))})
+    path = store(tmp_path / "a.safetensors", {"x": random("int8", (9,))})
     reader = SafetensorsReader(path)
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ValueError, match=rf"{path} has been cut short"):
@@ -155,7 +137,7 @@ def test_a_file_that_is_cut_short_after_it_was_opened_is_named(tmp_path):
 )
 def test_an_index_that_does_not_fit_its_files_is_named(tmp_path, spoil, error, said):
     arrays = {name: random("float32", (2,)) for name in ("a", "b", "b2")}
-    *_, path = store(tmp_path / "m.safetensors", arrays, max_file_bytes=16)
+    path = store_apart(tmp_path / "m.safetensors", arrays)
     index = json.loads(path.read_text())
     spoil(index["weight_map"], dict(index["weight_map"]))
     path.write_text(json.dumps(index))

@@ -1,96 +1,80 @@
-"""Weights between checkpoints and safetensors files, a file at a time."""
+"""Weights between checkpoints and safetensors files, a tensor at a time."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path, num_bytes
 from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._files import DamagedCheckpointError, local_path, wrong_contents
+from zerojax.checkpoint._files import local_path
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, saved_leaves
-from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest
-from zerojax.checkpoint._safetensors import DTYPES, SafetensorsReader
-from zerojax.checkpoint._safetensors_writer import write
+from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest, verify
+from zerojax.checkpoint._safetensors import SafetensorsReader, write_safetensors
 from zerojax.checkpoint._verdict import check_leaves
 from zerojax.layout import Layout
 
-#: Bytes of a file beyond which there are several and an index.
-MAX_FILE_BYTES = 5_000_000_000
-#: How what zerojax itself says in a file's metadata begins: never a tensor that is tied.
-OWN = "zerojax."
-#: Where it keeps the paths that names with dots alone do not tell.
-PATHS = f"{OWN}paths"
-
 
 def export_safetensors(
-    directory: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    part: str | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> list[Path]:
-    """Write the whole, logical weights of a checkpoint to safetensors files.
+    directory: str | os.PathLike[str], path: str | os.PathLike[str], *, part: str | None = None
+) -> Path:
+    """Write the whole, logical weights of a checkpoint to a safetensors file.
 
-    Holds the tensors of one file at a time. Needs no accelerator and no code of the model. A leaf
-    `layers/qkv` is the tensor `layers.qkv`. Tied weights are written once; the metadata name the
-    others, as Hugging Face's do.
+    Holds one tensor at a time. Needs no accelerator and no code of the model. A leaf `layers/qkv`
+    is the tensor `layers.qkv`. Tied weights are written once; the metadata name the others, as
+    Hugging Face's do.
 
     Args:
         directory: the checkpoint's folder.
-        path: `NAME.safetensors`; beyond `max_file_bytes` several files and an index, as in
-            `NAME-00001-of-00002.safetensors` and `NAME.safetensors.index.json`.
+        path: `NAME.safetensors`.
         part: the leaves below this path: "params", "masters", "opt_state/0/mu". Left out, it is
             the parameters of a train state, or all that there is.
-        max_file_bytes: bytes of tensors in a file.
 
     Returns:
-        The files, the index last.
+        The file.
 
     Raises:
         DamagedCheckpointError: a file of the checkpoint is not what was written.
-        FileExistsError: an output is there already.
+        FileExistsError: the file is there already.
         ValueError: there is no such part, or a dtype that the format has not.
     """
     root, path = local_path(directory), local_path(path)
     manifest = read_manifest(root)
     endings = _endings(manifest, part, root)
-    wrong = wrong_contents(root, manifest.files)
-    if wrong:
-        raise DamagedCheckpointError(root, wrong)
+    verify(root)
 
-    metadata = {f"{OWN}writer": "zerojax"}
+    metadata = {"zerojax.writer": "zerojax"}
     if manifest.step is not None:
-        metadata[f"{OWN}step"] = str(manifest.step)
-    names = {held: ending.replace("/", ".") for held, ending in endings.items()}
-    if unclear := {names[held]: ending for held, ending in endings.items() if "." in ending}:
-        metadata[PATHS] = json.dumps(unclear)
+        metadata["zerojax.step"] = str(manifest.step)
+    names = {held: _tensor_name(ending) for held, ending in endings.items()}
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{root}: two leaves are one tensor by name; rename one that has a dot")
     owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
     for held, name in names.items():
         owner = owners.setdefault(manifest.leaves[held].same_as or held, held)
         if owner != held:
             metadata[name] = names[owner]
     stored = {names[owner]: owner for owner in owners.values()}
-    if len(set(names.values())) < len(names):
-        raise ValueError(f"{root}: two leaves are one tensor by name; rename one that has a dot")
-    for name, held in stored.items():
-        if (dtype := manifest.leaves[held].dtype) not in DTYPES.values():
-            raise ValueError(f"{name!r} is {dtype}, which safetensors has not; convert it")
-    return write(
+    leaves = {name: manifest.leaves[held] for name, held in stored.items()}
+    write_safetensors(
         path,
-        {name: manifest.leaves[held].num_bytes for name, held in stored.items()},
+        {name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for name, x in leaves.items()},
         lambda name: read_leaf(root, manifest, stored[name]),
-        metadata=metadata,
-        max_file_bytes=max_file_bytes,
+        metadata,
     )
+    return path
+
+
+def _tensor_name(path: str) -> str:
+    return path.replace("/", ".")
 
 
 def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
@@ -111,32 +95,25 @@ def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]
     return found
 
 
-def import_safetensors(
-    path: str | os.PathLike[str],
-    layout: Layout,
-    like: PyTree,
-    *,
-    cast: bool = False,
-) -> PyTree:
+def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTree) -> PyTree:
     """Read weights into the structure and the placement of `like`, for each device its part.
 
-    The tensor `layers.qkv` is the leaf `layers/qkv`. Names that the metadata tie to another are
-    that other one.
+    The leaf `layers/qkv` is the tensor `layers.qkv`, or the one that the metadata tie to that name.
 
     Args:
         path: a file, an index of several, or the folder that holds them.
         layout: the placement of the result.
         like: shapes with shardings, logical or stored, as `step.abstract_state().params` gives.
-        cast: round to narrower floating dtypes; wider ones need no leave.
 
     Raises:
         FileNotFoundError: there is no such file.
-        IncompatibleCheckpointError: tensors are missing, left over, of another shape or dtype;
-            nothing has been read then.
+        IncompatibleCheckpointError: tensors are missing, left over, of another shape or of a wider
+            dtype; nothing has been read then.
         ValueError: a file is damaged.
     """
     reader = SafetensorsReader(path)
-    names = _tensor_names(reader)
+    wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
+    names = _tensors_of(reader, wanted)
     found = {}
     for leaf, name in names.items():
         x = reader.tensors[name]
@@ -144,8 +121,7 @@ def import_safetensors(
         found[leaf] = SavedLeaf(
             shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size
         )
-    wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
-    check_leaves(found, wanted, reader.path, cast=cast)
+    check_leaves(found, wanted, reader.path)
     keys = [  # equal for leaves that are tied, which are one array
         (names[leaf], x.shape, x.dtype, getattr(x, "sharding", None) or layout.sharding(P()))
         for leaf, x in leaves_by_path(like).items()
@@ -154,16 +130,16 @@ def import_safetensors(
     return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])
 
 
-def _tensor_names(reader: SafetensorsReader) -> dict[str, str]:
-    """Return the tensor that each leaf is read from, by the leaf's path."""
-    paths: Mapping[str, str] = json.loads(reader.metadata.get(PATHS, "{}"))
-    tied = {
-        name: owner
-        for name, owner in reader.metadata.items()
-        if owner in reader.tensors and name not in reader.tensors and not name.startswith(OWN)
-    }
-    names = {**{name: name for name in reader.tensors}, **tied}
-    return {paths.get(name, name.replace(".", "/")): owner for name, owner in names.items()}
+def _tensors_of(reader: SafetensorsReader, wanted: Iterable[str]) -> dict[str, str]:
+    """Return the tensor of each leaf, and of paths that are not wanted those of the others."""
+    found = {}
+    for leaf in wanted:
+        name = _tensor_name(leaf)
+        owner = name if name in reader.tensors else reader.metadata.get(name)
+        if owner in reader.tensors:
+            found[leaf] = owner
+    left = reader.tensors.keys() - found.values()
+    return found | {name.replace(".", "/"): name for name in sorted(left)}
 
 
 def _placed(

@@ -123,9 +123,7 @@ class Checkpoints:
         if pending is not None:
             pending.wait()
 
-    def restore_latest(
-        self, layout: Layout, like: PyTree, *, cast: bool = False
-    ) -> Restored | None:
+    def restore_latest(self, layout: Layout, like: PyTree) -> Restored | None:
         """Restore the newest checkpoint that is whole, as `zerojax.restore` does; None without any.
 
         Raises:
@@ -140,7 +138,7 @@ class Checkpoints:
         ):  # as the first process sees them
             path = self.directory / name
             try:
-                manifest, state = read_state(path, layout, like, tx=self._tx, cast=cast)
+                manifest, state = read_state(path, layout, like, tx=self._tx)
             except DAMAGE as error:
                 passed_over[path] = str(error) if _is_saved(path) else _cut_short(path)
                 self._damaged |= {path} if _is_saved(path) else set()

@@ -41,7 +41,6 @@ def restore(
     *,
     tx: optax.GradientTransformation | None = None,
     partial: bool = False,
-    cast: bool = False,
 ) -> PyTree:
     """Restore a checkpoint into the structure and the placement of `like`.
 
@@ -59,7 +58,6 @@ def restore(
         tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
             own loop may be padded or not, which an error then says.
         partial: leave what `like` does not ask for in the checkpoint, as for the parameters alone.
-        cast: round to narrower floating dtypes where values are kept nowhere else.
 
     Raises:
         FileNotFoundError: there is no whole checkpoint in the directory.
@@ -70,7 +68,7 @@ def restore(
     require_orbax()
     check_layout(layout, "restore(directory, layout, like)")
     root = local_path(directory)
-    return read_state(root, layout, like, tx=tx, partial=partial, cast=cast)[1]
+    return read_state(root, layout, like, tx=tx, partial=partial)[1]
 
 
 def _read_agreed(root: Path) -> Manifest:
@@ -94,11 +92,10 @@ def read_state(
     *,
     tx: optax.GradientTransformation | None = None,
     partial: bool = False,
-    cast: bool = False,
 ) -> tuple[Manifest, PyTree]:
     """Read what `restore` does, and the manifest with it."""
     manifest = _read_agreed(root)
-    sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial, cast=cast)
+    sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial)
     _agree(root, wrong_sizes(root, manifest.files).values())
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     own = largest_first[jax.process_index() :: jax.process_count()]

@@ -1,12 +1,13 @@
-"""Reading safetensors files: the library checks the format, NumPy reads the parts that are wanted.
+"""Files of the safetensors format: the library checks what is read, NumPy maps what is wanted.
 
     8 bytes   length of the header
     header    {"w": {"dtype": "BF16", "shape": [4, 3], "data_offsets": [0, 24]}, "__metadata__": {}}
     data      the tensors end to end, to the end of the file
 
 Several files of one model have an index beside them: `{"metadata": {...}, "weight_map": {"w":
-"model-00001-of-00002.safetensors"}}`. The library's own slices are not used: its NumPy side has no
-float8, and a file that is cut short while it is mapped ends the process.
+"model-00001-of-00002.safetensors"}}`. Of the library only the check is used: it writes a file at
+once, its NumPy side has no float8, and a file that is cut short while it is mapped ends the
+process.
 
 Source: https://github.com/huggingface/safetensors, section Format.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -23,7 +25,7 @@ import numpy as np
 
 from zerojax._extras import extra
 from zerojax._tree import num_bytes
-from zerojax.checkpoint._files import local_path
+from zerojax.checkpoint._files import local_path, sync
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = f"{SUFFIX}.index.json"
@@ -128,9 +130,15 @@ def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
 
 def _read_indexed(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """Return the tensors' places and the metadata of all files that an index names."""
-    names, text = _read_index(path)
+    try:
+        index = json.loads(path.read_bytes())
+        names, texts = dict(index["weight_map"]), dict(index.get("metadata") or {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no index of tensors to files: {error!r}") from error
     found, metadata = {}, {}
     for file in dict.fromkeys(names.values()):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path} names {file!r}, which is not a file beside it")
         if not (path.parent / file).is_file():
             raise FileNotFoundError(f"{path} names {file}, which is not beside it; fetch it too")
         stored, held = _read_header(path.parent / file)
@@ -138,19 +146,47 @@ def _read_indexed(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
         metadata |= held
     if lost := [name for name in names if name not in found]:
         raise ValueError(f"{path} and its files do not belong together: none holds {lost[0]!r}")
-    return {name: found[name] for name in names}, metadata | text
+    metadata |= {name: text for name, text in texts.items() if isinstance(text, str)}
+    return {name: found[name] for name in names}, metadata
 
 
-def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return which file each tensor is in, and the metadata that are text."""
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, jax.ShapeDtypeStruct],
+    read: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write tensors to a file, one at a time; it has its name when all of it is on disk.
+
+    The widest elements come first, so that each tensor is aligned. `read` returns the tensor of a
+    name; errors are those of `export_safetensors`.
+    """
+    if path.suffix != SUFFIX:
+        raise ValueError(f"{path} must end in {SUFFIX}")
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; remove it or write to another name")
+    codes = {name: code for code, name in DTYPES.items()}
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        x = tensors[name]
+        if x.dtype.name not in codes:
+            raise ValueError(f"{name!r} is {x.dtype}, which safetensors has not; convert it")
+        begin, end = end, end + num_bytes(x.shape, x.dtype)
+        entry = {"dtype": codes[x.dtype.name], "shape": x.shape, "data_offsets": (begin, end)}
+        header[name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
     try:
-        index = json.loads(path.read_bytes())
-        names, metadata = index.get("weight_map"), index.get("metadata") or {}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: its JSON can't be read: {error}") from error
-    if not isinstance(names, dict) or not isinstance(metadata, dict):
-        raise ValueError(f"{path} is no index: it has no weight_map of tensor to file")
-    for file in names.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{path} names {file!r}, which is not a file beside it")
-    return names, {name: text for name, text in metadata.items() if isinstance(text, str)}
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                read(name).tofile(file)
+        sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # there only after an exception
+    sync(path.parent)

@@ -53,13 +53,12 @@ def find_sources(
     *,
     tx: optax.GradientTransformation | None = None,
     partial: bool = False,
-    cast: bool = False,
 ) -> dict[str, str]:
     """Return the saved leaf that each wanted one is read from; a fresh loss scale has none."""
     wanted = saved_leaves(like, layout, tx)
     given = {path for path, x in leaves_by_path(like).items() if isinstance(x, jax.Array)}
     fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
-    sources, lines = _compare(manifest.leaves, wanted, cast, fresh, partial)
+    sources, lines = _compare(manifest.leaves, wanted, fresh, partial)
     lines = _chain_difference(manifest, like, partial=partial) + lines
     if lines:
         remedy = (
@@ -73,44 +72,40 @@ def find_sources(
     return sources
 
 
-def check_leaves(found: Leaves, wanted: Leaves, path: Path, *, cast: bool) -> None:
+def check_leaves(found: Leaves, wanted: Leaves, path: Path) -> None:
     """Refuse weights that are not those that are wanted, leaf by leaf."""
-    _, lines = _compare(found, wanted, cast)
+    _, lines = _compare(found, wanted)
     if lines:
         raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
 
 
 def _compare(
-    saved: Leaves,
-    wanted: Leaves,
-    cast: bool,
-    fresh: Collection[str] = (),
-    partial: bool = False,
+    saved: Leaves, wanted: Leaves, fresh: Collection[str] = (), partial: bool = False
 ) -> tuple[dict[str, str], list[str]]:
     """Return the saved leaf for each wanted one, and a line for each difference."""
     sources, missing, differences = {}, [], []
     for path, leaf in wanted.items():
-        source = _source(path, leaf, saved, wanted, cast)
+        source = _source(path, leaf, saved, wanted)
         if source in saved:
             sources[path] = source
             is_kept = path.startswith(PARAMS) and MASTERS + path.removeprefix(PARAMS) in wanted
-            differences += _difference(path, leaf, source, saved[source], lossy=cast or is_kept)
+            differences += _difference(path, leaf, source, saved[source], lossy=is_kept)
         elif path not in fresh:
             missing.append(path)
-    extra = [path for path in saved if path not in wanted and not _is_spared(path, sources, cast)]
-    extra = [] if partial else extra
+    known = {*wanted, *sources.values(), *LOSS_SCALE_LEAVES}
+    extra = [] if partial else [path for path in saved if path not in known]
     lines = [_missing_line(path, saved, extra) for path in missing[:MOST_NAMED]]
     lines += [f"{path!r} is not in it" for path in missing[MOST_NAMED:]]  # near names take time
     return sources, [*lines, *(f"{path!r} {UNWANTED}" for path in extra), *differences]
 
 
-def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves, cast: bool) -> str:
+def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves) -> str:
     """Name the saved leaf that has a wanted one's value; it need not be there."""
     if path.startswith(MASTERS) and path not in saved:
         return PARAMS + path.removeprefix(MASTERS)
     if path.startswith(PARAMS) and path in saved and saved[path].dtype != leaf.dtype:
         master = MASTERS + path.removeprefix(PARAMS)
-        if master in saved and (master in wanted or cast or saved[master].dtype == leaf.dtype):
+        if master in saved and (master in wanted or saved[master].dtype == leaf.dtype):
             return master
     return path
 
@@ -119,13 +114,11 @@ def _difference(
     path: str, leaf: SavedLeaf, source: str, found: SavedLeaf, *, lossy: bool
 ) -> list[str]:
     """List why a leaf can't be read from its source; empty where it can."""
-    rounds = found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=True)
-    if rounds and (lossy or _may_cast(found.dtype, leaf.dtype, lossy=False)):
+    if found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=lossy):
         return []
     where = f"{path!r}" if source == path else f"{path!r} (from {source!r})"
     ours, theirs = (f"{x.dtype}{list(x.shape)}" for x in (leaf, found))
-    hint = " (cast=True rounds it)" if rounds else ""
-    return [f"{where} is {theirs} in it, wanted {ours}{hint}"]
+    return [f"{where} is {theirs} in it, wanted {ours}"]
 
 
 def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
@@ -137,14 +130,6 @@ def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
     if not all(jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in (found, wanted)):
         return False
     return lossy or jnp.promote_types(found, wanted) == jnp.dtype(wanted)
-
-
-def _is_spared(path: str, sources: Mapping[str, str], cast: bool) -> bool:
-    """Return whether a saved leaf that nobody wants is another's value, or of a loss scale."""
-    if path in LOSS_SCALE_LEAVES:
-        return True
-    param = PARAMS + path.removeprefix(MASTERS)
-    return path.startswith(MASTERS) and (sources.get(param) == path or (cast and param in sources))
 
 
 def _missing_line(path: str, saved: Leaves, extra: list[str]) -> str:

@@ -53,8 +53,6 @@ class ExportOptions(CheckpointOptions):
     part: str | None = option(None, metavar="PATH", show_default="the parameters")
     """The leaves below a path: `params`, `masters` (fp32 copies of bf16 parameters),
     `opt_state/0/mu`."""
-    max_file: float = option(5.0, min=1e-6, metavar="GB")
-    """GB of a file beyond which there are several."""
 
 
 @checkpoint.command()
@@ -111,25 +109,22 @@ def verify_(options: CheckpointOptions) -> None:
 @checkpoint.command()
 @command
 def export(options: ExportOptions) -> None:
-    """Write the whole weights of a checkpoint to safetensors files.
+    """Write the whole weights of a checkpoint to a safetensors file.
 
-    Shards are put together and padding is cut off, a file at a time: the host needs memory for
-    that. Beyond `--max-file` there are several files and an index beside them.
-    `zerojax train --init` starts from them.
+    Shards are put together and padding is cut off, a tensor at a time.
+    `zerojax train --init` starts from it.
 
     ```
     zerojax checkpoint export runs/books books.safetensors
-    zerojax checkpoint export runs/books books.safetensors --part masters --max-file 2
+    zerojax checkpoint export runs/books books.safetensors --part masters
     ```
     """
     screen = Screen(width=WIDTH)
     with refusing():
         path = find_checkpoint(options.directory)
-        size = int(options.max_file * 1e9)
         with screen.console.status(f"export {path}"):
-            written = export_safetensors(path, options.out, part=options.part, max_file_bytes=size)
-    for file in written:
-        screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")
+            file = export_safetensors(path, options.out, part=options.part)
+    screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")
 
 
 def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
