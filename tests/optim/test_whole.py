@@ -184,7 +184,6 @@ def test_a_step_with_muon_is_clean_and_moves_two_parts_of_n_more():
         report.raise_if_problems()
         to_owners = [x for x in report.collectives if x.op == "all-to-all"]
         assert 0 < sum_moved(to_owners, "moved_elements") <= 1.05 * 2 * layout.num_params / 8
-        assert any("take matrices to the devices" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -33,10 +33,9 @@ class Match:
     form: str
     leaves: tuple[int, ...]  # indices of the layout's leaves; several where they look the same
     key: Key  # the dims that were found, above 1 and sorted
-    alike: tuple[int, ...]  # leaves that it may be in any form
 
 
-UNMATCHED = Match("", (), (), ())
+UNMATCHED = Match("", (), ())
 
 
 class Matcher:
@@ -106,13 +105,9 @@ class Matcher:
                 leaves.setdefault((form, key_of(shape)), []).extend(indices)
         for key in self._others:
             leaves.setdefault(("optimizer", key), [])
-        alike: dict[Key, set[int]] = {}
-        for (_, key), indices in leaves.items():
-            alike.setdefault(key, set()).update(indices)
         forms: dict[str, dict[Key, Match]] = {form: {} for form in FORMS}
         for (form, key), indices in leaves.items():
-            found = tuple(dict.fromkeys(indices))
-            forms[form][key] = Match(form, found, key, tuple(sorted(alike[key])))
+            forms[form][key] = Match(form, tuple(dict.fromkeys(indices)), key)
         return forms
 
 

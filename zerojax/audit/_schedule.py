@@ -35,7 +35,6 @@ class ScheduledCollective:
     # when its links begin, when they are through, and for how long the device waits, of each run in
     # seconds from the step's beginning; of a loop's the first two turns
     runs: tuple[tuple[float, float, float], ...] = field(repr=False)
-    remedy: str = ""  # what may hide it; empty where nothing is exposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +172,7 @@ def _collective(
     records: Sequence[Collective], tally: Tally, leaves: tuple[str, ...]
 ) -> ScheduledCollective:
     first, beside = records[0], tally.largest
-    found = ScheduledCollective(
+    return ScheduledCollective(
         op=first.spelling,
         name=tally.operation.name,
         leaves=leaves,
@@ -186,15 +185,3 @@ def _collective(
         exposed_seconds=tally.exposed,
         runs=tuple(tally.runs),
     )
-    return dataclasses.replace(found, remedy=_remedy(found))
-
-
-def _remedy(one: ScheduledCollective) -> str:
-    """Say what may hide a collective."""
-    if not one.exposed_seconds:
-        return ""
-    if not one.is_blocking:
-        return "put more work beside it (prefetch, or a larger batch)"
-    if one.trips and one.leaves:
-        return "move it while another layer computes (prefetch)"
-    return "let the compiler make it asynchronous (compiler options)"

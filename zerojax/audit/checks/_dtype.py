@@ -42,14 +42,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
 
 
 def note_dtypes(evidence: Evidence) -> Iterator[str]:
-    """Report which dtypes were not judged, and which are wide on purpose."""
-    wide = _wide_reductions(evidence)
-    is_relevant = evidence.has_scatter and _is_relevant(evidence, wide)
-    if is_relevant and _may_reduce_wide(evidence):
-        yield (
-            f"gradients are reduced in {wide[0].record.dtype} ({len(wide)} reductions) while the "
-            "parameters are narrower: exact sums for twice the bytes"
-        )
+    """Report which dtypes were not judged."""
     promoted = [
         move
         for move in evidence.large

@@ -13,7 +13,7 @@ SHARE = 0.1
 def check_exposed(evidence: Evidence) -> Iterator[Problem]:
     """Check that loops don't wait for collectives which could move beside their work.
 
-    What `make_train_step` compiles is its own affair, and told in a note.
+    What `make_train_step` compiles is its own affair, and told in the report's schedule alone.
     """
     schedule = evidence.schedule
     if schedule is None or not schedule.step_seconds or "make_train_step" in evidence.tools:
@@ -32,16 +32,4 @@ def check_exposed(evidence: Evidence) -> Iterator[Problem]:
         remedy="compile with the options that make these collectives asynchronous on "
         f"{schedule.hardware}, and move each layer's weights and gradients while another computes"
         f"{hint(evidence, 'make_train_step')}",
-    )
-
-
-def note_exposed(evidence: Evidence) -> Iterator[str]:
-    """Say how long a step waits where that is no problem of its own."""
-    schedule = evidence.schedule
-    if schedule is None or schedule.exposed_share < SHARE or any(check_exposed(evidence)):
-        return
-    most = schedule.collectives[0]
-    yield (
-        f"as scheduled, and not measured, the step waits {schedule.exposed_share:.0%} of its time, "
-        f"longest for {most.op} of {some(most.leaves, 2) or 'no leaf'}; {most.remedy}"
     )

@@ -128,15 +128,6 @@ def check_recompile(evidence: Evidence) -> Iterator[Problem]:
         )
 
 
-def note_dropped(evidence: Evidence) -> Iterator[str]:
-    """Report which states the program does not use: it can't tell where they live."""
-    dropped = [
-        one for one in evidence.states(*STATES) if one.argument.number is None and one.elements > 1
-    ]
-    if dropped:
-        yield f"{_where(dropped)}: not used by the program, so that their placement is not known"
-
-
 def _judged(evidence: Evidence) -> list[Held]:
     return [
         one

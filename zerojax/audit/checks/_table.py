@@ -44,14 +44,8 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "recompile": _state.check_recompile,
 }
 
-#: What is worth knowing and no failure.
-NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
-    _state.note_dropped,
-    _traffic.note_traffic,
-    _volume.note_recipe,
-    _dtype.note_dtypes,
-    _schedule.note_exposed,
-)
+#: What an audit can't judge, or may have been told wrongly.
+NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_volume.note_recipe, _dtype.note_dtypes)
 
 
 def find_problems(evidence: Evidence) -> tuple[Problem, ...]:

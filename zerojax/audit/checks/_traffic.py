@@ -106,20 +106,5 @@ def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
     )
 
 
-def note_traffic(evidence: Evidence) -> Iterator[str]:
-    """Report what was judged in another way than it is written."""
-    sliced = [move for move in evidence.large if move.role == "sliced"]
-    if sliced and not evidence.has_scatter:
-        yield (
-            f"{len(sliced)} all-reduce + slice count as reduce-scatters: a CPU's partitioner makes "
-            "no others; TPU and GPU have them"
-        )
-    if moved := sum_moved([move for move in evidence.ours if move.role == "owners"], "moved"):
-        yield (
-            f"{moved / evidence.layout.num_params:.3f} elements per parameter take matrices to the "
-            "devices that compute the optimizer's products of whole ones, and back"
-        )
-
-
 def _local_elements(evidence: Evidence) -> float:
     return sum(math.prod(leaf.shape) / leaf.own_parts for leaf in evidence.layout.leaves)

@@ -179,33 +179,26 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
 
 def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
     """List what moves too much, the worst first: a move, and its excess in elements."""
-    groups = _lookalikes(evidence)
-    seen: dict[tuple[Any, bool], list[Move]] = {}
+    groups: dict[tuple[Any, bool], list[Move]] = {}
     for move in evidence.large:
-        group: Any = (move.record.shape, move.record.op)
-        if move.match.leaves and move.role != "shuffle":
-            group = groups[move.match.leaves[0]]
-        seen.setdefault((group, move.role == "gather"), []).append(move)
-    theory: dict[tuple[Any, bool], float] = {}
-    ring = (evidence.layout.num_shards - 1) / evidence.layout.num_shards
-    for index, leaf in enumerate(evidence.layout.leaves):
-        size = math.prod(evidence.layout.local_shape(leaf, leaf.stored_shape)) * ring
-        gathers = evidence.theory.gathers if leaf.dim is not None else 0
-        reductions = evidence.theory.reductions * (1 if leaf.dim is not None else 2)
-        for is_gather, count in ((True, gathers), (False, reductions)):
-            key = (groups[index], is_gather)
-            theory[key] = theory.get(key, 0.0) + count * size
-    excess = [
-        (max(moves, key=lambda m: m.judged), sum_moved(moves, "judged") - theory.get(key, 0.0))
-        for key, moves in seen.items()
-    ]
+        is_leaf = move.match.leaves and move.role != "shuffle"
+        group: Any = move.match.leaves if is_leaf else (move.record.shape, move.record.op)
+        groups.setdefault((group, move.role == "gather"), []).append(move)
+    excess = []
+    for (_, is_gather), moves in groups.items():
+        first = max(moves, key=lambda move: move.judged)
+        leaves = () if first.role == "shuffle" else first.match.leaves
+        theory = sum(_theory(evidence, index, is_gather=is_gather) for index in leaves)
+        excess.append((first, sum_moved(moves, "judged") - theory))
     return sorted((entry for entry in excess if entry[1] > 0), key=lambda entry: -entry[1])
 
 
-def _lookalikes(evidence: Evidence) -> list[int]:
-    """Return every leaf the number of a group: leaves that some tensor may be of share one."""
-    groups = list(range(len(evidence.layout.leaves)))
-    for leaves in {move.match.alike for move in evidence.large if move.match.form}:
-        ids = {groups[index] for index in leaves}
-        groups = [min(ids) if number in ids else number for number in groups]
-    return groups
+def _theory(evidence: Evidence, index: int, *, is_gather: bool) -> float:
+    """Count the elements that the gathers, or the reductions, of one leaf have to move."""
+    leaf, theory, parts = evidence.layout.leaves[index], evidence.theory, evidence.layout.num_shards
+    if is_gather:
+        count = theory.gathers if leaf.dim is not None else 0
+    else:
+        count = theory.reductions * (1 if leaf.dim is not None else 2)
+    size = math.prod(evidence.layout.local_shape(leaf, leaf.stored_shape))
+    return count * size * (parts - 1) / parts
