@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -113,10 +112,6 @@ class AuditReport(Shown):
             "collectives": [_record(move) for move in self.moves],
             "unread": list(self.unread),
         }
-
-    def to_json(self) -> str:
-        """Write the report as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
 
     @property
     def _summary(self) -> str:

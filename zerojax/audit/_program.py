@@ -17,7 +17,6 @@ from zerojax._types import Shape
 
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
-FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +112,12 @@ class Program:
 
     def to_json(self) -> str:
         """Write the program as JSON, its text included."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        """Read what `to_json` wrote; ValueError for another format."""
+        """Read what `to_json` of the same version wrote."""
         held = json.loads(text)
-        if not isinstance(held, dict) or held.pop("format", None) != FORMAT:
-            raise ValueError(f"this is not a program of format {FORMAT}; compile it again")
         for key in ("inputs", "outputs"):
             held[key] = tuple(Argument(**_with_tuples(leaf)) for leaf in held[key])
         return cls(**_with_tuples(held))

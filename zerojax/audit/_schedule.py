@@ -35,6 +35,7 @@ class ScheduledCollective:
     # when its links begin, when they are through, and for how long the device waits, of each run in
     # seconds from the step's beginning; of a loop's the first two turns
     runs: tuple[tuple[float, float, float], ...] = field(repr=False)
+    remedy: str  # what may hide it; empty where nothing is exposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,14 @@ def _collective(
     records: Sequence[Collective], tally: Tally, leaves: tuple[str, ...]
 ) -> ScheduledCollective:
     first, beside = records[0], tally.largest
+    if not tally.exposed:
+        remedy = ""
+    elif beside is not None:
+        remedy = "put more work beside it (prefetch, or a larger batch)"
+    elif first.trips and leaves:
+        remedy = "move it while another layer computes (prefetch)"
+    else:
+        remedy = "let the compiler make it asynchronous (compiler options)"
     return ScheduledCollective(
         op=first.spelling,
         name=tally.operation.name,
@@ -184,4 +193,5 @@ def _collective(
         link_seconds=tally.links,
         exposed_seconds=tally.exposed,
         runs=tuple(tally.runs),
+        remedy=remedy,
     )
