@@ -21,7 +21,6 @@ from tests.cli.plan_requests import FIGURE_1, TINY, strict
 from tests.planner import paper
 from zerojax._display import BINARY, DECIMAL, amount, binary, unit_for
 from zerojax.cli import main
-from zerojax.cli.plan._question import read_bytes, read_count
 from zerojax.cli.shared._optimizers import OPTIMIZERS
 from zerojax.models import gpt
 
@@ -53,7 +52,7 @@ def rows(out):
 # ------------------------------------------------------------------ what is shown
 
 
-@pytest.mark.parametrize("count", ["7.5e9", "7.5B", "7500M", "7500000000"])
+@pytest.mark.parametrize("count", ["7.5e9", "7500000000"])
 def test_the_table_shows_the_figures_of_the_paper(capsys, count):
     assert main(["plan", "--params", count, "--devices", "64"]) == 0
     out = capsys.readouterr().out
@@ -203,7 +202,6 @@ def test_the_help_teaches(capsys):
         "--search",
         "adafactor",
         "v5p",
-        "18GiB",
         "Exit",
         "h100",
     ):
@@ -220,9 +218,10 @@ def test_the_help_teaches(capsys):
     [
         ("", "--model gpt2-xl, or --params 7.5e9"),
         ("--params 1e9 --model tiny", "one of the two"),
-        ("--params -3 --devices 64", "--params -3: plans go from 1e+07 to 1e+15 parameters"),
-        ("--params many", "7.5e9 or 7.5B"),
-        ("--params 1e400", "to 1e+15"),
+        ("--params -3 --devices 64", "--params"),
+        ("--params 7.5B", "valid number"),
+        ("--params nan", "--params"),
+        ("--params 1e400", "--params"),
         ("--params 1e9 --devices 0", "--devices"),
         ("--params 1e9 --devices 6.4", "--devices"),
         ("--params 1e9 --hardware h10", "nearest first: h100, "),
@@ -236,14 +235,13 @@ def test_the_help_teaches(capsys):
         ("--params 1e9 --offload gradients", "optimizer and activations"),
         ("--params 1e9 --batch-size 12", "multiple of 8, such as 16"),
         ("--params 1e9 --batch-size 10 --model-axis 2", "4 groups along the model axis and 1"),
-        ("--params 1e9 --remat none --offload activations", "give remat='full' or 'dots'"),
-        ("--params 1e9 --remat dots --offload activations --search", "recomputed"),
+        ("--params 1e9 --remat none --offload activations", "give 'full' or 'dots'"),
+        ("--params 1e9 --partition-activations", "--model-axis of at least 2"),
         ("--params 1e9 --reduce once", "stage 3"),
         ("--params 1e9 --remat half", "'none', 'dots', 'full'"),
-        ("--params 1e9 --memory-limit 20XB", "20e9, 20GB or 18GiB"),
-        ("--params 1e9 --memory-limit -5", "above 0"),
-        ("--params 1e9 --memory-limit 200GB", "more than the 84.9 GB"),
-        ("--params 7.5e9 --memory-limit 1GB --search", "the smallest need is"),
+        ("--params 1e9 --memory-limit -5", "--memory-limit"),
+        ("--params 1e9 --memory-limit 200", "more than the 84.9 GB"),
+        ("--params 7.5e9 --memory-limit 1 --search", "the smallest need is"),
         ("--model gpt2-xxl", "no model named 'gpt2-xxl'; known, nearest first: gpt2-xl"),
         ("--params 1e9 --plot a.pdf", "ends in .png"),
         ("--params 1e9 --plot a-file/below.png", "can't write to --plot"),
@@ -263,7 +261,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, capfd, asked, said):
 
 
 def test_a_limit_that_no_stage_meets_is_told_after_the_table(capfd):
-    assert main([*FIGURE_1, "--memory-limit", "2GB"]) == 2
+    assert main([*FIGURE_1, "--memory-limit", "2"]) == 2
     out, err = capfd.readouterr()
     assert "2.0 GB each allowed of 84.9" in out
     need = re.search(r"smallest need is ([\d.]+) GB: ZeRO stage 3", err)
@@ -271,22 +269,8 @@ def test_a_limit_that_no_stage_meets_is_told_after_the_table(capfd):
     assert float(need[1]) == pytest.approx(rows(out)[3][-1], abs=0.05)
     assert "--search" in err
     assert err.count("\n") == 1
-    assert main([*FIGURE_1, "--memory-limit", "20GiB"]) == 0
+    assert main([*FIGURE_1, "--memory-limit", "21.5"]) == 0
     assert "does not fit 21.5 GB: stage 0\n" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("20e9", 2e10), ("20GB", 2e10), ("18 GiB", 18 * 2**30), (".5kb", 500)]
-)
-def test_bytes_are_read_with_their_unit(text, count):
-    assert read_bytes("--memory-limit", text) == count
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("82M", 82_000_000), ("1T", 10**12), ("+2e9", 2 * 10**9)]
-)
-def test_counts_are_read_exactly(text, count):
-    assert read_count("--params", text) == count
 
 
 # ------------------------------------------------------------------ files
@@ -298,7 +282,7 @@ def test_json_goes_to_a_file_or_to_stdout(folder, capsys):
     assert main([*FIGURE_1, "--json", "-"]) == 0
     held = strict((folder / "sub/a.json").read_text())
     assert strict(capsys.readouterr().out) == held
-    assert held["question"]["params"] == "7.5e9"
+    assert held["question"]["params"] == 7.5e9
     assert held["question"]["num_examples"] == 64
     for stage, found in enumerate(held["stages"]):
         theory = found["bytes"]["theory"] / 1e9

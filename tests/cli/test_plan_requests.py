@@ -30,7 +30,7 @@ def test_a_drawing_is_written(folder, capsys, asked):
 
 
 def test_a_search_shows_choices_that_fit(folder, capsys):
-    asked = [*TINY, "--devices", "8", "--batch-size", "32", "--search", "--memory-limit", "6MB"]
+    asked = [*TINY, "--devices", "8", "--batch-size", "32", "--search", "--memory-limit", "0.006"]
     assert main([*asked, "--json", "a.json"]) == 0
     out = capsys.readouterr().out
     assert "step     32 examples of 64 tokens" in out

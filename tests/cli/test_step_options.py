@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import numpy as np
@@ -53,10 +52,8 @@ def losses(run):
 # ------------------------------------------------------------------ what is refused
 
 BOTH = [
-    ("--config C6", "'C1', 'C2', 'C3', 'C4', 'C5'"),
-    ("--config C4 --stage 3", "--config C4 is stage 2, and --stage 3 another"),
-    ("--config C2 --stage 2", "--config C2 is stage 1, and --stage 2 another"),
-    ("--config C4 --model-axis 2 --remat none", "give 'full' or 'dots'"),
+    ("--partition-activations", "give --model-axis of at least 2"),
+    ("--partition-activations --model-axis 2 --remat none", "give 'full' or 'dots'"),
     ("--model-axis 3", "--model-axis 3 does not divide 8 devices; these do: 1, 2, 4, 8"),
     ("--model-axis 8", "do not divide num_heads=4, and each takes whole heads; axes that fit: 1, "),
     ("--model-axis 0", "--model-axis"),
@@ -64,18 +61,10 @@ BOTH = [
     ("--offload gradients", "the host can keep optimizer and activations"),
     ("--offload activations --remat none", "give 'full' or 'dots'"),
 ]
-COMPILED = [
-    ("--config C4 --all-stages", "leave them out, or --all-stages"),
-    ("--stage 2 --all-stages", "leave them out, or --all-stages"),
-]
-PLANNED = [
-    ("--config C4 --search", "leave --config out"),
-    ("--config C4 --plot a.png", "--plot draws all stages"),
-]
+COMPILED = [("--stage 2 --all-stages", "leave one of them out")]
 REFUSALS = [
     *((TRAIN, asked, said) for asked, said in (*BOTH, ("--model-axis 4 --batch-size 3", "groups"))),
     *((COMPILE, asked, said) for asked, said in (*BOTH, *COMPILED)),
-    *((["plan", "--model", "tiny"], asked, said) for asked, said in PLANNED),
 ]
 
 
@@ -91,7 +80,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, capfd, command, aske
 
 
 @pytest.mark.parametrize("command", [TRAIN, COMPILE], ids=["train", "compile"])
-@pytest.mark.parametrize("asked", ["--offload optimizer", "--config C5"])
+@pytest.mark.parametrize("asked", ["--offload optimizer", "--offload activations"])
 def test_a_backend_without_memory_of_the_hosts_is_refused(monkeypatch, capfd, command, asked):
     monkeypatch.setattr(_host, "has_host_memory", lambda device: False)
     assert main([*command, *asked.split()]) == 2
@@ -108,27 +97,19 @@ def remat(**asked):
     return options(**asked).recipe().remat
 
 
-def test_configurations_set_the_stage_and_the_checkpoints():
-    assert [options(config=f"C{n}").chosen_stage for n in range(1, 6)] == [1, 1, 2, 2, 2]
-    assert options().chosen_stage == 2
-    assert options(stage=0).chosen_stage == 0
-    assert options(config="C1", stage=1).chosen_stage == 1
-    for name in ("C1", "C3"):
-        assert remat(config=name, model_axis=2) == RematPolicy()
-    for name in ("C2", "C4"):
-        assert remat(config=name, model_axis=2) == RematPolicy(partition="model")
-        assert remat(config=name) == RematPolicy()  # over a single device nothing is cut
-    host = RematPolicy(partition="model", offload=(LAYER_INPUT,))
-    assert remat(config="C5", model_axis=2) == host
-    assert options(config="C5").mesh_axes(8) == {"data": 8}
-    assert options(model_axis=2).mesh_axes(8) == {"data": 4, "model": 2}
-
-
-def test_recomputation_goes_with_a_configuration():
-    dots = RematPolicy(recompute="dots", partition="model")
-    assert remat(config="C4", model_axis=2, remat="dots") == dots
+def test_checkpoints_are_cut_and_leave_for_the_host():
     assert remat() is None  # the model recomputes by itself
     assert remat(remat="none") == RematPolicy(recompute="none")
+    cut = {"partition_activations": True, "model_axis": 2}
+    assert remat(**cut) == RematPolicy(partition="model")
+    assert remat(**cut, remat="dots") == RematPolicy(recompute="dots", partition="model")
+    host = RematPolicy(partition="model", offload=(LAYER_INPUT,))
+    assert remat(**cut, offload=("activations",)) == host
+
+
+def test_devices_are_shared_between_data_and_model():
+    assert options().mesh_axes(8) == {"data": 8}
+    assert options(model_axis=2).mesh_axes(8) == {"data": 4, "model": 2}
 
 
 @pytest.mark.parametrize(("parts", "rows"), [(1, 257), (2, 384), (4, 384), (6, 258)])
@@ -145,11 +126,10 @@ def test_the_host_runs_optimizers_that_work_element_by_element():
         return options(**asked).recipe().offload
 
     both = ("activations", "optimizer")
-    kinds: Any = ("optimizer", "master", "activation")
-    assert offload(offload=both) == OffloadPolicy(kinds=kinds)
+    assert offload(offload=both) == OffloadPolicy()
     with pytest.raises(ValueError, match=r"element by element, and muon does not.*leave"):
         options(offload=both, optimizer="muon")
-    assert offload(config="C5") is None
+    assert offload(offload=("activations",)) is None
 
 
 # ------------------------------------------------------------------ what is planned and compiled
@@ -158,31 +138,32 @@ def test_the_host_runs_optimizers_that_work_element_by_element():
 @pytest.mark.parametrize(
     ("asked", "shown"),
     [
-        ("C1 --model-axis 2", "stage 1, {}, 8 x h100, N = 4, model axis 2, remat='full'; peak"),
         (
-            "C4 --model-axis 2",
+            "--model-axis 2 --partition-activations",
             "stage 2, {}, 8 x h100, N = 4, model axis 2, remat='full', checkpoints part",
         ),
-        ("C5", "stage 2, {}, 8 x h100, N = 8, remat='full', activations on the host; peak"),
+        (
+            "--offload activations",
+            "stage 2, {}, 8 x h100, N = 8, remat='full', activations on the host; peak",
+        ),
     ],
 )
-def test_a_plan_takes_the_configuration(monkeypatch, capsys, asked, shown):
+def test_a_plan_says_where_checkpoints_are(monkeypatch, capsys, asked, shown):
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["plan", "--model", "tiny", "--devices", "8", "--config", *asked.split()]) == 0
+    assert main(["plan", "--model", "tiny", "--stage", "2", *asked.split()]) == 0
     out = capsys.readouterr().out
-    assert f"configuration {asked[:2]}\n" in out
     assert shown.format(f"{gpt.num_params(SMALL):,} parameters") in out
 
 
-def test_a_configuration_is_compiled_and_audited(folder, capsys):
-    asked = ["--config", "C4", "--model-axis", "2", "--offload", "optimizer"]
+def test_cut_checkpoints_are_compiled_and_audited(folder, capsys):
+    asked = ["--partition-activations", "--model-axis", "2", "--offload", "optimizer"]
     assert main([*COMPILE, *asked, "--json", "step.json"]) == 0
     out = capsys.readouterr().out
-    assert "data=4, model=2; config C4, offload optimizer\n" in out
+    assert "data=4, model=2; offload optimizer, checkpoints partitioned\n" in out
     assert "clean: ZeRO stage 2 over data (N = 4)" in out
     held = json.loads((folder / "step.json").read_text())
     assert held["mesh"] == {"data": 4, "model": 2}
-    assert (held["config"], held["model_axis"], held["offload"]) == ("C4", 2, ["optimizer"])
+    assert (held["partition_activations"], held["model_axis"]) == (True, 2)
     # Two moments and masters, cut over all devices; the little that is small stays on the device.
     host = held["stages"][0]["report"]["memory"]["host"]
     assert host == pytest.approx(12 * held["num_params"] / 8, rel=0.05)
@@ -204,53 +185,43 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     ("asked", "shown"),
     [
-        ("--config C4 --model-axis 2 --devices 4", "model=2); config C4\n"),
-        ("--config C5 --model-axis 4", "(data=2, model=4); config C5\n"),
-        ("--config C2 --devices 2 --offload optimizer", "; config C2, offload optimizer\n"),
+        (
+            "--partition-activations --model-axis 2 --devices 4",
+            "model=2); checkpoints partitioned\n",
+        ),
+        (
+            "--partition-activations --model-axis 4 --offload activations",
+            "(data=2, model=4); offload activations, checkpoints partitioned\n",
+        ),
+        ("--stage 1 --devices 2 --offload optimizer", "; offload optimizer\n"),
         ("--stage 3 --model-axis 2 --devices 4 --remat none", "; remat none\n"),
     ],
-    ids=["C4", "C5", "C2", "stage 3"],
+    ids=["C4", "C5", "stage 1", "stage 3"],
 )
 def test_the_losses_are_those_of_stage_2_alone(folder, capsys, plain, asked, shown):
     assert main([*TRAIN, *STEPS, *asked.split(), "--out", "run"]) == 0
     out = capsys.readouterr().out
     assert shown in out
-    assert ("on the host" in out) == ("--offload" in asked)
+    assert ("on the host" in out) == ("--offload optimizer" in asked)
     bound = roundings(3, 8 * 16)  # steps; rows and tokens of a batch
     np.testing.assert_allclose(losses(folder / "run"), plain, rtol=bound)
 
 
 def test_a_run_goes_on_as_it_was_configured(folder, capsys):
     given = [*TRAIN, "--batch-size", "8", "--out", "run", "--save-every", "2"]
-    asked = "--config C4 --model-axis 2 --devices 4 --offload optimizer"
+    asked = "--partition-activations --model-axis 2 --devices 4 --offload optimizer"
     assert main([*given, "--steps", "2", *asked.split()]) == 0
     kept = read_manifest(folder / "run/checkpoints/2").metadata["options"]
-    assert {name: kept[name] for name in ("config", "stage", "model_axis", "offload")} == {
-        "config": "C4", "stage": 2, "model_axis": 2, "offload": ["optimizer"],
-    }  # fmt: skip
+    assert (kept["stage"], kept["model_axis"], kept["offload"]) == (2, 2, ["optimizer"])
     capsys.readouterr()
     assert main([*TRAIN, "--out", "run", "--resume", "--steps", "3", "--devices", "8"]) == 0
     out = capsys.readouterr().out
-    assert "(data=4, model=2); config C4, offload optimizer" in out
+    assert "(data=4, model=2); offload optimizer, checkpoints partitioned" in out
     assert "on the host" in out
 
 
-def test_a_checkpoint_from_before_these_options_is_taken_up():
-    taken = TrainOptions(resume=True).taking_up({"stage": 1, "data": ["a.txt"]})
-    assert (taken.stage, taken.data, taken.config) == (1, ("a.txt",), None)
-
-
-@pytest.mark.parametrize(
-    ("asked", "config", "stage"),
-    [
-        ({}, "C4", 2),
-        ({"config": "C1"}, "C1", 1),
-        ({"stage": 2}, "C4", 2),
-        ({"stage": 3}, None, 3),
-    ],
-)
-def test_what_is_given_takes_the_place_of_what_was_kept(asked, config, stage):
-    kept = {"config": "C4", "stage": 2}
-    taken = TrainOptions(**asked, given=frozenset(asked)).taking_up(kept)
-    assert taken.config == config
-    assert taken.chosen_stage == stage
+def test_what_is_given_takes_the_place_of_what_was_kept():
+    kept = {"stage": 1, "data": ["a.txt"], "gone": 3}
+    taken = TrainOptions(resume=True).taking_up(kept)
+    assert (taken.stage, taken.data, taken.model_axis) == (1, ("a.txt",), 1)
+    assert TrainOptions(stage=3, given=frozenset({"stage"})).taking_up(kept).stage == 3

@@ -142,7 +142,7 @@ def test_an_optimizer_that_mixes_is_refused(tx, match):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"kinds": ("parameter",)}, "optimizer, master, activation"),
+        ({"kinds": ("parameter",)}, "optimizer, master"),
         ({"kinds": "optimizer"}, "tuple of kinds"),
         ({"missing": "ignore"}, "'refuse' or 'device'"),
     ],

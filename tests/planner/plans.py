@@ -12,9 +12,8 @@ from tests.planner.live_programs import shape
 from zerojax import OffloadPolicy, Placement, Recipe, RematPolicy, Workload, plan, search_plans
 
 PA = RematPolicy(partition="model")
-HOSTED = OffloadPolicy(kinds=("optimizer", "master"))
-ACTIVATIONS = OffloadPolicy(kinds=("activation",))
-EVERYTHING = OffloadPolicy(kinds=("optimizer", "master", "activation"))
+PA_CPU = RematPolicy(partition="model", offload=("layer_input",))
+HOSTED = OffloadPolicy()
 TX = optax.adam(1e-3)
 WIDTH, TOKENS = 128, 64
 

@@ -2,10 +2,10 @@
 
 from zerojax.memory._host import has_host_memory, offloaded_kinds
 from zerojax.memory._names import has_layers
-from zerojax.memory._remat import activation_policy, rematerialised
+from zerojax.memory._remat import check_policy, rematerialised
 
 __all__ = [
-    "activation_policy",
+    "check_policy",
     "has_host_memory",
     "has_layers",
     "offloaded_kinds",

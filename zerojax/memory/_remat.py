@@ -9,7 +9,6 @@ Source: arXiv 1910.02054, section 6.1 (Pa, Pa+cpu).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,10 +29,10 @@ from zerojax._jaxpr import (
     run_scan,
     scan_parts,
 )
-from zerojax.memory._host import check_host_memory, offloaded_kinds
+from zerojax.memory._host import check_host_memory
 from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
 from zerojax.memory._names import carries, check_names, has_layers, works_outside
-from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
+from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Remat, RematPolicy, as_remat
 
 #: Said of a loss whose layers nobody can tell.
 NO_LAYERS = (
@@ -43,28 +42,12 @@ NO_LAYERS = (
 )
 
 
-def activation_policy(recipe: Recipe, mesh: Any) -> RematPolicy | None:
-    """Return what a recipe says of activations; None leaves all to the model.
-
-    An `OffloadPolicy` whose kinds have "activation" offloads every layer's input.
-
-    Args:
-        recipe: of the step.
-        mesh: with devices.
-
-    Raises:
-        ValueError: the mesh has no axis of the policy's, or its devices no memory of the host's.
-    """
-    found, offload = recipe.remat, recipe.offload
-    if found is not None and found.partition is not None:
-        check_axis(found.partition, mesh)
-    if found is not None and found.offload:
-        check_host_memory(f"RematPolicy(offload={found.offload})", mesh.devices.flat)
-    if offload is None or "activation" not in offloaded_kinds(offload, mesh.devices.flat):
-        return found
-    found = found or RematPolicy()
-    names = dict.fromkeys((*found.offload, LAYER_INPUT))
-    return dataclasses.replace(found, offload=tuple(names))
+def check_policy(policy: RematPolicy, mesh: Any) -> None:
+    """Refuse an axis that a mesh does not have, and an offload where its devices have no host's."""
+    if policy.partition is not None:
+        check_axis(policy.partition, mesh)
+    if policy.offload:
+        check_host_memory(f"RematPolicy(offload={policy.offload})", mesh.devices.flat)
 
 
 def rematerialised(

@@ -8,30 +8,13 @@ from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import search_plans
 from zerojax.planner._time import StepTime
 from zerojax.planner._workload import Workload
-from zerojax.planner.formulas import (
-    CONFIGURATIONS,
-    BytesPerParam,
-    Configuration,
-    Theory,
-    Transformer,
-    max_params,
-    model_state_bytes,
-    theory_of,
-)
-from zerojax.planner.hardware import (
-    HARDWARE,
-    Hardware,
-    Places,
-    Transfer,
-    find_hardware,
-)
+from zerojax.planner.formulas import BytesPerParam, Theory, model_state_bytes, theory_of
+from zerojax.planner.hardware import HARDWARE, Hardware, Places, Transfer, find_hardware
 
 __all__ = [
-    "CONFIGURATIONS",
     "HARDWARE",
     "BytesPerParam",
     "Choices",
-    "Configuration",
     "Hardware",
     "Placement",
     "Places",
@@ -41,12 +24,10 @@ __all__ = [
     "StepTime",
     "Theory",
     "Transfer",
-    "Transformer",
     "Workload",
     "as_amount",
     "as_count",
     "find_hardware",
-    "max_params",
     "model_state_bytes",
     "plan",
     "search_plans",

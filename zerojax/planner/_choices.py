@@ -115,7 +115,7 @@ def _row(plan: Plan) -> dict[str, str]:
         ">model": f"{plan.model_axis}",
         "remat": (plan.remat or "-") + (" Pa" if plan.partitions_activations else ""),
         "on the host": ", ".join(plan.offload) or "-",
-        ">microbatch": f"{plan.accumulate} x {plan.count:g}",
+        ">microbatch": f"{plan.accumulate} x {plan.count}",
         ">GB": f"{plan.bytes.total / 1e9:,.3f}",
         ">ms": f"{1e3 * plan.step_time:,.3f}",
         "bound by": plan.bound_by,

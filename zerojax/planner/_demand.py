@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 
-from zerojax.planner._arguments import as_count
-from zerojax.planner._policies import remat_of
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import Model
-from zerojax.planner.formulas import ActivationBytes, Transformer, ring_share
+from zerojax.planner.formulas import ring_share
 from zerojax.planner.traced import (
     Lifetimes,
     Trace,
@@ -57,7 +55,7 @@ class Demand:
         """Whether it knows layers that can be rematerialised otherwise."""
         return self.trace is not None and self.trace.has_layers
 
-    def peak(self, given: Setting, count: float) -> float:
+    def peak(self, given: Setting, count: int) -> float:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
         if self.trace is None:
             return given.held
@@ -70,7 +68,7 @@ class Demand:
             sharing=given.sharing,
         )
 
-    def work(self, given: Setting, count: float) -> Work:
+    def work(self, given: Setting, count: int) -> Work:
         """Count products and traffic with the device's memory; without a loss three reads."""
         if self.trace is None:
             return Work.of(0.0, 3 * given.gathered, given.hardware)
@@ -78,18 +76,18 @@ class Demand:
         parts = given.sharing.model_axis
         return self._works(lifetimes, given.leaves, count, given.hardware, model_axis=parts)
 
-    def checkpoints(self, given: Setting, count: float) -> float:
+    def checkpoints(self, given: Setting, count: int) -> float:
         """Count the bytes of layer inputs that go to the host."""
         if self.trace is None or not given.sharing.offloads:
             return 0.0
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
         return checkpoint_bytes(lifetimes, count, given.sharing)
 
-    def carried_elements(self, count: float) -> float:
+    def carried_elements(self, count: int) -> float:
         """Count the elements that layers hand on to each other: b*s*h each, 0 where not known."""
         return 0.0 if self.trace is None else self.trace.operations.carried_elements(count)
 
-    def model_elements(self, given: Setting, count: float) -> float:
+    def model_elements(self, given: Setting, count: int) -> float:
         """Count the elements that model parallelism moves per device in a step.
 
         Source: ZeRO, section 8: 12 b*s*h a layer, which are six all-reduces, each of twice b*s*h:
@@ -105,95 +103,22 @@ class Demand:
         return lifetimes_of(self.trace.operations, num_leaves, platform)
 
 
-class DescribedGpt(Demand):
-    """What a GPT of five numbers asks, by Megatron-LM's formulas; `count` is sequences."""
-
-    def __init__(self, gpt: Transformer, again: Remat) -> None:
-        super().__init__(None)
-        self.gpt = gpt
-        self.again: Remat = again
-
-    @property
-    def remat(self) -> Remat:
-        """What is computed again."""
-        return self.again
-
-    @property
-    def source(self) -> str:
-        """Where the figures are from."""
-        which = f"a GPT of {self.gpt.num_layers} x {self.gpt.width}"
-        return f"Megatron-LM's formulas for {which}, remat={self.again!r}"
-
-    def peak(self, given: Setting, count: float) -> float:
-        """Add checkpoints, and one layer or the logits, to parameters and gradients."""
-        one = self._activations(given)
-        kept = count * (one.kept + 2 * one.host / self.gpt.num_layers)  # two layers stay here
-        ends = self.gpt.vocab_size * self.gpt.width
-        layer = count * one.working + _buffers(given, self.gpt.layer_params)
-        logits = count * one.logits + _buffers(given, ends)
-        return given.held + kept + max(layer, logits)
-
-    def checkpoints(self, given: Setting, count: float) -> float:
-        """Count by the formula."""
-        return count * self._activations(given).host
-
-    def work(self, given: Setting, count: float) -> Work:
-        """Count products by the formula; weights are read three times, activations twice."""
-        each = self.gpt.flops_per_token(remat=self.again)
-        flops = count * self.gpt.context * each / given.sharing.model_axis
-        one = self._activations(given)
-        two_layers = 2 * one.host / self.gpt.num_layers
-        again = 1 if self.again == "full" else 0
-        moved = 2 * (one.kept + two_layers + one.host + one.logits)
-        moved += 2 * (1 + again) * self.gpt.num_layers * one.working
-        return Work.of(flops, (3 + again) * given.gathered + count * moved, given.hardware)
-
-    def carried_elements(self, count: float) -> float:
-        """Count by the formula."""
-        return count * self.gpt.context * self.gpt.width * self.gpt.num_layers
-
-    def _activations(self, given: Setting) -> ActivationBytes:
-        """Count those of one sequence."""
-        sharing = given.sharing
-        return self.gpt.activation_bytes(
-            1,
-            remat=self.again,
-            model_axis=sharing.model_axis,
-            partitioned=sharing.partitions,
-            offloaded=sharing.offloads,
-        )
-
-
-def _buffers(given: Setting, elements: int) -> float:
-    """Count gathered weights, this part's and the next one's, and one whole gradient."""
-    part = given.gathered * min(1.0, elements / max(given.layout.num_params, 1))
-    gathered = 2 * part if any(leaf.is_gathered for leaf in given.leaves) else 0.0
-    return gathered + (part if given.layout.partitions("optimizer") else 0.0)
-
-
-def find_demand(model: Model) -> tuple[Demand, float]:
-    """Find who knows activations, and how many examples: of the batch, or of a microbatch.
-
-    A batch is global; a transformer's tokens are those of a device's microbatch.
-    """
-    load, remat = model.workload, remat_of(model.recipe)
-    if load.loss_fn is not None:
-        trace = trace_loss(
-            load.loss_fn,
-            model.params,
-            load.batch,
-            dtype=model.recipe.precision.params,
-            remat=remat,
-            has_aux=load.has_aux,
-        )
-        return Demand(trace), trace.num_examples
-    if remat is not None and remat.keep:
-        raise ValueError(
-            f"RematPolicy(keep={remat.keep}) names values of a loss: give Workload(loss_fn=, "
-            "batch=) to plan it"
-        )
-    if (gpt := load.transformer) is not None:
-        tokens = gpt.context if load.tokens_per_device is None else load.tokens_per_device
-        count = as_count("tokens_per_device", tokens) / gpt.context
-        return DescribedGpt(gpt, "full" if remat is None else remat.recompute), count
-    return Demand(None), 0
+def find_demand(model: Model) -> tuple[Demand, int]:
+    """Return what the model's loss asks, and the examples of its batch; 0 without a loss."""
+    load, remat = model.workload, model.recipe.remat
+    if load.loss_fn is None:
+        if remat is not None and remat.keep:
+            raise ValueError(
+                f"RematPolicy(keep={remat.keep}) names values of a loss: give Workload(loss_fn=, "
+                "batch=) to plan it"
+            )
+        return Demand(None), 0
+    trace = trace_loss(
+        load.loss_fn,
+        model.params,
+        load.batch,
+        dtype=model.recipe.precision.params,
+        remat=remat,
+        has_aux=load.has_aux,
+    )
+    return Demand(trace), trace.num_examples

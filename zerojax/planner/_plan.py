@@ -20,7 +20,7 @@ from zerojax.recipe import Recipe
 
 
 def plan(
-    params: PyTree | float,
+    params: PyTree,
     tx: optax.GradientTransformation,
     *,
     stage: int,
@@ -33,7 +33,7 @@ def plan(
     """Plan a training step: bytes, volume and time per device, from shapes alone.
 
     Args:
-        params: the parameters as arrays or shapes; beside a transformer, their number.
+        params: the parameters as arrays or shapes.
         tx: the optimizer; its real state is counted.
         stage: 0 to 3.
         num_devices: devices, as JAX counts them.
@@ -51,13 +51,12 @@ def plan(
     devices = share_out(num_devices, placement)
     model = read_model(params, tx, recipe, workload)
     check_recipe(model.recipe, devices.model_axis)
-    demand, count = find_demand(model)
-    if model.workload.loss_fn is not None:
-        count = _per_microbatch(int(count), devices, model.recipe.accumulate)
+    demand, num_examples = find_demand(model)
+    count = _per_microbatch(num_examples, devices, model.recipe.accumulate)
     return estimate(place(model, one, devices, placement, stage), demand, count)
 
 
-def estimate(given: Setting, demand: Demand, count: float) -> Plan:
+def estimate(given: Setting, demand: Demand, count: int) -> Plan:
     """Plan one step; `count` is the examples of a device's microbatch."""
     layout, devices = given.layout, given.devices
     moved = dict(given.theory.by_axes)
@@ -81,7 +80,7 @@ def estimate(given: Setting, demand: Demand, count: float) -> Plan:
     )
 
 
-def _bytes(given: Setting, demand: Demand, count: float) -> PlannedBytes:
+def _bytes(given: Setting, demand: Demand, count: int) -> PlannedBytes:
     """Add up what lies on the device at the worst moment."""
     counted = given.states.bytes
     beside = max(demand.peak(given, count), given.update_peak)

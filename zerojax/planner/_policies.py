@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from zerojax.recipe import LAYER_INPUT, OffloadKind, Recipe, RematPolicy
-
-
-def remat_of(recipe: Recipe) -> RematPolicy | None:
-    """Return what is rematerialised; an offload of activations is one of every layer's input."""
-    offload, remat = recipe.offload, recipe.remat
-    if offload is None or "activation" not in offload.kinds:
-        return remat
-    remat = remat or RematPolicy()
-    if remat.recompute == "none":
-        raise ValueError(
-            "OffloadPolicy.kinds names 'activation', and remat='none' keeps no checkpoints to "
-            "move; give remat='full' or 'dots'"
-        )
-    return dataclasses.replace(remat, offload=tuple({*remat.offload, LAYER_INPUT}))
+from zerojax.recipe import LAYER_INPUT, Recipe
 
 
 def hosts_states(recipe: Recipe) -> bool:
@@ -34,10 +18,15 @@ def hosts_states(recipe: Recipe) -> bool:
     return bool(hosted)
 
 
+def hosts_inputs(recipe: Recipe) -> bool:
+    """Return whether layer inputs wait for the backward pass in the host's memory."""
+    return recipe.remat is not None and LAYER_INPUT in recipe.remat.offload
+
+
 def check_recipe(recipe: Recipe, model_axis: int) -> None:
     """Refuse what a plan can't count."""
     hosts_states(recipe)
-    remat = remat_of(recipe)
+    remat = recipe.remat
     if remat is None:
         return
     if remat.partition is not None and model_axis == 1:
@@ -50,10 +39,3 @@ def check_recipe(recipe: Recipe, model_axis: int) -> None:
             f"RematPolicy(offload={others}): a plan moves layer inputs to the host and no other "
             f"values; give offload=({LAYER_INPUT!r},), or keep={tuple(others)}"
         )
-
-
-def offloaded(recipe: Recipe) -> tuple[OffloadKind, ...]:
-    """Return what the host keeps: "activation", "optimizer" (masters go with it), both or none."""
-    remat = remat_of(recipe)
-    moves = remat is not None and LAYER_INPUT in remat.offload
-    return ("activation",) * moves + ("optimizer",) * hosts_states(recipe)

@@ -21,10 +21,10 @@ from zerojax._display import (
 )
 from zerojax._types import Axes
 from zerojax.planner._devices import MODEL
-from zerojax.planner._policies import offloaded
+from zerojax.planner._policies import hosts_inputs, hosts_states
 from zerojax.planner._time import NAMES, StepTime
 from zerojax.planner.hardware import Hardware
-from zerojax.recipe import OffloadKind, Recipe, Remat
+from zerojax.recipe import Recipe, Remat
 
 GIB = 2**30
 
@@ -84,7 +84,7 @@ class Plan(Shown):
     model_axis: int
     hardware: Hardware
     recipe: Recipe
-    count: float
+    count: int
     source: str
     remat: Remat | None
     bytes: PlannedBytes
@@ -98,9 +98,10 @@ class Plan(Shown):
         return self.recipe.accumulate
 
     @property
-    def offload(self) -> tuple[OffloadKind, ...]:
-        """What the host keeps: "activation", "optimizer" (masters go with it), both or none."""
-        return offloaded(self.recipe)
+    def offload(self) -> tuple[str, ...]:
+        """What the host keeps: "activations", "optimizer" (masters go with it), both or none."""
+        hosted = {"activations": hosts_inputs(self.recipe), "optimizer": hosts_states(self.recipe)}
+        return tuple(name for name, is_hosted in hosted.items() if is_hosted)
 
     @property
     def partitions_activations(self) -> bool:
@@ -152,8 +153,7 @@ class Plan(Shown):
         if self.partitions_activations:
             parts.append("checkpoints partitioned")
         if self.offload:
-            words = {"activation": "activations", "optimizer": "optimizer"}
-            parts.append(f"{' and '.join(words[kind] for kind in self.offload)} on the host")
+            parts.append(f"{' and '.join(self.offload)} on the host")
         return ", ".join(parts)
 
     @property
@@ -258,7 +258,7 @@ class Plan(Shown):
                 f"moves per device and step, in elements per parameter: {', '.join(moved)}"
             )
         if self.count:
-            lines.append(f"examples in a device's microbatch: {self.count:,.6g}")
+            lines.append(f"examples in a device's microbatch: {self.count:,}")
         if not self.fits:
             excess = self.bytes.total - self.hardware.memory
             lines.append(f"does not fit: {excess / GIB:,.2f} GiB too much")

@@ -16,19 +16,19 @@ from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._plan import estimate
-from zerojax.planner._policies import check_recipe, remat_of
+from zerojax.planner._policies import check_recipe
 from zerojax.planner._report import Plan
 from zerojax.planner._setting import Setting, place
 from zerojax.planner._workload import Model, Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
-from zerojax.recipe import OffloadPolicy, Recipe, RematPolicy, as_remat
+from zerojax.recipe import LAYER_INPUT, OffloadPolicy, Recipe, RematPolicy, as_remat
 
 #: Model parallelism beyond this many devices is not searched unless it is asked for.
 _MODEL_AXES = (1, 2, 4, 8, 16)
 #: The most microbatches per step that are tried.
 _MOST = 1024
-#: What the host keeps, where that is left open.
-_OFFLOADS = (None, OffloadPolicy(), OffloadPolicy(kinds=("optimizer", "master", "activation")))
+#: What the host keeps, where that is left open: states, and whether layer inputs as well.
+_OFFLOADS = ((None, False), (OffloadPolicy(), False), (OffloadPolicy(), True))
 
 
 def search_plans(
@@ -64,8 +64,6 @@ def search_plans(
     limit = one.memory if memory_limit is None else memory_limit
     space = as_given(Space, space, "zerojax.planner.Space(stages=(2, 3))", Space())
     model = read_model(params, tx, recipe, workload)
-    if model.workload.transformer is not None:
-        raise ValueError("a search traces a loss: give Workload(loss_fn=, batch=), no transformer")
     num_devices = as_count("num_devices", num_devices)
     limit = as_amount("memory_limit", limit, above_zero=True)
     return _Hunt(model, num_devices, one, limit, space).run()
@@ -80,8 +78,7 @@ class _Hunt:
         self.model, self.recipe, self.space = model, model.recipe, space
         self.num_devices, self.hardware, self.limit = num_devices, hardware, limit
         self._placed, self._traced = functools.cache(self._place), functools.cache(self._trace)
-        self.any, num_examples = self._demand(self.recipe)
-        self.num_examples = int(num_examples)
+        self.any, self.num_examples = self._demand(self.recipe)
 
     def run(self) -> Choices:
         """Plan every family; raise where none fits."""
@@ -137,16 +134,17 @@ class _Hunt:
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
         """List stages and recipes, the microbatches left open."""
         open_ways = itertools.product(self.space.stages, self._remats(), self._offloads())
-        for stage, remat, offload in open_ways:
+        for stage, remat, (offload, moves) in open_ways:
             kinds = STAGES[check_stage(stage)]
             if not kinds and devices.num_replicas > 1:
                 continue  # without shards a shard group is nothing
             if "parameter" in kinds and self.recipe.reduce == "once":
                 continue  # no gradient is ever whole
             inputs_alone = remat if remat is not None and remat.recompute == "full" else None
-            moves = offload is not None and "activation" in offload.kinds
-            if moves and inputs_alone is None:
-                continue  # what is kept between layers is all that goes to the host
+            if moves:
+                if inputs_alone is None or inputs_alone.offload:
+                    continue  # what is kept between layers is all that goes to the host
+                remat = inputs_alone = dataclasses.replace(inputs_alone, offload=(LAYER_INPUT,))
             if remat is not None and remat.partition is not None and devices.model_axis == 1:
                 continue  # over one device nothing is cut
             ways = [remat]
@@ -164,10 +162,9 @@ class _Hunt:
         ways = ("none", "dots", "full") if self.any.has_layers else (None,)
         return [as_remat(way) for way in ways]
 
-    def _offloads(self) -> Sequence[OffloadPolicy | None]:
-        if self.recipe.offload is not None:
-            return (self.recipe.offload,)
-        return _OFFLOADS if self.space.offload else (None,)
+    def _offloads(self) -> Sequence[tuple[OffloadPolicy | None, bool]]:
+        is_open = self.recipe.offload is None and self.space.offload
+        return _OFFLOADS if is_open else ((self.recipe.offload, False),)
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""
@@ -175,7 +172,7 @@ class _Hunt:
         whole, beyond = self.num_examples // devices.num_batch_parts, False
         for accumulate in self._splits(whole):
             one = dataclasses.replace(recipe, accumulate=accumulate)
-            plan = estimate(dataclasses.replace(placed, recipe=one), demand, whole / accumulate)
+            plan = estimate(dataclasses.replace(placed, recipe=one), demand, whole // accumulate)
             yield plan
             if beyond:
                 return
@@ -191,12 +188,12 @@ class _Hunt:
 
     # ------------------------------------------------------------------ what is found once
 
-    def _demand(self, recipe: Recipe) -> tuple[Demand, float]:
+    def _demand(self, recipe: Recipe) -> tuple[Demand, int]:
         """Trace once for all places in which layer inputs may lie."""
-        remat = remat_of(recipe)
+        remat = recipe.remat
         return self._traced(remat and dataclasses.replace(remat, partition=None, offload=()))
 
-    def _trace(self, remat: RematPolicy | None) -> tuple[Demand, float]:
+    def _trace(self, remat: RematPolicy | None) -> tuple[Demand, int]:
         recipe = dataclasses.replace(self.recipe, remat=remat, offload=None)
         return find_demand(dataclasses.replace(self.model, recipe=recipe))
 

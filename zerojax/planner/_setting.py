@@ -15,7 +15,7 @@ from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives import BLOCK
 from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
 from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
-from zerojax.planner._policies import hosts_states, offloaded, remat_of
+from zerojax.planner._policies import hosts_inputs, hosts_states
 from zerojax.planner._workload import Model
 from zerojax.planner.formulas import Theory, theory_of
 from zerojax.planner.hardware import Hardware, Network
@@ -42,11 +42,11 @@ class Setting:
     @cached_property
     def sharing(self) -> Sharing:
         """What the model axis and the host keep of activations, and what is gathered ahead."""
-        remat = remat_of(self.recipe)
+        remat = self.recipe.remat
         return Sharing(
             model_axis=self.devices.model_axis,
             partitions=remat is not None and remat.partition is not None,
-            offloads="activation" in offloaded(self.recipe),
+            offloads=hosts_inputs(self.recipe),
             ahead=self.recipe.lookahead(self.layout.kinds, self.hardware.platform),
         )
 
@@ -155,8 +155,7 @@ def place(
     axes, specs, recipe = devices.axes, placement.specs, model.recipe
     if specs is None and devices.model_axis > 1:
         cut = functools.partial(_cut, parts=devices.model_axis)
-        is_vector = model.workload.transformer is not None
-        specs = P(MODEL) if is_vector else jax.tree.map(cut, as_shapes(model.params))
+        specs = jax.tree.map(cut, as_shapes(model.params))
     layout = make_layout(
         model.params,
         AbstractMesh(tuple(axes.values()), tuple(axes)),

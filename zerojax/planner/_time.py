@@ -57,7 +57,7 @@ OVERLAP: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 )
 
 
-def step_time(given: Setting, demand: Demand, count: float) -> StepTime:
+def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     """Add up the parts of a step; `count` is the examples of a device's microbatch."""
     one, times = given.hardware, given.recipe.accumulate
     work, update = demand.work(given, count).times(times), Work.of(0.0, given.update_bytes, one)

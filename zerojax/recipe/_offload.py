@@ -8,7 +8,7 @@ from typing import Literal, get_args
 #: The memory of the host that a device reads and writes by itself, as JAX names it.
 HOST_MEMORY = "pinned_host"
 
-OffloadKind = Literal["optimizer", "master", "activation"]
+OffloadKind = Literal["optimizer", "master"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,15 +20,15 @@ class OffloadPolicy:
     optimizers are refused.
 
     Attributes:
-        kinds: "optimizer" states, "master" parameters, and "activation" checkpoints, those that
-            rematerialisation keeps (Pa+cpu).
+        kinds: "optimizer" states, "master" parameters. Layer inputs go there by
+            `RematPolicy(offload=("layer_input",))`.
         missing: what a backend without such memory gets. "refuse": an error. "device": a warning,
             and everything stays on the device.
 
     Raises:
         ValueError: an unknown kind or choice.
 
-    Source: ZeRO-Offload, arXiv 2101.06840, section 3; ZeRO, arXiv 1910.02054, section 6.1.
+    Source: ZeRO-Offload, arXiv 2101.06840, section 3.
     """
 
     kinds: tuple[OffloadKind, ...] = ("optimizer", "master")

@@ -29,7 +29,7 @@ from zerojax.collectives import (
     write_back,
 )
 from zerojax.layout import Layout, as_transformation
-from zerojax.memory import activation_policy, rematerialised
+from zerojax.memory import check_policy, rematerialised
 from zerojax.recipe import Recipe
 from zerojax.train._agreement import agree_on_call
 from zerojax.train._checks import (
@@ -64,8 +64,10 @@ class TrainStep(Shown):
         self._reduction = recipe.reduction(layout.kinds)
         self._gather_dtype = recipe.gather_dtype(layout.kinds)
         self._loss = loss
-        policy = activation_policy(recipe, layout.mesh)
-        self._loss_fn = loss if policy is None else rematerialised(loss, policy, is_loss=True)
+        self._loss_fn = loss
+        if recipe.remat is not None:
+            check_policy(recipe.remat, layout.mesh)
+            self._loss_fn = rematerialised(loss, recipe.remat, is_loss=True)
         tx = as_transformation(tx)
         self._update = Update(tx, layout, recipe)
         self._initial = InitialState(

@@ -46,15 +46,13 @@ class CompileOptions(BuiltStepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.all_stages and {"config", "stage"} & self.given:
-            raise ValueError(
-                "--config and --stage are of one stage: leave them out, or --all-stages"
-            )
+        if self.all_stages and "stage" in self.given:
+            raise ValueError("--stage is one of --all-stages: leave one of them out")
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages to compile."""
-        return tuple(STAGES) if self.all_stages else (self.chosen_stage,)
+        return tuple(STAGES) if self.all_stages else (self.stage,)
 
     def hlo_file(self, stage: int) -> Path | None:
         """The file of a stage's text; None for none."""

@@ -30,7 +30,7 @@ def plan(options: PlanOptions) -> None:
 
     Without --stage, all four stages are shown side by side: what one device holds of each kind, the
     sum by ZeRO's formula, the planned peak, what a device moves, how long a step takes at least and
-    what it waits for. With --stage or --config, one of them in full. GB are 1e9 bytes; hardware is
+    what it waits for. With --stage, one of them in full. GB are 1e9 bytes; hardware is
     h100 unless you say otherwise.
 
     The model's loss is traced; nothing is computed and no accelerator is touched.
@@ -46,9 +46,9 @@ def plan(options: PlanOptions) -> None:
     zerojax plan --params 7.5e9 --devices 64
     zerojax plan --model gpt2-xl --devices 8 --plot gpt2-xl.png
     zerojax plan --model zero-8b --devices 64 --stage 3 --shards 8 --batch-size 256
-    zerojax plan --model zero-100b --devices 400 --config C4 --model-axis 16 --batch-size 400
-    zerojax plan --model gpt2-xl --batch-size 64 --search --memory-limit 20GB
-    zerojax plan --params 1T --devices 1024 --hardware b200 --json -
+    zerojax plan --model zero-100b --devices 400 --stage 2 --model-axis 16 --partition-activations
+    zerojax plan --model gpt2-xl --batch-size 64 --search --memory-limit 20
+    zerojax plan --params 1e12 --devices 1024 --hardware b200 --json -
     ```
     """
     if not getattr(jax.config, "jax_platforms", None):
@@ -120,8 +120,7 @@ def _show_question(asked: PlanQuestion, screen: Screen) -> None:
     limit = f"{one.memory / 1e9:,.1f} GB each"
     if options.memory_limit is not None:
         limit += f" allowed of {find_hardware(one.name).memory / 1e9:,.1f}"
-    config = f", configuration {options.config}" if options.config is not None else ""
-    step = options.step_in_words(asked.num_examples, asked.config.context) + config
+    step = options.step_in_words(asked.num_examples, asked.config.context)
     hardware = f"{options.devices:,} x {one.name}, {limit}"
     screen.facts({"model": _model(asked), "hardware": hardware, "step": step})
 

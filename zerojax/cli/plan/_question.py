@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -35,59 +32,23 @@ from zerojax.planner import (
     Plan,
     Space,
     Workload,
-    as_amount,
     find_hardware,
 )
-
-LEAST_PARAMS, MOST_PARAMS = 10**7, 10**15
-COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-BYTES = {"": 1, "B": 1} | {
-    f"{prefix}{ending}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for ending, base in (("B", 1000), ("IB", 1024))
-}
-
-
-#: A number and letters: "7.5B", ".5e3 kB".
-NUMBER = r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*"
-
-
-def read_count(option: str, text: str) -> int:
-    """Read a number of parameters: "7.5e9", "7.5B"."""
-    value = _read(text, COUNTS, f"{option} {text}: give a number such as 7.5e9 or 7.5B")
-    if not LEAST_PARAMS <= value <= MOST_PARAMS:
-        raise ValueError(
-            f"{option} {text}: plans go from {LEAST_PARAMS:.0e} to {MOST_PARAMS:.0e} parameters"
-        )
-    return round(value)
-
-
-def read_bytes(option: str, text: str) -> float:
-    """Read bytes: "20e9", "20GB" (1e9), "18GiB" (2**30)."""
-    value = _read(text, BYTES, f"{option} {text}: give bytes such as 20e9, 20GB or 18GiB")
-    return as_amount(option, float(value), above_zero=True)
-
-
-def _read(text: str, units: Mapping[str, int], refusal: str) -> Decimal:
-    match = re.fullmatch(NUMBER, text)
-    if match is None or match[2].upper() not in units:
-        raise ValueError(refusal)
-    return Decimal(match[1]) * units[match[2].upper()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(StepOptions):
     """What `zerojax plan` was asked for; None leaves a choice to it."""
 
-    params: str | None = option(None, metavar="COUNT", panel=MODEL)
-    """A number of parameters, 7.5e9 or 7.5B, in the place of a model: a GPT of about that size."""
+    params: float | None = option(None, min=1e7, max=1e15, metavar="COUNT", panel=MODEL)
+    """A number of parameters, 7.5e9, in the place of a model: a GPT of about that size."""
     hardware: str = option("h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=HARDWARE)
     devices: int = option(8, min=1, panel=HARDWARE)
     """All devices together."""
-    memory_limit: str | None = option(
-        None, metavar="BYTES", show_default="all of its memory", panel=HARDWARE
+    memory_limit: float | None = option(
+        None, min=1e-6, metavar="GB", show_default="all of its memory", panel=HARDWARE
     )
-    """What a step may take of a device: 20e9, 20GB or 18GiB."""
+    """What a step may take of a device, in GB (1e9 bytes)."""
     shards: int | None = option(
         None, min=1, show_default="what the model axis leaves; --search tries nodes too", panel=ZERO
     )
@@ -108,30 +69,19 @@ class PlanOptions(StepOptions):
             raise ValueError(
                 "say what to plan: --model gpt2-xl, or --params 7.5e9 (one of the two)"
             )
-        if self.config and (self.search or self.plot):
-            other = "--search goes through several" if self.search else "--plot draws all stages"
-            raise ValueError(
-                f"--config {self.config} is one way to train, and {other}: leave --config out"
-            )
-        if self.search and self.remat == "dots" and "activations" in self.offload:
-            raise ValueError(
-                "--search moves activations to the host where layers are recomputed from their "
-                "inputs: leave --remat dots out, or --offload activations"
-            )
 
     @property
     def chosen_model(self) -> gpt.Config:
         """The model of that name or of that size."""
         if self.params is None:
             return super().chosen_model
-        config = gpt.of_size(read_count("--params", self.params))
+        config = gpt.of_size(round(self.params))
         return dataclasses.replace(config, context=self.context or config.context)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages to plan."""
-        is_open = self.stage is None and self.config is None
-        return tuple(STAGES) if is_open else (self.chosen_stage,)
+        return tuple(STAGES) if self.stage is None else (self.stage,)
 
     @property
     def prints_json(self) -> bool:
@@ -196,14 +146,13 @@ class PlanQuestion:
         }
 
 
-def _limited(hardware: Hardware, limit: str | None) -> Hardware:
+def _limited(hardware: Hardware, limit: float | None) -> Hardware:
     """Return hardware with as much memory as may be used."""
     if limit is None:
         return hardware
-    memory = read_bytes("--memory-limit", limit)
-    if memory > hardware.memory:
+    if limit * 1e9 > hardware.memory:
         raise ValueError(
-            f"--memory-limit {limit} is more than the {hardware.memory / 1e9:,.1f} GB that a "
+            f"--memory-limit {limit:g} is more than the {hardware.memory / 1e9:,.1f} GB that a "
             f"program has of {hardware.name}; give less"
         )
-    return dataclasses.replace(hardware, memory=max(1, int(memory)))
+    return dataclasses.replace(hardware, memory=round(limit * 1e9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
@@ -14,26 +14,23 @@ from zerojax.cli.shared._command import PANELS, CommandOptions, option
 from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer, Optimizer
 from zerojax.layout import Layout, make_layout
 from zerojax.models import gpt
-from zerojax.planner import CONFIGURATIONS, Configuration
-from zerojax.recipe import OffloadPolicy, Recipe, Reduce, Remat, RematPolicy, as_remat
+from zerojax.recipe import LAYER_INPUT, OffloadPolicy, Recipe, Reduce, Remat, RematPolicy
 
 MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT, PROCESSES = PANELS
 #: The mesh axis of model parallelism.
 MODEL_AXIS = "model"
-#: What the host can keep, and the kinds that this means.
-OFFLOADS = {"optimizer": ("optimizer", "master"), "activations": ("activation",)}
+#: What the host can keep.
+OFFLOADS = ("optimizer", "activations")
 #: Precisions in words.
 Precision = Literal["bf16", "fp16", "fp32"]
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
-#: The stage where neither it nor a configuration is given.
-DEFAULT_STAGE = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions(CommandOptions):
     """A step: the model, what is partitioned, and how it is computed.
 
-    None leaves a choice to the model, to the configuration or to the command.
+    None leaves a choice to the model or to the command.
     """
 
     model: str | None = option(
@@ -45,26 +42,18 @@ class StepOptions(CommandOptions):
     """What the backward pass recomputes: nothing, all but products with weights, or each layer from
     its input."""
     stage: int | None = option(
-        None,
-        min=0,
-        max=3,
-        metavar="0|1|2|3",
-        show_default="that of --config, else 2; plan: all",
-        panel=ZERO,
+        None, min=0, max=3, metavar="0|1|2|3", show_default="all", panel=ZERO
     )
     """What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, 2 also
     gradients, 3 also parameters."""
-    config: Literal["C1", "C2", "C3", "C4", "C5"] | None = option(
-        None, metavar="|".join(CONFIGURATIONS), show_default="none", panel=ZERO
-    )
-    """The ZeRO paper's configuration: C1 stage 1; C2 stage 1 with Pa, activation checkpoints cut
-    over the model axis; C3 stage 2; C4 stage 2 with Pa; C5 stage 2 with Pa+cpu, checkpoints on the
-    host. Sets the stage."""
     model_axis: int = option(1, min=1, panel=ZERO)
     """Devices of model parallelism, which share each layer and the examples of one; ZeRO partitions
     over the others. Has to divide the devices and the model's heads."""
+    partition_activations: bool = option(False, panel=ZERO)
+    """Cut activation checkpoints over the model axis, the paper's Pa; with --offload activations
+    its Pa+cpu."""
     offload: tuple[str, ...] = option(
-        (), metavar="|".join(OFFLOADS), show_default="nothing, or the configuration's", panel=ZERO
+        (), metavar="|".join(OFFLOADS), show_default="nothing", panel=ZERO
     )
     """What the host keeps: the optimizer's states with the masters, or activation checkpoints; may
     be given twice."""
@@ -97,25 +86,12 @@ class StepOptions(CommandOptions):
                 f"--offload optimizer: the host updates element by element, and {self.optimizer} "
                 "does not; ask for --optimizer adamw, lion or sgd, or leave --offload optimizer out"
             )
-        self.recipe()  # refuses what contradicts itself
-        found = self.configuration
-        if found is not None and self.stage not in (None, found.stage):
+        if self.partition_activations and self.model_axis == 1:
             raise ValueError(
-                f"--config {self.config} is stage {found.stage}, and --stage {self.stage} another: "
-                "give one of them"
+                "--partition-activations cuts checkpoints over the model axis: give --model-axis "
+                "of at least 2, or leave it out"
             )
-
-    @property
-    def configuration(self) -> Configuration | None:
-        """The configuration, where one was named."""
-        return None if self.config is None else CONFIGURATIONS[self.config]
-
-    @property
-    def chosen_stage(self) -> int:
-        """The stage: that of `--stage`, of the configuration, or the default."""
-        if self.configuration is not None:
-            return self.configuration.stage
-        return DEFAULT_STAGE if self.stage is None else self.stage
+        self.recipe()  # refuses what contradicts itself
 
     @property
     def chosen_optimizer(self) -> NamedOptimizer:
@@ -130,26 +106,19 @@ class StepOptions(CommandOptions):
 
     def recipe(self, clip_norm: float | None = None) -> Recipe:
         """Return how the step is computed, its gradients clipped to a largest norm if at all."""
-        asked = [kinds for name, kinds in OFFLOADS.items() if name in self.offload]
-        kinds: Any = tuple(kind for kinds in asked for kind in kinds)
+        remat: RematPolicy | Remat | None = self.remat
+        inputs = (LAYER_INPUT,) if "activations" in self.offload else ()
+        if inputs or self.partition_activations:
+            axis = MODEL_AXIS if self.partition_activations else None
+            remat = RematPolicy(recompute=self.remat or "full", offload=inputs, partition=axis)
         return Recipe(
             precision=self.precision,
             accumulate=self.accumulate,
             reduce=self.reduce,
             clip_norm=clip_norm,
-            remat=self._remat_policy(),
-            offload=OffloadPolicy(kinds=kinds) if kinds else None,
+            remat=remat,
+            offload=OffloadPolicy() if "optimizer" in self.offload else None,
             prefetch=self.prefetch,
-        )
-
-    def _remat_policy(self) -> RematPolicy | None:
-        if self.configuration is None:
-            return as_remat(self.remat)
-        policy = self.configuration.remat(MODEL_AXIS)
-        return dataclasses.replace(
-            policy,
-            partition=policy.partition if self.model_axis > 1 else None,
-            recompute=self.remat or policy.recompute,
         )
 
     def examples(self, num_groups: int, default: int = 1) -> int:
@@ -185,6 +154,8 @@ VOCAB_MULTIPLE = 128
 class BuiltStepOptions(StepOptions):
     """A step that is run or compiled."""
 
+    stage: int = option(2, min=0, max=3, metavar="0|1|2|3", panel=ZERO)
+
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Share devices out between data and model."""
         parts = self.model_axis
@@ -210,8 +181,9 @@ class BuiltStepOptions(StepOptions):
 
     def in_words(self) -> str:
         """Return the options that decide more of a step than its stage; empty where none does."""
-        asked = {"config": self.config, "offload": " and ".join(self.offload), "remat": self.remat}
-        return ", ".join(f"{name} {value}" for name, value in asked.items() if value)
+        asked = {"offload": " and ".join(self.offload), "remat": self.remat}
+        words = [f"{name} {value}" for name, value in asked.items() if value]
+        return ", ".join([*words, *["checkpoints partitioned"] * self.partition_activations])
 
 
 def gpt_shapes(config: gpt.Config) -> PyTree:

@@ -49,7 +49,7 @@ def train(options: TrainOptions) -> None:
     ```
     zerojax train
     zerojax train --stage 3 --precision bf16 --layout
-    zerojax train --config C4 --model-axis 2
+    zerojax train --stage 2 --model-axis 2 --partition-activations
     zerojax train --data 'books/*.txt' --steps 2000 --save-every 500 --out runs/books
     zerojax train --resume --steps 4000 --out runs/books
     ```

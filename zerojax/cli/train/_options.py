@@ -111,16 +111,8 @@ class TrainOptions(BuiltStepOptions):
         return self.to_dict(*OF_ONE_RUN)
 
     def taking_up(self, kept: dict[str, Any]) -> TrainOptions:
-        """Take the options of an earlier run, apart from those that were given now.
-
-        A stage that is given takes the place of a configuration of another one, and a configuration
-        that of a stage.
-        """
-        left = set(self.given)
-        if "config" in self.given:
-            left.add("stage")
-        elif "stage" in self.given and kept.get("stage") != self.stage:
-            left.add("config")
-        taken = {name: x for name, x in kept.items() if name in self.kept() and name not in left}
+        """Take the options of an earlier run, apart from those that were given now."""
+        open_ = self.kept().keys() - self.given
+        taken = {name: x for name, x in kept.items() if name in open_}
         taken = {name: tuple(x) if isinstance(x, list) else x for name, x in taken.items()}
         return dataclasses.replace(self, **taken)

@@ -95,9 +95,9 @@ class TrainRun:
         schedule = optimizer.schedule(options.lr, options.warmup_steps, options.steps, width)
         tx = optimizer.make(schedule, options.weight_decay)
         self.corpus = load_corpus(options.data, context=context)
-        recipe, stage = options.recipe(options.clip_norm or None), options.chosen_stage
+        recipe, stage = options.recipe(options.clip_norm or None), options.stage
         self.batch_size = options.examples(axes["data"], BATCH_SIZE)
-        self.options = dataclasses.replace(options, stage=stage, batch_size=self.batch_size)
+        self.options = dataclasses.replace(options, batch_size=self.batch_size)
         mesh = make_mesh(axes, devices=found)
         self.devices = list(mesh.devices.flat)
         self.layout, whole = gpt_layout(self.config, mesh, stage), gpt_layout(self.config, mesh, 0)
