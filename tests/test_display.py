@@ -138,7 +138,7 @@ def test_a_state_counts_what_a_device_holds(results, step):
 
 def test_what_the_host_keeps_is_told_apart(mesh8):
     layout = zerojax.make_layout(PARAMS, mesh8, stage=2)
-    recipe = zerojax.Recipe(precision="bf16", offload=zerojax.OffloadPolicy())
+    recipe = zerojax.Recipe(precision="bf16", offload=True)
     state = zerojax.make_train_step(loss_fn, TX, layout, recipe).abstract_state()
     held = layout.bytes_per_device(TX, recipe)
     assert f"{held['parameters'] / 1e3:,.1f} kB, " in repr(state)

@@ -19,7 +19,7 @@ from zerojax.planner import (
     plan,
     search_plans,
 )
-from zerojax.recipe import DynamicLossScale, OffloadPolicy, Precision, Recipe, RematPolicy
+from zerojax.recipe import DynamicLossScale, Precision, Recipe, RematPolicy
 from zerojax.train import (
     TrainState,
     TrainStep,
@@ -35,7 +35,6 @@ __all__ = [
     "DynamicLossScale",
     "Hardware",
     "Layout",
-    "OffloadPolicy",
     "Placement",
     "Plan",
     "Precision",

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from tests.planner.live_programs import shape
-from zerojax import OffloadPolicy, Placement, Recipe, RematPolicy, Workload, plan, search_plans
+from zerojax import Placement, Recipe, RematPolicy, Workload, plan, search_plans
 
 PA = RematPolicy(partition="model")
 PA_CPU = RematPolicy(partition="model", offload=("layer_input",))
-HOSTED = OffloadPolicy()
 TX = optax.adam(1e-3)
 WIDTH, TOKENS = 128, 64
 

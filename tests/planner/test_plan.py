@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.planner.plans import (
-    HOSTED,
     PA,
     PA_CPU,
     PSI,
@@ -141,7 +140,7 @@ def test_rematerialisation_trades_bytes_for_products():
 
 
 def test_an_optimizer_on_the_host_is_there_and_not_here():
-    here, there = plan_mix(), plan_mix(offload=HOSTED)
+    here, there = plan_mix(), plan_mix(offload=True)
     assert there.bytes.optimizer == there.bytes.masters == 0
     assert there.bytes.host == here.bytes.optimizer
     assert here.bytes.total - there.bytes.total == here.bytes.optimizer

@@ -14,7 +14,7 @@ from tests.planner.plans import (
     plan_shapes,
     shape,
 )
-from zerojax import OffloadPolicy, RematPolicy
+from zerojax import RematPolicy
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,6 @@ from zerojax import OffloadPolicy, RematPolicy
         ({"hardware": "v5x"}, ["nearest first: v5"]),
         ({"accumulate": 0}, ["accumulate", "0"]),
         ({"accumulate": 1.5}, ["accumulate", "1.5"]),
-        (
-            {"offload": OffloadPolicy(kinds=("master",))},
-            ["'master' alone", "kinds=('optimizer', 'master')"],
-        ),
         (
             {"remat": RematPolicy(offload=("scores",))},
             ["offload=['scores']", "layer inputs", "keep=('scores',)"],

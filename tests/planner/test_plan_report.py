@@ -7,14 +7,14 @@ import json
 
 import jax.numpy as jnp
 
-from tests.planner.plans import HOSTED, PA_CPU, plan_mix
+from tests.planner.plans import PA_CPU, plan_mix
 from zerojax.planner import find_hardware
 
 
 def test_it_says_what_is_planned_and_what_that_rests_on():
     found = plan_mix(
         64, num_devices=32, num_shards=8, model_axis=2, accumulate=2,
-        remat=PA_CPU, offload=HOSTED,
+        remat=PA_CPU, offload=True,
     )  # fmt: skip
     text = " ".join(str(found).split())
     for part in (

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.planner.plans import HOSTED, plan_mix
+from tests.planner.plans import plan_mix
 from zerojax.planner import find_hardware
 from zerojax.planner._time import OVERLAP
 
@@ -52,8 +52,6 @@ def test_a_step_is_bound_by_what_takes_longest():
         "host link": {"host_bandwidth": 1e3},
     }
     for name, figures in changed.items():
-        found = plan_mix(
-            num_devices=16, offload=HOSTED, hardware=dataclasses.replace(one, **figures)
-        )
+        found = plan_mix(num_devices=16, offload=True, hardware=dataclasses.replace(one, **figures))
         assert found.bound_by == name
         assert f"bound by {name}" in str(found)

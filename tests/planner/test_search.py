@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.planner import plans
-from tests.planner.plans import HOSTED, ODD, TRACED, TX, first_word, nouns, odd_batch
+from tests.planner.plans import ODD, TRACED, TX, first_word, nouns, odd_batch
 from zerojax import plan, search_plans
 from zerojax.planner import Space
 
@@ -257,7 +257,7 @@ def test_what_is_not_of_the_class_that_is_expected_is_refused_in_one_line(given)
 
 
 def test_what_the_recipe_chooses_holds_and_what_it_leaves_open_is_searched():
-    chosen = {"remat": "dots", "offload": HOSTED, "accumulate": 3}
+    chosen = {"remat": "dots", "offload": True, "accumulate": 3}
     found = find("traced", space=Space(model_axes=(1,)), **chosen)
     assert {(one.remat, one.offload, one.accumulate) for one in found.tried} == {
         ("dots", ("optimizer",), 3)

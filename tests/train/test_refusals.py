@@ -77,7 +77,7 @@ MISUSES = {
         "unexpected .*opt_state/0/mu/w",
     ),
     "offload in the step only": (
-        lambda: use(make(recipe=zerojax.Recipe(offload=zerojax.OffloadPolicy()))),
+        lambda: use(make(recipe=zerojax.Recipe(offload=True))),
         "opt_state/0/mu/w is placed|host",
     ),
     "another precision": (lambda: use(make(recipe=zerojax.Recipe(precision="bf16"))), "masters"),

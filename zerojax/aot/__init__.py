@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from zerojax.aot._cache import Shortage
 from zerojax.aot._compile import DoesNotFit, compile_step
-from zerojax.aot._plugin import MissingCompiler, has_accelerators, require_cuda, require_libtpu
+from zerojax.aot._plugin import (
+    MissingCompiler,
+    has_accelerators,
+    require_cuda,
+    require_libtpu,
+    version_of,
+)
 from zerojax.aot._topology import Topology, known_topologies, parse_topology, topology_mesh
 
 __all__ = [
@@ -19,4 +25,5 @@ __all__ = [
     "require_cuda",
     "require_libtpu",
     "topology_mesh",
+    "version_of",
 ]

@@ -75,5 +75,5 @@ def check_host_traffic(evidence: Evidence) -> Iterator[Problem]:
         seen=f"the update moves {traffic.updated:,} bytes between the device and the host, "
         f"{traffic.updated / traffic.theory:.2f} times that",
         remedy="send gradients and parameters in the parameters' dtype and keep masters and "
-        "optimizer states in the host's memory: OffloadPolicy(kinds=('optimizer', 'master'))",
+        "optimizer states in the host's memory: Recipe(offload=True)",
     )

@@ -8,9 +8,8 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,36 +18,34 @@ from rich.filesize import decimal
 from rich.text import Text
 
 import zerojax
-from zerojax.aot import MissingCompiler, has_accelerators, require_cuda, require_libtpu
+from zerojax.aot import (
+    MissingCompiler,
+    has_accelerators,
+    require_cuda,
+    require_libtpu,
+    version_of,
+)
 from zerojax.cli.shared._command import CommandOptions, Failure, command
 from zerojax.cli.shared._machine import find_devices, memory_per_device
 from zerojax.cli.shared._screen import Screen
-from zerojax.memory import has_host_memory
 from zerojax.models import gpt
-from zerojax.recipe import HOST_MEMORY
 
-PACKAGES = ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "safetensors", "grain")
-CUDA = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+PACKAGES = (
+    *("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "safetensors", "grain"),
+    *("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"),
+)
 #: The proof: a stage that partitions, and a model of which every device has one example.
 STAGE = 2
 MODEL = gpt.Config(num_layers=2, width=128, num_heads=4, vocab_size=256, context=32)
-
-
-class Finding(NamedTuple):
-    """What was found; a remedy where something optional is missing."""
-
-    found: str
-    remedy: str = ""
 
 
 @command
 def doctor(options: CommandOptions) -> None:
     """Check whether this machine can do what zerojax does.
 
-    Looks at the packages, the devices and what is optional: the host's memory for offload, the
-    compilers for hardware that is not here. Then takes a step of a small model at stage 2 in bf16
-    over all devices, audits the compiled program, and saves and restores the state. Takes a few
-    seconds, and leaves no files.
+    Looks at the packages, the devices and the compilers for hardware that is not here. Then takes a
+    step of a small model at stage 2 in bf16 over all devices, audits the compiled program, and
+    saves and restores the state. Takes a few seconds, and leaves no files.
 
     Exit status: 0 zerojax works; 1 it does not.
 
@@ -61,35 +58,18 @@ def doctor(options: CommandOptions) -> None:
     """
     screen = Screen()
 
-    def show(name: str, one: Finding) -> None:
-        mark = ("warning ", "yellow") if one.remedy else ("ok      ", "green")
-        screen.show(Text.assemble(f"{name:<18}", mark, one.found))
-        if one.remedy:
-            screen.show(Text(f"{'':26}remedy: {one.remedy}", style="bold"))
+    def show(name: str, found: str) -> None:
+        screen.facts({f"{name:<20}": found})
 
-    show("packages", find_packages())
+    python = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    versions = [f"{name} {version}" for name in PACKAGES if (version := version_of(name))]
+    show("packages", f"zerojax {zerojax.__version__}; {python}; {', '.join(versions)}")
     devices = start_devices()
     show("devices", describe_devices(devices))
-    show("host memory", find_host_memory(devices[0]))
-    show("compiler for TPUs", find_compiler(require_libtpu, ("libtpu",)))
-    show("compiler for GPUs", find_compiler(require_cuda, CUDA))
+    for kind, require in (("TPUs", require_libtpu), ("GPUs", require_cuda)):
+        show(f"compiler for {kind}", find_compiler(require))
     try_step(devices, show)
     screen.show(Text("zerojax works here", style="green"))
-
-
-def find_packages() -> Finding:
-    """Name Python and the packages that decide what is computed."""
-    python = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    versions = ", ".join(f"{name} {version_of(name) or 'is missing'}" for name in PACKAGES)
-    return Finding(f"zerojax {zerojax.__version__}; {python}; {versions}")
-
-
-def version_of(package: str) -> str | None:
-    """Return the version of a package, None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def start_devices() -> list[Any]:
@@ -106,41 +86,29 @@ def start_devices() -> list[Any]:
         raise Failure(f"{str(error).splitlines()[0]}; {remedy}", 1) from error
 
 
-def describe_devices(devices: Sequence[Any]) -> Finding:
-    """Describe devices, and say how to have more where there is one, or an idle accelerator."""
+def describe_devices(devices: Sequence[Any]) -> str:
+    """Describe devices, and say how to have more where an accelerator is idle or there is one."""
     one, count, size = devices[0], len(devices), memory_per_device([*devices])
     on_cpu = one.platform == "cpu"
     kind = "virtual, on the CPU" if on_cpu else f"{one.device_kind} ({one.platform})"
     held = f"{count} x {kind}" + ("" if size is None else f", {decimal(size)} of memory each")
     if on_cpu and has_accelerators():
-        held += "; jax does not use the accelerator that /dev shows"
-        return Finding(held, 'unset JAX_PLATFORMS; pip install "jax[cuda12]" or "jax[tpu]"')
+        return f'{held}; for the accelerator that is here: pip install "jax[cuda12]" or "jax[tpu]"'
     if count == 1:
-        held += "; nothing is partitioned over a single one"
-        return Finding(held, "JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 gives eight to try with")
-    return Finding(held)
+        return f"{held}; JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 gives eight to try with"
+    return held
 
 
-def find_host_memory(device: Any) -> Finding:
-    """Check for the memory that offloading moves states to."""
-    if has_host_memory(device):
-        return Finding(f"devices reach {HOST_MEMORY} memory: offload works")
-    return Finding(f"devices reach no {HOST_MEMORY} memory", "train without --offload")
-
-
-def find_compiler(require: Callable[[], object], packages: Sequence[str]) -> Finding:
+def find_compiler(require: Callable[[], object]) -> str:
     """Look for the compiler for hardware that is not here, without loading it."""
     try:
         require()
     except MissingCompiler as error:
-        # "Compiling for TPUs needs libtpu ==0.0.30 (no TPU): pip install ..."
-        found, command, rest = str(error).partition("pip install")
-        return Finding(found.rstrip(" .:"), f"{command}{rest}")
-    found = [f"{name} {version}" for name in packages if (version := version_of(name))]
-    return Finding(", ".join(found) or "is here")
+        return str(error)
+    return "is here"
 
 
-def try_step(devices: Sequence[Any], show: Callable[[str, Finding], None]) -> None:
+def try_step(devices: Sequence[Any], show: Callable[[str, str], None]) -> None:
     """Take a step of a small model in bf16, audit it, save the state and restore it."""
     mesh = zerojax.make_mesh({"data": len(devices)}, devices=[*devices])
     init, key = functools.partial(gpt.init, MODEL), jax.random.key(0)
@@ -158,13 +126,13 @@ def try_step(devices: Sequence[Any], show: Callable[[str, Finding], None]) -> No
         remedy = "try JAX_PLATFORMS=cpu; if it passes there, the accelerator or its driver is ill"
         raise Failure(f"the loss is {loss}; {remedy}", 1)
     held = f"{layout.num_params:,} parameters over {len(devices)} devices"
-    show(f"step at stage {STAGE}", Finding(f"{held}, loss {loss:.3f}"))
+    show(f"step at stage {STAGE}", f"{held}, loss {loss:.3f}")
 
     report = zerojax.audit(compiled, layout, recipe)
     if report.problems:
         raise Failure(f"the step's audit: {report.problems[0]}", 1)
     moved = f"{report.judged_volume:.3f} elements a parameter, theory {report.theory_volume:.3f}"
-    show("its audit", Finding(f"states are partitioned; moves {moved}"))
+    show("its audit", f"states are partitioned; moves {moved}")
 
     with tempfile.TemporaryDirectory(prefix="zerojax-doctor-") as folder:
         path = Path(folder) / "checkpoint"
@@ -174,4 +142,4 @@ def try_step(devices: Sequence[Any], show: Callable[[str, Finding], None]) -> No
         if np.asarray(a).tobytes() != np.asarray(b).tobytes():
             found = f"{jax.tree_util.keystr(name)} came back otherwise than it was saved"
             raise Failure(f"{found}; check the disk that TMPDIR is on", 1)
-    show("its checkpoint", Finding(f"{len(back)} arrays saved and restored to the bit"))
+    show("its checkpoint", f"{len(back)} arrays saved and restored to the bit")

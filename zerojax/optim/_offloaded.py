@@ -21,8 +21,7 @@ from zerojax._jaxpr import Slice, Traced, bind, is_fill
 from zerojax._tree import num_elements
 from zerojax.collectives import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
-from zerojax.memory import offloaded_kinds
-from zerojax.recipe import OffloadPolicy
+from zerojax.memory import check_host_memory
 
 #: jax 0.10 has it under another name than 0.12.
 _run_on: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
@@ -49,22 +48,20 @@ class Hosted:
 
 
 def hosted_leaves(
-    policy: OffloadPolicy | None, layout: Layout, placed: OptimizerLayout, *, has_masters: bool
+    offload: bool, layout: Layout, placed: OptimizerLayout, *, has_masters: bool
 ) -> Hosted:
     """Decide which leaves live in the host's memory; ValueError where the backend has none."""
-    kinds = frozenset() if policy is None else offloaded_kinds(policy, layout.devices.flat)
+    if offload:
+        check_host_memory("Recipe(offload=True)", layout.devices.flat)
 
     def is_large(leaf: LeafLayout) -> bool:
         return num_elements(leaf.shape) >= max(layout.min_size, 2) and not leaf.is_padded
 
     large = [is_large(leaf) for leaf in layout.leaves]
     return Hosted(
-        masters=tuple(has_masters and "master" in kinds and one for one in large),
+        masters=tuple(offload and has_masters and one for one in large),
         state=tuple(
-            "optimizer" in kinds
-            and leaf.parameter is not None
-            and large[leaf.parameter]
-            and is_large(leaf)
+            offload and leaf.parameter is not None and large[leaf.parameter] and is_large(leaf)
             for leaf in placed.leaves
         ),
     )
@@ -223,8 +220,8 @@ def _mixes(does: str) -> ValueError:
     return ValueError(
         "states in the host's memory are updated there leaf by leaf, element by element, and this "
         f"optimizer {does}: use one that computes every element for itself, such as Adam (what it "
-        "computes of gradients alone, a global norm say, may span leaves), or leave OffloadPolicy "
-        "out"
+        "computes of gradients alone, a global norm say, may span leaves), or leave "
+        "Recipe(offload=True) out"
     )
 
 

@@ -1,6 +1,5 @@
 """Bytes, volume and time of a training step, from shapes alone."""
 
-from zerojax.planner._arguments import as_amount, as_count
 from zerojax.planner._choices import Choices, Space
 from zerojax.planner._devices import Placement
 from zerojax.planner._plan import plan
@@ -25,8 +24,6 @@ __all__ = [
     "Theory",
     "Transfer",
     "Workload",
-    "as_amount",
-    "as_count",
     "find_hardware",
     "model_state_bytes",
     "plan",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from zerojax._arguments import as_count
 from zerojax._types import PyTree
 from zerojax.layout import MIN_SIZE, Rule
-from zerojax.planner._arguments import as_count
 
 #: Mesh axes of a plan, major first: copies of the shard group, shards, model parallelism.
 REPLICA, DATA, MODEL = "replica", "data", "model"

@@ -6,8 +6,8 @@ import math
 
 import optax
 
+from zerojax._arguments import as_given
 from zerojax._types import PyTree
-from zerojax.planner._arguments import as_given
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._policies import check_recipe

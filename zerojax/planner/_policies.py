@@ -5,19 +5,6 @@ from __future__ import annotations
 from zerojax.recipe import LAYER_INPUT, Recipe
 
 
-def hosts_states(recipe: Recipe) -> bool:
-    """Return whether optimizer states, and masters with them, live in the host's memory."""
-    wanted = () if recipe.offload is None else recipe.offload.kinds
-    states = {"optimizer"} if recipe.precision.master is None else {"optimizer", "master"}
-    hosted = states.intersection(wanted)
-    if hosted and hosted != states:
-        raise ValueError(
-            f"a plan moves optimizer states and masters to the host together, and "
-            f"OffloadPolicy.kinds names {hosted.pop()!r} alone; give kinds=('optimizer', 'master')"
-        )
-    return bool(hosted)
-
-
 def hosts_inputs(recipe: Recipe) -> bool:
     """Return whether layer inputs wait for the backward pass in the host's memory."""
     return recipe.remat is not None and LAYER_INPUT in recipe.remat.offload
@@ -25,7 +12,6 @@ def hosts_inputs(recipe: Recipe) -> bool:
 
 def check_recipe(recipe: Recipe, model_axis: int) -> None:
     """Refuse what a plan can't count."""
-    hosts_states(recipe)
     remat = recipe.remat
     if remat is None:
         return

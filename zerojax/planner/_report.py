@@ -21,7 +21,7 @@ from zerojax._display import (
 )
 from zerojax._types import Axes
 from zerojax.planner._devices import MODEL
-from zerojax.planner._policies import hosts_inputs, hosts_states
+from zerojax.planner._policies import hosts_inputs
 from zerojax.planner._time import NAMES, StepTime
 from zerojax.planner.hardware import Hardware
 from zerojax.recipe import Recipe, Remat
@@ -100,7 +100,7 @@ class Plan(Shown):
     @property
     def offload(self) -> tuple[str, ...]:
         """What the host keeps: "activations", "optimizer" (masters go with it), both or none."""
-        hosted = {"activations": hosts_inputs(self.recipe), "optimizer": hosts_states(self.recipe)}
+        hosted = {"activations": hosts_inputs(self.recipe), "optimizer": self.recipe.offload}
         return tuple(name for name, is_hosted in hosted.items() if is_hosted)
 
     @property

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import optax
 
+from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
-from zerojax.planner._arguments import as_amount, as_count, as_given
 from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
@@ -21,14 +21,14 @@ from zerojax.planner._report import Plan
 from zerojax.planner._setting import Setting, place
 from zerojax.planner._workload import Model, Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
-from zerojax.recipe import LAYER_INPUT, OffloadPolicy, Recipe, RematPolicy, as_remat
+from zerojax.recipe import LAYER_INPUT, Recipe, RematPolicy, as_remat
 
 #: Model parallelism beyond this many devices is not searched unless it is asked for.
 _MODEL_AXES = (1, 2, 4, 8, 16)
 #: The most microbatches per step that are tried.
 _MOST = 1024
 #: What the host keeps, where that is left open: states, and whether layer inputs as well.
-_OFFLOADS = ((None, False), (OffloadPolicy(), False), (OffloadPolicy(), True))
+_OFFLOADS = ((False, False), (True, False), (True, True))
 
 
 def search_plans(
@@ -162,8 +162,8 @@ class _Hunt:
         ways = ("none", "dots", "full") if self.any.has_layers else (None,)
         return [as_remat(way) for way in ways]
 
-    def _offloads(self) -> Sequence[tuple[OffloadPolicy | None, bool]]:
-        is_open = self.recipe.offload is None and self.space.offload
+    def _offloads(self) -> Sequence[tuple[bool, bool]]:
+        is_open = not self.recipe.offload and self.space.offload
         return _OFFLOADS if is_open else ((self.recipe.offload, False),)
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
@@ -194,7 +194,7 @@ class _Hunt:
         return self._traced(remat and dataclasses.replace(remat, partition=None, offload=()))
 
     def _trace(self, remat: RematPolicy | None) -> tuple[Demand, int]:
-        recipe = dataclasses.replace(self.recipe, remat=remat, offload=None)
+        recipe = dataclasses.replace(self.recipe, remat=remat, offload=False)
         return find_demand(dataclasses.replace(self.model, recipe=recipe))
 
     def _place(self, devices: Devices, stage: int) -> Setting:

@@ -15,7 +15,7 @@ from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives import BLOCK
 from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
 from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
-from zerojax.planner._policies import hosts_inputs, hosts_states
+from zerojax.planner._policies import hosts_inputs
 from zerojax.planner._workload import Model
 from zerojax.planner.formulas import Theory, theory_of
 from zerojax.planner.hardware import Hardware, Network
@@ -88,7 +88,7 @@ class Setting:
     @cached_property
     def hosted(self) -> int:
         """The bytes of optimizer states and masters that live on the host."""
-        return self._optimizer if hosts_states(self.recipe) else 0
+        return self._optimizer if self.recipe.offload else 0
 
     @property
     def optimizer(self) -> int:

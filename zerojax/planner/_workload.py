@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import optax
 
+from zerojax._arguments import as_given
 from zerojax._types import LossFn, PyTree
-from zerojax.planner._arguments import as_given
 from zerojax.recipe import Recipe, as_recipe
 
 

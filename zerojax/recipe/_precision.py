@@ -9,6 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zerojax._arguments import as_count
+
 #: The dtypes of one byte that weights may be gathered in.
 _GATHERS = ("int8", "float8_e4m3fn")
 #: Powers of two between these have a reciprocal that fp32 holds exactly.
@@ -58,12 +60,7 @@ class DynamicLossScale:
                     f"DynamicLossScale.{name} needs a power of two from 2**-126 to 2**126, so "
                     f"that scaling rounds nothing, got {value!r}; write 2.0**n"
                 )
-        steps = self.growth_interval
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 2**31:
-            raise ValueError(
-                f"DynamicLossScale.growth_interval needs a whole number of steps, 1 or more, got "
-                f"{steps!r}"
-            )
+        as_count("DynamicLossScale.growth_interval", self.growth_interval)
         if self.factor <= 1:
             raise ValueError(
                 f"DynamicLossScale.factor needs to be 2 or more, got {self.factor!r}: by it the "

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Collection
 from typing import Any, Literal, get_args
 
+from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._types import Kind
-from zerojax.recipe._offload import OffloadPolicy
 from zerojax.recipe._precision import PRECISIONS, Precision, as_precision
 from zerojax.recipe._remat import Remat, RematPolicy, as_remat
 
@@ -38,8 +37,10 @@ class Recipe:
             state and the model's state as they were; with a loss scale that is always so.
         remat: what the backward pass of each layer computes again, keeps, partitions or offloads:
             "none", "dots", "full" or a `RematPolicy`; None is what the model does by itself.
-        offload: what lives in the host's memory; `param_norm` is then that of the parameters as
-            the loss reads them.
+        offload: whether optimizer states and masters live in the host's memory and are updated
+            there: gradients go down and new parameters come up, 4 bytes a parameter with bf16. The
+            host computes every element for itself, as Adam, Lion and SGD do; other optimizers are
+            refused. `param_norm` is then that of the parameters as the loss reads them.
         bucket_bytes: most bytes that the compiler combines into one collective (the paper's
             constant-size buffers, section 6.2); None leaves it to the compiler, but at stage 3 on
             a GPU, which would gather several layers at once. Larger ones are fewer and take more
@@ -53,7 +54,7 @@ class Recipe:
     Raises:
         ValueError: a choice that can't be meant, with what is expected.
 
-    Source: arXiv 1910.02054, sections 3.1, 6 and 7.
+    Source: arXiv 1910.02054, sections 3.1, 6 and 7; ZeRO-Offload, arXiv 2101.06840, section 3.
     """
 
     precision: Precision = dataclasses.field(default_factory=Precision)
@@ -62,7 +63,7 @@ class Recipe:
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     remat: RematPolicy | None = None
-    offload: OffloadPolicy | None = None
+    offload: bool = False
     bucket_bytes: int | None = None
     prefetch: float | None = None
 
@@ -75,31 +76,26 @@ class Recipe:
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
         remat: RematPolicy | Remat | None = None,
-        offload: OffloadPolicy | None = None,
+        offload: bool = False,
         bucket_bytes: int | None = None,
         prefetch: float | None = None,
     ) -> None:
         if reduce not in (None, *get_args(Reduce)):
             raise ValueError(f"reduce must be 'once', 'each' or None, got {reduce!r}")
         if clip_norm is not None:
-            if not _is_number(clip_norm) or not clip_norm > 0:
-                raise ValueError(f"clip_norm must be a positive number, got {clip_norm!r}")
-            clip_norm = float(clip_norm)
-        if not isinstance(skip_nonfinite, bool):
-            raise ValueError(f"skip_nonfinite must be True or False, got {skip_nonfinite!r}")
-        if not isinstance(offload, OffloadPolicy | None):
-            raise ValueError(f"offload must be an OffloadPolicy or None, got {offload!r}")
+            clip_norm = as_amount("clip_norm", clip_norm, above_zero=True)
+        for name, given in (("skip_nonfinite", skip_nonfinite), ("offload", offload)):
+            if not isinstance(given, bool):
+                raise ValueError(f"{name} must be True or False, got {given!r}")
         if bucket_bytes is not None:
-            bucket_bytes = _count("bucket_bytes", bucket_bytes)
+            bucket_bytes = as_count("bucket_bytes", bucket_bytes)
         if prefetch is not None:
-            if not _is_number(prefetch) or not 0 <= prefetch <= 1:
-                raise ValueError(
-                    f"prefetch must be a part of a layer, from 0 to 1, or None, got {prefetch!r}"
-                )
-            prefetch = float(prefetch)
+            prefetch = as_amount("prefetch", prefetch)
+            if prefetch > 1:
+                raise ValueError(f"prefetch is a part of a layer, from 0 to 1, got {prefetch!r}")
         chosen = {
             "precision": as_precision(precision),
-            "accumulate": _count("accumulate", accumulate),
+            "accumulate": as_count("accumulate", accumulate),
             "reduce": reduce,
             "clip_norm": clip_norm,
             "skip_nonfinite": skip_nonfinite,
@@ -196,11 +192,7 @@ class Recipe:
         if unknown := sorted(set(given) - set(known)):
             raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
         given = dict(given)
-        policies = {
-            "precision": Precision.from_dict,
-            "remat": lambda x: RematPolicy(**x),
-            "offload": lambda x: OffloadPolicy(**x),
-        }
+        policies = {"precision": Precision.from_dict, "remat": lambda x: RematPolicy(**x)}
         for name, read in policies.items():
             if isinstance(given.get(name), dict):
                 try:
@@ -212,22 +204,4 @@ class Recipe:
 
 def as_recipe(recipe: Recipe | None) -> Recipe:
     """Return the recipe, or the default for None; refuse anything else."""
-    if recipe is None:
-        return Recipe()
-    if isinstance(recipe, Recipe):
-        return recipe
-    raise TypeError(
-        f"a Recipe is expected, got {type(recipe).__name__}: how a step is computed is said once, "
-        "as in zerojax.Recipe(precision='bf16', accumulate=4)"
-    )
-
-
-def _is_number(value: Any, kind: type = numbers.Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _count(name: str, value: Any) -> int:
-    """Return a positive whole number as an int, or raise a ValueError."""
-    if not _is_number(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {value!r}")
-    return int(value)
+    return as_given(Recipe, recipe, "zerojax.Recipe(precision='bf16', accumulate=4)", Recipe())

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 Remat = Literal["none", "dots", "full"]
 #: The name under which a policy finds a layer's input, the paper's activation checkpoint.
 LAYER_INPUT = "layer_input"
+#: The memory of the host that a device reads and writes by itself, as JAX names it.
+HOST_MEMORY = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

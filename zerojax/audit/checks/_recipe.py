@@ -43,9 +43,9 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
         return
     offload = evidence.recipe.offload
     hosted = [one for one in evidence.states(*STATES) if one.is_far]
-    if hosted and offload is None:
+    if hosted and not offload:
         yield _finding(hosted, "all states on the device", "in the host's memory")
-    if offload is None or offload.missing == "device" or evidence.program.platform == "gpu":
+    if not offload or evidence.program.platform == "gpu":
         return
     for kind in ("optimizer", "master"):
         large = [
@@ -53,7 +53,7 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
             for one in evidence.states(kind)
             if one.elements >= evidence.floor and one.argument.placement >= 0
         ]
-        if kind in offload.kinds and large and not any(one.is_far for one in large):
+        if large and not any(one.is_far for one in large):
             yield _finding(large, f"{kind} in the host's memory", "on the device")
 
 

@@ -14,7 +14,7 @@ from zerojax.cli.shared._command import PANELS, CommandOptions, option
 from zerojax.cli.shared._optimizers import OPTIMIZERS, NamedOptimizer, Optimizer
 from zerojax.layout import Layout, make_layout
 from zerojax.models import gpt
-from zerojax.recipe import LAYER_INPUT, OffloadPolicy, Recipe, Reduce, Remat, RematPolicy
+from zerojax.recipe import LAYER_INPUT, Recipe, Reduce, Remat, RematPolicy
 
 MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT, PROCESSES = PANELS
 #: The mesh axis of model parallelism.
@@ -117,7 +117,7 @@ class StepOptions(CommandOptions):
             reduce=self.reduce,
             clip_norm=clip_norm,
             remat=remat,
-            offload=OffloadPolicy() if "optimizer" in self.offload else None,
+            offload="optimizer" in self.offload,
             prefetch=self.prefetch,
         )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from zerojax._arguments import as_amount, as_count
 from zerojax.layout import STAGES, check_stage
-from zerojax.planner._arguments import as_amount, as_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

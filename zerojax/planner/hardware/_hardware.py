@@ -15,7 +15,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from zerojax.planner._arguments import as_amount, as_count
+from zerojax._arguments import as_amount, as_count
 
 Platform = Literal["gpu", "tpu", "cpu"]
 

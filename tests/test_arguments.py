@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zerojax.planner._arguments import as_amount, as_count
+from zerojax._arguments import as_amount, as_count
 
 NO_NUMBERS = [True, False, None, "7", float("nan"), float("inf"), -float("inf"), 1j, [1]]
 
