@@ -247,7 +247,7 @@ def test_all_stages_are_compared_and_drawn(folder, capsys):
     assert states[0] > 7 * states[1] == 7 * states[3]
 
 
-def test_what_a_problem_shares_between_stages_is_said_once(monkeypatch, capsys):
+def test_problems_are_told_with_their_stages(monkeypatch, capsys):
     audit = CompileResult.of
 
     def judged(asked, program):
@@ -259,23 +259,21 @@ def test_what_a_problem_shares_between_stages_is_said_once(monkeypatch, capsys):
     monkeypatch.setattr(command.CompileResult, "of", judged)
     assert main([*ASKED, "--all-stages"]) == 1
     out = capsys.readouterr().out
-    assert out.count("plant no problems") == 1
-    assert "stage 0, 1, 2, 3: planted: here" in out
+    assert all(f"stage {stage}: planted: here" in out for stage in range(4))
 
 
 def test_refused_stages_are_not_drawn(folder):
     assert write([refused(0), refused(1, needed=None, available=None)]) == [None, None]
 
 
-def test_a_gpu_that_is_nearly_full_asks_for_the_variable(monkeypatch):
+def test_a_program_that_a_device_does_not_hold_is_short_of_memory(monkeypatch):
     program = aot.compile_step(read_requests(options())[0].lower())
     peak = CompileResult.of(read_requests(options())[0], program).needed or 0
-    for memory, advised in ((2 * peak, False), (int(1.2 * peak), True), (peak - 1, False)):
+    for memory in (2 * peak, peak - 1):
         monkeypatch.setattr(
             request, "find_hardware", lambda chip, memory=memory: with_memory(memory)
         )
         answer = CompileResult.of(read_requests(options())[0], program)
-        assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in answer.advice) == advised
         assert (answer.shortage is None) == (memory >= peak)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from zerojax.planner.traced import HeldLeaf, Sharing, lifetimes_of, peak_of, trace_loss
+from zerojax.planner.traced import HeldLeaf, Sharing, Trace, lifetimes_of, peak_of
 from zerojax.planner.traced._reader import read_operations
 
 N = 4  # shards
@@ -43,7 +43,7 @@ def handmade(function, params, *batch):
 
 def peak(loss, params, batch, examples, platform="cpu", stage=0, *, frees=False, **options):
     """Give the bytes of the peak; `loss` is a loss, or a program that was made by hand."""
-    program = trace_loss(loss, params, batch).operations if callable(loss) else loss
+    program = Trace(loss, params, batch).operations if callable(loss) else loss
     leaves = leaves_of(params, stage, options.pop("parts", 1))
     given = {"frees": frees, "accumulate": options.pop("accumulate", 1)}
     lifetimes = lifetimes_of(program, len(leaves), platform)

@@ -13,9 +13,9 @@ from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak
 from zerojax.models import gpt
 from zerojax.planner.traced import (
     HeldLeaf,
+    Trace,
     lifetimes_of,
     peak_of,
-    trace_loss,
 )
 
 
@@ -93,7 +93,7 @@ def test_gathers_of_norms_and_biases_do_not_count():
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w))
 
-    program = trace_loss(loss, shape(8, 8), shape(4, 8)).operations
+    program = Trace(loss, shape(8, 8), shape(4, 8)).operations
 
     def gathering(size):
         leaves = [HeldLeaf(gathered=size, is_gathered=True)]
@@ -253,7 +253,7 @@ def model(**options):
     config = gpt.Config(num_layers=4, width=64, num_heads=2, vocab_size=128, context=32, **options)
     params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
     batch = shape(4, config.context + 1, dtype=jnp.int32)
-    return params, trace_loss(functools.partial(gpt.loss, config), params, batch).operations
+    return params, Trace(functools.partial(gpt.loss, config), params, batch).operations
 
 
 @pytest.mark.parametrize("scan", [True, False])

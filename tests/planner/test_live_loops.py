@@ -9,9 +9,9 @@ import pytest
 from tests.planner.live_programs import WIDE, N, handmade, peak, shape
 from zerojax.planner.traced import (
     Sharing,
+    Trace,
     checkpoint_bytes,
     lifetimes_of,
-    trace_loss,
 )
 
 
@@ -58,7 +58,7 @@ def test_checkpoints_that_are_partitioned_are_cut_by_the_model_axis():
     whole, cut = (layers_peak(6, **options, partitions=partitions) for partitions in (False, True))
     assert whole - cut == 6 * A / 2
     params = shape(6, WIDE, WIDE)
-    program = trace_loss(layers, params, shape(4, WIDE)).operations
+    program = Trace(layers, params, shape(4, WIDE)).operations
     lifetimes = lifetimes_of(program, 1, "cpu")
     for partitions, parts in ((False, 1), (True, 2)):
         sharing = Sharing(model_axis=2, partitions=partitions)

@@ -15,7 +15,7 @@ from zerojax._jaxpr import CALLS
 from zerojax.models import gpt
 from zerojax.planner.traced._operations import Line
 from zerojax.planner.traced._reader import read_operations
-from zerojax.planner.traced._trace import trace_loss
+from zerojax.planner.traced._trace import Trace
 
 GPT = {"num_layers": 3, "width": 16, "num_heads": 2, "vocab_size": 40, "context": 8}
 
@@ -31,7 +31,7 @@ def read(function, *args, batches=(2, 4)):
 
 
 def program_of(loss, params, batch, **options):
-    return trace_loss(loss, params, batch, **options).operations
+    return Trace(loss, params, batch, **options).operations
 
 
 def gpt_program(examples, **options):
@@ -301,7 +301,7 @@ def test_scanned_layers_hand_on_what_they_carry():
     ids=["a branch", "unrolled", "each example with each"],
 )
 def test_a_loss_that_is_another_program_for_another_batch_is_refused(loss, why):
-    trace = trace_loss(loss, shape(5, 5), shape(4, 5))
+    trace = Trace(loss, shape(5, 5), shape(4, 5))
     with pytest.raises(ValueError, match=why) as caught:
         _ = trace.operations
     assert len(str(caught.value).splitlines()) == 1
@@ -316,4 +316,4 @@ def test_a_loss_is_traced_for_multiples_of_its_batch_alone():
 
     assert program_of(loss, shape(5, 5), shape(12, 5)).ops
     assert all(size % 12 == 0 for size in seen)
-    trace_loss(lambda w, x: (x @ w).sum(), shape(5, 5), shape(1, 5)).operations  # noqa: B018
+    Trace(lambda w, x: (x @ w).sum(), shape(5, 5), shape(1, 5)).operations  # noqa: B018

@@ -14,7 +14,7 @@ from tests.planner import live_programs
 from tests.planner.live_programs import shape
 from zerojax import rematerialised
 from zerojax.models import gpt
-from zerojax.planner.traced import lifetimes_of, trace_loss
+from zerojax.planner.traced import Trace, lifetimes_of
 from zerojax.recipe import as_remat
 
 REMATS = ("none", "dots", "full")
@@ -91,7 +91,7 @@ def kept_bytes(loss, params, batch):
 
 def stacked_bytes(loss, params, batch, remat):
     """Count what scans stack for the backward pass, as a plan does, for the batch as it is."""
-    trace = trace_loss(loss, params, batch, remat=as_remat(remat))
+    trace = Trace(loss, params, batch, remat=as_remat(remat))
     lifetimes = lifetimes_of(trace.operations, len(jax.tree.leaves(params)), "gpu")
     return live_programs.stacked_bytes(lifetimes, trace.num_examples)
 
@@ -194,5 +194,5 @@ def test_a_loss_without_layers_can_only_keep_everything(remat):
         return jnp.tanh(x @ w).sum()
 
     with pytest.raises(ValueError, match="needs to know what a layer is"):
-        trace_loss(loss, shape(4, 4), shape(2, 4), remat=as_remat(remat))
-    assert trace_loss(loss, shape(4, 4), shape(2, 4), remat=as_remat("none")).operations.ops
+        Trace(loss, shape(4, 4), shape(2, 4), remat=as_remat(remat))
+    assert Trace(loss, shape(4, 4), shape(2, 4), remat=as_remat("none")).operations.ops

@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.live_programs import leaves_of, shape
 from zerojax.planner import find_hardware
-from zerojax.planner.traced import Work, lifetimes_of, trace_loss, work_of
+from zerojax.planner.traced import Trace, Work, lifetimes_of, work_of
 
 ONE = dataclasses.replace(find_hardware("h100"), flops=1.0, flops_fp32=1.0, hbm_bandwidth=1.0)
 
@@ -21,7 +21,7 @@ def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
     def loss(w, x):
         return jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, length=7)[0].sum()
 
-    lifetimes = lifetimes_of(trace_loss(loss, params, batch).operations, 1, "cpu")
+    lifetimes = lifetimes_of(Trace(loss, params, batch).operations, 1, "cpu")
 
     def work(**rates):
         return work_of(lifetimes, leaves_of(params), 4, dataclasses.replace(ONE, **rates))
@@ -47,7 +47,7 @@ def test_a_lookup_reads_rows_and_not_the_table():
     def loss(table, ids):
         return jnp.sin(table[ids]).sum()
 
-    program = trace_loss(loss, table, shape(4, dtype=jnp.int32)).operations
+    program = Trace(loss, table, shape(4, dtype=jnp.int32)).operations
     found = work_of(lifetimes_of(program, 1, "gpu"), leaves_of(table), 4, ONE)
     # The gradient is a table of zeros, read and written where rows are added; the weights are not
     # read whole.

@@ -17,7 +17,6 @@ from zerojax.planner.traced import (
     checkpoint_bytes,
     lifetimes_of,
     peak_of,
-    trace_loss,
     work_of,
 )
 from zerojax.recipe import Remat
@@ -113,7 +112,7 @@ def find_demand(model: Model) -> tuple[Demand, int]:
                 "batch=) to plan it"
             )
         return Demand(None), 0
-    trace = trace_loss(
+    trace = Trace(
         load.loss_fn,
         model.params,
         load.batch,

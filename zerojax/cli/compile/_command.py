@@ -11,7 +11,7 @@ from rich.text import Text
 
 from zerojax._display import BINARY, binary, make_table, unit_for
 from zerojax.aot import DoesNotFit, compile_step
-from zerojax.audit import AuditReport, Problem
+from zerojax.audit import AuditReport
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
 from zerojax.cli.compile._result import CompileResult, write
 from zerojax.cli.shared._command import Failure, command, refusing
@@ -105,10 +105,8 @@ def _show(results: Sequence[CompileResult], screen: Screen) -> None:
         screen.show(Text.assemble(name, result.verdict, style="red" if short else "green"))
         if short is not None and short.message:
             screen.say(f"  the compiler: {short.message}")
-        if result.advice:
-            screen.say(f"  {result.advice}")
-    for stages, problem in [] if is_one else _distinct_problems(results):
-        screen.show(Text(f"stage {stages}: {problem}", style="red"))
+        for problem in result.report.problems if result.report and not is_one else ():
+            screen.show(Text(f"stage {result.stage}: {problem}", style="red"))
 
 
 def comparison_table(results: Sequence[CompileResult]) -> Table:
@@ -143,13 +141,3 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
 def _waits(report: AuditReport) -> str:
     share = report.schedule and report.schedule.exposed_share
     return "-" if share is None else f"{share:.1%}"
-
-
-def _distinct_problems(results: Sequence[CompileResult]) -> list[tuple[str, Problem]]:
-    """List problems that differ in more than the name of an operation, with their stages."""
-    found: dict[tuple[str, ...], tuple[dict[str, None], Problem]] = {}
-    for result in results:
-        for problem in result.report.problems if result.report is not None else ():
-            key = (problem.kind, problem.expected, problem.seen, problem.remedy)
-            found.setdefault(key, ({}, problem))[0][str(result.stage)] = None
-    return [(", ".join(stages), problem) for stages, problem in found.values()]

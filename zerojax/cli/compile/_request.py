@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.aot import Topology, parse_topology, topology_mesh
+from zerojax.aot import parse_topology, topology_mesh
 from zerojax.cli.shared._command import option
 from zerojax.cli.shared._machine import check_outputs
 from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, BuiltStepOptions, gpt_layout
@@ -65,23 +65,20 @@ class CompileRequest:
     """A step to compile, for one stage.
 
     Attributes:
-        topology: the hardware; `memory` has the bytes of a device.
+        memory: bytes of a device.
         config: the model.
         num_examples: in one step, over all devices and microbatches.
         step: the train step.
         theory: bytes of the model states by the stage's formula.
     """
 
-    def __init__(self, options: CompileOptions, topology: Topology, mesh: Mesh, stage: int) -> None:
-        self.options, self.topology, self.stage = options, topology, stage
-        self.memory = find_hardware(topology.chip).memory
+    def __init__(self, options: CompileOptions, memory: int, mesh: Mesh, stage: int) -> None:
+        self.options, self.memory, self.stage = options, memory, stage
         self.config = options.chosen_model
         self.num_examples = options.examples(mesh.shape["data"])
         loss: Any = functools.partial(gpt.loss, self.config)
-        tx, recipe = (
-            options.chosen_optimizer.unscheduled(self.config.width),
-            options.recipe(CLIP_NORM),
-        )
+        tx = options.chosen_optimizer.unscheduled(self.config.width)
+        recipe = options.recipe(CLIP_NORM)
         self.layout = gpt_layout(self.config, mesh, stage)
         self.step = make_train_step(loss, tx, self.layout, recipe)
         self.theory = self.layout.count(tx, recipe).theory["total"]
@@ -97,7 +94,8 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     """Check what was asked, and return a request for each stage."""
     topology = parse_topology(options.topology)
     mesh = topology_mesh(options.topology, options.mesh_axes(topology.num_devices))
-    requests = [CompileRequest(options, topology, mesh, stage) for stage in options.stages]
+    memory = find_hardware(topology.chip).memory
+    requests = [CompileRequest(options, memory, mesh, stage) for stage in options.stages]
     texts = {f"--hlo (stage {stage})": options.hlo_file(stage) for stage in options.stages}
     check_outputs({"--plot": options.plot, "--json": options.json, **texts})
     return requests

@@ -16,8 +16,6 @@ from zerojax.cli.compile._request import CompileRequest
 
 #: Options that say where an answer goes, or which stages are asked for.
 NOT_OF_A_STEP = ("plot", "hlo", "json", "no_cache", "stage", "all_stages")
-#: The part of a GPU that JAX takes by default; a program that needs more needs a variable.
-GPU_FRACTION = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +70,6 @@ class CompileResult:
         peak, there = self.needed or 0, self.available
         left = f"{binary(there - peak)} ({1 - peak / there:.0%}) left"
         return f"fits: {binary(peak)} of a device's {binary(there)}, {left}"
-
-    @property
-    def advice(self) -> str:
-        """What to set where JAX's default part of a GPU is too small; empty where it is not."""
-        is_tight = GPU_FRACTION * self.available < (self.needed or 0) <= self.available
-        if self.request.topology.is_tpu or not is_tight:
-            return ""
-        return (
-            f"JAX takes {GPU_FRACTION:.0%} of a GPU's memory unless told otherwise: set "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 to run it"
-        )
 
     @property
     def complaint(self) -> str:

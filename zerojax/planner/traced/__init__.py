@@ -2,7 +2,7 @@
 
 from zerojax.planner.traced._lifetimes import Lifetimes, lifetimes_of
 from zerojax.planner.traced._peak import HeldLeaf, Sharing, checkpoint_bytes, peak_of
-from zerojax.planner.traced._trace import Trace, trace_loss
+from zerojax.planner.traced._trace import Trace
 from zerojax.planner.traced._work import Work, work_of
 
 __all__ = [
@@ -14,6 +14,5 @@ __all__ = [
     "checkpoint_bytes",
     "lifetimes_of",
     "peak_of",
-    "trace_loss",
     "work_of",
 ]
