@@ -85,13 +85,6 @@ def test_a_step_is_compiled_once_and_its_facts_are_the_programs(mesh8, folder, c
     assert first.text.count("\n") > 10
 
 
-def test_without_the_cache_nothing_is_looked_up_or_kept(mesh8, folder, compiled):
-    for _ in range(2):
-        compile_step(lower(mesh8), use_cache=False)
-    assert len(compiled) == 2
-    assert not folder.exists()
-
-
 def test_all_that_decides_a_program_is_in_its_key(mesh8, monkeypatch):
     turned = Mesh(mesh8.devices[::-1], ("data",), axis_types=mesh8.axis_types)
     steps = [
@@ -174,11 +167,12 @@ def test_another_error_of_the_compiler_is_raised_and_not_kept(mesh8, folder, mon
 
 
 @pytest.mark.aot("libtpu")
+@pytest.mark.usefixtures("folder")
 def test_libtpu_refuses_with_the_memory_that_the_chips_say():
     for chip, shape, devices in (("v5e", "2x4", 8), ("v5p", "2x2x1", 4), ("v6e", "2x4", 8)):
         mesh = aot.topology_mesh(f"{chip}:{shape}", {"data": devices})
         with pytest.raises(DoesNotFit) as caught:
-            compile_step(lower(mesh, size=devices * 2**33), use_cache=False)
+            compile_step(lower(mesh, size=devices * 2**33))
         assert caught.value.shortage.available == find_hardware(chip).memory
         assert caught.value.shortage.needed > 2**38
 

@@ -284,13 +284,11 @@ def test_the_metrics_keep_what_a_resumed_run_needs(tmp_path):
     for step in (1, 2, 3):
         metrics.add(step=step, loss=1.0 / step)
     metrics.add(step=3, loss=float("nan"))
-    metrics.close()
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # a crash in the middle of a line
     again = Metrics(path, 2)
     again.add(step=3, loss=0.5)
-    again.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": step, "loss": loss} for step, loss in ((1, 1.0), (2, 0.5), (3, 0.5))]
-    Metrics(path, 0).close()
+    Metrics(path, 0)
     assert not path.read_text()

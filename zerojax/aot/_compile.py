@@ -43,13 +43,13 @@ class DoesNotFit(RuntimeError):
         self.shortage = shortage
 
 
-def compile_step(lowered: jax.stages.Lowered, *, use_cache: bool = True) -> Program:
+def compile_step(lowered: jax.stages.Lowered) -> Program:
     """Compile a lowered step to the facts that `audit` reads; at once where it was compiled before.
+
+    Programs are kept in the folder of `ZEROJAX_CACHE` (`~/.cache/zerojax/programs` by default).
 
     Args:
         lowered: `step.lower(state, batch)`, for devices that are here or not; of any jitted step.
-        use_cache: whether to look for the program in the folder of `ZEROJAX_CACHE`
-            (`~/.cache/zerojax/programs` by default), and to keep it there.
 
     Returns:
         The program as plain data: `audit(program, layout)`. It can't be run. The source lines that
@@ -60,7 +60,7 @@ def compile_step(lowered: jax.stages.Lowered, *, use_cache: bool = True) -> Prog
 
     Warns where a kept program can't be read, or this one can't be kept.
     """
-    key = _key(lowered) if use_cache else None
+    key = _key(lowered)
     answer = None if key is None else find(key)
     if answer is None:
         answer = _compile(lowered)

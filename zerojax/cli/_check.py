@@ -42,8 +42,6 @@ class CheckOptions(CommandOptions):
     """A Python file with marked steps; zerojax.lock lies beside it."""
     accept: bool = option(False)
     """Write what the steps are now into the lock file."""
-    no_cache: bool = option(False)
-    """Compile even what was compiled before, and keep nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +81,7 @@ def check(options: CheckOptions) -> None:
         steps = _told(lambda: find_steps(path), path)
         held = read_lock(lock_path) if lock_path.exists() else {}
         devices = _devices(steps)
-    keeps = not options.no_cache
-    found = [_check(step, devices[step.target], held, keeps, screen, path) for step in steps]
+    found = [_check(step, devices[step.target], held, screen, path) for step in steps]
     for one in found:
         _show(one, screen)
     if options.accept:
@@ -121,14 +118,13 @@ def _check(
     step: CheckedStep,
     devices: Sequence[Any],
     held: Mapping[str, StepRecord],
-    keeps: bool,
     screen: Screen,
     path: Path,
 ) -> Checked:
     """Lower, compile and read one step, and compare it with what was accepted."""
     lower = functools.partial(_told, functools.partial(step.lower, devices), path)
     given, layout, recipe = run_task(screen.console, f"{step.name}: lowering", lower)
-    work = functools.partial(_compile, given, step, keeps=keeps)
+    work = functools.partial(_compile, given, step)
     program = run_task(screen.console, f"{step.name}: compiling", work)
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     record = StepRecord.of(program, devices, versions)
@@ -142,11 +138,11 @@ def _check(
     )
 
 
-def _compile(given: Any, step: CheckedStep, *, keeps: bool) -> Program:
+def _compile(given: Any, step: CheckedStep) -> Program:
     if isinstance(given, jax.stages.Compiled):
         return Program.of(given)
     try:
-        return compile_step(given, use_cache=keeps)
+        return compile_step(given)
     except DoesNotFit as refusal:
         raise Failure(f"{step.name}: {refusal}", 1) from refusal
 

@@ -38,14 +38,13 @@ def compile_(options: CompileOptions) -> None:
 
     Examples: GPT-2 XL on a node of eight H100s; all stages side by side on eight TPU chips, with a
     drawing; a hundred billion parameters on a pod slice; the same on GPUs as the paper did, 16 of
-    them to a layer; and what a compiler makes of it all.
+    them to a layer.
 
     ```
     zerojax compile --model gpt2-xl --topology h100:1x8 --stage 2
     zerojax compile --model gpt2-xl --topology v6e:2x4 --all-stages --plot stages.png
     zerojax compile --model zero-100b --topology v5p:4x4x8 --stage 3 --batch-size 256
     zerojax compile --model zero-100b --topology h100:50x8 --model-axis 16 --partition-activations
-    zerojax compile --topology h100:4x8 --stage 1 --accumulate 8 --hlo step.txt
     ```
     """
     screen = Screen()
@@ -80,7 +79,7 @@ def _compile(request: CompileRequest, screen: Screen) -> CompileResult:
     """Lower, compile and audit a stage; each task is shown with its seconds."""
     name, options = f"stage {request.stage}", request.options
     lowered = run_task(screen.console, f"{name}: tracing and lowering", request.lower)
-    work = functools.partial(compile_step, lowered, use_cache=not options.no_cache)
+    work = functools.partial(compile_step, lowered)
     try:
         program = run_task(screen.console, f"{name}: compiling for {options.topology}", work)
     except DoesNotFit as refusal:

@@ -37,12 +37,8 @@ class CompileOptions(BuiltStepOptions):
     """Compile stages 0 to 3 and compare them."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
     """Draw what a device holds and moves."""
-    hlo: Path | None = option(None, metavar="FILE", panel=OUTPUT)
-    """Keep the text of the compiled program; with --all-stages, a file for each stage."""
     json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
     """Keep the report as JSON."""
-    no_cache: bool = option(False, panel=OUTPUT)
-    """Compile even what was compiled before, and keep nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,12 +49,6 @@ class CompileOptions(BuiltStepOptions):
     def stages(self) -> tuple[int, ...]:
         """The stages to compile."""
         return tuple(STAGES) if self.all_stages else (self.stage,)
-
-    def hlo_file(self, stage: int) -> Path | None:
-        """The file of a stage's text; None for none."""
-        if self.hlo is None or not self.all_stages:
-            return self.hlo
-        return self.hlo.with_name(f"{self.hlo.stem}.stage{stage}{self.hlo.suffix}")
 
 
 class CompileRequest:
@@ -96,6 +86,5 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     mesh = topology_mesh(options.topology, options.mesh_axes(topology.num_devices))
     memory = find_hardware(topology.chip).memory
     requests = [CompileRequest(options, memory, mesh, stage) for stage in options.stages]
-    texts = {f"--hlo (stage {stage})": options.hlo_file(stage) for stage in options.stages}
-    check_outputs({"--plot": options.plot, "--json": options.json, **texts})
+    check_outputs({"--plot": options.plot, "--json": options.json})
     return requests

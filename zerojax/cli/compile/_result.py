@@ -15,7 +15,7 @@ from zerojax.audit import AuditReport, Program, audit
 from zerojax.cli.compile._request import CompileRequest
 
 #: Options that say where an answer goes, or which stages are asked for.
-NOT_OF_A_STEP = ("plot", "hlo", "json", "no_cache", "stage", "all_stages")
+NOT_OF_A_STEP = ("plot", "json", "stage", "all_stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,13 @@ class CompileResult:
     """The answer for one stage.
 
     Attributes:
-        program: the compiled program; None where the compiler refused it for its memory.
-        report: the audit of it.
+        report: the audit of the program; None where the compiler refused it for its memory.
         shortage: what the program lacks, by the compiler or by its peak; None where it fits.
         needed: bytes that it takes at its peak; None where the compiler did not tell.
         available: bytes that a device has.
     """
 
     request: CompileRequest
-    program: Program | None
     report: AuditReport | None
     shortage: Shortage | None
     needed: int | None
@@ -44,13 +42,13 @@ class CompileResult:
         report = audit(program, step.layout, step.recipe)
         needed = report.memory.peak
         shortage = Shortage(needed=needed, available=memory) if needed > memory else None
-        return cls(request, program, report, shortage, needed, memory)
+        return cls(request, report, shortage, needed, memory)
 
     @classmethod
     def refused(cls, request: CompileRequest, shortage: Shortage) -> CompileResult:
         """Keep what a compiler said of a program that does not fit."""
         available = shortage.available or request.memory
-        return cls(request, None, None, shortage, shortage.needed, available)
+        return cls(request, None, shortage, shortage.needed, available)
 
     @property
     def stage(self) -> int:
@@ -96,12 +94,6 @@ class CompileResult:
 def write(results: Sequence[CompileResult]) -> list[Path | None]:
     """Write the files that were asked for and list them."""
     options = results[0].request.options
-    written = []
-    for result in results:
-        path = options.hlo_file(result.stage)
-        if path is not None and result.program is not None:
-            path.write_text(result.program.text)
-            written.append(path)
     if options.json is not None:
         first = results[0].request
         plain = options.to_dict(*NOT_OF_A_STEP) | {
@@ -116,7 +108,7 @@ def write(results: Sequence[CompileResult]) -> list[Path | None]:
     plot = options.plot if any(one.report for one in results) else None
     if plot is not None:
         charts.write(draw(results), plot)
-    return [*written, options.json, plot]
+    return [options.json, plot]
 
 
 def draw(results: Sequence[CompileResult]) -> Any:

@@ -119,7 +119,6 @@ class _Training:
                 self.save_if_wanted()  # preempted after the last step
             self.draw()
         finally:
-            self.metrics.close()
             self.end_saving()
         seen = self.signals.everywhere()
         leave()

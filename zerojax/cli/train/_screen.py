@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import statistics
@@ -107,12 +106,11 @@ class Metrics:
     """
 
     def __init__(self, path: Path, first_step: int, *, is_kept: bool = True) -> None:
+        self.path, self._is_kept = path, is_kept
         if is_kept:
             partial = path.with_suffix(".partial")
             partial.write_text("".join(_lines(path, first_step)))
             partial.replace(path)
-        self.path = path
-        self._file = path.open("a") if is_kept else io.StringIO()
 
     def read(self) -> list[dict[str, Any]]:
         """Return all lines."""
@@ -124,12 +122,9 @@ class Metrics:
             name: None if isinstance(x, float) and not math.isfinite(x) else x
             for name, x in values.items()
         }
-        self._file.write(json.dumps(known) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        if self._is_kept:
+            with self.path.open("a") as file:
+                file.write(json.dumps(known) + "\n")
 
 
 def _lines(path: Path, first_step: int) -> Iterator[str]:
