@@ -83,6 +83,16 @@ def learn(stage, *, axes=None, recipe=None):
     return {"losses": losses, "held": held}
 
 
+ONCE = zerojax.Recipe(accumulate=2, reduce="once")
+
+
+def program(stage, *, recipe):
+    """Give the text of a compiled step."""
+    step = make_step(stage, recipe=recipe)
+    rows = jax.eval_shape(lambda: {"x": jnp.zeros((ROWS, SIZE)), "table": zerojax.Whole(TABLE)})
+    return step.lower(step.abstract_state(), rows).compile().as_text()
+
+
 # Ways to differ ----------------------------------------------------------------------------------
 
 
@@ -219,6 +229,8 @@ def together(folder):
             for axes in ({"data": 4}, {"data": 2, "model": 2}, {"model": 2, "data": 2})
         ],
         "accumulated": learn(3, recipe=zerojax.Recipe(accumulate=2)),
+        "once": learn(1, recipe=ONCE),
+        "program of once": program(1, recipe=ONCE),
         "ways": {name: caught(lambda way=way: way(other)) for name, way in WAYS.items()},
         "alone": alone(other),
         "elsewhere": caught(lambda: goes_elsewhere(folder, other)),

@@ -64,9 +64,15 @@ def test_losses_are_those_of_one_process_and_bytes_as_planned(found, stage):
 def test_a_model_axis_copies_per_host_and_accumulation_change_no_loss(found):
     alone = child.learn(2)["losses"]
     for one in found:
-        for other in ("model axis", "hybrid", "accumulated"):
+        for other in ("model axis", "hybrid", "accumulated", "once"):
             assert np.allclose(one[other]["losses"], alone, rtol=1e-6)
         assert one["hybrid"]["held"]["params"] == 2 * one["accumulated"]["held"]["params"]
+
+
+def test_gloo_is_asked_for_no_reduce_scatter(found):
+    """It polls for what arrives early, beside the computation that it waits for."""
+    assert "all-reduce(" in found[0]["program of once"]
+    assert "reduce-scatter" not in found[0]["program of once"]
 
 
 def test_processes_that_hold_the_same_rows_place_the_same_part(found):

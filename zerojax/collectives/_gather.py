@@ -153,9 +153,26 @@ class PerDevice:
             x = x.astype(jnp.float32)
         x = in_tiles(x, self._layout, dim)
         for phase in self._phases:
-            x = jax.lax.psum_scatter(x, phase, scatter_dimension=dim, tiled=True)
+            x = self._scattered(x, phase, dim)
         rest = tuple(name for name in self.axes if name not in self._names)
         return (jax.lax.psum(x, rest) if rest else x).astype(dtype)
+
+    def _scattered(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """Sum over axes, and keep this device's shard.
+
+        Between processes on CPUs a reduce-scatter took 8 times as long as an all-reduce: gloo polls
+        without a pause for what has arrived before this process asks for it.
+        """
+        if not self._is_gloo:
+            return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        rows = x.shape[dim] // jax.lax.axis_size(axes)
+        start = jax.lax.axis_index(axes) * rows
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axes), start, rows, dim)
+
+    @property
+    def _is_gloo(self) -> bool:
+        layout = self._layout
+        return layout.platform == "cpu" and len({d.process_index for d in layout.devices.flat}) > 1
 
     def spec(self, dim: int) -> P:
         """Return the spec of what `sum_over` returns."""
