@@ -10,9 +10,8 @@ from zerojax._arguments import as_given
 from zerojax._types import PyTree
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
-from zerojax.planner._policies import check_recipe
 from zerojax.planner._report import Plan, PlannedBytes
-from zerojax.planner._setting import Setting, place
+from zerojax.planner._setting import Setting, check_recipe, place
 from zerojax.planner._time import step_time
 from zerojax.planner._workload import Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware

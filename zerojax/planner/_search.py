@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 import optax
 
@@ -16,12 +17,11 @@ from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._plan import estimate
-from zerojax.planner._policies import check_recipe
 from zerojax.planner._report import Plan
-from zerojax.planner._setting import Setting, place
+from zerojax.planner._setting import Setting, check_recipe, place
 from zerojax.planner._workload import Model, Workload, read_model
 from zerojax.planner.hardware import Hardware, find_hardware
-from zerojax.recipe import LAYER_INPUT, Recipe, RematPolicy, as_remat
+from zerojax.recipe import LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
 
 #: Model parallelism beyond this many devices is not searched unless it is asked for.
 _MODEL_AXES = (1, 2, 4, 8, 16)
@@ -140,27 +140,23 @@ class _Hunt:
                 continue  # without shards a shard group is nothing
             if "parameter" in kinds and self.recipe.reduce == "once":
                 continue  # no gradient is ever whole
-            inputs_alone = remat if remat is not None and remat.recompute == "full" else None
-            if moves:
-                if inputs_alone is None or inputs_alone.offload:
-                    continue  # what is kept between layers is all that goes to the host
-                remat = inputs_alone = dataclasses.replace(inputs_alone, offload=(LAYER_INPUT,))
             if remat is not None and remat.partition is not None and devices.model_axis == 1:
                 continue  # over one device nothing is cut
-            ways = [remat]
-            if inputs_alone and inputs_alone.partition is None and devices.model_axis > 1:
-                ways.append(dataclasses.replace(inputs_alone, partition=MODEL))  # Pa
-            for way in ways:
-                recipe = dataclasses.replace(self.recipe, remat=way, offload=offload)
-                check_recipe(recipe, devices.model_axis)
-                yield stage, recipe
+            if moves:
+                if remat is None or remat.recompute != "full" or remat.offload:
+                    continue  # what is kept between layers is all that goes to the host
+                remat = dataclasses.replace(remat, offload=(LAYER_INPUT,))
+            recipe = dataclasses.replace(self.recipe, remat=remat, offload=offload)
+            check_recipe(recipe, devices.model_axis)
+            yield stage, recipe
 
     def _remats(self) -> Sequence[RematPolicy | None]:
-        """List what is computed again, where that is left open all that the model knows."""
-        if self.recipe.remat is not None:
-            return (self.recipe.remat,)
-        ways = ("none", "dots", "full") if self.any.has_layers else (None,)
-        return [as_remat(way) for way in ways]
+        """List what is computed again, where that is left open all that the model knows; and Pa."""
+        ways = [self.recipe.remat]
+        if self.recipe.remat is None and self.any.has_layers:
+            ways = [as_remat(way) for way in get_args(Remat)]
+        whole = [way for way in ways if way and way.recompute == "full" and way.partition is None]
+        return [*ways, *(dataclasses.replace(way, partition=MODEL) for way in whole)]
 
     def _offloads(self) -> Sequence[tuple[bool, bool]]:
         is_open = not self.recipe.offload and self.space.offload
@@ -202,12 +198,10 @@ class _Hunt:
 
     def _indivisible(self) -> str:
         """Return why no mesh takes the batch."""
-        count = self.recipe.accumulate
-        parts = f"accumulate={count} microbatches of whole ones" if count > 1 else "whole ones"
-        other = "another accumulate, " if count > 1 else ""
         return (
-            f"no mesh that was to be tried divides the batch of {self.num_examples} examples "
-            f"into {parts}; give {other}a batch that the devices divide, or other sizes of the axes"
+            f"no mesh that was to be tried divides the batch of {self.num_examples} examples into "
+            f"accumulate={self.recipe.accumulate} microbatches of whole ones; give another "
+            "accumulate, a batch that the devices divide, or other sizes of the axes"
         )
 
 

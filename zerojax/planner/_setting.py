@@ -15,12 +15,11 @@ from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives import BLOCK
 from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
 from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
-from zerojax.planner._policies import hosts_inputs
 from zerojax.planner._workload import Model
 from zerojax.planner.formulas import Theory, theory_of
 from zerojax.planner.hardware import Hardware, Network
 from zerojax.planner.traced import HeldLeaf, Sharing
-from zerojax.recipe import Recipe
+from zerojax.recipe import LAYER_INPUT, Recipe
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,6 +167,28 @@ def place(
     )
     states, leaves = layout.count(model.tx, recipe), _held_leaves(layout, recipe)
     return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe)
+
+
+def hosts_inputs(recipe: Recipe) -> bool:
+    """Return whether layer inputs wait for the backward pass in the host's memory."""
+    return recipe.remat is not None and LAYER_INPUT in recipe.remat.offload
+
+
+def check_recipe(recipe: Recipe, model_axis: int) -> None:
+    """Refuse what a plan can't count."""
+    remat = recipe.remat
+    if remat is None:
+        return
+    if remat.partition is not None and model_axis == 1:
+        raise ValueError(
+            f"RematPolicy(partition={remat.partition!r}) cuts checkpoints over the model axis, and "
+            "model_axis is 1; give Placement(model_axis=...), or leave partition out"
+        )
+    if others := [name for name in remat.offload if name != LAYER_INPUT]:
+        raise ValueError(
+            f"RematPolicy(offload={others}): a plan moves layer inputs to the host and no other "
+            f"values; give offload=({LAYER_INPUT!r},), or keep={tuple(others)}"
+        )
 
 
 def _cut(leaf: jax.ShapeDtypeStruct, parts: int) -> P:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +29,6 @@ class TrainScreen(Screen):
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
         self._last_line = -math.inf  # the first step is told at once
-        self._rates: deque[float] = deque(maxlen=10)
 
     def start(self, run: TrainRun) -> None:
         """Show model, data, mesh and the bytes per device."""
@@ -64,12 +61,11 @@ class TrainScreen(Screen):
 
     def step(self, line: dict[str, Any], last: int, *, tokens: int) -> None:
         """Show a step that is done, of up to `last`, now and then; each has so many tokens."""
-        self._rates.append(line["tokens_per_second"])
         now, left = time.monotonic(), last - line["step"]
         if left and now - self._last_line < LINE_EVERY:
             return
         self._last_line = now
-        rate = statistics.harmonic_mean(self._rates)
+        rate = line["tokens_per_second"]
         text = f"step {line['step']}/{last}  loss {line['loss']:.3f} "
         text += f"({line['train_bits_per_byte']:.2f} bits/byte)  {rate:,.0f} tokens/s"
         seconds = int(left * tokens / rate)
