@@ -69,10 +69,10 @@ def test_groups_of_layers_write_what_single_layers_write(
     rest = NUM_LAYERS % count
     if platform_name == "tpu":
         assert {c.shape[0] for c in gathers} == {count, rest} - {0}
-        assert sum(c.trip_count * c.shape[0] for c in gathers) == NUM_LAYERS
+        assert sum(c.runs * c.shape[0] for c in gathers) == NUM_LAYERS
     else:  # one turn of the loop gathers a group layer by layer, for the compiler to combine
         assert {c.shape[0] for c in gathers} == {1}
-        assert sum(c.trip_count for c in gathers) == NUM_LAYERS
+        assert sum(c.runs for c in gathers) == NUM_LAYERS
         assert len(gathers) == count + rest
 
 

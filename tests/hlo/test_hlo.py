@@ -74,7 +74,7 @@ def test_stage_3_moves_each_layer_three_times_in_two_nested_loops(name):
     found = read(name)
     for record in found.records:
         assert [loop.trip_count for loop in record.loops] == [MICROBATCHES, LAYERS]
-        assert record.trip_count == MICROBATCHES * LAYERS
+        assert record.runs == MICROBATCHES * LAYERS
         assert record.elements == DIM * HIDDEN
         assert record.dtype == ("f32" if name.endswith("cpu") else "bf16")  # CPU reduces in fp32
         assert not record.branches
@@ -129,7 +129,7 @@ def test_each_kind_is_found_once_wherever_it_stands(name):
     plain = [r for r in records if r.spelling == reduce]
     assert sorted(len(r.branches) for r in plain) == [0, 0, 1]
     looped = [r for r in plain if r.loops]
-    assert [r.trip_count for r in looped] == [None]  # the length of this loop is an argument
+    assert [r.trips for r in looped] == [(None,)]  # the length of this loop is an argument
     assert looped[0].moved_elements == 2 * ring(looped[0]) * looped[0].elements
 
 

@@ -174,7 +174,7 @@ condition=%more, body=%body, backend_config={"known_trip_count":{"n":"4"}}
 
 def test_every_spelling_of_a_move_is_counted():
     moves = {m.name: m for m in find_host_moves(parse_module(PROGRAM))}
-    found = {name: (m.to_host, m.from_host, m.trips) for name, m in moves.items()}
+    found = {name: (m.to_host, m.from_host, m.runs) for name, m in moves.items()}
     assert found == {
         "x-start": (16, 16, 1),  # two bytes an element each way; what lies there stays
         "c-start": (0, 32, 1),

@@ -33,8 +33,8 @@ class HostTraffic:
 def traffic_of(evidence: Evidence) -> HostTraffic:
     """Count what a program moves to and from the host; an unknown loop counts once."""
     moves = list(find_host_moves(evidence.module))
-    down = [move.to_host * (move.trips or 1) for move in moves]
-    up = [move.from_host * (move.trips or 1) for move in moves]
+    down = [move.to_host * move.runs for move in moves]
+    up = [move.from_host * move.runs for move in moves]
     both = zip(moves, down, up, strict=True)
     return HostTraffic(
         to_host=sum(down),

@@ -7,7 +7,6 @@ the planner's. Both leave latency out and take every rate at its peak: they are 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,8 +164,8 @@ def _transfer(record: Collective, places: Places, hardware: Hardware) -> Transfe
     """Return for how long one run of a collective keeps links busy."""
     if record.groups:
         return places.transfer(record.op, record.groups, record.elements * record.item_bits / 8)
-    turns = math.prod(count or 1 for count in record.trips)  # between slices
-    return Transfer(record.moved_bytes / max(turns, 1) / hardware.slow_bandwidth, ("slow",))
+    seconds = record.moved_bytes / record.runs / hardware.slow_bandwidth  # between slices
+    return Transfer(seconds, ("slow",))
 
 
 def _collective(

@@ -67,8 +67,8 @@ def collective_table(moves: Iterable[Move]) -> Table:
     table.caption = "largest: elements; B / device: bytes that a device sends in a step"
     total = sum(move.record.moved_bytes for group in groups.values() for move in group)
     for key, group in sorted(groups.items(), key=lambda item: -sum_moved(item[1], "moved")):
-        runs = [move.record.trip_count for move in group]
-        times = "?" if None in runs else f"{sum(run or 0 for run in runs):,}"
+        is_known = all(None not in move.record.trips for move in group)
+        times = f"{sum(move.record.runs for move in group):,}" if is_known else "?"
         size = sum(move.record.moved_bytes for move in group)
         largest = max(move.record.elements for move in group)
         table.add_row(

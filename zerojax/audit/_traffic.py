@@ -60,8 +60,7 @@ class Move:
     @property
     def handled(self) -> float:
         """Count the elements of the whole tensor, once for each time that it runs."""
-        count = self.record.trip_count
-        return self.record.elements * (1 if count is None else count)
+        return self.record.elements * self.record.runs
 
 
 def moves_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.hlo._groups import Groups
-from zerojax.hlo._loops import Loop, total_trips
+from zerojax.hlo._loops import Loop, num_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +51,23 @@ class Collective:
         return tuple(loop.trip_count for loop in self.loops)
 
     @property
-    def trip_count(self) -> int | None:
-        """Return how often a step runs it; None where a loop around it has an unknown count."""
-        return total_trips(self.loops)
+    def runs(self) -> int:
+        """Count how often a step runs it; a loop of unknown length counts as one turn."""
+        return num_runs(self.loops)
 
     @property
     def moved_elements(self) -> float:
         """Count the elements that a device sends in a step, by the ring algorithm.
 
         (n-1)/n of the whole for a gather, a scatter and an all-to-all over n devices, twice that
-        for an all-reduce, the whole for a permute or a broadcast (Patarasuk and Yuan, 2009). A loop
-        of unknown count is taken as one turn.
+        for an all-reduce, the whole for a permute or a broadcast (Patarasuk and Yuan, 2009).
         """
-        known = math.prod(1 if count is None else count for count in self.trips)
         ring = (self.group_size - 1) / self.group_size
         moves = float(self.group_size > 1)
         if self.op == "collective-permute":
             moves = float(any(source != target for source, target in self.groups))
         whole = {"collective-permute": moves, "collective-broadcast": moves, "all-reduce": 2 * ring}
-        return known * self.elements * whole.get(self.op, ring)
+        return self.runs * self.elements * whole.get(self.op, ring)
 
     @property
     def moved_bytes(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.hlo._loops import total_trips
+from zerojax.hlo._loops import num_runs
 from zerojax.hlo._module import Instruction, Module
 from zerojax.hlo._spellings import HOST_COMPUTES, having
 from zerojax.hlo._values import Frame
@@ -28,7 +28,7 @@ class HostMove:
     name: str  # the instruction
     to_host: int  # bytes from the device's memory to the host's
     from_host: int  # bytes the other way
-    trips: int | None  # how often it runs in a step, None where the text doesn't tell
+    runs: int  # how often it runs in a step
     is_computed: bool  # whether the host computes with them
 
 
@@ -46,7 +46,7 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
                 name=line.name,
                 to_host=down,
                 from_host=up,
-                trips=total_trips(site.loops),
+                runs=num_runs(site.loops),
                 is_computed=computed,
             )
 

@@ -25,10 +25,9 @@ class Loop:
     trip_count: int | None
 
 
-def total_trips(loops: Iterable[Loop]) -> int | None:
-    """Return how often loops within each other run; None where one of them is unknown."""
-    counts = [loop.trip_count for loop in loops]
-    return None if None in counts else math.prod(count or 0 for count in counts)
+def num_runs(loops: Iterable[Loop]) -> int:
+    """Return how often loops within each other run; one of unknown length counts as one turn."""
+    return math.prod(1 if loop.trip_count is None else loop.trip_count for loop in loops)
 
 
 def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:

@@ -167,7 +167,7 @@ def _moved(
     named = {path: leaf for path, leaf in leaves.items() if _pattern(path) not in states}
     return {
         key: Moved(
-            runs=sum(one.trip_count or 1 for one in alike),
+            runs=sum(one.runs for one in alike),
             bytes=round(sum(one.moved_bytes for one in alike)),
             leaf=_leaf_of(alike[0].shape, named),
             source=alike[0].source.rpartition("site-packages/")[2],

@@ -23,7 +23,7 @@ def check_unread(evidence: Evidence) -> Iterator[Problem]:
             remedy="report it with the program's text (compiled.as_text()); the volume lacks it",
         )
     for move in evidence.large:
-        if move.record.trip_count is None:
+        if None in move.record.trips:
             yield Problem(
                 where=describe_move(move),
                 expected="a loop whose length the program says",
