@@ -21,7 +21,7 @@ from zerojax.audit._clock import Clock
 from zerojax.audit._evidence import TOOLS, Evidence
 from zerojax.audit._schedule import schedule_of
 from zerojax.audit._tables import schedule_table
-from zerojax.audit.checks._schedule import check_exposed
+from zerojax.audit.checks._traffic import check_exposed
 from zerojax.hlo import Cost, Operation
 from zerojax.planner import HARDWARE, Transfer
 

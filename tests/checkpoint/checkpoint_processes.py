@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax._tree import flatten_with_names
 from zerojax.checkpoint import Checkpoints, _restore, restore, save
-from zerojax.checkpoint._logical import logical_shapes
+from zerojax.checkpoint._leaves import logical_shapes
 
 SHAPES = {"even": (512, 512), "padded": (1009, 67), "bias": (3,), "scalar": ()}
 #: A leaf so large that replicas share the writing of it.

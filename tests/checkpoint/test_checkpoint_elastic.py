@@ -17,7 +17,7 @@ import zerojax
 from zerojax import Precision
 from zerojax._tree import flatten_with_names, unwrapped
 from zerojax.checkpoint import IncompatibleCheckpointError, read_manifest, restore, save
-from zerojax.checkpoint._logical import logical_shapes
+from zerojax.checkpoint._leaves import logical_shapes
 
 MESHES = {
     "1": {"data": 1},

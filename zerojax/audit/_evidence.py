@@ -11,10 +11,9 @@ from functools import cached_property
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher
 from zerojax.audit._origins import without_activations
-from zerojax.audit._padding import find_padding
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
-from zerojax.audit._traffic import Move, likeliest, moves_of
+from zerojax.audit._traffic import Move, find_padding, likeliest, moves_of
 from zerojax.collectives import block_dim, num_blocks
 from zerojax.hlo import (
     Carry,

@@ -3,8 +3,7 @@
 from zerojax.checkpoint._export import export_safetensors, import_safetensors
 from zerojax.checkpoint._files import DamagedCheckpointError, FileDigest
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
-from zerojax.checkpoint._leaves import SavedLeaf
-from zerojax.checkpoint._logical import KINDS, check_placement, logical_shapes
+from zerojax.checkpoint._leaves import KINDS, SavedLeaf, check_placement, logical_shapes
 from zerojax.checkpoint._manifest import Manifest, parts, read_manifest, verify
 from zerojax.checkpoint._restore import restore
 from zerojax.checkpoint._safetensors import is_safetensors

@@ -1,21 +1,43 @@
-"""What the leaves of a state are, apart from their values: all that a manifest says of them."""
+"""What the leaves of a state are, apart from their values: all that a manifest says of them.
+
+A checkpoint holds logical leaves. Padding is zeros at the end of one dim: a leaf that is padded for
+one number of shards is read for another by cutting the zeros off and adding others. Which leaves
+are padded is told, in this order:
+
+1. by a train state, which names its padded optimizer leaves (`TrainState.padded`);
+2. by `tx`, where the caller passes the optimizer, for the part of the tree that is its state;
+3. by the parameters, for a part of the tree that has their structure and shapes.
+
+Of the others those that are cut may be padded. Of them an error asks for `tx`: a wrong guess would
+drop values, or keep zeros.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.tree_util import GetAttrKey
 
-from zerojax._tree import leaves_by_path, num_bytes, path_name
-from zerojax._types import PyTree, Shape
-from zerojax.checkpoint._logical import MASTERS, PARAMS, is_key, logical_shapes, nodes
-from zerojax.layout import Layout
+from zerojax._tree import flatten_with_names, leaves_by_path, num_bytes, path_name, unwrapped
+from zerojax._types import Kind, PyTree, Shape
+from zerojax.layout import Layout, OptimizerLayout
 
+#: The parts of a train state that hold parameters: the paths begin so.
+COPIES = ("params", "masters")
+PARAMS, MASTERS = (f"{name}/" for name in COPIES)
+#: All of its parts that are placed, with their kinds.
+KINDS: dict[str, Kind] = {"params": "parameter", "masters": "master", "opt_state": "optimizer"}
+REMEDY = "pass the layout that the state was made under: step.layout"
+#: A key path and what is there.
+Node = tuple[tuple[Any, ...], Any]
 #: The part of a train state that a loss scale adds: the paths begin so.
 LOSS_SCALE = "loss_scale/"
 LOSS_SCALE_LEAVES = (f"{LOSS_SCALE}scale", f"{LOSS_SCALE}good_steps")
@@ -108,3 +130,145 @@ def named_tuples(tree: PyTree) -> dict[str, str]:
     }
     others = (PARAMS, MASTERS, LOSS_SCALE)
     return {path: name for path, name in found.items() if not f"{path}/".startswith(others)}
+
+
+def logical_shapes(
+    tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
+) -> dict[str, Shape]:
+    """Return the logical shape of every leaf of a tree of arrays or shapes, by path."""
+    below = list(nodes(tree))
+    of_tx = {} if tx is None else _like(below, layout.optimizer(tx))
+    known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
+    tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
+    names, leaves, _ = flatten_with_names(tree)
+    for name, x in zip(names, leaves, strict=True):
+        is_optax = name.startswith(tuples)
+        # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
+        in_doubt = name not in known and (tx is None or (is_optax and not of_tx))
+        if in_doubt and _may_be_padded(x, layout, is_optax=is_optax):
+            raise ValueError(
+                f"leaf {name!r} is stored as {list(jnp.shape(x))}, with padding or without; pass "
+                "tx=, the optimizer that made the state (zerojax.save, zerojax.restore and "
+                "Checkpoints take it)"
+            )
+    return {name: known.get(name, jnp.shape(x)) for name, x in zip(names, leaves, strict=True)}
+
+
+def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
+    """Return whether a leaf is cut, or may be, along a dim that padding may have made longer.
+
+    Outside of an optimizer's state these are the sizes that padded parameters have.
+    """
+    padded = (leaf.stored_size for leaf in layout.leaves if leaf.is_padded)
+    sizes = {size for size in jnp.shape(x) if size and size % layout.num_shards == 0}
+    if is_key(x) or layout.num_shards == 1 or not (sizes if is_optax else sizes & {*padded}):
+        return False
+    return _is_cut(x, layout) is not False
+
+
+def check_placement(tree: PyTree, layout: Layout) -> None:
+    """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not."""
+    for path, node in nodes(tree):
+        if layout.num_shards == 1 or not _is_train_state(node):
+            continue
+        for name, kind in KINDS.items():
+            pairs, _ = jax.tree_util.tree_flatten_with_path(unwrapped(getattr(node, name)))
+            for step, x in pairs:
+                placed = layout.optimizer_leaves(path_name(step), jnp.shape(x))
+                cut = layout.partitions(kind)
+                specs = [leaf.shard_spec if cut else leaf.whole_spec for leaf in placed]
+                wanted = {_cuts(spec, layout) for spec in specs}
+                is_placed = isinstance(getattr(x, "sharding", None), NamedSharding)
+                is_placed &= all(leaf.parameter is not None for leaf in placed)
+                if is_placed and (is_cut := _is_cut(x, layout)) not in wanted:
+                    words = ("partitioned", "whole") if is_cut else ("whole", "partitioned")
+                    raise ValueError(
+                        f"leaf {path_name((*path, GetAttrKey(name), *step))!r} is {words[0]}; at "
+                        f"the layout's stage {layout.stage} it is {words[1]}; {REMEDY}"
+                    )
+
+
+def nodes(tree: PyTree) -> Iterator[Node]:
+    """Yield every node of a tree that is not a leaf, with its key path, from the root down."""
+
+    def below(path: tuple[Any, ...], node: PyTree) -> Iterator[Node]:
+        children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+        if any(not step for step, _ in children):  # a leaf is below itself
+            return
+        yield path, node
+        for step, child in children:
+            yield from below((*path, *step), child)
+
+    return below((), tree)
+
+
+def _as_train_states_say(
+    below: Sequence[Node], layout: Layout, known: dict[str, Shape]
+) -> dict[str, Shape]:
+    """Add to what is known the leaves of every train state, of which none is in doubt."""
+    for path, node in below:
+        if not _is_train_state(node):
+            continue
+        known = _stored(path, node) | known
+        for name in COPIES:
+            copy = (*path, GetAttrKey(name)), unwrapped(getattr(node, name))
+            fitting = _like([copy], layout)  # parameters that are a bare array are no node below
+            if copy[1] is not None and not fitting:
+                _raise_misfit(*copy, layout)
+            known |= fitting
+        shapes = _stored((*path, GetAttrKey("opt_state")), node.opt_state)
+        names = list(shapes)
+        known |= shapes | {names[number]: shape for number, shape in node.padded}
+    return known
+
+
+def _is_train_state(node: Any) -> bool:
+    return hasattr(node, "opt_state") and hasattr(node, "padded")
+
+
+def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoReturn:
+    """Name the first leaf of a train state's parameters or masters that the layout does not know.
+
+    With another layout, padding would be taken for values.
+    """
+    root, found = path_name(path), _stored(path, copy)
+    known = {f"{root}/{leaf.path}".removesuffix("/."): leaf for leaf in layout.leaves}
+    for name in {**found, **known}:
+        leaf, shape = known.get(name), found.get(name)
+        if leaf is None or shape not in (leaf.shape, leaf.stored_shape):
+            wanted = leaf and f"{leaf.shape}, stored {leaf.stored_shape}"
+            raise ValueError(f"leaf {name!r}: state {shape}, layout {wanted}; {REMEDY}")
+    raise ValueError(f"{root!r} is another tree than the layout's; {REMEDY}")
+
+
+def is_key(x: Any) -> bool:
+    """Return whether a leaf holds typed PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _like(below: Sequence[Node], placed: Layout | OptimizerLayout) -> dict[str, Shape]:
+    """Return the logical shapes below every node that has the structure and shapes of a layout."""
+    known = {}
+    for path, node in below:
+        if jax.tree.structure(node) == placed.structure:
+            own = dict(zip(_stored(path, node).items(), placed.leaves, strict=True))
+            if all(shape in (x.stored_shape, x.shape) for (_, shape), x in own.items()):
+                known |= {name: x.shape for (name, _), x in own.items()}
+    return known
+
+
+def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
+    """Return the shapes of the leaves below a node, by path."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(node)
+    return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
+
+
+def _is_cut(x: Any, layout: Layout) -> bool | None:
+    """Return whether an array is partitioned over ZeRO's axes; None if its placement is unknown."""
+    sharding = getattr(x, "sharding", None)
+    return None if sharding is None else _cuts(getattr(sharding, "spec", ()), layout)
+
+
+def _cuts(spec: Iterable[Any], layout: Layout) -> bool:
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return any(set(entry) & set(layout.axis) for entry in names)

@@ -26,8 +26,7 @@ from zerojax.checkpoint._files import (
     sync,
     wrong_contents,
 )
-from zerojax.checkpoint._leaves import SavedLeaf, named_tuples, saved_leaves
-from zerojax.checkpoint._logical import PARAMS
+from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_tuples, saved_leaves
 from zerojax.checkpoint._orbax import open_array
 from zerojax.layout import Layout
 

@@ -22,8 +22,7 @@ from zerojax.checkpoint._files import (
     wrong_contents,
     wrong_sizes,
 )
-from zerojax.checkpoint._leaves import dtype_of
-from zerojax.checkpoint._logical import is_key
+from zerojax.checkpoint._leaves import dtype_of, is_key
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources

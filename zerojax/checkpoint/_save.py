@@ -28,8 +28,7 @@ from zerojax.checkpoint._files import (
     remove,
     sync,
 )
-from zerojax.checkpoint._leaves import placed_leaves
-from zerojax.checkpoint._logical import check_placement
+from zerojax.checkpoint._leaves import check_placement, placed_leaves
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     MANIFEST,

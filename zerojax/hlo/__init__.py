@@ -5,13 +5,12 @@ from zerojax.hlo._collectives import Collective, Collectives, sum_moved
 from zerojax.hlo._costs import Cost
 from zerojax.hlo._groups import Groups, mesh_axes
 from zerojax.hlo._host import HostMove, find_host_moves, host_parameters
-from zerojax.hlo._loops import Loop
 from zerojax.hlo._memory import Result, largest_results, most_alive
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import is_collective, parse_collectives
 from zerojax.hlo._schedule import Operation, Schedule, parse_schedule
 from zerojax.hlo._values import Frame, Use, Value, arguments_of, is_widened, uses_of
-from zerojax.hlo._walk import walk
+from zerojax.hlo._walk import Loop, walk
 
 __all__ = [
     "Carry",

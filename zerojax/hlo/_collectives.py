@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.hlo._groups import Groups
-from zerojax.hlo._loops import Loop, num_runs
+from zerojax.hlo._walk import Loop, num_runs
 
 
 @dataclass(frozen=True, kw_only=True)

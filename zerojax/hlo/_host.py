@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.hlo._loops import num_runs
 from zerojax.hlo._module import Instruction, Module
 from zerojax.hlo._spellings import HOST_COMPUTES, having
 from zerojax.hlo._values import Frame
-from zerojax.hlo._walk import SCHEDULED, walk
+from zerojax.hlo._walk import SCHEDULED, num_runs, walk
 
 _STAYS = having("stays")
 #: Bytes: indices and other scalars ride along.

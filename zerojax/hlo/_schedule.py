@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerojax.hlo._costs import Cost, cost_of
-from zerojax.hlo._loops import Loop
 from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.hlo._parse import async_role, is_collective, is_end
 from zerojax.hlo._spellings import ASYNC_END, REMATERIALISED
 from zerojax.hlo._values import Frame
-from zerojax.hlo._walk import BESIDE, SCHEDULED, Site, inner_sites
+from zerojax.hlo._walk import BESIDE, SCHEDULED, Loop, Site, inner_sites
 
 #: Names a collective: the computation and the instruction, and the loops around them.
 Key = tuple[str, str, tuple[Loop, ...]]

@@ -1,15 +1,19 @@
-"""What a program runs, and where it stands: in which loops, branches and fusions."""
+"""What a program runs, and where: in which loops, how often, in which branches and fusions.
+
+GPUs and CPUs print how often a loop runs; of a TPU its condition and body show it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from zerojax.hlo._loops import Loop, trip_count
 from zerojax.hlo._module import Instruction, Module
-from zerojax.hlo._spellings import SCATTER
-from zerojax.hlo._values import Frame
+from zerojax.hlo._spellings import SCATTER, TRIP_COUNT
+from zerojax.hlo._values import Frame, source_of
 
 #: What runs computations whose results lie in memory, as those within a fusion do not.
 SCHEDULED = ("while", "call", "conditional")
@@ -17,6 +21,17 @@ SCHEDULED = ("while", "call", "conditional")
 BESIDE = ("async-start", "call-start")
 #: The other ends of an `async-start`, which name its computation again.
 _REPEATS = ("async-update", "async-done")
+#: How many turns are followed: a difference that grew alike in two steps is taken to go on so.
+_TURNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """Name a loop that a collective stands in; `trip_count` is None where the text doesn't tell."""
+
+    name: str
+    body: str
+    trip_count: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +74,103 @@ def inner_sites(
         if name not in module.computations:
             continue
         frame = Frame(computation=module.computations[name], caller=line, parent=site.frame)
-        inner = dataclasses.replace(site, frame=frame)
+        inner = replace(site, frame=frame)
         if line.opcode == "while":
             count = trip_count(module, line, site.frame)
             loop = Loop(name=line.name, body=name, trip_count=count)
-            inner = dataclasses.replace(inner, loops=(*site.loops, loop))
+            inner = replace(inner, loops=(*site.loops, loop))
         elif line.opcode == "conditional":
             branches = (*site.branches, (line.name, position))
-            inner = dataclasses.replace(inner, branches=branches)
+            inner = replace(inner, branches=branches)
         elif line.opcode in BESIDE:
-            inner = dataclasses.replace(inner, is_async=True)
+            inner = replace(inner, is_async=True)
         elif line.opcode == "fusion":
             keeps_part = bool(SCATTER.search(line.attributes))
-            inner = dataclasses.replace(inner, keeps_part=keeps_part)
+            inner = replace(inner, keeps_part=keeps_part)
         yield inner
+
+
+def num_runs(loops: Iterable[Loop]) -> int:
+    """Return how often loops within each other run; one of unknown length counts as one turn."""
+    return math.prod(1 if loop.trip_count is None else loop.trip_count for loop in loops)
+
+
+def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
+    """Return how often a while instruction runs its body, or None where the text doesn't tell.
+
+    GPU and CPU print a known trip count. TPU prints none: it is read off the condition `i < n`,
+    whose sides are followed through the first turns, where all leads to constants:
+
+        %zero = s32[] constant(0)
+        %state = (s32[], f32[8]) tuple(%zero, %x)
+        %w = (s32[], f32[8]) while(%state), condition=%c, body=%b
+        %c: %i = s32[] get-tuple-element(%s), index=0;  %six = s32[] constant(6)
+            ROOT %less = pred[] compare(%i, %six), direction=LT
+        %b: %next = s32[] add(%i, %one);  ROOT %t = (s32[], f32[8]) tuple(%next, %y)
+
+    has `i - n` = -6, -5, -4, and runs 6 / 1 = 6 times.
+    """
+    if known := TRIP_COUNT.search(loop.attributes):
+        return int(known[1])
+    body, test = frame.enter(module, loop), dict(loop.called).get("condition", "")
+    if body is None or test not in module.computations:
+        return None
+    condition = replace(body, computation=module.computations[test])
+    inner, compare = source_of(module, condition, condition.computation.root.name) or (None, None)
+    if compare is None or inner is None or compare.opcode != "compare":
+        return None
+    # How far the two sides are from each other before each of the first turns.
+    sides = [[_value(module, inner, x, turn) for x in compare.operands] for turn in range(_TURNS)]
+    apart = [left - right for left, right in sides if left is not None and right is not None]
+    steps = {after - before for before, after in itertools.pairwise(apart)}
+    if len(apart) < _TURNS or len(steps) > 1 or steps == {0}:
+        return None
+    return _count(apart[0], steps.pop(), compare.attribute("direction"))
+
+
+def _count(apart: int, step: int, direction: str | None) -> int | None:
+    """Count the steps until a difference that grows by each no longer compares to 0 as it did."""
+    beyond = {"LT": 0, "GT": 0, "NE": 0, "LE": 1, "GE": -1}.get(direction or "")
+    if beyond is None or (direction == "NE" and apart % step):
+        return None
+    return max(0, math.ceil((beyond - apart) / step))
+
+
+def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
+    """Return a whole number that is made of constants and of a loop's state before a turn."""
+    found = source_of(module, frame, name)
+    if found is None:
+        return None
+    frame, line = found
+    if line.opcode == "constant":
+        text = line.literal.strip()
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+    if line.opcode in ("add", "subtract"):
+        left, right = (_value(module, frame, operand, turn) for operand in line.operands)
+        if left is None or right is None:
+            return None
+        return left + right if line.opcode == "add" else left - right
+    if line.opcode != "get-tuple-element":
+        return None
+    index = int(line.attribute("index") or 0)
+    frame, source = source_of(module, frame, line.operands[0]) or (frame, line)
+    is_loop = frame.caller is not None and frame.caller.opcode == "while"
+    return _state(module, frame, index, turn) if is_loop and source.opcode == "parameter" else None
+
+
+def _state(module: Module, inside: Frame, index: int, turn: int) -> int | None:
+    """Return an element of the state of the loop around a frame, before a turn."""
+    loop, outside = inside.caller, inside.parent
+    body = loop and outside and outside.enter(module, loop)
+    if not body or not loop or not outside:
+        return None
+    if turn > 0:
+        root = body.computation.root
+        is_tuple = root.opcode == "tuple"
+        return _value(module, body, root.operands[index], turn - 1) if is_tuple else None
+    found = source_of(module, outside, loop.operands[0])
+    if found is None or found[1].opcode != "tuple":
+        return None
+    # The loops around it may be at any turn of theirs.
+    starts = {_value(module, found[0], found[1].operands[index], x) for x in range(_TURNS)}
+    return starts.pop() if len(starts) == 1 else None

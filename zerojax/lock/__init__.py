@@ -1,8 +1,7 @@
 """What a compiled step was when somebody accepted it, and what has changed since."""
 
 from zerojax.lock._compare import Difference, compare
-from zerojax.lock._lockfile import read_lock, write_lock
-from zerojax.lock._record import Leaf, Moved, StepRecord
+from zerojax.lock._record import Leaf, Moved, StepRecord, read_lock, write_lock
 from zerojax.lock._steps import CheckedStep, checked, find_steps
 
 __all__ = [

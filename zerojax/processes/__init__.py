@@ -1,7 +1,6 @@
 """Several processes of one run: they start together, agree on what they do, and end together."""
 
-from zerojax.processes._agreement import agree, check_copies
-from zerojax.processes._stop import CommonStop
+from zerojax.processes._agreement import CommonStop, agree, check_copies
 from zerojax.processes._texts import ProcessError, ProcessesDifferError, gather_texts, together
 from zerojax.processes._watch import PATIENCE, fail, has_started, initialize, leave
 

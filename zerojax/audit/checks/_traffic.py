@@ -1,16 +1,18 @@
-"""Checks of what moves, and whether ZeRO needs it."""
+"""Checks of what moves: whether ZeRO needs it, and whether the step waits for it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint
+from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, some
 from zerojax.audit.checks._volume import STAGED
 from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
 SHUFFLED = 0.02
+#: The share of a scheduled step for which it may wait.
+EXPOSED = 0.1
 
 
 def check_unread(evidence: Evidence) -> Iterator[Problem]:
@@ -103,6 +105,31 @@ def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
         seen=f"{len(found)} {' and '.join(ops)}, {moved:,.0f} elements per device",
         remedy="partition states and gradients along the same dim, with ZeRO's axes in the same "
         "order in every spec (the user's axes first), so that no shard has to change places",
+    )
+
+
+def check_exposed(evidence: Evidence) -> Iterator[Problem]:
+    """Check that loops don't wait for collectives which could move beside their work.
+
+    What `make_train_step` compiles is its own affair, and told in the report's schedule alone.
+    """
+    schedule = evidence.schedule
+    if schedule is None or not schedule.step_seconds or "make_train_step" in evidence.tools:
+        return
+    found = [one for one in schedule.collectives if one.is_blocking and one.trips and one.leaves]
+    exposed = sum(one.exposed_seconds for one in found)
+    if min(exposed, schedule.work_seconds) < EXPOSED * schedule.step_seconds:
+        return
+    names = some(list(dict.fromkeys(f"{one.op} of {some(one.leaves, 2)}" for one in found)), 2)
+    yield Problem(
+        where=names,
+        expected=f"at most {EXPOSED:.0%} of a step spent waiting for what loops move",
+        seen=f"{len(found)} in loops with nothing scheduled beside them: "
+        f"{exposed / schedule.step_seconds:.0%} of a scheduled step of "
+        f"{schedule.step_seconds * 1e3:.2f} ms",
+        remedy="compile with the options that make these collectives asynchronous on "
+        f"{schedule.hardware}, and move each layer's weights and gradients while another computes"
+        f"{hint(evidence, 'make_train_step')}",
     )
 
 
