@@ -23,7 +23,7 @@ from zerojax.hlo import (
     parse_module,
     sum_moved,
 )
-from zerojax.hlo._module import parse_shapes
+from zerojax.hlo._module import Computation, parse_shapes
 
 DIM, HIDDEN, LAYERS, MICROBATCHES = 1024, 4096, 6, 3  # of scripts/golden
 PSI = 2 * DIM * HIDDEN  # one layer: up and down
@@ -244,6 +244,7 @@ RECORD = Collective(
     item_bits=16,
     groups=((0, 1, 2, 3),),
     group_size=4,
+    frame=Frame(computation=Computation(name="main", is_entry=True)),
 )
 
 

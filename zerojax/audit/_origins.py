@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from zerojax.audit._arguments import Held
 from zerojax.audit._match import UNMATCHED
 from zerojax.audit._traffic import Move
-from zerojax.hlo import Module, Value, arguments_of, is_collective, walk
+from zerojax.hlo import Module, Value, arguments_of, is_collective
 
 
 class Origins:
@@ -64,19 +64,11 @@ def without_activations(
     Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's.
     """
     origins = Origins(module, held, moves)
-    frames = {
-        (site.frame.computation.name, line.name): (site.frame, line)
-        for site, line in walk(module)
-        if is_collective(line)
-    }
 
     def of_leaf(move: Move) -> bool:
-        key = (move.record.computation, move.record.name)
-        if move.role != "gather" or not move.match.form or key not in frames:
+        if move.role != "gather" or not move.match.form:
             return True
-        frame, line = frames[key]
-        operand = line.operands[min(move.record.part, len(line.operands) - 1)]
-        return not origins.is_activation(Value(frame, operand, None))
+        return not origins.is_activation(move.record.operand)
 
     return tuple(
         move if of_leaf(move) else dataclasses.replace(move, match=UNMATCHED) for move in moves

@@ -10,7 +10,7 @@ from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import is_collective, parse_collectives
 from zerojax.hlo._schedule import Operation, Schedule, parse_schedule
 from zerojax.hlo._values import Frame, Use, Value, arguments_of, is_widened, uses_of
-from zerojax.hlo._walk import Loop, walk
+from zerojax.hlo._walk import Loop
 
 __all__ = [
     "Carry",
@@ -42,5 +42,4 @@ __all__ = [
     "parse_schedule",
     "sum_moved",
     "uses_of",
-    "walk",
 ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerojax.hlo._groups import Groups
+from zerojax.hlo._values import Frame, Value
 from zerojax.hlo._walk import Loop, num_runs
 
 
@@ -36,9 +37,25 @@ class Collective:
     is_added: bool = False  # whether it could have been added to another all-reduce's operand
     combined: int = 1  # how many tensors the instruction carries
     part: int = 0  # which of them this is
-    computation: str = ""  # where the instruction stands
+    frame: Frame = field(repr=False, compare=False)  # where the instruction stands
     op_name: str = ""
     source: str = ""  # file:line
+
+    @property
+    def computation(self) -> str:
+        """Name the computation that the instruction stands in."""
+        return self.frame.computation.name
+
+    @property
+    def operand(self) -> Value:
+        """Return what is moved, as it goes in."""
+        operands = self.frame.computation.by_name[self.name].operands
+        return Value(self.frame, operands[min(self.part, len(operands) - 1)], None)
+
+    @property
+    def result(self) -> Value:
+        """Return what is moved, as it comes out."""
+        return Value(self.frame, self.name, self.part if self.combined > 1 else None)
 
     @property
     def elements(self) -> int:

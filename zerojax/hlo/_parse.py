@@ -193,7 +193,7 @@ def _record(
         loops=site.loops,
         branches=site.branches,
         is_async=site.is_async,
-        computation=site.frame.computation.name,
+        frame=site.frame,
         op_name=origin.op_name,
         source=module.source(origin),
         **told,

@@ -78,10 +78,9 @@ def is_zero(module: Module, frame: Frame, name: str) -> bool:
     return found is not None and found[1].opcode == "constant" and found[1].literal in _ZEROS
 
 
-def is_widened(module: Module, computation: str, name: str) -> bool:
+def is_widened(module: Module, value: Value) -> bool:
     """Return whether a value was cast to a wider dtype just before, and only handed on since."""
-    frame = Frame(computation=module.computations[computation])
-    found = source_of(module, frame, name, through=_HANDS_ON - {"convert"})
+    found = source_of(module, value.frame, value.name, through=_HANDS_ON - {"convert"})
     if found is None or found[1].opcode != "convert":
         return False
     inside, cast = found
@@ -96,7 +95,7 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     %sum = f32[4096] all-reduce(%g)
     %own = f32[512] dynamic-slice(%sum, %at)     the only user: each device keeps its part
     """
-    uses = list(follow(module, Value(frame, name, index), through=KEEPS, into=_INLINED))
+    uses = list(uses_of(module, Value(frame, name, index), through=KEEPS, into=_INLINED))
     return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
 
 
@@ -157,19 +156,6 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
         yield from (Value(frame, operand, part) for operand in line.operands)
 
 
-def uses_of(module: Module, name: str, computation: str, index: int | None = None) -> list[Use]:
-    """List the first real consumers of a result, or of one part of a tuple.
-
-    %w = f32[64,128] all-gather(%shard)
-    %low = bf16[64,128] convert(%w)
-    %t = (bf16[64,128], s32[]) tuple(%low, %i)
-    %loop = (bf16[64,128], s32[]) while(%t), body=%b
-    %b: %y = bf16[8,128] dot(%x, %element_0)      the one use, with the cast ("bf16",)
-    """
-    frame = Frame(computation=module.computations[computation])
-    return list(follow(module, Value(frame, name, index)))
-
-
 @dataclass(frozen=True)
 class Value:
     """Hold an instruction's result, or one part of a tuple, and the casts on the way to it."""
@@ -190,14 +176,20 @@ class Value:
         return self.frame.computation.by_name[self.name]
 
 
-def follow(
+def uses_of(
     module: Module,
     value: Value,
     through: Collection[str] = _HANDS_ON,
     into: Collection[str] = _ENTERED,
     seen: set[tuple[str, str, int | None]] | None = None,
 ) -> Iterator[Use]:
-    """Yield the real consumers of a value; returning it from a program or a loop is one.
+    """Yield the first real consumers of a value; returning it from a program or a loop is one.
+
+    %w = f32[64,128] all-gather(%shard)
+    %low = bf16[64,128] convert(%w)
+    %t = (bf16[64,128], s32[]) tuple(%low, %i)
+    %loop = (bf16[64,128], s32[]) while(%t), body=%b
+    %b: %y = bf16[8,128] dot(%x, %element_0)      the one use, with the cast ("bf16",)
 
     It goes through opcodes that hand a value on and into the computations of others, past each
     place once.
@@ -218,7 +210,7 @@ def follow(
             names = (inner.computation.parameters[at].name for at in given)
             after = (replace(value, frame=inner, name=name) for name in names)
         for one in after:
-            yield from follow(module, one, through, into, seen)
+            yield from uses_of(module, one, through, into, seen)
     if value.frame.computation.root.name == value.name:
         caller, parent = value.frame.caller, value.frame.parent
         if caller is None or parent is None or caller.opcode == "while":
@@ -226,7 +218,7 @@ def follow(
             return
         index = value.index if value.line.opcode == "tuple" else None
         outer = replace(value, frame=parent, name=caller.name, index=index)
-        yield from follow(module, outer, through, into, seen)
+        yield from uses_of(module, outer, through, into, seen)
 
 
 def _handed_on(value: Value, user: Instruction) -> Iterator[Value]:

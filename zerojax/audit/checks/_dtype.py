@@ -76,19 +76,11 @@ def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     own, bits = _own_bits(evidence, move), move.record.item_bits
     if own and own < bits:
         return own if evidence.has_scatter else None  # a CPU's own promotion
-    if not own or (not evidence.has_scatter and _is_promoted(evidence, move)):
+    if not own or (not evidence.has_scatter and is_widened(evidence.module, move.record.operand)):
         return None
     # As wide as the parameter: every use may cast it.
     cast = {item_bits(use.casts[0]) if use.casts else bits for use in users(evidence, move)}
     return max(cast) if cast and max(cast) < bits else None
-
-
-def _is_promoted(evidence: Evidence, move: Move) -> bool:
-    """Return whether what is moved was widened just before, as a CPU does with 16-bit tensors."""
-    record, module = move.record, evidence.module
-    operands = module.computations[record.computation].by_name[record.name].operands
-    operand = operands[min(record.part, len(operands) - 1)]
-    return is_widened(module, record.computation, operand)
 
 
 def _wide_reductions(evidence: Evidence) -> list[Move]:

@@ -127,11 +127,7 @@ def _largest(evidence: Evidence) -> tuple[int, int]:
 
 def users(evidence: Evidence, move: Move) -> list[Use]:
     """List the first real consumers of what a collective gives."""
-    record = move.record
-    if record.computation not in evidence.module.computations:
-        return []
-    index = record.part if record.combined > 1 else None
-    return uses_of(evidence.module, record.name, record.computation, index)
+    return list(uses_of(evidence.module, move.record.result))
 
 
 def _gathers(evidence: Evidence) -> list[Move]:
