@@ -160,5 +160,5 @@ def test_a_problem_is_a_text_with_parts():
     parts = {"kind": "a", "where": "b", "expected": "c", "seen": "d", "remedy": "e"}
     problem = Problem(**parts)
     assert str(problem) == "a: b: d; expected c\n  remedy: e"
-    assert problem.to_dict() == parts
+    assert dataclasses.asdict(problem) == parts
     assert pickle.loads(pickle.dumps(problem)) == problem

@@ -61,7 +61,6 @@ class AuditReport(Shown):
             no asynchronous collectives and whose compiler tells no costs, and on an unknown chip.
         problems: what is wrong.
         notes: what is worth knowing and no failure.
-        unread: lines with a collective that could not be read.
         moves: every collective, with the axes along which it moves and the leaf that it may be.
     """
 
@@ -77,7 +76,6 @@ class AuditReport(Shown):
     schedule: ScheduleReport | None
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
-    unread: tuple[str, ...]
     moves: tuple[Move, ...]
 
     @property
@@ -107,10 +105,9 @@ class AuditReport(Shown):
             "host_traffic": dataclasses.asdict(self.host_traffic)
             | {"total": self.host_traffic.total},
             "schedule": self.schedule and self.schedule.to_dict(),
-            "problems": [problem.to_dict() for problem in self.problems],
+            "problems": [dataclasses.asdict(problem) for problem in self.problems],
             "notes": list(self.notes),
             "collectives": [_record(move) for move in self.moves],
-            "unread": list(self.unread),
         }
 
     @property
@@ -125,9 +122,8 @@ class AuditReport(Shown):
     def _parts(self) -> Iterator[Text | Table]:
         for problem in self.problems:
             yield Text(problem.kind, style="bold red")
-            parts = problem.to_dict()
             names = ("where", "seen", "expected", "remedy")
-            yield labelled({f"{name}:": parts[name] for name in names}, "red")
+            yield labelled({f"{name}:": getattr(problem, name) for name in names}, "red")
         totals = {name: getattr(self, name) for name in VOLUMES}
         yield volume_table(self.volume_by_axis, totals)
         yield collective_table(self.moves)
@@ -191,7 +187,6 @@ def audit(
         schedule=evidence.schedule,
         problems=find_problems(evidence),
         notes=tuple(note for find in NOTES for note in find(evidence)),
-        unread=evidence.unread,
         moves=evidence.moves,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -60,10 +59,6 @@ class Problem:
     def __contains__(self, words: str) -> bool:
         """Whether its text has some words: `any("optimizer" in p for p in report.problems)`."""
         return words in str(self)
-
-    def to_dict(self) -> dict[str, str]:
-        """Return the parts as plain data."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
