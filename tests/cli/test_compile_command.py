@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import re
 
 import jax
@@ -20,7 +19,7 @@ from zerojax.cli import main
 from zerojax.cli.compile import _command as command
 from zerojax.cli.compile import _request as request
 from zerojax.cli.compile._request import CompileOptions, read_requests
-from zerojax.cli.compile._result import CompileResult, write
+from zerojax.cli.compile._result import CompileResult
 from zerojax.models import _gpt_config, gpt
 from zerojax.planner import find_hardware
 
@@ -98,8 +97,6 @@ def refused(stage=0, needed: int | None = 40 * 2**30, available: int | None = 32
         ("--reduce once --all-stages", "stage 3 never holds one"),
         ("--plot stages.pdf", "ends in .png"),
         ("--plot a-file/below.png", "can't write to --plot a-file/below.png"),
-        ("--json a-file/below", "can't write to --json"),
-        ("--json same.png --plot same.png", "two outputs have one name"),
         ("--no-such-option", "--no-such-option"),
     ],
 )
@@ -147,7 +144,7 @@ def test_the_help_teaches(capsys):
 
 
 def test_a_step_is_compiled_audited_and_held_against_the_device(folder, capsys):
-    assert main([*ASKED, "--json", "out/step.json", "--plot", "a.png"]) in (0, 1)
+    assert main([*ASKED, "--plot", "a.png"]) in (0, 1)
     out = capsys.readouterr().out
     text = " ".join(out.split())
     assert f"{gpt.num_params(SMALL):,} parameters, 2 layers scanned, rematerialised" in text
@@ -156,12 +153,6 @@ def test_a_step_is_compiled_audited_and_held_against_the_device(folder, capsys):
     assert "ZeRO stage 2 over data (N = 8)" in text  # the audit
     assert re.search(r"fits: [\d.]+ MiB of a device's 79.11 GiB", text)
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
-    held = json.loads((folder / "out/step.json").read_text())
-    (stage,) = held["stages"]
-    assert held["num_params"] == gpt.num_params(SMALL)
-    assert stage["fits"]
-    assert stage["needed_bytes"] == stage["report"]["memory"]["peak"]
-    assert stage["available_bytes"] == find_hardware("h100").memory
 
 
 def test_the_exit_status_is_1_where_there_are_problems_and_0_where_there_are_none(
@@ -226,17 +217,16 @@ def test_another_failure_of_the_compiler_is_one_line(monkeypatch, capsys):
 
 
 def test_all_stages_are_compared_and_drawn(folder, capsys):
-    files = ["--json", "all.json", "--plot", "all.png"]
-    assert main([*ASKED, "--all-stages", *files]) in (0, 1)
+    assert main([*ASKED, "--all-stages", "--plot", "all.png"]) in (0, 1)
     out = capsys.readouterr().out
     for row in ("parameters", "optimizer", "peak", "volume by the theory"):
         assert re.search(rf"^ {row}(   +[\d.]+){{4}} *$", out, re.M), row
-    assert {path.name for path in folder.iterdir()} == {"all.json", "all.png"}
-    assert "all.json, all.png" in out
-    stages = json.loads((folder / "all.json").read_text())["stages"]
-    assert [stage["stage"] for stage in stages] == [0, 1, 2, 3]
-    states = [stage["report"]["memory"]["optimizer"] for stage in stages]
-    assert states[0] > 7 * states[1] == 7 * states[3]
+    assert [path.name for path in folder.iterdir()] == ["all.png"]
+    found = re.search(r"^ optimizer +([\d.]+) +([\d.]+) +[\d.]+ +([\d.]+) *$", out, re.M)
+    assert found is not None
+    states = [float(text) for text in found.groups()]
+    assert states[1] == states[2]
+    assert states[0] == pytest.approx(8 * states[1], rel=0.15)
 
 
 def test_problems_are_told_with_their_stages(monkeypatch, capsys):
@@ -254,10 +244,6 @@ def test_problems_are_told_with_their_stages(monkeypatch, capsys):
     assert all(f"stage {stage}: planted: here" in out for stage in range(4))
 
 
-def test_refused_stages_are_not_drawn(folder):
-    assert write([refused(0), refused(1, needed=None, available=None)]) == [None, None]
-
-
 def test_a_program_that_a_device_does_not_hold_is_short_of_memory(monkeypatch):
     program = aot.compile_step(read_requests(options())[0].lower())
     peak = CompileResult.of(read_requests(options())[0], program).needed or 0
@@ -273,8 +259,8 @@ def test_a_program_that_a_device_does_not_hold_is_short_of_memory(monkeypatch):
 
 
 def test_a_program_is_compiled_once(compiled):
-    first = main([*ASKED, "--json", "1.json"])
-    assert main([*ASKED, "--json", "2.json"]) == first
+    first = main(ASKED)
+    assert main(ASKED) == first
     assert len(compiled) == 1
 
 

@@ -17,10 +17,11 @@ import optax
 import pytest
 
 import zerojax
-from tests.cli.plan_requests import FIGURE_1, TINY, strict
+from tests.cli.plan_requests import FIGURE_1, TINY
 from tests.planner import paper
 from zerojax._display import BINARY, DECIMAL, amount, binary, unit_for
 from zerojax.cli import main
+from zerojax.cli.plan._question import PlanOptions, PlanQuestion
 from zerojax.cli.shared._optimizers import OPTIMIZERS
 from zerojax.models import gpt
 
@@ -103,15 +104,18 @@ def test_one_stage_is_shown_in_full(capsys):
     assert not rows(out)
 
 
-def test_a_plan_is_the_planner_s_own(capsys):
-    config = gpt.PRESETS["tiny"]
-    arguments = (
-        "--devices 16 --shards 4 --model-axis 2 --batch-size 48 --accumulate 2 --hardware v5e"
-    )
-    asked = f"{arguments} --optimizer lion --precision fp32 --context 32 --json -"
-    assert main([*TINY, *asked.split()]) == 0
-    config = dataclasses.replace(config, context=32)
-    for stage, found in enumerate(strict(capsys.readouterr().out)["stages"]):
+def question(**options):
+    return PlanQuestion(PlanOptions(model="tiny", **options))
+
+
+def test_a_plan_is_the_planner_s_own():
+    config = dataclasses.replace(gpt.PRESETS["tiny"], context=32)
+    asked = question(
+        devices=16, shards=4, model_axis=2, batch_size=48, accumulate=2, hardware="v5e",
+        optimizer="lion", precision="fp32", context=32,
+    )  # fmt: skip
+    assert asked.options.stages == (0, 1, 2, 3)
+    for stage in asked.options.stages:
         wanted = zerojax.plan(
             jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0)),
             optax.lion(optax.constant_schedule(1e-3)),
@@ -125,28 +129,14 @@ def test_a_plan_is_the_planner_s_own(capsys):
             ),
             placement=zerojax.Placement(num_shards=4, model_axis=2),
         )
-        assert found["bytes"]["total"] == wanted.bytes.total
-        assert found["volume"] == pytest.approx(wanted.volume)
-        assert found["time"]["step"] == pytest.approx(wanted.step_time)
+        assert asked.plan(stage) == wanted
 
 
-@pytest.mark.parametrize(
-    ("given", "remat"),
-    [
-        ([], None),
-        (["--remat", "full"], "full"),
-        (["--remat", "dots"], "dots"),
-        (["--remat", "none"], "none"),
-    ],
-)
-def test_recomputation_is_as_asked_for(capsys, given, remat):
-    peaks = []
-    for asked in ([], given):
-        assert main([*TINY, "--batch-size", "512", "--stage", "2", "--json", "-", *asked]) == 0
-        found = strict(capsys.readouterr().out)["stages"][0]
-        peaks.append(found["bytes"]["total"])
-    assert found["remat"] == remat
-    assert (peaks[1] > peaks[0]) == (remat in ("none", "dots"))
+@pytest.mark.parametrize("remat", [None, "full", "dots", "none"])
+def test_recomputation_is_as_asked_for(remat):
+    plain, found = (question(batch_size=512, remat=way).plan(2) for way in (None, remat))
+    assert found.remat == remat
+    assert (found.bytes.total > plain.bytes.total) == (remat in ("none", "dots"))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -173,10 +163,9 @@ def test_all_of_it_is_written_at_once(monkeypatch):
             return len(text)
 
     monkeypatch.setattr(sys, "stdout", Pipe())
-    assert main([*FIGURE_1, "--json", "a.json"]) == 0
+    assert main(FIGURE_1) == 0
     (text,) = writes
     assert "31.4" in text
-    assert "wrote a.json" in text
 
 
 def test_no_accelerator_is_started_and_nothing_imported_to_draw():
@@ -185,7 +174,7 @@ def test_no_accelerator_is_started_and_nothing_imported_to_draw():
         for name, value in os.environ.items()
         if name not in ("JAX_PLATFORMS", "XLA_FLAGS")
     } | {"PYTHONPATH": str(ROOT)}
-    for arguments in ([*TINY, "--json", "-"], [*FIGURE_1, "--search"]):
+    for arguments in (TINY, [*FIGURE_1, "--search"]):
         done = subprocess.run(
             [sys.executable, "-c", QUIET.format(arguments=arguments)],
             env=environment, capture_output=True, text=True, timeout=120, check=False,
@@ -245,8 +234,6 @@ def test_the_help_teaches(capsys):
         ("--model gpt2-xxl", "no model named 'gpt2-xxl'; known, nearest first: gpt2-xl"),
         ("--params 1e9 --plot a.pdf", "ends in .png"),
         ("--params 1e9 --plot a-file/below.png", "can't write to --plot"),
-        ("--params 1e9 --json a-file/below", "can't write to --json"),
-        ("--params 1e9 --json same.png --plot same.png", "two outputs have one name"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_one_line(folder, capfd, asked, said):
@@ -271,19 +258,3 @@ def test_a_limit_that_no_stage_meets_is_told_after_the_table(capfd):
     assert err.count("\n") == 1
     assert main([*FIGURE_1, "--memory-limit", "21.5"]) == 0
     assert "does not fit 21.5 GB: stage 0\n" in capfd.readouterr().out
-
-
-# ------------------------------------------------------------------ files
-
-
-def test_json_goes_to_a_file_or_to_stdout(folder, capsys):
-    assert main([*FIGURE_1, "--json", "sub/a.json"]) == 0
-    assert "wrote sub/a.json" in capsys.readouterr().out
-    assert main([*FIGURE_1, "--json", "-"]) == 0
-    held = strict((folder / "sub/a.json").read_text())
-    assert strict(capsys.readouterr().out) == held
-    assert held["question"]["params"] == 7.5e9
-    assert held["question"]["num_examples"] == 64
-    for stage, found in enumerate(held["stages"]):
-        theory = found["bytes"]["theory"] / 1e9
-        assert theory == pytest.approx(paper.FIGURE_1[stage], rel=0.02)

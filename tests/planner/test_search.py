@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import re
 
 import jax.numpy as jnp
@@ -269,14 +268,9 @@ def test_what_the_recipe_chooses_holds_and_what_it_leaves_open_is_searched():
 # ------------------------------------------------------------------ what it says
 
 
-def test_tables_and_json_hold_choices_and_front():
+def test_tables_hold_choices_and_front():
     limit = smallest_need("traced")[0] * 6 // 5
     choices = find("traced", memory_limit=limit, space=NARROW)
     text = " ".join(str(choices).split())
     assert f"fastest of {len(choices)} that fit" in text
-    kept = json.loads(json.dumps(choices.to_dict()))
-    assert [one["bytes"]["total"] for one in kept["choices"]] == [
-        one.bytes.total for one in choices
-    ]
-    assert len(kept["pareto"]) == len(choices.pareto)
-    assert kept["limit"] == choices.limit == limit
+    assert "none is both faster and smaller" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -75,14 +74,6 @@ class Choices(Shown):
             if not front or plan.bytes.total < front[-1].bytes.total:
                 front.append(plan)
         return tuple(front)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return choices and front as plain data."""
-        return {
-            "limit": self.limit,
-            "choices": [plan.to_dict() for plan in self.plans],
-            "pareto": [plan.to_dict() for plan in self.pareto],
-        }
 
     @property
     def _summary(self) -> str:

@@ -1,10 +1,9 @@
-"""`Plan`: what a step will hold, move and take; it prints as tables and keeps as JSON."""
+"""`Plan`: what a step will hold, move and take; it prints as tables."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -180,20 +179,6 @@ class Plan(Shown):
                 "refuses to offload what mixes elements or leaves, as Muon does"
             )
         return tuple(found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        data["time"] = dataclasses.asdict(self.time)
-        data["recipe"] = self.recipe.to_dict()
-        data["volume_by_axes"] = {",".join(k): v for k, v in self.volume_by_axes.items()}
-        data["hardware"] = self.hardware.name
-        derived = {"states": self.bytes.states, "activations": self.bytes.activations}
-        data["bytes"] = dataclasses.asdict(self.bytes) | derived
-        shown = ("accumulate", "offload", "partitions_activations", "volume", "fits", "assumptions")
-        data |= {name: getattr(self, name) for name in shown}
-        data["memory"] = self.hardware.memory
-        return data
 
     @property
     def _summary(self) -> str:

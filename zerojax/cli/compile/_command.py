@@ -9,11 +9,12 @@ import jax
 from rich.table import Table
 from rich.text import Text
 
+from zerojax import charts
 from zerojax._display import BINARY, binary, make_table, unit_for
 from zerojax.aot import DoesNotFit, compile_step
 from zerojax.audit import AuditReport
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
-from zerojax.cli.compile._result import CompileResult, write
+from zerojax.cli.compile._result import CompileResult, draw
 from zerojax.cli.shared._command import Failure, command, refusing
 from zerojax.cli.shared._screen import Screen, run_task
 
@@ -53,7 +54,9 @@ def compile_(options: CompileOptions) -> None:
     screen.facts(_facts(requests[0]))
     results = [_compile(request, screen) for request in requests]
     _show(results, screen)
-    screen.wrote(*write(results))
+    if options.plot is not None and any(one.report for one in results):
+        charts.write(draw(results), options.plot)
+        screen.wrote(options.plot)
     wrong = [f"stage {one.stage}: {one.complaint}" for one in results if one.complaint]
     if wrong:
         raise Failure("; ".join(wrong), 1)

@@ -37,8 +37,6 @@ class CompileOptions(BuiltStepOptions):
     """Compile stages 0 to 3 and compare them."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
     """Draw what a device holds and moves."""
-    json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
-    """Keep the report as JSON."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,5 +84,5 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     mesh = topology_mesh(options.topology, options.mesh_axes(topology.num_devices))
     memory = find_hardware(topology.chip).memory
     requests = [CompileRequest(options, memory, mesh, stage) for stage in options.stages]
-    check_outputs({"--plot": options.plot, "--json": options.json})
+    check_outputs({"--plot": options.plot})
     return requests

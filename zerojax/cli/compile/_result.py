@@ -1,11 +1,9 @@
-"""What `zerojax compile` found out about each stage, and the files that keep it."""
+"""What `zerojax compile` found out about each stage."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from zerojax import charts
@@ -13,9 +11,6 @@ from zerojax._display import binary
 from zerojax.aot import Shortage
 from zerojax.audit import AuditReport, Program, audit
 from zerojax.cli.compile._request import CompileRequest
-
-#: Options that say where an answer goes, or which stages are asked for.
-NOT_OF_A_STEP = ("plot", "json", "stage", "all_stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,37 +73,6 @@ class CompileResult:
             kinds = ", ".join(dict.fromkeys(problem.kind for problem in self.report.problems))
             found.append(f"{count} problem{'s' if count > 1 else ''} ({kinds})")
         return ", and ".join(found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the answer as plain data."""
-        return {
-            "stage": self.stage,
-            "fits": self.shortage is None,
-            "needed_bytes": self.needed,
-            "available_bytes": self.available,
-            "refused": self.shortage and self.shortage.message,
-            "report": self.report and self.report.to_dict(),
-        }
-
-
-def write(results: Sequence[CompileResult]) -> list[Path | None]:
-    """Write the files that were asked for and list them."""
-    options = results[0].request.options
-    if options.json is not None:
-        first = results[0].request
-        plain = options.to_dict(*NOT_OF_A_STEP) | {
-            "num_params": first.layout.num_params,
-            "mesh": dict(first.layout.mesh.shape),
-            "num_examples": first.num_examples,
-            "context": first.config.context,
-            "recipe": first.step.recipe.to_dict(),
-            "stages": [result.to_dict() for result in results],
-        }
-        options.json.write_text(json.dumps(plain, indent=2) + "\n")
-    plot = options.plot if any(one.report for one in results) else None
-    if plot is not None:
-        charts.write(draw(results), plot)
-    return [options.json, plot]
 
 
 def draw(results: Sequence[CompileResult]) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -39,8 +36,8 @@ def plan(options: PlanOptions) -> None:
     meets: then the smallest need and how it is met are named.
 
     Examples: the paper's figure 1; GPT-2 XL on a node, with a drawing; one stage in full, 4
-    examples a device, sharded within each node; the paper's C4 as it was run; the fastest way to
-    train under a limit; and the figures as JSON.
+    examples a device, sharded within each node; the paper's C4 as it was run; and the fastest
+    way to train under a limit.
 
     ```
     zerojax plan --params 7.5e9 --devices 64
@@ -48,14 +45,13 @@ def plan(options: PlanOptions) -> None:
     zerojax plan --model zero-8b --devices 64 --stage 3 --shards 8 --batch-size 256
     zerojax plan --model zero-100b --devices 400 --stage 2 --model-axis 16 --partition-activations
     zerojax plan --model gpt2-xl --batch-size 64 --search --memory-limit 20
-    zerojax plan --params 1e12 --devices 1024 --hardware b200 --json -
     ```
     """
     if not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")  # shapes need no accelerator
     with refusing():
         asked = PlanQuestion(options)
-    screen = Screen(width=WIDTH, quiet=options.prints_json)
+    screen = Screen(width=WIDTH)
     with screen.console:  # all at once: `| grep -q` may stop listening
         (_show_search if options.search else _show_stages)(asked, screen)
 
@@ -72,7 +68,7 @@ def _show_stages(asked: PlanQuestion, screen: Screen) -> None:
             screen.say(line)
     else:
         screen.show(plans[0])
-    _write(asked, screen, {"stages": [one.to_dict() for one in plans]})
+    _draw(asked, screen)
     if asked.options.memory_limit is not None and not any(one.fits for one in plans):
         raise Failure(_shortage(plans))
 
@@ -90,28 +86,20 @@ def _show_search(asked: PlanQuestion, screen: Screen) -> None:
         choices = asked.search()
     _show_question(asked, screen)
     screen.show(choices)
-    _write(asked, screen, choices.to_dict())
+    _draw(asked, screen)
 
 
-def _write(asked: PlanQuestion, screen: Screen, found: dict[str, Any]) -> None:
-    """Write the files that were asked for, or the figures to stdout."""
+def _draw(asked: PlanQuestion, screen: Screen) -> None:
+    """Draw all stages, where that was asked for."""
     options = asked.options
-    if options.plot is not None:
-        charts.write(_draw(asked), options.plot)
-    text = json.dumps({"question": asked.to_dict(), **found}, indent=2)
-    if options.prints_json:
-        typer.echo(text)
-    elif options.json is not None:
-        options.json.write_text(text + "\n")
-    screen.wrote(options.plot, None if options.prints_json else options.json)
-
-
-def _draw(asked: PlanQuestion) -> Any:
+    if options.plot is None:
+        return
     plans = {f"stage {stage}": asked.plan(stage) for stage in STAGES}
-    hardware = f"{asked.options.devices:,} x {asked.hardware.name}"
-    step = asked.options.step_in_words(asked.num_examples, asked.config.context)
+    hardware = f"{options.devices:,} x {asked.hardware.name}"
+    step = options.step_in_words(asked.num_examples, asked.config.context)
     title = f"{plans['stage 0'].num_params:,} parameters, {hardware}\n{step}"
-    return charts.compare(plans, title=title)
+    charts.write(charts.compare(plans, title=title), options.plot)
+    screen.wrote(options.plot)
 
 
 def _show_question(asked: PlanQuestion, screen: Screen) -> None:

@@ -60,8 +60,6 @@ class PlanOptions(StepOptions):
     holds the model axis as well."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
     """Draw what a device holds under each stage, and the time of a step."""
-    json: Path | None = option(None, metavar="FILE", panel=OUTPUT)
-    """Keep the figures as JSON; - prints them in the place of tables."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,11 +80,6 @@ class PlanOptions(StepOptions):
     def stages(self) -> tuple[int, ...]:
         """The stages to plan."""
         return tuple(STAGES) if self.stage is None else (self.stage,)
-
-    @property
-    def prints_json(self) -> bool:
-        """Whether stdout gets the figures as JSON, and nothing else."""
-        return self.json == Path("-")
 
 
 class PlanQuestion:
@@ -115,8 +108,7 @@ class PlanQuestion:
             "recipe": options.recipe(),
             "workload": Workload(loss_fn=functools.partial(gpt.loss, config), batch=batch),
         }
-        json = None if options.prints_json else options.json
-        check_outputs({"--plot": options.plot, "--json": json})
+        check_outputs({"--plot": options.plot})
 
     def plan(self, stage: int) -> Plan:
         """Plan one stage."""
@@ -135,15 +127,6 @@ class PlanQuestion:
             model_axes=None if free else (options.model_axis,),
         )
         return planner.search_plans(space=space, **self._given)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what was asked as plain data, outputs left out."""
-        return self.options.to_dict("json", "plot") | {
-            "hardware": self.hardware.name,
-            "memory": self.hardware.memory,
-            "context": self.config.context,
-            "num_examples": self.num_examples,
-        }
 
 
 def _limited(hardware: Hardware, limit: float | None) -> Hardware:
