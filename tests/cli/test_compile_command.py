@@ -19,7 +19,6 @@ from zerojax.cli import main
 from zerojax.cli.compile import _command as command
 from zerojax.cli.compile import _request as request
 from zerojax.cli.compile._request import CompileOptions, read_requests
-from zerojax.cli.compile._result import CompileResult
 from zerojax.models import _gpt_config, gpt
 from zerojax.planner import find_hardware
 
@@ -76,7 +75,7 @@ def refused(stage=0, needed: int | None = 40 * 2**30, available: int | None = 32
     """Give the answer to a step that a compiler refused."""
     asked = read_requests(options(stage=stage))[0]
     shortage = aot.Shortage(needed=needed, available=available, message="Ran out of memory")
-    return CompileResult.refused(asked, shortage)
+    return command.CompileResult.refused(asked, shortage)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -230,7 +229,7 @@ def test_all_stages_are_compared_and_drawn(folder, capsys):
 
 
 def test_problems_are_told_with_their_stages(monkeypatch, capsys):
-    audit = CompileResult.of
+    audit = command.CompileResult.of
 
     def judged(asked, program):
         answer = audit(asked, program)
@@ -246,12 +245,12 @@ def test_problems_are_told_with_their_stages(monkeypatch, capsys):
 
 def test_a_program_that_a_device_does_not_hold_is_short_of_memory(monkeypatch):
     program = aot.compile_step(read_requests(options())[0].lower())
-    peak = CompileResult.of(read_requests(options())[0], program).needed or 0
+    peak = command.CompileResult.of(read_requests(options())[0], program).needed or 0
     for memory in (2 * peak, peak - 1):
         monkeypatch.setattr(
             request, "find_hardware", lambda chip, memory=memory: with_memory(memory)
         )
-        answer = CompileResult.of(read_requests(options())[0], program)
+        answer = command.CompileResult.of(read_requests(options())[0], program)
         assert (answer.shortage is None) == (memory >= peak)
 
 

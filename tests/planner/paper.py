@@ -93,13 +93,3 @@ MODELS = (
 CHECKPOINTS_GB_SECTION_3 = 60
 CHECKPOINTS_GB_SECTION_6 = 33
 PARTITIONED_GB_SECTION_6 = 2
-
-# ZeRO-Infinity (arXiv 2104.07857), figure 2a: layers, width, heads; TiB of model states, TiB of
-# checkpoints at batch 32 of 1024 tokens.
-INFINITY = (
-    (80, 10 * 1024, 128, 1.83, 0.05),
-    (100, 20 * 1024, 160, 9.16, 0.12),
-    (128, 25 * 1024, 256, 18.31, 0.20),
-    (195, 64 * 1024, 512, 182.81, 0.76),
-    (315, 160 * 1024, 1024, 1845.70, 3.08),
-)

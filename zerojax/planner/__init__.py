@@ -7,12 +7,11 @@ from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._search import search_plans
 from zerojax.planner._time import StepTime
 from zerojax.planner._workload import Workload
-from zerojax.planner.formulas import BytesPerParam, Theory, model_state_bytes, theory_of
+from zerojax.planner.formulas import Theory, model_state_bytes, theory_of
 from zerojax.planner.hardware import HARDWARE, Hardware, Places, Transfer, find_hardware
 
 __all__ = [
     "HARDWARE",
-    "BytesPerParam",
     "Choices",
     "Hardware",
     "Placement",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from rich.table import Table
@@ -11,15 +12,76 @@ from rich.text import Text
 
 from zerojax import charts
 from zerojax._display import BINARY, binary, make_table, unit_for
-from zerojax.aot import DoesNotFit, compile_step
-from zerojax.audit import AuditReport
+from zerojax.aot import DoesNotFit, Shortage, compile_step
+from zerojax.audit import AuditReport, Program, audit
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
-from zerojax.cli.compile._result import CompileResult, draw
 from zerojax.cli.shared._command import Failure, command, refusing
 from zerojax.cli.shared._screen import Screen, run_task
 
 #: The part of the peak from which on something has a row.
 LEAST = 0.001
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileResult:
+    """The answer for one stage.
+
+    Attributes:
+        report: the audit of the program; None where the compiler refused it for its memory.
+        shortage: what the program lacks, by the compiler or by its peak; None where it fits.
+        needed: bytes that it takes at its peak; None where the compiler did not tell.
+        available: bytes that a device has.
+    """
+
+    request: CompileRequest
+    report: AuditReport | None
+    shortage: Shortage | None
+    needed: int | None
+    available: int
+
+    @classmethod
+    def of(cls, request: CompileRequest, program: Program) -> CompileResult:
+        """Audit a compiled program and hold it against the memory of a device."""
+        step, memory = request.step, request.memory
+        report = audit(program, step.layout, step.recipe)
+        needed = report.memory.peak
+        shortage = Shortage(needed=needed, available=memory) if needed > memory else None
+        return cls(request, report, shortage, needed, memory)
+
+    @classmethod
+    def refused(cls, request: CompileRequest, shortage: Shortage) -> CompileResult:
+        """Keep what a compiler said of a program that does not fit."""
+        available = shortage.available or request.memory
+        return cls(request, None, shortage, shortage.needed, available)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self.request.stage
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Bytes per device by kind; nothing of a refused program."""
+        return {} if self.report is None else charts.bytes_of(self.report).parts
+
+    @property
+    def verdict(self) -> str:
+        """Whether the program fits, and by how much, in a line."""
+        if self.shortage is not None:
+            return str(self.shortage)
+        peak, there = self.needed or 0, self.available
+        left = f"{binary(there - peak)} ({1 - peak / there:.0%}) left"
+        return f"fits: {binary(peak)} of a device's {binary(there)}, {left}"
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong, in a few words; empty where the program is right and fits."""
+        found = [] if self.shortage is None else [self.verdict]
+        if self.report is not None and self.report.problems:
+            count = len(self.report.problems)
+            kinds = ", ".join(dict.fromkeys(problem.kind for problem in self.report.problems))
+            found.append(f"{count} problem{'s' if count > 1 else ''} ({kinds})")
+        return ", and ".join(found)
 
 
 @command
@@ -54,8 +116,12 @@ def compile_(options: CompileOptions) -> None:
     screen.facts(_facts(requests[0]))
     results = [_compile(request, screen) for request in requests]
     _show(results, screen)
-    if options.plot is not None and any(one.report for one in results):
-        charts.write(draw(results), options.plot)
+    reports = {f"stage {one.stage}": one.report for one in results if one.report is not None}
+    if options.plot is not None and reports:
+        request = requests[0]
+        title = f"{options.model}, {request.layout.num_params:,} parameters, {options.precision}, "
+        title += f"{options.optimizer}, compiled for {options.topology}"
+        charts.write(charts.compare(reports, title=title, available=request.memory), options.plot)
         screen.wrote(options.plot)
     wrong = [f"stage {one.stage}: {one.complaint}" for one in results if one.complaint]
     if wrong:
