@@ -6,7 +6,7 @@ from zerojax.aot import topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
 from zerojax.collectives import Whole, gather_where_used
-from zerojax.layout import Layout, Rule, make_layout, make_mesh, stacked_rules
+from zerojax.layout import Layout, Rule, make_layout, make_mesh
 from zerojax.lock import checked
 from zerojax.memory import rematerialised
 from zerojax.optim import apply_updates, quantized, sharded
@@ -62,7 +62,6 @@ __all__ = [
     "save",
     "search_plans",
     "sharded",
-    "stacked_rules",
     "topology_mesh",
     "unpad",
 ]

@@ -12,10 +12,9 @@ their parameters. `jit` is a call: it holds a program that runs once, in its pla
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +69,14 @@ def bodies(eqn: Any) -> tuple[Any, ...]:
 def has_inside(eqn: Any) -> bool:
     """Whether an equation holds a program of its own."""
     return any(True for _ in core.jaxprs_in_params(eqn.params))
+
+
+def with_inner(eqn: Any) -> Iterator[Any]:
+    """Yield an equation and those of all programs that it holds."""
+    yield eqn
+    for program in core.jaxprs_in_params(eqn.params):
+        for inner in program.eqns:
+            yield from with_inner(inner)
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
@@ -151,6 +158,31 @@ def _fits(operand: Any, result: Any) -> bool:
     return operand.ndim in (0, result.ndim) and all(a in (1, b) for a, b in sizes)
 
 
+def num_summed(eqn: Any) -> int:
+    """Count the elements that a dot product sums over; 0 for anything else."""
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    elif eqn.primitive.name == "dot_general":
+        numbers = eqn.params["dimension_numbers"]
+    else:
+        return 0
+    (dims, _), _ = numbers
+    return math.prod(eqn.invars[0].aval.shape[d] for d in dims)
+
+
+def num_products(eqn: Any) -> int:
+    """Count the multiplications of a matrix product or a convolution; 0 for anything else."""
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
+        return eqn.outvars[0].aval.size * kernel.size // kernel.shape[spec[0]]
+    if (count := num_summed(eqn)) and eqn.primitive.name == "ragged_dot_general":
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        (summed, _), _ = ragged.dot_dimension_numbers
+        if {*ragged.lhs_ragged_dimensions} & {*summed}:  # groups share the rows
+            return eqn.outvars[0].aval.size * count // eqn.invars[2].aval.shape[-1]
+    return eqn.outvars[0].aval.size * count if count else 0
+
+
 #: Runs one equation on values: `(eqn, values) -> results`.
 EquationRunner = Callable[[Any, list[Any]], Sequence[Any]]
 
@@ -167,9 +199,14 @@ def run(program: Any, args: Iterable[Any], step: EquationRunner = bind) -> list[
     Returns:
         Its results.
     """
+    jaxpr, _ = opened(program)
+    return run_equations(jaxpr.eqns, inputs_of(program, args), jaxpr.outvars, step)
+
+
+def inputs_of(program: Any, args: Iterable[Any]) -> dict[Any, Any]:
+    """Return the values of a program's inputs and constants, by variable."""
     jaxpr, consts = opened(program)
-    inputs = zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-    return run_equations(jaxpr.eqns, dict(inputs), jaxpr.outvars, step)
+    return dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
 
 def run_equations(
@@ -206,6 +243,21 @@ def run_equations(
     return [read(atom) for atom in outputs]
 
 
+def run_bodies(
+    eqn: Any, values: Sequence[Any], body: Callable[[Any, Sequence[Any]], list[Any]]
+) -> list[Any]:
+    """Run a call, scan or cond again, each program that it holds as `body(program, values)`."""
+    if (inner := called(eqn)) is not None:
+        return body(inner, values)
+    if eqn.primitive.name == "scan":
+        return run_scan(eqn, values, functools.partial(body, eqn.params["jaxpr"]))
+
+    def branch(program: Any) -> Callable[..., list[Any]]:
+        return lambda *given: body(program, given)
+
+    return jax.lax.switch(values[0], [*map(branch, bodies(eqn))], *values[1:])
+
+
 def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[Any]]) -> list[Any]:
     """Run a scan again with another body.
 
@@ -237,103 +289,3 @@ def _dead_after(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[list[Any]]:
         dead.append([var for var in touched if var not in seen])
         seen.update(touched)
     return dead[::-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """The equations that some results need.
-
-    Attributes:
-        inputs: what has to be given: inputs of the whole, and shared scalars.
-        eqns: in order.
-        outputs: the results; literals may be among them.
-    """
-
-    inputs: tuple[Any, ...]
-    eqns: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-
-    def run(self, values: Sequence[Any], step: EquationRunner = bind) -> list[Any]:
-        """Run the equations; `step(eqn, operands)` runs one."""
-        given = dict(zip(self.inputs, values, strict=True))
-        return run_equations(self.eqns, given, self.outputs, step)
-
-    def not_elementwise(self) -> list[str]:
-        """Name the operations that look at other elements than the one they compute."""
-        found = (
-            eqn.primitive.name for eqn in self.eqns if not is_fill(eqn) and not is_elementwise(eqn)
-        )
-        return list(dict.fromkeys(found))
-
-
-class Traced:
-    """An update traced to equations, calls inlined.
-
-    Attributes:
-        inputs: one variable per input leaf.
-        outputs: one variable or literal per output leaf.
-        out_tree: the structure of the results.
-        eqns: in order.
-    """
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        traced, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        flat = jax.make_jaxpr(lambda *leaves: run(traced, leaves, _inline))(
-            *jax.tree.leaves(shapes)
-        )
-        jaxpr, consts = opened(flat)
-        self.inputs = list(jaxpr.invars)
-        self.outputs = list(jaxpr.outvars)
-        self.out_tree = jax.tree.structure(out)
-        self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
-        self.eqns = list(jaxpr.eqns)
-        self._made = {var: n for n, eqn in enumerate(self.eqns) for var in eqn.outvars}
-
-    def depending(self, given: Iterable[Any]) -> set[Any]:
-        """Collect the variables that depend on some of the inputs."""
-        return depending(self.eqns, given)
-
-    def slice(self, outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:
-        """Collect what outputs need, back to inputs and to variables at which to stop."""
-        needed: set[int] = set()
-        inputs: dict[Any, None] = {}
-        todo = variables(outputs)
-        while todo:
-            var = todo.pop()
-            if var not in self._made or stop(var):
-                inputs[var] = None
-            elif (number := self._made[var]) not in needed:
-                needed.add(number)
-                eqn = self.eqns[number]
-                todo += variables(eqn.invars)
-        return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
-
-    def maker(self, var: Any) -> Any:
-        """Return the equation that makes a variable; None for an input."""
-        return self.eqns[self._made[var]] if var in self._made else None
-
-    def is_scalar(self, var: Any) -> bool:
-        """Whether an equation makes this variable, of one element."""
-        return var in self._made and math.prod(var.aval.shape) == 1
-
-
-def is_fill(eqn: Any) -> bool:
-    """Whether an equation fills an array with one number."""
-    return eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
-
-
-def _inline(eqn: Any, values: list[Any]) -> list[Any]:
-    """Run an equation; of a call, what it holds, within branches too.
-
-    jax may trace a function once for several leaves: calls of it would share their variables.
-    """
-    if eqn.primitive.name == "cond":
-        branches = [functools.partial(_run_inlined, branch) for branch in bodies(eqn)]
-        return jax.lax.switch(values[0], branches, *values[1:])
-    inner = None if eqn.primitive.name == "shard_map" else called(eqn)
-    return bind(eqn, values) if inner is None else _run_inlined(inner, *values)
-
-
-def _run_inlined(program: Any, *values: Any) -> list[Any]:
-    return run(program, values, _inline)

@@ -66,6 +66,11 @@ REFUSALS = {
         ValueError,
         r"axis of kind 'optimizer' is \(\); give it those of the kinds before it too, \('data',\)",
     ),
+    "parameters along no axis": (
+        lambda: layout(axis={"parameter": (), "gradient": "data", "optimizer": "data"}),
+        ValueError,
+        "axis of kind 'parameter' names no axis; a lower stage",
+    ),
     "an unknown batch axis": (
         lambda: layout(batch_axes="dp"),
         ValueError,

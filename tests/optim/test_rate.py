@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+import zerojax
+from zerojax._traced import Traced
 from zerojax.optim import learning_rate
 
 FALLING = optax.linear_schedule(1e-2, 0.0, 10)
@@ -46,7 +48,29 @@ def test_the_rate_is_what_all_leaves_are_multiplied_with_last(name):
     tx = optax.with_extra_args_support(tx)
     grads = jax.tree.map(lambda x: 0.1 * x, PARAMS)
     _, state = tx.update(grads, tx.init(PARAMS), PARAMS, value=1.0, grad=grads)
-    rate = learning_rate(tx, PARAMS, state, jnp.float32(1))
+    traced = Traced(
+        lambda grads, state, params, loss: tx.update(grads, state, params, value=loss, grad=grads),
+        (grads, state, PARAMS, jnp.float32(1)),
+    )
+    rate = learning_rate(traced, len(PARAMS), jax.tree.leaves(state))
     assert (rate is None) == (expected is None)
     if expected is not None:
         np.testing.assert_allclose(rate, expected, rtol=1e-6)
+
+
+def test_a_step_traces_its_update_once(mesh8):
+    """The rate, whole matrices and the update itself are read off one trace."""
+    inner, calls = optax.adam(1e-3), []
+
+    def update(grads, state, params=None):
+        calls.append(grads)
+        return inner.update(grads, state, params)
+
+    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    step = zerojax.make_train_step(
+        lambda params, x: jnp.mean((x @ params["w"]) ** 2),
+        optax.GradientTransformation(inner.init, update),
+        zerojax.make_layout(params, mesh8, stage=2),
+    )
+    step.lower(step.abstract_state(), jax.ShapeDtypeStruct((8, 64), jnp.float32))
+    assert len(calls) == 1

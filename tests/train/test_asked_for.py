@@ -177,7 +177,7 @@ REFUSED = {
         lambda p, b, model_state: (0.0, {**STATS, "count": jnp.float32(0)}),
         {"model_state": STATS},
         {},
-        r"'count' comes back as float32\[\].*int32\[\]",
+        r"as it was given: count is float32\[\] where int32\[\]",
     ),
 }
 

@@ -144,7 +144,7 @@ class Opening:
         """
         if not self.gathers or boxed.dim is None:
             return boxed
-        place = functools.partial(cut, layout=self.layout, entries=boxed.entries, dim=boxed.dim)
+        place = functools.partial(cut, layout=self.layout, leaf=boxed)
         if self.layout.axes["parameter"] == self.layout.axes["gradient"]:
             return dataclasses.replace(boxed, value=place(boxed.value, kind="parameter"))
 
@@ -161,6 +161,11 @@ class Opening:
         axes = (*boxed.entries[dim], *(self.layout.axis if dim == boxed.dim else ()))
         return math.prod(self.layout.mesh.shape[axis] for axis in axes)
 
+    def padding(self, boxed: Boxed) -> int:
+        """Count the rows that a box lacks along its cut dim for parts that are as large."""
+        dim = boxed.dim
+        return 0 if dim is None else -boxed.value.shape[dim] % self.num_parts(boxed, dim)
+
     def settled(self, values: list[Any]) -> list[Any]:
         """Return what boxes hold after all that was recorded, which is elementwise, on shards."""
         return [v.replayed(v.value, bind) if isinstance(v, Boxed) else v for v in values]
@@ -173,11 +178,7 @@ class Opening:
         value, dim = boxed.value, boxed.dim
         stored = value.dtype
         wide = self.reduce_dtype if self.widens(stored) else stored
-        padding = 0 if dim is None else -value.shape[dim] % self.num_parts(boxed, dim)
-
-        def padded(x: jax.Array) -> jax.Array:
-            widths = [(0, padding if d == dim else 0) for d in range(x.ndim)]
-            return jnp.pad(x, widths) if padding else x
+        padding = self.padding(boxed)
 
         def unpadded(x: jax.Array) -> jax.Array:
             return jax.lax.slice(x, [0] * x.ndim, value.shape) if padding else x
@@ -185,21 +186,21 @@ class Opening:
         @jax.custom_vjp
         def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
-                x = unpadded(self._gathered(padded(x), boxed.entries, dim))
+                x = unpadded(self._gathered(longer(x, dim, padding), boxed))
             return checkpoint_name(x.astype(wide), GATHERED)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            cotangent = padded(cotangent.astype(wide))
-            cotangent = unpadded(scatter(cotangent, self.layout, boxed.entries, dim))
+            cotangent = longer(cotangent.astype(wide), dim, padding)
+            cotangent = unpadded(scatter(cotangent, self.layout, boxed))
             return (checkpoint_name(cotangent.astype(stored), REDUCED),)
 
         whole.defvjp(lambda x: (whole(x), None), backward)
         return boxed.replayed(whole(value), self.open_and_bind)
 
-    def _gathered(self, x: jax.Array, entries: Entries, dim: int) -> jax.Array:
+    def _gathered(self, x: jax.Array, boxed: Boxed) -> jax.Array:
         if self.gather_dtype is None:
-            return gather(x, self.layout, entries, dim)
-        return gather_narrow(x, self.layout, entries, dim, self.gather_dtype)
+            return gather(x, self.layout, boxed)
+        return gather_narrow(x, self.layout, boxed, self.gather_dtype)
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run an equation on opened boxes; results may be wider than it was traced with."""
@@ -208,6 +209,11 @@ class Opening:
     def opened(self, value: Any) -> Any:
         """Open a box, in the dtype that the program gave it; pass anything else on."""
         return self.open_box(value).astype(value.dtype) if isinstance(value, Boxed) else value
+
+
+def longer(x: jax.Array, dim: int | None, rows: int) -> jax.Array:
+    """Add rows of zeros along a dim."""
+    return jnp.pad(x, [(0, rows if d == dim else 0) for d in range(x.ndim)]) if rows else x
 
 
 #: The name under which rematerialisation policies see a gathered weight.

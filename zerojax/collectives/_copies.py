@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, called, opened, scan_parts
-from zerojax.collectives._boxed import GATHERED, Boxed, Opening
+from zerojax.collectives._boxed import GATHERED, Boxed, Opening, longer
 from zerojax.collectives._forms import constrain
 from zerojax.collectives._gather import PerDevice, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
@@ -102,20 +102,17 @@ def copied(box: Boxed, opening: Opening) -> Copied:
         return _one_each(zeros, box, opening)
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        padding = 0 if dim is None else -stored.shape[dim] % opening.num_parts(box, dim)
-        widths = [(0, padding if d - 1 == dim else 0) for d in range(cotangent.ndim)]
-        cotangent = jnp.pad(cotangent, widths) if padding else cotangent
-        if dim is not None and devices.scatters(dim, box.entries):
-            sum_over = functools.partial(devices.sum_over, dim=dim)
-            g = devices.run(lambda own: sum_over(own[0]), (batch,), devices.spec(dim), cotangent)
+        cotangent = longer(cotangent, None if dim is None else dim + 1, opening.padding(box))
+        if (own_dim := devices.dim_of(box)) is not None:
+            sum_over = functools.partial(devices.sum_over, dim=own_dim)
+            spec = devices.spec(own_dim)
+            g = devices.run(lambda own: sum_over(own[0]), (batch,), spec, cotangent)
         else:
             zero = jnp.zeros((), cotangent.dtype)  # jnp.sum would add in fp32, and move that
-            total = jax.lax.reduce(cotangent, zero, jax.lax.add, (0,))
-            g = scatter(total, layout, box.entries, dim)
+            g = scatter(jax.lax.reduce(cotangent, zero, jax.lax.add, (0,)), layout, box)
         if dim is not None:
             g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
-            spec = shard_spec(layout, box.entries, dim, "gradient")
-            g = constrain(g, layout, spec)
+            g = constrain(g, layout, shard_spec(layout, box, "gradient"))
         return (g.astype(stored.dtype),)
 
     sums.defvjp(lambda value: (sums(value), None), backward)
@@ -172,9 +169,9 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     if box.dim is None or not waits_elementwise(box):
         return None
     layout, shape, own = opening.layout, box.value.shape, box.entries[box.dim]
-    is_padded = not own and shape[box.dim] % opening.num_parts(box, box.dim) > 0
+    is_padded = not own and opening.padding(box) > 0
     is_phased = eqn.primitive.name == "gather" and layout.phases.reduces(shape, box.dim)
-    if not is_padded and not (is_phased and PerDevice(layout).scatters(box.dim, box.entries)):
+    if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
         return None
     if box.dtype.itemsize > box.value.dtype.itemsize and opening.reduce_dtype is None:
         # What the program widens has a wide gradient, which is summed before it is rounded.

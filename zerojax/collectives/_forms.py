@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._tree import as_shapes
 from zerojax._types import Kind, PyTree
 from zerojax.layout import Layout, LeafLayout
 
@@ -59,21 +60,34 @@ def shard_tree(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def auto_region(
-    function: Callable[..., Any], layout: Layout, out_specs: Callable[..., PyTree]
+    function: Callable[..., Any], layout: Layout, out_specs: PyTree
 ) -> Callable[..., Any]:
     """Run a function under Auto axes whatever the axes of its arguments are.
 
     Args:
         function: takes and returns pytrees of arrays.
         layout: gives the mesh.
-        out_specs: from the arguments to PartitionSpecs of the results, asked for on Explicit axes.
+        out_specs: PartitionSpecs of the results, asked for on Explicit axes. In the place of some
+            stands a function from a result's shape to its spec.
     """
+
+    def is_spec(node: Any) -> bool:
+        return isinstance(node, P)
 
     def call(*args: Any) -> Any:
         if not any(map(_is_explicit, jax.tree.leaves(args))):
             return function(*args)
-        out = jax.tree.map(layout.sharding, out_specs(*args), is_leaf=lambda s: isinstance(s, P))
-        return jax.sharding.auto_axes(function, out_sharding=out)(*args)
+        specs = out_specs
+        if not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
+            with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
+                out = jax.eval_shape(function, *as_shapes(args))
+            specs = jax.tree.map(
+                lambda spec, x: spec if is_spec(spec) else jax.tree.map(spec, x),
+                *(out_specs, out),
+                is_leaf=is_spec,
+            )
+        shardings = jax.tree.map(layout.sharding, specs, is_leaf=is_spec)
+        return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
 
     return call
 

@@ -16,31 +16,20 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._types import Axes, Kind
 from zerojax.collectives._forms import constrain
-from zerojax.layout import Entries, Layout, as_spec
+from zerojax.layout import Layout, Placed, as_spec
 
 
-def shard_spec(layout: Layout, entries: Entries, dim: int, kind: Kind) -> P:
-    """Return the spec of shards along `dim`; the user's own axes stay the major ones."""
-    return as_spec(entries, dim, layout.axes[kind])
+def shard_spec(layout: Layout, leaf: Placed, kind: Kind) -> P:
+    """Return the spec of a leaf's shards; the user's own axes stay the major ones."""
+    return as_spec(leaf.entries, leaf.dim, layout.axes[kind])
 
 
-def gather(
-    x: jax.Array, layout: Layout, entries: Entries, dim: int | None, kind: Kind = "parameter"
-) -> jax.Array:
-    """Gather shards over the axes that ZeRO partitions over.
-
-    Args:
-        x: stored shards, in global view.
-        layout: the placement.
-        entries: the user's own axes per dim; they stay.
-        dim: the partitioned dim; None where there is none.
-        kind: the kind of tensor whose shards they are.
-    """
-    between = () if dim is None else layout.phases.between(entries, dim, layout.axes[kind])
-    for sharding in reversed(between):
+def gather(x: jax.Array, layout: Layout, leaf: Placed, kind: Kind = "parameter") -> jax.Array:
+    """Gather stored shards of a kind of tensor over the axes that ZeRO partitions over."""
+    for sharding in reversed(layout.phases.between(leaf, layout.axes[kind])):
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
-    return constrain(x, layout, as_spec(entries))
+    return constrain(x, layout, as_spec(leaf.entries))
 
 
 def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
@@ -64,15 +53,9 @@ def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
     return with_layout_constraint(x, MemoryLayout(major_to_minor=tuple(order)))
 
 
-def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> jax.Array:
-    """Sum what every device has and keep its shard of the sum.
-
-    Args:
-        x: partial sums or a whole array, in global view.
-        layout: the placement.
-        entries: the user's own axes per dim; they stay.
-        dim: the partitioned dim; None where there is none.
-    """
+def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
+    """Sum what every device has, partial sums or a whole array, and keep its shard of the sum."""
+    dim = leaf.dim
     if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
         x = in_tiles(x, layout, dim)
     is_phased = dim is not None and layout.phases.reduces(x.shape, dim)
@@ -81,27 +64,18 @@ def scatter(x: jax.Array, layout: Layout, entries: Entries, dim: int | None) -> 
         # shard's gradient from all examples; asked for the whole sum first, it reduces, and the
         # compiler makes a reduce-scatter of the sum and the cut. Not so where the batch is cut
         # along more axes: the whole would be summed along these too, across slow links.
-        x = constrain(x, layout, as_spec(entries))
-    return cut(x, layout, entries, dim, "gradient", in_phases=is_phased)
+        x = constrain(x, layout, as_spec(leaf.entries))
+    return cut(x, layout, leaf, "gradient", in_phases=is_phased)
 
 
 def cut(
-    x: jax.Array,
-    layout: Layout,
-    entries: Entries,
-    dim: int | None,
-    kind: Kind,
-    *,
-    in_phases: bool = False,
+    x: jax.Array, layout: Layout, leaf: Placed, kind: Kind, *, in_phases: bool = False
 ) -> jax.Array:
     """Cut a leaf into the shards of a kind of tensor; partial sums may be summed in phases."""
-    if dim is None:
-        return constrain(x, layout, as_spec(entries))
-    between = layout.phases.between(entries, dim, layout.axes[kind]) if in_phases else ()
-    for sharding in between:
+    for sharding in layout.phases.between(leaf, layout.axes[kind]) if in_phases else ():
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
-    return constrain(x, layout, shard_spec(layout, entries, dim, kind))
+    return constrain(x, layout, shard_spec(layout, leaf, kind))
 
 
 class PerDevice:
@@ -131,13 +105,14 @@ class PerDevice:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return mapped(*args)
 
-    def scatters(self, dim: int | None, entries: Entries) -> bool:
-        """Whether a leaf is summed straight into shards.
+    def dim_of(self, leaf: Placed) -> int | None:
+        """Return the dim along which a leaf is summed straight into shards; None where it is not.
 
         A leaf that the user cuts too is not: the partitioner would make it whole along the user's
         axes before it sums.
         """
-        return dim is not None and not any(entries) and set(self._names) <= set(self.axes)
+        is_direct = not any(leaf.entries) and set(self._names) <= set(self.axes)
+        return leaf.dim if is_direct else None
 
     def sum_over(self, x: jax.Array, dim: int) -> jax.Array:
         """Sum stored leaves over devices, each device keeping its shard.

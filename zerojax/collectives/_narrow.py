@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from zerojax._types import Shape
 from zerojax.collectives._forms import constrain
 from zerojax.collectives._gather import gather, shard_spec
-from zerojax.layout import Entries, Layout
+from zerojax.layout import Layout, Placed
 
 #: Elements of a block; a row that it does not divide is one block.
 BLOCK = 128
@@ -19,10 +19,8 @@ BLOCK = 128
 _SHORTEST = 64
 
 
-def gather_narrow(
-    x: jax.Array, layout: Layout, entries: Entries, dim: int, dtype: Any
-) -> jax.Array:
-    """Gather shards as codes and scales, and decode what arrives; the other arguments as `gather`.
+def gather_narrow(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any) -> jax.Array:
+    """Gather floating shards as codes and scales, and decode what arrives.
 
     A block lies along a dim that is not cut, so that each is encoded where it is stored. Leaves
     without such a dim, biases and norms, are gathered as they are.
@@ -31,19 +29,18 @@ def gather_narrow(
     `[127, -38, 127, 64]`, and arrives as `[127.0, -38.0, 2.54, 1.28]`.
 
     Args:
-        x: stored shards, floating, in global view.
+        x: stored shards, in global view.
         layout: the placement.
-        entries: the user's own axes per dim.
-        dim: the partitioned dim.
+        leaf: how they are cut.
         dtype: int8 or float8_e4m3fn.
     """
-    along = block_dim(x.shape, {dim, *(d for d, axes in enumerate(entries) if axes)})
+    held = {dim for dim, axes in enumerate(leaf.entries) if axes or dim == leaf.dim}
+    along = block_dim(x.shape, held)
     if along is None or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
-        return gather(x, layout, entries, dim)
-    spec = shard_spec(layout, entries, dim, "parameter")
+        return gather(x, layout, leaf)
+    spec = shard_spec(layout, leaf, "parameter")
     codes, scales = (
-        gather(constrain(part, layout, spec), layout, entries, dim)
-        for part in encode(x, along, dtype)
+        gather(constrain(part, layout, spec), layout, leaf) for part in encode(x, along, dtype)
     )
     return decode(codes, scales, along, x.dtype)
 

@@ -20,15 +20,20 @@ that are tied pass by it: they need not wait for the gradient of this layer.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
-from zerojax._jaxpr import bind, opened, run_equations, variables
+from zerojax._jaxpr import (
+    bind,
+    inputs_of,
+    num_products,
+    opened,
+    run_equations,
+    variables,
+    with_inner,
+)
 from zerojax.collectives._boxed import makes_gathered
 
 
@@ -44,24 +49,20 @@ def run_in_order(program: Any, args: Sequence[Any], ahead: float) -> tuple[list[
     Returns:
         Its results, and how many gathers wait for something.
     """
-    jaxpr, consts = opened(program)
+    jaxpr, _ = opened(program)
     order = _Order(jaxpr.eqns)
     order.tie(ahead / 2)
-    inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
-    results = run_equations(order.equations(), dict(inputs), jaxpr.outvars, order.step)
+    inputs = inputs_of(program, args)
+    results = run_equations(order.equations(), inputs, jaxpr.outvars, order.step)
     return results, sum(map(len, order.tied.values()))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tie:
+class _Tie(NamedTuple):
     """A barrier before an equation; what comes out of it takes the place of what went in."""
 
     invars: Sequence[Any]
+    outvars: Sequence[Any]
     source_info: Any
-
-    @property
-    def outvars(self) -> Sequence[Any]:
-        return self.invars
 
 
 class _Order:
@@ -93,9 +94,9 @@ class _Order:
                 size += eqn.outvars[0].aval.size
                 if previous is not None:
                     self._wait(path, previous)
-            elif any(map(is_gather, _inside(eqn))):
+            elif any(map(is_gather, with_inner(eqn))):
                 size, product, previous = 0, None, None
-            elif size and product is None and any(map(num_products, (eqn, *_inside(eqn)))):
+            elif size and product is None and any(map(num_products, with_inner(eqn))):
                 product = at
 
     def _new_path(self, var: Any) -> list[Any]:
@@ -133,8 +134,8 @@ class _Order:
         eqns: list[Any] = []
         for at, eqn in enumerate(self.eqns):
             if at in self.tied:
-                together = dict.fromkeys((*variables(eqn.invars), *self.tied[at]))
-                eqns.append(_Tie([*together], eqn.source_info))
+                together = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
+                eqns.append(_Tie(together, together, eqn.source_info))
             eqns.append(eqn)
         return eqns
 
@@ -165,23 +166,3 @@ def is_gather(eqn: Any) -> bool:
 
 def _is_barrier(eqn: Any) -> bool:
     return eqn.primitive.name == "optimization_barrier"
-
-
-def _inside(eqn: Any) -> Iterator[Any]:
-    """Yield the equations of all programs that an equation holds."""
-    for program in core.jaxprs_in_params(eqn.params):
-        for one in program.eqns:
-            yield one
-            yield from _inside(one)
-
-
-def num_products(eqn: Any) -> int:
-    """Count the multiplications of a matrix product or a convolution."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return eqn.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
-        return eqn.outvars[0].aval.size * kernel.size // kernel.shape[spec[0]]
-    return 0

@@ -50,19 +50,19 @@ class Spread:
         return as_spec(((), *entries))
 
     @property
+    def parts(self) -> Shape:
+        """The parts that each dim is cut into."""
+        dims = range(len(self.shape))
+        return tuple(math.prod(n for _, n, d in self.cuts if d == dim) for dim in dims)
+
+    @property
     def local(self) -> Shape:
         """The shape of one device's part, padded where it has to be."""
-        parts = [
-            math.prod(n for _, n, d in self.cuts if d == dim) for dim in range(len(self.shape))
-        ]
-        return tuple(-(-size // n) for size, n in zip(self.shape, parts, strict=True))
+        return tuple(-(-size // n) for size, n in zip(self.shape, self.parts, strict=True))
 
     def pad(self, rows: jax.Array) -> jax.Array:
         """Pad rows so that all parts are as large; each device keeps what it has."""
-        sizes = [*self.local]
-        for _, size, dim in self.cuts:
-            sizes[dim] *= size
-        more = [(0, new - old) for new, old in zip(sizes, self.shape, strict=True)]
+        more = [(0, -size % n) for size, n in zip(self.shape, self.parts, strict=True)]
         return jnp.pad(rows, [(0, 0), *more])
 
     def unpad(self, rows: jax.Array) -> jax.Array:

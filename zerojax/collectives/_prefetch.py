@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ from zerojax._jaxpr import (
     bind,
     called,
     depending,
+    inputs_of,
+    num_products,
     opened,
     run,
     run_equations,
@@ -49,8 +52,9 @@ from zerojax._jaxpr import (
     scan_parts,
     variables,
 )
+from zerojax._tree import num_bytes
 from zerojax.collectives._boxed import REDUCED
-from zerojax.collectives._order import is_gather, num_products, run_in_order
+from zerojax.collectives._order import is_gather, run_in_order
 from zerojax.layout import Layout
 
 
@@ -74,7 +78,7 @@ def prefetched(
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
         runner = _Prefetch(layers, layout.platform)
         leaves = jax.tree.leaves(args)
-        in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.outside))(*leaves)
+        in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
         results, num_tied = run_in_order(in_place, leaves, layers * _layer_size(layout))
         if warn and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
@@ -113,21 +117,14 @@ class _Prefetch:
         self.num_ahead = 0
         self.late: list[str] = []
 
-    def outside(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Run an equation outside of loops."""
+    def step(self, eqn: Any, values: list[Any], *, looped: bool = False) -> Sequence[Any]:
+        """Run an equation, of a loop's body or outside of loops."""
+        step = functools.partial(self.step, looped=looped)
         if eqn.primitive.name == REMATERIALISED:
-            # As jax does it, so that the forward pass is not taken for what is computed again.
-            return run(called(eqn), jax.lax.optimization_barrier(values), self.outside)
-        return self._step(eqn, values, self.outside)
-
-    def inside(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Run an equation of a loop's body."""
-        if eqn.primitive.name == REMATERIALISED:
-            # One by one: a gather must not wait for what the loop carries.
-            return run(called(eqn), [*map(jax.lax.optimization_barrier, values)], self.inside)
-        return self._step(eqn, values, self.inside)
-
-    def _step(self, eqn: Any, values: list[Any], step: EquationRunner) -> Sequence[Any]:
+            # As jax does it, so that the forward pass is not taken for what is computed again. In
+            # loops one by one: a gather must not wait for what the loop carries.
+            hold = jax.lax.optimization_barrier
+            return run(called(eqn), [*map(hold, values)] if looped else hold(values), step)
         if runs_in_place(eqn):
             return run(called(eqn), values, step)
         if eqn.primitive.name == "scan":
@@ -139,7 +136,8 @@ class _Prefetch:
         program = eqn.params["jaxpr"]
         avals = [var.aval for var in opened(program)[0].invars]
         inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        body = jax.make_jaxpr(lambda *args: run(program, args, self.inside))(*inputs)
+        step = functools.partial(self.step, looped=True)
+        body = jax.make_jaxpr(lambda *args: run(program, args, step))(*inputs)
         halves, late = _halves(body, *scan_parts(eqn.params), self.layers)
         self.late += [source_info_util.summarize(gather.source_info) for gather in late]
         if not halves.gathers or eqn.params["length"] < 2:
@@ -199,10 +197,12 @@ class _Halves:
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
         """Return what the next iteration is given of what only counts."""
-        return [
-            x if step is None else _counted_on(step, x)
-            for x, step in zip(carry, self.steps, strict=True)
-        ]
+
+        def count(step: Any, x: Any) -> Any:
+            return run_equations([step], {variables(step.invars)[0]: x}, step.outvars)[0]
+
+        pairs = zip(carry, self.steps, strict=True)
+        return [x if step is None else count(step, x) for x, step in pairs]
 
     def gather(self, given: Sequence[Any]) -> list[Any]:
         """Gather the weights of a layer; values that the loop computes are not read."""
@@ -234,9 +234,8 @@ class _Halves:
         wanted: Sequence[Any],
         step: EquationRunner = bind,
     ) -> list[Any]:
-        jaxpr, consts = opened(self.body)
-        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True)
-        return run_equations(_needed(eqns, wanted), {**dict(inputs), **made}, wanted, step)
+        inputs = inputs_of(self.body, given) | made
+        return run_equations(_needed(eqns, wanted), inputs, wanted, step)
 
 
 def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[_Halves, list[Any]]:
@@ -254,11 +253,9 @@ def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[
     gathers = [eqn for eqn in jaxpr.eqns if is_gather(eqn)]
     late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
     early = [eqn for eqn in gathers if eqn not in late and own.issuperset(eqn.outvars)]
-    bound, ahead, chosen = layers * sum(map(_num_bytes, early)), 0, []
-    for eqn in early:
-        ahead += _num_bytes(eqn)
-        if ahead <= bound:
-            chosen.append(eqn)
+    gathered = [eqn.outvars[0].aval for eqn in early]
+    ahead = [*itertools.accumulate(num_bytes(x.shape, x.dtype) for x in gathered)]
+    chosen = [eqn for eqn, size in zip(early, ahead, strict=True) if size <= layers * ahead[-1]]
     return _Halves(body, steps, chosen, _barrier(jaxpr.eqns)), late
 
 
@@ -279,21 +276,12 @@ def _barrier(eqns: Sequence[Any]) -> Any:
 COMPUTED = 0.75
 
 
-def _num_bytes(eqn: Any) -> int:
-    aval = eqn.outvars[0].aval
-    return aval.size * aval.dtype.itemsize
-
-
 def _step_of(jaxpr: Any, var: Any, out: Any) -> Any:
     """Return the equation that counts a carried value on, `out = add var 1`; None for others."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("add", "sub") and eqn.outvars[0] is out:
             return eqn if variables(eqn.invars) == [var] else None
     return None
-
-
-def _counted_on(step: Any, value: Any) -> Any:
-    return run_equations([step], dict.fromkeys(variables(step.invars), value), step.outvars)[0]
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:

@@ -186,16 +186,13 @@ def reduce_once(
     devices = PerDevice(layout)
     axes, num_parts = devices.axes, layout.num_batch_parts
 
-    def scatters(leaf: LeafLayout) -> bool:
-        return devices.scatters(leaf.dim, leaf.entries)
-
     def total(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        if leaf.dim is not None and scatters(leaf):
-            return devices.sum_over(to_stored(g, leaf), leaf.dim) / num_parts
+        if (dim := devices.dim_of(leaf)) is not None:
+            return devices.sum_over(to_stored(g, leaf), dim) / num_parts
         return g[None] / num_parts  # summed outside, where the user's own axes are known
 
     def spec(leaf: LeafLayout) -> P:
-        return devices.spec(leaf.dim) if leaf.dim is not None and scatters(leaf) else P(axes)
+        return P(axes) if (dim := devices.dim_of(leaf)) is None else devices.spec(dim)
 
     is_row: list[bool] = []
 
@@ -219,8 +216,8 @@ def reduce_once(
     aux = _joined(aux, is_row, lambda rows: rows)
 
     def join(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        if leaf.dim is not None and scatters(leaf):
-            return constrain(g, layout, shard_spec(layout, leaf.entries, leaf.dim, "gradient"))
-        return scatter(to_stored(g.sum(0), leaf), layout, leaf.entries, leaf.dim)
+        if devices.dim_of(leaf) is not None:
+            return constrain(g, layout, shard_spec(layout, leaf, "gradient"))
+        return scatter(to_stored(g.sum(0), leaf), layout, leaf)
 
     return (loss, aux, None), layout.map_leaves(join, grads)

@@ -33,20 +33,15 @@ from zerojax._jaxpr import (
     called,
     has_inside,
     run,
+    run_bodies,
     run_scan,
     runs_in_place,
     scan_parts,
 )
-from zerojax._tree import as_shapes, leaves_by_path, with_leaves_like
+from zerojax._tree import leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, never_saves_gathered
-from zerojax.collectives._copies import (
-    Copied,
-    copied_if_tied,
-    use_copies,
-    use_own_copies,
-    uses_of,
-)
+from zerojax.collectives._copies import Copied, copied_if_tied, use_copies, use_own_copies, uses_of
 from zerojax.collectives._forms import auto_region
 from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
 from zerojax.layout import Layout, check_layout
@@ -83,12 +78,7 @@ def gather_where_used(
     def wrapped(params: PyTree, *args: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
         gathering = functools.partial(run, params)
-
-        def specs(*given: Any) -> PyTree:
-            with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
-                return jax.tree.map(lambda _: P(), jax.eval_shape(gathering, *as_shapes(given)))
-
-        return auto_region(gathering, layout, specs)(stored, *args)
+        return auto_region(gathering, layout, lambda _: P())(stored, *args)
 
     def run(params: PyTree, stored: list[jax.Array], *args: Any) -> Any:
         logical = [
@@ -214,8 +204,7 @@ class _Retracer:
             if value.dim == 0:
                 why = (
                     "it is partitioned along the dim that the loop slices; make the layout with "
-                    f"rules=[Rule(path={value.path!r}, stacked=1)], or "
-                    "rules=zerojax.stacked_rules(loss_fn, params, batch)"
+                    f"rules=[zerojax.Rule(path={value.path!r}, stacked=1)]"
                 )
             warnings.warn(
                 f"all layers of leaf {value.path!r} are gathered before the loop, because {why}",
@@ -226,23 +215,21 @@ class _Retracer:
     def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Enter the branches with boxes: only the branch that is taken gathers."""
 
-        def branch(program: Any) -> Callable[..., list[Any]]:
-            def run(*values: Any) -> list[Any]:
-                # What a branch keeps for its backward pass is a result of it, and would lie whole.
-                placed = [self.opening.placed(v) if isinstance(v, Boxed) else v for v in values]
-                return [*map(self.opening.opened, self.run(program, placed))]
+        def branch(program: Any, values: Sequence[Any]) -> list[Any]:
+            # What a branch keeps for its backward pass is a result of it, and would lie whole.
+            placed = [self.opening.placed(v) if isinstance(v, Boxed) else v for v in values]
+            return [*map(self.opening.opened, self.run(program, placed))]
 
-            return run
-
-        index, *operands = values
-        branches = [*map(branch, eqn.params["branches"])]
-        return jax.lax.switch(self.opening.opened(index), branches, *operands)
+        return run_bodies(eqn, [self.opening.opened(values[0]), *values[1:]], branch)
 
     def _use(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open an equation's boxes and run it; alone, it gathers again for its backward pass."""
 
         def use(*values: Any) -> list[Any]:
-            return self._open_and_bind(eqn, list(values))
+            # So that gradients of weights are born in the reduce dtype, results may be wide.
+            out = use_own_copies(eqn, [*values], self.opening)
+            out = self.opening.open_and_bind(eqn, [*values]) if out is None else out
+            return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
         # A plain operation has nothing inside worth keeping; a user's custom derivative may. What
         # was recorded is run on a whole weight, of which no result is to be kept.
@@ -255,13 +242,6 @@ class _Retracer:
         if self.saved or not self.opening.gathers:
             return use
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
-
-    def _open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Open boxes and run the equation so that weight gradients are born in the reduce dtype."""
-        out = use_own_copies(eqn, values, self.opening)
-        if out is None:
-            out = self.opening.open_and_bind(eqn, values)
-        return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
 
 def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:

@@ -10,7 +10,6 @@ are rounded as the program has it, and only values:
 from __future__ import annotations
 
 import functools
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,17 +87,11 @@ def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     left, right = operands
     types = tuple(atom.aval.dtype for atom in eqn.invars)
-    letters = iter(string.ascii_letters)
-    lhs = [next(letters) for _ in range(left.ndim)]
-    rhs = [""] * right.ndim
+    # Labels of dims, as einsum has them: [8, 4] x [4, 6] is 0 1, 1 3 -> 0 3.
+    lhs, rhs = [*range(left.ndim)], [*range(left.ndim, left.ndim + right.ndim)]
     for a, b in zip((*lhs_sum, *lhs_batch), (*rhs_sum, *rhs_batch), strict=True):
-        rhs[b] = lhs[a]
-    rhs = [letter or next(letters) for letter in rhs]
-    out = [lhs[d] for d in lhs_batch]
-    out += [lhs[d] for d in range(left.ndim) if d not in (*lhs_sum, *lhs_batch)]
-    out += [rhs[d] for d in range(right.ndim) if d not in (*rhs_sum, *rhs_batch)]
-    to_left = f"{''.join(out)},{''.join(rhs)}->{''.join(lhs)}"
-    to_right = f"{''.join(lhs)},{''.join(out)}->{''.join(rhs)}"
+        rhs[b] = a
+    out = [*lhs_batch, *(x for x in (*lhs, *rhs) if (x in lhs) != (x in rhs))]
     einsum = functools.partial(jnp.einsum, precision=eqn.params["precision"])
 
     @jax.custom_vjp
@@ -111,8 +104,8 @@ def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = (operands[0].dtype, operands[1].dtype)
         return (
-            einsum(to_left, cotangent, kept[1], preferred_element_type=wide[0]),
-            einsum(to_right, kept[0], cotangent, preferred_element_type=wide[1]),
+            einsum(cotangent, out, kept[1], rhs, lhs, preferred_element_type=wide[0]),
+            einsum(kept[0], lhs, cotangent, out, rhs, preferred_element_type=wide[1]),
         )
 
     dot.defvjp(forward, backward)

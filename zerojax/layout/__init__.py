@@ -4,23 +4,13 @@ from zerojax.layout._describe import Description
 from zerojax.layout._dims import has_matrices
 from zerojax.layout._holders import Holders
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
-from zerojax.layout._leaf import Entries, LeafLayout, as_spec
+from zerojax.layout._leaf import Entries, LeafLayout, Placed, as_spec
 from zerojax.layout._mesh import make_mesh
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._regions import Region, Regions
 from zerojax.layout._rule import Rule
-from zerojax.layout._stacked import stacked_rules
 from zerojax.layout._stages import STAGES, check_stage
-from zerojax.layout._torus import (
-    DIMS,
-    SPANS,
-    Digit,
-    Phases,
-    Span,
-    group_digits,
-    in_order,
-    scatters_tiles,
-)
+from zerojax.layout._torus import DIMS, SPANS, Digit, Phases, group_digits, in_order, scatters_tiles
 from zerojax.layout._transformation import WRAPPED, as_transformation
 
 __all__ = [
@@ -37,10 +27,10 @@ __all__ = [
     "LeafLayout",
     "OptimizerLayout",
     "Phases",
+    "Placed",
     "Region",
     "Regions",
     "Rule",
-    "Span",
     "as_spec",
     "as_transformation",
     "check_layout",
@@ -51,5 +41,4 @@ __all__ = [
     "make_layout",
     "make_mesh",
     "scatters_tiles",
-    "stacked_rules",
 ]

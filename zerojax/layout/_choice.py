@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from zerojax._tree import num_elements
@@ -49,8 +48,10 @@ def choose_cut(
         return None, f"whole: {num_elements(shape)} elements, min_size {min_size}"
     layers = f", after {stacked} layer dim{'s' if stacked > 1 else ''}" if stacked else ""
     most = max(num_shards / 2, MOST_OF_TWO)
+    minor = len(shape) - 1
+    dims = sorted(range(stacked, len(shape)), key=lambda dim: (dim == minor, -shape[dim]))
     stored = {}
-    for dim in _by_preference(shape, stacked) if wanted is None else (wanted,):
+    for dim in dims if wanted is None else (wanted,):
         unit = num_shards * dim_parts[dim]
         size = -(-shape[dim] // unit) * unit
         if 0 < size <= most * shape[dim]:
@@ -63,9 +64,3 @@ def choose_cut(
         return cut, f"dim {dim}: {'divides' if wanted is None else 'as a rule says'}{layers}"
     more = cut.stored_size / shape[dim] - 1
     return cut, f"dim {dim}: padded {shape[dim]} to {cut.stored_size} (+{more:.2%}){layers}"
-
-
-def _by_preference(shape: Shape, stacked: int) -> Sequence[int]:
-    """Order the dims after the layer dims: the longest first, the minor one last."""
-    minor = len(shape) - 1
-    return sorted(range(stacked, len(shape)), key=lambda dim: (dim == minor, -shape[dim]))

@@ -17,8 +17,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.extend import core
-
 from zerojax._jaxpr import (
     bodies,
     called,
@@ -26,6 +24,7 @@ from zerojax._jaxpr import (
     is_variable,
     opened,
     scan_parts,
+    with_inner,
 )
 
 Labels = tuple[int, ...]
@@ -236,7 +235,5 @@ class Dims:
 def has_matrices(eqns: Iterable[Any]) -> bool:
     """Whether any equation, within loops and branches too, may be of matrices."""
     return any(
-        eqn.primitive.name in _MATRICES | _OTHERS
-        or any(has_matrices(opened(x)[0].eqns) for x in core.jaxprs_in_params(eqn.params))
-        for eqn in eqns
+        inner.primitive.name in _MATRICES | _OTHERS for eqn in eqns for inner in with_inner(eqn)
     )

@@ -182,8 +182,7 @@ def make_layout(
         batch_axes: mesh axes that cut the batch; `axis` by default, of several kinds the widest.
         specs: PartitionSpecs of the user's own for other axes, as a tree (or a prefix of one) like
             the parameters; they stay, and ZeRO partitions what they leave.
-        rules: overrides per path; `stacked_rules(loss_fn, params, batch)` gives those that a
-            traced loss asks for. Layer dims that no rule names are told by shapes.
+        rules: overrides per path. Layer dims that no rule names are told by shapes.
         min_size: leaves with fewer elements stay whole.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jax.sharding import PartitionSpec as P
 
@@ -13,6 +13,20 @@ from zerojax._types import Axes, Kind, Shape
 
 #: Axis names per dim; the form in which specs are compared and extended.
 Entries = tuple[Axes, ...]
+
+
+class Placed(Protocol):
+    """What says how an array is cut: a `LeafLayout`, or a parameter on its way to its use."""
+
+    @property
+    def entries(self) -> Entries:
+        """The user's own mesh axes per dim."""
+        ...
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that ZeRO cuts; None where there is none."""
+        ...
 
 
 class Cut(NamedTuple):

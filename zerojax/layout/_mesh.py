@@ -37,23 +37,21 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh axis {name!r} needs a positive whole number, got {size!r}")
     wanted = math.prod(axes.values())
-    found = list(jax.devices() if devices is None else devices)
-    if devices is not None and len(found) != wanted:
+    found = jax.devices()[:wanted] if devices is None else list(devices)
+    if len(found) != wanted:
+        where, remedy = "given", f"hand over that many, as in devices=jax.devices()[:{wanted}]"
+        if devices is None:
+            flag = f"--xla_force_host_platform_device_count={wanted}"
+            where, remedy = "there", f"on a CPU set XLA_FLAGS={flag} before jax starts"
         raise ValueError(
-            f"the mesh {dict(axes)} takes {wanted} devices and {len(found)} are given; hand over "
-            f"that many, as in devices=jax.devices()[:{wanted}]"
-        )
-    if len(found) < wanted:
-        raise ValueError(
-            f"the mesh {dict(axes)} takes {wanted} devices and {len(found)} are there; on a CPU "
-            f"set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before jax starts"
+            f"the mesh {dict(axes)} takes {wanted} devices and {len(found)} are {where}; {remedy}"
         )
     return in_order(
         jax.make_mesh(
             tuple(axes.values()),
             tuple(axes),
             axis_types=(AxisType.Auto,) * len(axes),
-            devices=found[:wanted],
+            devices=found,
         )
     )
 
@@ -91,7 +89,8 @@ def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
     to change places to become those of the next kind.
     """
     kinds: tuple[Kind, ...] = ("parameter", "gradient", "optimizer")
-    if not isinstance(axis, Mapping):
+    is_by_kind = isinstance(axis, Mapping)
+    if not is_by_kind:
         axis = dict.fromkeys(kinds, axis)
     elif set(axis) != set(kinds):
         raise ValueError(f"axis by kind names the axes of {', '.join(kinds)}, got {axis!r}")
@@ -102,6 +101,10 @@ def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
         if not {*axes} <= {*own}:
             raise ValueError(
                 f"axis of kind {kind!r} is {own}; give it those of the kinds before it too, {axes}"
+            )
+        if is_by_kind and not own:
+            raise ValueError(
+                f"axis of kind {kind!r} names no axis; a lower stage keeps what is whole everywhere"
             )
         found[kind] = axes = (*axes, *(name for name in own if name not in axes))
     found["master"] = axes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,14 +45,8 @@ def find_owners(
         marked = jax.eval_shape(tx.init, numbered)
     except Exception:  # noqa: BLE001
         return _owners_by_placeholder(tx, tree, state, structure)
-    plain = jax.tree.map(
-        lambda node: node.value if is_numbered(node) else node, marked, is_leaf=is_numbered
-    )
-    same = jax.tree.structure(plain) == structure and all(
-        a.shape == b.shape and a.dtype == b.dtype
-        for a, b in zip(jax.tree.leaves(plain), state, strict=True)
-    )
-    if not same:
+    kinds = ([(x.shape, x.dtype) for x in found] for found in (jax.tree.leaves(marked), state))
+    if operator.ne(*kinds):
         return _owners_by_placeholder(tx, tree, state, structure)
     owners: list[int | None] = []
     for node in jax.tree.leaves(marked, is_leaf=is_numbered):
@@ -80,7 +75,7 @@ def _owners_by_placeholder(
     # optax runs the optimizer's own init on placeholders, so anything can be raised here; leaves
     # without an owner are placed by their own shape or refused as ambiguous.
     except Exception:  # noqa: BLE001
-        return [None] * len(state)
+        marked = ()
     owners = jax.tree.leaves(marked)
     if len(owners) != len(state):
         return [None] * len(state)

@@ -15,17 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import (
-    Slice,
-    Traced,
+    CALLS,
     bind_here,
     bodies,
-    called,
     depending,
     opened,
     run,
-    run_scan,
+    run_bodies,
     variables,
 )
+from zerojax._traced import Slice, Traced
 from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
@@ -110,17 +109,10 @@ class Region:
     def _step(self, num_rows: int) -> Callable[[Any, list[Any]], list[Any]]:
         """Return what runs an equation with another number of rows than it was traced with."""
 
-        def within(program: Any) -> Callable[..., list[Any]]:
-            return lambda *values: run(program, values, step)
-
         def step(eqn: Any, values: list[Any]) -> list[Any]:
             name = eqn.primitive.name
-            if (inner := called(eqn)) is not None:
-                return within(inner)(*values)
-            if name == "scan":
-                return run_scan(eqn, values, lambda given: within(eqn.params["jaxpr"])(*given))
-            if name == "cond":
-                return jax.lax.switch(values[0], [*map(within, bodies(eqn))], *values[1:])
+            if name in CALLS or name in ("scan", "cond"):
+                return run_bodies(eqn, values, lambda program, given: run(program, given, step))
             dim = self.row_dim(eqn.outvars[0]) if name in _SIZES else None
             if dim is not None:
                 sizes = list(eqn.params[_SIZES[name]])

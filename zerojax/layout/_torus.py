@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from zerojax._types import AnyMesh, Axes
-from zerojax.layout._leaf import Entries, as_spec
+from zerojax.layout._leaf import Placed, as_spec
 
 #: Names of torus dims; several devices on one chip (TPU7x) are a dim of their own.
 DIMS = ("x", "y", "z", "core")
@@ -116,16 +116,16 @@ class Phases:
         """Return the phases of a collective over some axes of the layout's mesh."""
         return tuple(phase for phase in self.axes if {*phase} <= {*self.expand(axes)})
 
-    def between(self, entries: Entries, dim: int, axes: Axes) -> tuple[NamedSharding, ...]:
+    def between(self, leaf: Placed, axes: Axes) -> tuple[NamedSharding, ...]:
         """Return the shardings that a leaf has between whole and shards, in a reduction's order.
 
         Args:
-            entries: the user's own axes per dim.
-            dim: the partitioned dim.
+            leaf: how it is cut.
             axes: those of the layout's mesh that cut the shards.
         """
-        names = itertools.accumulate(self.within(axes)[:-1])
-        return tuple(NamedSharding(self.mesh, as_spec(entries, dim, axes)) for axes in names)
+        names = itertools.accumulate(self.within(axes)[:-1] if leaf.dim is not None else ())
+        specs = (as_spec(leaf.entries, leaf.dim, axes) for axes in names)
+        return tuple(NamedSharding(self.mesh, spec) for spec in specs)
 
 
 def scatters_tiles(shape: Sequence[int], dim: int, num_devices: int) -> bool:
@@ -150,7 +150,7 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
     if isinstance(mesh, AbstractMesh):
         return at_once
     span = _span_of(mesh, axes)
-    if span is None or not axes or _fits(span, _spanned(mesh, axes)):
+    if span is None:
         return at_once
     digits = [read_digits(mesh, axis) for axis in axes]
     if None in digits:
@@ -165,25 +165,25 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
 
 def in_order(mesh: Mesh) -> Mesh:
     """Return the same mesh with its devices row by row along the torus, where phases need that."""
-    spans = {axis: _span_of(mesh, (axis,)) for axis in mesh.axis_names}
-    if all(
-        span is None or _fits(span, _spanned(mesh, (axis,))) or read_digits(mesh, axis) is not None
-        for axis, span in spans.items()
-    ):
+    if _is_in_order(mesh):
         return mesh
     devices = sorted(mesh.devices.flat, key=lambda device: (_slice(device), *_place(device)))
     ordered = Mesh(
         np.array(devices).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types
     )
-    digits = [read_digits(ordered, axis) for axis, span in spans.items() if span is not None]
-    return mesh if None in digits else ordered
+    return ordered if _is_in_order(ordered) else mesh
+
+
+def _is_in_order(mesh: Mesh) -> bool:
+    axes = (axis for axis in mesh.axis_names if _span_of(mesh, (axis,)) is not None)
+    return all(read_digits(mesh, axis) is not None for axis in axes)
 
 
 def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:
     """Return along which torus dims an axis runs, major first; None where in no order."""
-    coords = _coords(mesh)
     size = mesh.shape[axis]
-    rows = np.moveaxis(coords, mesh.axis_names.index(axis), -2).reshape(-1, size, len(DIMS))
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    rows = np.array([*map(_place, devices.flat)]).reshape(-1, size, len(DIMS))
     found = []
     for number, dim in enumerate(DIMS):
         values = rows[..., number]  # [other devices, position along the axis]
@@ -250,33 +250,24 @@ def _cut(mesh: Mesh, groups: list[list[Digit]], further: tuple[Axes, ...]) -> Ph
 
 
 def _span_of(mesh: Mesh, axes: Axes) -> Span | None:
-    """Return what a collective may span along axes; None where they lie on no torus, or several."""
-    others = tuple(0 for name in mesh.axis_names if name not in axes)
-    order = [mesh.axis_names.index(name) for name in mesh.axis_names if name not in axes]
-    line = np.moveaxis(mesh.devices, order, range(len(order)))[others]
-    slices = {_slice(device) for device in np.ravel(line)}
-    return SPANS.get(mesh.devices.flat[0].device_kind) if len(slices) == 1 else None
+    """Return what a collective along axes may span, where that is not all that they span.
+
+    None too where they lie on no torus, or on several.
+    """
+    span = SPANS.get(mesh.devices.flat[0].device_kind)
+    if span is None or not axes:
+        return None
+    others = [dim for dim, name in enumerate(mesh.axis_names) if name not in axes]
+    group = np.ravel(np.moveaxis(mesh.devices, others, range(len(others)))[(0,) * len(others)])
+    places = zip(*map(_place, group), strict=True)
+    sizes = {dim: len({*places}) for dim, places in zip(DIMS, places, strict=True)}
+    return None if len({*map(_slice, group)}) > 1 or _fits(span, sizes) else span
 
 
 def _fits(span: Span, sizes: dict[str, int]) -> bool:
     """Return whether one collective may span these torus dims."""
     held = tuple(sorted(size for size in sizes.values() if size > 1))
     return len(held) <= span.num_dims or held in span.sizes
-
-
-def _spanned(mesh: Mesh, axes: Axes) -> dict[str, int]:
-    """Count the places that a group of devices along some axes takes along each torus dim."""
-    coords = _coords(mesh)
-    others = [d for d, name in enumerate(mesh.axis_names) if name not in axes]
-    first = coords[tuple(0 if d in others else slice(None) for d in range(coords.ndim - 1))]
-    flat = first.reshape(-1, len(DIMS))
-    return {dim: len(np.unique(flat[:, number])) for number, dim in enumerate(DIMS)}
-
-
-def _coords(mesh: Mesh) -> np.ndarray:
-    """Return the place of every device on the torus, `[*mesh, len(DIMS)]`."""
-    places = [_place(device) for device in mesh.devices.flat]
-    return np.array(places).reshape(*mesh.devices.shape, len(DIMS))
 
 
 def _slice(device: Any) -> int:

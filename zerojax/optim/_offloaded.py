@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import compute_on as _compute_on
 
-from zerojax._jaxpr import Slice, Traced, bind, is_fill
+from zerojax._jaxpr import bind, depending
+from zerojax._traced import Slice, Traced, is_fill
 from zerojax._tree import num_elements
+from zerojax._types import TreeDef
 from zerojax.collectives import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
 from zerojax.memory import check_host_memory
@@ -90,8 +92,8 @@ class OffloadedUpdate:
 
     Attributes:
         function: `function(gradients, held, state, loss)` of lists of logical leaves gives
-            `(norm, updated, low, state)`: a scalar, what the optimizer updates, the same in the
-            parameters' dtype (an empty list where that is no other), and the new state.
+            `(scalars, updated, low, state)`: any number of scalars, what the optimizer updates, the
+            same in the parameters' dtype (an empty list where that is no other), and the new state.
         layout: the placement.
         placed: the placement of the state.
         hosted: the leaves that live on the host.
@@ -113,11 +115,11 @@ class OffloadedUpdate:
         """
         args = (grads, held, state, loss)
         traced = Traced(self.function, args)
-        sources, places = self._places(len(traced.outputs))
+        sources, places = self._places(traced.out_tree)
         given = dict(zip(traced.inputs, jax.tree.leaves(args), strict=True)) | traced.consts
         source = dict(zip(traced.inputs, sources, strict=True))
         far = {var for var, place in source.items() if place.is_far}
-        behind = traced.depending(far)
+        behind = depending(traced.eqns, far)
 
         def is_shared(var: Any) -> bool:
             return traced.is_scalar(var) and var not in behind
@@ -147,7 +149,7 @@ class OffloadedUpdate:
             token = here[0] if here else token
         return jax.tree.unflatten(traced.out_tree, [results[n] for n in range(len(places))])
 
-    def _places(self, num_results: int) -> tuple[list[_Place], list[_Place]]:
+    def _places(self, results: TreeDef) -> tuple[list[_Place], list[_Place]]:
         """Return the place of each input leaf and of each result."""
         low = [_Place(number, False) for number in range(len(self.layout.leaves))]
         held = [_Place(number, is_far) for number, is_far in enumerate(self.hosted.masters)]
@@ -156,8 +158,8 @@ class OffloadedUpdate:
             for leaf, is_far in zip(self.placed.leaves, self.hosted.state, strict=True)
         ]
         scalar = [_Place(None, False)]
-        has_low = num_results > len(scalar + held + state)
-        return low + held + state + scalar, scalar + held + low * has_low + state
+        scalars, _, cast, _ = (part.num_leaves for part in results.children())
+        return low + held + state + scalar, scalar * scalars + held + low[:cast] + state
 
     def _part(
         self, traced: Traced, index: int, places: list[_Place], stop: Callable[[Any], bool]

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._jaxpr import Traced
+from zerojax._jaxpr import depending
+from zerojax._traced import Traced
 from zerojax._tree import num_elements
 from zerojax._types import PyTree
 from zerojax.layout import as_transformation
@@ -84,7 +85,7 @@ def quantized(
     def init(params: PyTree) -> QuantizedState:
         state = tx.init(params)
         traced = Traced(tx.init, (params,))
-        copies = traced.depending(traced.inputs)
+        copies = depending(traced.eqns, traced.inputs)
         leaves, structure = jax.tree.flatten(state)
         return QuantizedState(
             structure.unflatten(

@@ -13,43 +13,34 @@ the traced update, as one of the scalars that its result is multiplied with last
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from zerojax._jaxpr import Traced, is_fill, is_variable, variables
-from zerojax._types import PyTree
+from zerojax._jaxpr import depending, is_variable, variables
+from zerojax._traced import Traced, is_fill
 
 #: Operations that change neither the values nor their order.
 _PASSED_ON = frozenset({"convert_element_type", "copy", "reshape"})
 
 
-def learning_rate(
-    tx: optax.GradientTransformationExtraArgs, params: PyTree, opt_state: PyTree, loss: Any
-) -> jax.Array | None:
+def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -> jax.Array | None:
     """Return the rate of this update: what all leaves are multiplied with after anything else.
 
     Args:
-        tx: the optimizer.
-        params: arrays or shapes of what it updates.
-        opt_state: its state before the update.
-        loss: a scalar, for optimizers that ask for it.
+        traced: `update(grads, state, params, ...)`, which returns updates and a state.
+        num_leaves: leaves of `grads`, and of the updates.
+        state: the leaves of the state before the update.
 
     Returns:
         A scalar; None where leaves have rates of their own, or the update ends with another
         operation (inside `optax.MultiSteps`, in schedule-free optimizers).
     """
-
-    def update(grads: PyTree, params: PyTree, loss: Any, opt_state: PyTree) -> PyTree:
-        return tx.update(grads, opt_state, params, value=loss, grad=grads)[0]
-
-    traced = Traced(update, (params, params, loss, opt_state))
-    state = jax.tree.leaves(opt_state)
-    held = traced.inputs[len(traced.inputs) - len(state) :]
-    moving = traced.depending(x for x in traced.inputs if x not in held)
-    results = [x for x in variables(traced.outputs) if x in moving]
+    held = traced.inputs[num_leaves : num_leaves + len(state)]
+    moving = depending(traced.eqns, set(traced.inputs) - set(held))
+    results = [x for x in variables(traced.outputs[:num_leaves]) if x in moving]
     # In a leaf of one element a factor looks like the direction: others know better.
     results = [x for x in results if x.aval.size > 1] or results
     found = {_factors(traced, x, moving) for x in results}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from zerojax._traced import Traced
 from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, cut, shard_tree, store, view, write_back
@@ -83,14 +84,11 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
             return in_layout_of_params(sums, layout)
         return write_back(params, shard_tree(sums, layout), layout)
 
-    def specs(*_: Any) -> PyTree:
-        return jax.tree.map(lambda s: s.spec, layout.params)
-
     given = (
         as_params(params, layout, "params", within=True),
         as_params(updates, layout, "updates"),
     )
-    region = auto_region(add, layout, specs)
+    region = auto_region(add, layout, jax.tree.map(lambda s: s.spec, layout.params))
     new = region(*given) if is_traced(given) else jax.jit(region)(*given)
     return _in_place_of(params, new, layout)
 
@@ -102,7 +100,7 @@ def init_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree)
     def build(params: PyTree) -> PyTree:
         return store_state(tx.init(shard_tree(params, layout)), placed, layout)
 
-    return auto_region(build, layout, lambda *_: placed.specs)(params)
+    return auto_region(build, layout, placed.specs)(params)
 
 
 def in_layout_of_params(tree: PyTree, layout: Layout) -> PyTree:
@@ -183,17 +181,16 @@ def _update(
             view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )
         phased = functools.partial(cut, in_phases=len(layout.groups) > 1)
-        grads = layout.map_leaves(
-            lambda leaf, x: phased(x, layout, leaf.entries, leaf.dim, "optimizer"), updates
-        )
+        grads = layout.map_leaves(lambda leaf, x: phased(x, layout, leaf, "optimizer"), updates)
         given = (grads, seen, shards, arrays)
-        updates, new = call(*given) if functions else update_whole(call, given, placed, layout)
+        if functions or not all(hasattr(x, "weak_type") for x in jax.tree.leaves(given)):
+            updates, new = call(*given)
+        else:
+            updates, new = update_whole(Traced(call, given), given, placed, layout)
         updates = shard_tree(as_params(updates, layout, "updates of the wrapped optimizer"), layout)
         return in_layout_of_params(updates, layout), store_state(new, placed, layout)
 
-    def specs(*_: Any) -> PyTree:
-        return jax.tree.map(lambda s: s.spec, layout.params), placed.specs
-
+    specs = jax.tree.map(lambda s: s.spec, layout.params), placed.specs
     region = auto_region(run, layout, specs)
     updates, new = region(updates, placed.flatten(state), params, arrays)
     return updates, with_leaves_like(state, placed.structure, jax.tree.leaves(new))

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import Traced, bind, bodies, depending, opened, run_equations
+from zerojax._jaxpr import bind, depending, inputs_of, opened, run_bodies, run_equations
+from zerojax._traced import Traced
 from zerojax._types import Axes, PyTree
 from zerojax.collectives import Job, Spread, compute_by_owners
 from zerojax.layout import Layout, OptimizerLayout, Region, Regions, has_matrices
 
 
 def update_whole(
-    update: Callable[..., tuple[PyTree, PyTree]],
-    args: tuple[PyTree, PyTree, PyTree, PyTree],
-    placed: OptimizerLayout,
-    layout: Layout,
+    traced: Traced, args: tuple[PyTree, ...], placed: OptimizerLayout, layout: Layout
 ) -> tuple[PyTree, PyTree]:
     """Run an update; what of it needs whole matrices runs on devices that own them.
 
     Args:
-        update: `update(grads, state, params, extra)` of logical leaves, as shards.
+        traced: `update(grads, state, params, extra)` of logical leaves, as shards.
         args: its arguments.
         placed: the placement of the state.
         layout: that of the parameters.
     """
-    given = jax.tree.leaves(args)
-    if not layout.partitions("optimizer") or not all(hasattr(x, "shape") for x in given):
-        return update(*args)
-    traced = Traced(update, args)
-    if not has_matrices(traced.eqns):
-        return update(*args)
+    if not layout.partitions("optimizer") or not has_matrices(traced.eqns):
+        return traced.run(*args)
     runner = _Runner(Regions(traced, placed, layout), layout)
-    values = dict(zip(traced.inputs, given, strict=True)) | traced.consts
+    values = dict(zip(traced.inputs, jax.tree.leaves(args), strict=True)) | traced.consts
     return traced.out_tree.unflatten(runner.run(traced.eqns, values, traced.outputs))
 
 
@@ -64,14 +58,11 @@ class _Runner:
         if eqn.primitive.name != "cond" or not self._regions.dims.met(eqn):
             return bind(eqn, values)
 
-        def branch(program: Any) -> Callable[..., list[Any]]:
-            jaxpr, consts = opened(program)
-            inputs = [*jaxpr.constvars, *jaxpr.invars]
-            return lambda *given: self.run(
-                jaxpr.eqns, dict(zip(inputs, [*consts, *given], strict=True)), jaxpr.outvars
-            )
+        def branch(program: Any, given: Sequence[Any]) -> list[Any]:
+            jaxpr, _ = opened(program)
+            return self.run(jaxpr.eqns, inputs_of(program, given), jaxpr.outvars)
 
-        return jax.lax.switch(values[0], [*map(branch, bodies(eqn))], *values[1:])
+        return run_bodies(eqn, values, branch)
 
     def _whole(self, regions: Sequence[Region], values: dict[Any, Any]) -> dict[Any, Any]:
         """Compute the results of all regions, those of one kind together."""

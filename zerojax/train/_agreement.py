@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import zlib
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,58 +15,42 @@ from zerojax._tree import leaves_by_path, named_tuples
 from zerojax._types import PyTree
 from zerojax._version import __version__
 from zerojax.layout import Layout
-from zerojax.processes import agree, check_copies, together
+from zerojax.processes import agree, together
 from zerojax.recipe import Recipe
 from zerojax.train._state import TrainState
 
 PACKAGES = ("jax", "jaxlib", "optax")
 
 
-def agree_on_init(
+def agree_on(
+    name: str,
     layout: Layout,
     recipe: Recipe,
-    like: TrainState,
-    build: Any,
-    args: tuple[Any, ...],
-    given: PyTree,
-) -> None:
-    """Compare what makes the first state between processes, the seed above all.
+    state: TrainState,
+    lower: Callable[[], jax.stages.Lowered],
+    given: dict[str, PyTree],
+) -> bool:
+    """Compare what a program is made of between processes, the seed of a first state above all.
 
     Args:
+        name: of the call, for errors.
         layout: the placement.
         recipe: how the step is computed.
-        like: the state as shapes.
-        build: the jitted function that makes it.
-        args: what that is called with.
-        given: the same as the user gave it.
+        state: arrays or shapes.
+        lower: lowers the program.
+        given: what it is called with, as the user gave it.
+
+    Returns:
+        Whether there are others to agree with.
     """
-    if _is_alone(layout):
-        return
-    name = "step.init"
+    if all(device.process_index == jax.process_index() for device in layout.devices.flat):
+        return False
     with together(name):
-        facts = _plan(layout, recipe, like)
-        facts |= {"arguments": _values(given), "program": build.lower(*args).as_text()}
+        facts = _plan(layout, recipe, state)
+        facts |= {what: _values(tree) for what, tree in given.items()}
+        facts["program"] = lower().as_text()
     agree(name, facts)
-
-
-def agree_on_call(
-    what: str, layout: Layout, recipe: Recipe, jitted: Any, state: TrainState, batch: PyTree
-) -> None:
-    """Compare what is about to be compiled between processes, and what they start from."""
-    if _is_alone(layout):
-        return
-    name = "compiling"
-    with together(name):
-        facts = {"call": what, **_plan(layout, recipe, state)}
-        facts["batch"] = _values(batch)
-        facts["program"] = jitted.lower(state, batch).as_text()
-    agree(name, facts)
-    check_copies(name, {"state": state, "batch": batch})
-
-
-def _is_alone(layout: Layout) -> bool:
-    """Whether all devices are this process's, so that it may do what no other does."""
-    return all(device.process_index == jax.process_index() for device in layout.devices.flat)
+    return True
 
 
 def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:

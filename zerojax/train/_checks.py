@@ -38,9 +38,6 @@ def check_state(state: TrainState, like: TrainState) -> None:
         state: arrays, traced or not; placements of traced ones are not looked at.
         like: shapes with shardings.
     """
-    if jax.tree.structure(state) == jax.tree.structure(like):
-        _check_leaves(state, like)
-        return
     for name, what in (("masters", "masters"), ("loss_scale", "a loss scale")):
         found, wanted = (getattr(s, name, None) is not None for s in (state, like))
         if found != wanted:
@@ -49,36 +46,31 @@ def check_state(state: TrainState, like: TrainState) -> None:
                 f"{'asks for' if wanted else 'has'} {what if wanted else 'none'}: make the "
                 "state with this step's init, or the step with the state's precision"
             )
-    found, wanted = (set(flatten_with_names(s)[0]) for s in (state, like))
-    differs = f"missing {sorted(wanted - found)[:5]}, unexpected {sorted(found - wanted)[:5]}"
-    if found == wanted:  # other shapes, or other containers: adam's and adabelief's, say
-        _check_leaves(state, like)
-        differs = f"{jax.tree.structure(state)} where {jax.tree.structure(like)} is expected"
-    raise ValueError(
-        f"the state is not of this step's layout, recipe and optimizer: {differs}; {_REMEDY}"
-    )
-
-
-def _check_leaves(state: TrainState, like: TrainState) -> None:
-    names, wanted, _ = flatten_with_names(like)
-    wrong = [
-        text
-        for name, x, want in zip(names, jax.tree.leaves(state), wanted, strict=True)
-        if (text := _difference(name, x, want))
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if text := difference(state, like):
         raise ValueError(
-            f"the state is not of this step's layout and recipe: {'; '.join(wrong[:3])}{more}; "
-            f"{_REMEDY}, or give the step the state's precision and layout"
+            f"the state is not of this step's layout, recipe and optimizer: {text}; {_REMEDY}, or "
+            "give the step the state's precision and layout"
         )
+
+
+def difference(given: PyTree, like: PyTree) -> str:
+    """Say how a tree differs from another: in leaves, containers, shapes, dtypes or placement."""
+    (names, leaves, found), (others, likes, wanted) = map(flatten_with_names, (given, like))
+    missing, unexpected = sorted({*others} - {*names}), sorted({*names} - {*others})
+    if missing or unexpected:
+        return f"missing {missing[:5]}, unexpected {unexpected[:5]}"
+    by_name = dict(zip(names, leaves, strict=True))
+    texts = (_difference(name, by_name[name], x) for name, x in zip(others, likes, strict=True))
+    if wrong := list(filter(None, texts)):
+        return "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
+    return "" if found == wanted else f"{found} where {wanted} is expected"  # adam, adabelief
 
 
 def _difference(name: str, x: Any, want: Any) -> str:
     if (x.shape, x.dtype) != (want.shape, want.dtype):
         expected = f"{want.dtype}{list(want.shape)}"
         return f"{name} is {x.dtype}{list(x.shape)} where {expected} is expected"
-    if _lies_otherwise(x, want.sharding):
+    if isinstance(want, jax.ShapeDtypeStruct) and _lies_otherwise(x, want.sharding):
         return f"{name} is placed as {x.sharding} where {want.sharding} is expected"
     return ""
 

@@ -16,7 +16,8 @@ def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
 
 def global_norm(tree: PyTree) -> jax.Array:
     """Compute the L2 norm over all leaves, in fp32; padding is zero and adds nothing."""
-    squares = [jnp.sum(jnp.square(jnp.abs(x.astype(_wide(x))))) for x in jax.tree.leaves(tree)]
+    wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree))
+    squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in wide]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
@@ -26,7 +27,3 @@ def clip(grads: PyTree, norm: jax.Array, clip_norm: float | None) -> PyTree:
         return grads
     scale = jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
     return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-
-
-def _wide(x: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import treedef_is_leaf
 
 from zerojax._tree import as_shapes, floating_dtype
 from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store
-from zerojax.layout import Layout
 from zerojax.optim import as_params, store_state
-from zerojax.recipe import HOST_MEMORY, Recipe
-from zerojax.train._agreement import agree_on_init
+from zerojax.recipe import HOST_MEMORY
+from zerojax.train._agreement import agree_on
 from zerojax.train._checks import check_key
 from zerojax.train._clipping import cast_floating
 from zerojax.train._loss_scale import LossScale, first_loss_scale
@@ -33,17 +32,11 @@ class InitialState:
     """Makes the first state of a step.
 
     Attributes:
-        tx: the bare optimizer.
-        layout: the placement.
-        recipe: how the step is computed.
-        update: knows where the optimizer's state lives.
+        update: knows the optimizer, the layout, the recipe and where states live.
         has_key: whether the state has a PRNG key.
         model_state: arrays or shapes; None where there is none.
     """
 
-    tx: optax.GradientTransformationExtraArgs
-    layout: Layout
-    recipe: Recipe
     update: Update
     has_key: bool
     model_state: PyTree
@@ -59,7 +52,7 @@ class InitialState:
             )
         # The step donates its state, and `device_put` may share what the user holds.
         own = jax.tree.map(jnp.copy, (key, self.model_state))
-        rest = place_whole(own, jax.tree.map(lambda _: self.layout.sharding(P()), own))
+        rest = place_whole(own, jax.tree.map(lambda _: self.update.layout.sharding(P()), own))
         state = self._make(given, args)
         return dataclasses.replace(state, key=rest[0], model_state=rest[1])
 
@@ -69,26 +62,24 @@ class InitialState:
         is_leaf = treedef_is_leaf(jax.tree.structure(given))
         if callable(given) and (is_leaf or isinstance(given, jax.tree_util.Partial)):
             build = jax.jit(lambda *args: self._build(given(*args)), out_shardings=shardings)
-            self._agree(build, args, args)
-            return build(*args)
-        if args:
+            values, told = args, {"arguments": args}
+        elif args:
             raise TypeError("step.init(params) takes nothing else: arguments are for an init_fn")
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)):
+        elif any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)):
             raise ValueError("step.init takes arrays, got shapes; they are for step.abstract_state")
-        params = as_params(given, self.layout, "params")
-        build = jax.jit(self._build, out_shardings=shardings)
-        placed = place_whole(params, self.layout.params)
-        self._agree(build, (placed,), params)
-        return build(placed)
-
-    def _agree(self, build: Any, args: tuple[Any, ...], given: PyTree) -> None:
-        agree_on_init(self.layout, self.recipe, self.abstract(), build, args, given)
+        else:
+            told = {"arguments": as_params(given, self.update.layout, "params")}
+            build = jax.jit(self._build, out_shardings=shardings)
+            values = (place_whole(told["arguments"], self.update.layout.params),)
+        lower = functools.partial(build.lower, *values)
+        agree_on("step.init", self.update.layout, self.update.recipe, self.abstract(), lower, told)
+        return build(*values)
 
     def abstract(self) -> TrainState:
         """Return the state as shapes with shardings; nothing is run."""
         # A mesh that the user has set, with Explicit axes, is not the one of the constraints.
-        with jax.sharding.use_abstract_mesh(self.layout.auto_mesh.abstract_mesh):
-            shapes = jax.eval_shape(self._place, self.layout.shapes)
+        with jax.sharding.use_abstract_mesh(self.update.layout.auto_mesh.abstract_mesh):
+            shapes = jax.eval_shape(self._place, self.update.layout.shapes)
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.has_key else None
         shapes = dataclasses.replace(shapes, key=key, model_state=as_shapes(self.model_state))
         return jax.tree.map(
@@ -100,7 +91,11 @@ class InitialState:
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every leaf of the state."""
-        layout, precision, placed = self.layout, self.recipe.precision, self.update.placed
+        layout, precision, placed = (
+            self.update.layout,
+            self.update.recipe.precision,
+            self.update.placed,
+        )
         everywhere = layout.sharding(P())
         shardings = TrainState(
             step=everywhere,
@@ -115,16 +110,16 @@ class InitialState:
         return self._map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings)
 
     def _build(self, params: PyTree) -> TrainState:
-        params = as_params(params, self.layout, "what init_fn returns")
-        if self.recipe.precision.updated is None:
+        params = as_params(params, self.update.layout, "what init_fn returns")
+        if self.update.recipe.precision.updated is None:
             self._check_dtypes(params)
         held = dataclasses.replace(self.shardings, key=None, model_state=None)
         specs = jax.tree.map(lambda s: s.spec, held)
-        return auto_region(self._place, self.layout, lambda *_: specs)(params)
+        return auto_region(self._place, self.update.layout, specs)(params)
 
     def _check_dtypes(self, params: PyTree) -> None:
         """Refuse parameters of another dtype, unless the precision casts them."""
-        for leaf, x in zip(self.layout.leaves, jax.tree.leaves(params), strict=True):
+        for leaf, x in zip(self.update.layout.leaves, jax.tree.leaves(params), strict=True):
             if jnp.result_type(x) != leaf.dtype:
                 raise ValueError(
                     f"leaf {leaf.path!r} is {jnp.result_type(x)} where the layout has "
@@ -134,7 +129,7 @@ class InitialState:
 
     def _place(self, params: PyTree) -> TrainState:
         """Cut parameters and build masters and the optimizer's state from the shards."""
-        layout, precision = self.layout, self.recipe.precision
+        layout, precision = self.update.layout, self.update.recipe.precision
         updated = shard_tree(cast_floating(params, precision.updated), layout)
         low, masters = updated, None
         if precision.master is not None:
@@ -150,7 +145,7 @@ class InitialState:
             step=jnp.zeros((), jnp.int32),
             params=hold(placed, layout),
             masters=masters,
-            opt_state=store_state(self.tx.init(updated), self.update.placed, layout),
+            opt_state=store_state(self.update.tx.init(updated), self.update.placed, layout),
             loss_scale=first_loss_scale(precision.loss_scale),
             padded=self.update.placed.padded,
         )
@@ -162,16 +157,13 @@ class InitialState:
         def over(tree: PyTree, far: Sequence[bool]) -> PyTree:
             leaves, structure = jax.tree.flatten(tree)
             return structure.unflatten(
-                function(x) if is_far else x for x, is_far in zip(leaves, far, strict=True)
+                function(x) if is_far else x for x, is_far in zip(leaves, far, strict=False)
             )
 
         if not self.update.hosted:
             return state
-        has_masters = any(self.update.hosted.masters)
         return dataclasses.replace(
             state,
-            masters=over(state.masters, self.update.hosted.masters)
-            if has_masters
-            else state.masters,
+            masters=over(state.masters, self.update.hosted.masters),  # none, or all that there are
             opt_state=over(state.opt_state, self.update.hosted.state),
         )

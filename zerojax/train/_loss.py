@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._tree import flatten_with_names
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives import unmarked
+from zerojax.train._checks import difference
 
 #: The parameters by which a loss asks for more than `loss_fn(params, batch)`.
 ASKABLE = ("key", "step", "model_state")
@@ -48,7 +48,8 @@ class Loss:
         if not has_state:
             return loss, extra, None
         aux, new = extra if self.has_aux else (None, extra)
-        _check_model_state(new, model_state)
+        if text := difference(new, model_state):
+            raise ValueError(f"the model_state that loss_fn returns is not as it was given: {text}")
         return loss, aux, new
 
     def without_noise(self) -> Loss:
@@ -103,20 +104,3 @@ def _read(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
             "compute the loss from floating values"
         )
     return loss, jax.tree.map(jnp.asarray, extra)
-
-
-def _check_model_state(new: PyTree, old: PyTree) -> None:
-    """Refuse a new state of the model that the next step can't take."""
-    (names, was, structure), (found, given, other) = map(flatten_with_names, (old, new))
-    if structure != other:
-        missing, unexpected = sorted(set(names) - set(found)), sorted(set(found) - set(names))
-        raise ValueError(
-            "the model_state that loss_fn returns is of another structure than the one it was "
-            f"given: missing {missing[:5]}, unexpected {unexpected[:5]}"
-        )
-    for name, x, y in zip(names, was, given, strict=True):
-        if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
-            raise ValueError(
-                f"model_state leaf {name!r} comes back as {jnp.result_type(y)}{list(jnp.shape(y))} "
-                f"where {jnp.result_type(x)}{list(jnp.shape(x))} was given"
-            )

@@ -145,7 +145,7 @@ def _renewed(
         widths = [(0, new - old) for old, new in zip(logical, shape, strict=True)]
         return jnp.pad(jax.lax.slice(x, [0] * x.ndim, logical), widths)
 
-    region = auto_region(resize, layout, lambda *_: sharding.spec)
+    region = auto_region(resize, layout, sharding.spec)
     new = jax.jit(region, out_shardings=sharding)(x)
     new.block_until_ready()
     x.delete()

@@ -37,11 +37,10 @@ class Stored:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_STORED)
 
-    def __getitem__(self, key: Any) -> Any:
+    def _refuse(self, *_: Any) -> Any:
         raise TypeError(_STORED)
 
-    def __call__(self, *args: Any) -> Any:
-        raise TypeError(_STORED)
+    __getitem__ = __call__ = _refuse
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any], None]:
         """Return the stored tree as the child; its leaves have the paths that they have in it."""
@@ -155,25 +154,18 @@ def unpad(tree: PyTree, layout: Layout) -> PyTree:
     """
     check_layout(layout, "unpad(state.params, layout)")
     given = layout.flatten(unwrapped(tree), "leaves of unpad(state.params, layout)", stored=True)
-    padded = {
-        leaf.path: leaf
-        for leaf, x in zip(layout.leaves, given, strict=True)
-        if jnp.shape(x) != leaf.shape
-    }
+    numbered = enumerate(zip(layout.leaves, given, strict=True))
+    padded = [number for number, (leaf, x) in numbered if jnp.shape(x) != leaf.shape]
+    leaves = [layout.leaves[number] for number in padded]
+    specs = [leaf.whole_spec for leaf in leaves]
 
-    def cut(stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {
-            path: constrain(to_logical(x, padded[path]), layout, padded[path].whole_spec)
-            for path, x in stored.items()
-        }
+    def cut(stored: list[jax.Array]) -> list[jax.Array]:
+        logical = map(to_logical, stored, leaves)
+        return [constrain(x, layout, spec) for x, spec in zip(logical, specs, strict=True)]
 
-    specs = {path: leaf.whole_spec for path, leaf in padded.items()}
-    shardings = {path: layout.sharding(spec) for path, spec in specs.items()}
-    region = auto_region(cut, layout, lambda *_: specs)
-    stored = {
-        leaf.path: x for leaf, x in zip(layout.leaves, given, strict=True) if leaf.path in padded
-    }
-    logical = jax.jit(region, out_shardings=shardings)(stored) if padded else {}
-    return layout.structure.unflatten(
-        logical.get(leaf.path, x) for leaf, x in zip(layout.leaves, given, strict=True)
-    )
+    if padded:
+        shardings = [*map(layout.sharding, specs)]
+        run = jax.jit(auto_region(cut, layout, specs), out_shardings=shardings)
+        for number, x in zip(padded, run([given[n] for n in padded]), strict=True):
+            given[number] = x
+    return layout.structure.unflatten(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,14 +31,10 @@ from zerojax.collectives import (
 )
 from zerojax.layout import Layout, as_transformation
 from zerojax.memory import check_policy, rematerialised
+from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._agreement import agree_on_call
-from zerojax.train._checks import (
-    check_batch,
-    check_placement,
-    check_state,
-    check_usable,
-)
+from zerojax.train._agreement import agree_on
+from zerojax.train._checks import check_batch, check_placement, check_state, check_usable
 from zerojax.train._clipping import global_norm
 from zerojax.train._initial import InitialState
 from zerojax.train._loss import Loss
@@ -68,11 +65,8 @@ class TrainStep(Shown):
         if recipe.remat is not None:
             check_policy(recipe.remat, layout.mesh)
             self._loss_fn = rematerialised(loss, recipe.remat, is_loss=True)
-        tx = as_transformation(tx)
-        self._update = Update(tx, layout, recipe)
-        self._initial = InitialState(
-            tx, layout, recipe, self._update, has_key="key" in loss.asks, model_state=model_state
-        )
+        self._update = Update(as_transformation(tx), layout, recipe)
+        self._initial = InitialState(self._update, "key" in loss.asks, model_state)
         self.shardings = self._initial.shardings
         self._compiled: dict[Any, Any] = {}
         self._agreed: set[Any] = set()
@@ -193,7 +187,10 @@ class TrainStep(Shown):
         jitted = self._jitted(what, batch)
         try:
             if jitted not in self._agreed:
-                agree_on_call(what, self.layout, self.recipe, jitted, state, batch)
+                lower = functools.partial(jitted.lower, state, batch)
+                given = {"batch": batch}
+                if agree_on(f"compiling {what}", self.layout, self.recipe, state, lower, given):
+                    check_copies(f"compiling {what}", {"state": state, "batch": batch})
                 self._agreed.add(jitted)
             return jitted(state, batch)
         except ValueError:
@@ -225,9 +222,7 @@ class TrainStep(Shown):
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         check_state(state, self.abstract_state())
         held = jax.tree.map(lambda s: s.spec, self.shardings)
-        return auto_region(
-            self._run, self.layout, lambda *args: (held, self._specs(self._run, *args)[1])
-        )(state, batch)
+        return auto_region(self._run, self.layout, (held, self._spec_like(batch)))(state, batch)
 
     def _evaluate(self, state: TrainState, batch: PyTree) -> Any:
         check_state(state, self.abstract_state())
@@ -238,16 +233,12 @@ class TrainStep(Shown):
             out = self._ahead(loss_fn)(unwrapped(state.params), given, state.model_state)
             return out[:2] if self._loss.has_aux else out[0]
 
-        return auto_region(run, self.layout, lambda *args: self._specs(run, *args))(state, batch)
+        return auto_region(run, self.layout, self._spec_like(batch))(state, batch)
 
-    def _specs(self, run: Callable[..., Any], state: TrainState, batch: PyTree) -> PyTree:
-        """Return where results lie: rows of examples over the batch axes, the rest everywhere."""
-        with jax.sharding.use_abstract_mesh(self.layout.auto_mesh.abstract_mesh):
-            out = jax.eval_shape(run, *as_shapes((state, batch)))
+    def _spec_like(self, batch: PyTree) -> Callable[[Any], P]:
+        """Return where a result lies: rows of examples over the batch axes, the rest everywhere."""
         rows = num_examples(batch)
-        return jax.tree.map(
-            lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P(), out
-        )
+        return lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P()
 
     def _given(self, state: TrainState, batch: PyTree) -> dict[str, Any]:
         """Return what a loss may ask for; scalars of it go to every device and microbatch."""
@@ -261,13 +252,9 @@ class TrainStep(Shown):
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Compute gradients as shards, update shards, write the parameters back."""
         (loss, aux, model_state), grads = self._gradients(state, batch)
-        updated = self._update(state, grads, loss)
-        metrics = {
-            "loss": loss,
-            "grad_norm": updated.norm,
-            "param_norm": global_norm(updated.params),
-        }
-        finite = jnp.isfinite(updated.norm)
+        norm, rate, params, new_state = self._update(state, grads, loss)
+        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(params)}
+        finite = jnp.isfinite(norm)
         if self.recipe.skips:
             metrics["skipped"] = ~finite
             model_state = kept_unless(finite, model_state, state.model_state)
@@ -275,18 +262,15 @@ class TrainStep(Shown):
         if loss_scale is not None and policy is not None:
             metrics["loss_scale"] = loss_scale.scale
             loss_scale = next_loss_scale(policy, loss_scale, finite)
-        new_state = TrainState(
+        new_state = dataclasses.replace(
+            new_state,
             step=state.step + 1,
-            params=hold(self._written(unwrapped(state.params), updated.params), self.layout),
-            masters=updated.masters,
-            opt_state=updated.opt_state,
+            params=hold(self._written(unwrapped(state.params), params), self.layout),
             loss_scale=loss_scale,
-            key=state.key,
             model_state=model_state,
-            padded=state.padded,
         )
-        if updated.rate is not None:
-            metrics["learning_rate"] = updated.rate
+        if rate is not None:
+            metrics["learning_rate"] = rate
         if self._loss.has_aux:
             metrics["aux"] = aux
         return new_state, metrics

@@ -8,7 +8,16 @@ from typing import Any
 
 from jax.extend import core
 
-from zerojax._jaxpr import OPAQUE, REMATERIALISED, bodies, called, opened, scan_parts
+from zerojax._jaxpr import (
+    OPAQUE,
+    REMATERIALISED,
+    bodies,
+    called,
+    num_products,
+    num_summed,
+    opened,
+    scan_parts,
+)
 from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
 #: Kinds of operations by how their primitives' names begin.
@@ -113,8 +122,8 @@ class _Reader:
                 num_consts=consts,
                 num_carry=carry,
                 region=region,
-                flops=self._line(_flops(one), _flops(two)),
-                contracted=self._line(_contracted(one), _contracted(two)),
+                flops=self._line(2 * num_products(one), 2 * num_products(two)),
+                contracted=self._line(num_summed(one), num_summed(two)),
                 is_wide=name in _PRODUCTS
                 and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
             )
@@ -164,34 +173,6 @@ def _kind(name: str, is_loop: bool) -> str:
 def _num_bytes(aval: Any) -> float:
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return math.prod(getattr(aval, "shape", ())) * itemsize
-
-
-def _contracted(eqn: Any) -> int:
-    """Count the elements that a dot product sums over; 0 for anything else."""
-    numbers = eqn.params.get("dimension_numbers")
-    if eqn.primitive.name == "ragged_dot_general":
-        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    elif eqn.primitive.name != "dot_general":
-        return 0
-    (dims, _), _ = numbers
-    return math.prod(eqn.invars[0].aval.shape[d] for d in dims)
-
-
-def _flops(eqn: Any) -> float:
-    """Count the operations of a dot product or a convolution; the rest is next to nothing."""
-    name = eqn.primitive.name
-    out = 2.0 * math.prod(eqn.outvars[0].aval.shape)
-    if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        features = eqn.params["dimension_numbers"].rhs_spec[0]
-        return out * math.prod(kernel) / kernel[features]
-    num_groups = 1
-    if name == "ragged_dot_general":  # groups share the rows: where these are summed over, once
-        ragged = eqn.params["ragged_dot_dimension_numbers"]
-        (summed, _), _ = ragged.dot_dimension_numbers
-        if set(ragged.lhs_ragged_dimensions) & set(summed):
-            num_groups = eqn.invars[2].aval.shape[-1]
-    return out * _contracted(eqn) / num_groups
 
 
 def _needed(ops: Sequence[Op], outputs: Sequence[int | None]) -> tuple[Op, ...]:

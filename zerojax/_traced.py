@@ -1,0 +1,123 @@
+"""Updates as equations, and the slices of one that some of its results need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zerojax._jaxpr import (
+    EquationRunner,
+    bind,
+    called,
+    is_elementwise,
+    opened,
+    run,
+    run_bodies,
+    run_equations,
+    variables,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """The equations that some results need.
+
+    Attributes:
+        inputs: what has to be given: inputs of the whole, and shared scalars.
+        eqns: in order.
+        outputs: the results; literals may be among them.
+    """
+
+    inputs: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    def run(self, values: Sequence[Any], step: EquationRunner = bind) -> list[Any]:
+        """Run the equations; `step(eqn, operands)` runs one."""
+        given = dict(zip(self.inputs, values, strict=True))
+        return run_equations(self.eqns, given, self.outputs, step)
+
+    def not_elementwise(self) -> list[str]:
+        """Name the operations that look at other elements than the one they compute."""
+        found = (
+            eqn.primitive.name for eqn in self.eqns if not is_fill(eqn) and not is_elementwise(eqn)
+        )
+        return list(dict.fromkeys(found))
+
+
+class Traced:
+    """An update traced to equations, calls inlined.
+
+    Attributes:
+        program: the jaxpr with its calls.
+        inputs: one variable per input leaf.
+        outputs: one variable or literal per output leaf.
+        out_tree: the structure of the results.
+        eqns: in order.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        shapes = jax.tree.map(_shape_of, args)
+        self.program, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        flat = jax.make_jaxpr(lambda *leaves: run(self.program, leaves, _inline))(
+            *jax.tree.leaves(shapes)
+        )
+        jaxpr, consts = opened(flat)
+        self.inputs = list(jaxpr.invars)
+        self.outputs = list(jaxpr.outvars)
+        self.out_tree = jax.tree.structure(out)
+        self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
+        self.eqns = list(jaxpr.eqns)
+        self._made = {var: n for n, eqn in enumerate(self.eqns) for var in eqn.outvars}
+
+    def run(self, *args: Any) -> Any:
+        """Run the program as it was traced, on arrays."""
+        return self.out_tree.unflatten(run(self.program, jax.tree.leaves(args)))
+
+    def slice(self, outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:
+        """Collect what outputs need, back to inputs and to variables at which to stop."""
+        needed: set[int] = set()
+        inputs: dict[Any, None] = {}
+        todo = variables(outputs)
+        while todo:
+            var = todo.pop()
+            if var not in self._made or stop(var):
+                inputs[var] = None
+            elif (number := self._made[var]) not in needed:
+                needed.add(number)
+                eqn = self.eqns[number]
+                todo += variables(eqn.invars)
+        return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
+
+    def maker(self, var: Any) -> Any:
+        """Return the equation that makes a variable; None for an input."""
+        return self.eqns[self._made[var]] if var in self._made else None
+
+    def is_scalar(self, var: Any) -> bool:
+        """Whether an equation makes this variable, of one element."""
+        return var in self._made and math.prod(var.aval.shape) == 1
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    weak_type = getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak_type)
+
+
+def is_fill(eqn: Any) -> bool:
+    """Whether an equation fills an array with one number."""
+    return eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
+
+
+def _inline(eqn: Any, values: list[Any]) -> list[Any]:
+    """Run an equation; of a call, what it holds, within branches too.
+
+    jax may trace a function once for several leaves: calls of it would share their variables.
+    """
+    is_call = called(eqn) is not None and eqn.primitive.name != "shard_map"
+    if is_call or eqn.primitive.name == "cond":
+        return run_bodies(eqn, values, lambda program, given: run(program, given, _inline))
+    return bind(eqn, values)
