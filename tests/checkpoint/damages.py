@@ -294,11 +294,11 @@ WAYS = {
     "manifest is null": content(manifest, b"null"),
     "manifest is a number": content(manifest, b"7"),
     "manifest is a text": content(manifest, b'"format"'),
-    "manifest has a format and nothing else": content(manifest, b'{"format": 6}'),
+    "manifest has a format and nothing else": content(manifest, b'{"format": 7}'),
     "manifest has a digest and nothing else": content(
-        manifest, b'{"format": 6, "digest": "00000000000000000000000000000000"}'
+        manifest, b'{"format": 7, "digest": "00000000000000000000000000000000"}'
     ),
-    "manifest is not UTF-8": content(manifest, b'{"format": 6, "digest": "\xff\xfe"}'),
+    "manifest is not UTF-8": content(manifest, b'{"format": 7, "digest": "\xff\xfe"}'),
     "manifest is nested deeply": content(manifest, b"[" * 200_000),
     "manifest is zeros": content(manifest, bytes(4096)),
     "folder in place of data": folder_in_place(data),

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax import Precision
 from zerojax._tree import flatten_with_names, unwrapped
-from zerojax.checkpoint import IncompatibleCheckpointError, read_manifest, restore, save
+from zerojax.checkpoint import IncompatibleCheckpointError, restore, save
 from zerojax.checkpoint._leaves import logical_shapes
 
 MESHES = {
@@ -199,23 +199,3 @@ def test_parameters_alone_are_asked_for_in_words(tmp_path):
         restore(tmp_path / "all", other, {"params": wished.params})
     back = restore(tmp_path / "all", other, {"params": wished.params}, partial=True)
     assert as_bytes(logical(back, other)) == as_bytes(logical({"params": state.params}, layout))
-
-
-def test_tied_leaves_are_stored_once_and_stay_one_array(tmp_path):
-    layout, _ = placed(2, "8")
-    sharding = layout.sharding(P("data"))
-    table = jax.device_put(np.arange(512.0, dtype=np.float32).reshape(64, 8), sharding)
-    tree = {"embed": table, "head": table, "bias": jax.device_put(np.ones(3), layout.sharding(P()))}
-    save(tmp_path / "tied", tree, layout)
-    manifest = read_manifest(tmp_path / "tied")
-    assert manifest.leaves["head"].same_as == "embed"
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    back = restore(tmp_path / "tied", layout, like)
-    assert back["head"] is back["embed"]
-    np.testing.assert_array_equal(back["head"], table)
-    apart = restore(
-        tmp_path / "tied",
-        layout,
-        {**like, "head": jax.ShapeDtypeStruct((64, 8), np.float32, sharding=layout.sharding(P()))},
-    )
-    np.testing.assert_array_equal(apart["head"], apart["embed"])

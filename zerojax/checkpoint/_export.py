@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import leaves_by_path, num_bytes
+from zerojax._tree import num_bytes, path_name
 from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._files import local_path
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, saved_leaves
@@ -29,8 +29,7 @@ def export_safetensors(
     """Write the whole, logical weights of a checkpoint to a safetensors file.
 
     Holds one tensor at a time. Needs no accelerator and no code of the model. A leaf `layers/qkv`
-    is the tensor `layers.qkv`. Tied weights are written once; the metadata name the others, as
-    Hugging Face's do.
+    is the tensor `layers.qkv`.
 
     Args:
         directory: the checkpoint's folder.
@@ -54,20 +53,14 @@ def export_safetensors(
     metadata = {"zerojax.writer": "zerojax"}
     if manifest.step is not None:
         metadata["zerojax.step"] = str(manifest.step)
-    names = {held: _tensor_name(ending) for held, ending in endings.items()}
-    if len(set(names.values())) < len(names):
+    held = {_tensor_name(ending): leaf for leaf, ending in endings.items()}
+    if len(held) < len(endings):
         raise ValueError(f"{root}: two leaves are one tensor by name; rename one that has a dot")
-    owners: dict[str, str] = {}  # stored leaf to the first one here that shows it
-    for held, name in names.items():
-        owner = owners.setdefault(manifest.leaves[held].same_as or held, held)
-        if owner != held:
-            metadata[name] = names[owner]
-    stored = {names[owner]: owner for owner in owners.values()}
-    leaves = {name: manifest.leaves[held] for name, held in stored.items()}
+    leaves = {name: manifest.leaves[leaf] for name, leaf in held.items()}
     write_safetensors(
         path,
         {name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for name, x in leaves.items()},
-        lambda name: read_leaf(root, manifest, stored[name]),
+        lambda name: read_leaf(root, manifest, held[name]),
         metadata,
     )
     return path
@@ -101,7 +94,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     The leaf `layers/qkv` is the tensor `layers.qkv`, or the one that the metadata tie to that name.
 
     Args:
-        path: a file, an index of several, or the folder that holds them.
+        path: a file, or the index of several beside it.
         layout: the placement of the result.
         like: shapes with shardings, logical or stored, as `step.abstract_state().params` gives.
 
@@ -122,12 +115,12 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
             shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size
         )
     check_leaves(found, wanted, reader.path)
-    keys = [  # equal for leaves that are tied, which are one array
-        (names[leaf], x.shape, x.dtype, getattr(x, "sharding", None) or layout.sharding(P()))
-        for leaf, x in leaves_by_path(like).items()
-    ]
-    read = {key: _placed(reader, *key) for key in dict.fromkeys(keys)}
-    return jax.tree.unflatten(jax.tree.structure(like), [read[key] for key in keys])
+
+    def read(path: tuple[Any, ...], x: Any) -> jax.Array:
+        sharding = getattr(x, "sharding", None) or layout.sharding(P())
+        return _placed(reader, names[path_name(path)], x.shape, x.dtype, sharding)
+
+    return jax.tree.map_with_path(read, like)
 
 
 def _tensors_of(reader: SafetensorsReader, wanted: Iterable[str]) -> dict[str, str]:

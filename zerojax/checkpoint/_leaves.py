@@ -51,8 +51,6 @@ class SavedLeaf:
     stored_shape: Shape  # shape with padding, as the arrays on disk have it
     dtype: str  # its name; of typed PRNG keys `key<...>`, whose integers are what is stored
     num_bytes: int  # bytes of the logical leaf
-    #: path of the leaf that is the very same array, which alone is stored; or None
-    same_as: str | None = None
 
     @property
     def is_key(self) -> bool:
@@ -62,7 +60,7 @@ class SavedLeaf:
     @property
     def is_stored(self) -> bool:
         """Whether there is an array of its own on disk."""
-        return self.same_as is None and math.prod(self.stored_shape) > 0
+        return math.prod(self.stored_shape) > 0
 
 
 def saved_leaves(
@@ -70,19 +68,15 @@ def saved_leaves(
 ) -> dict[str, SavedLeaf]:
     """Describe every leaf of a tree of arrays or shapes, by path; see `logical_shapes`."""
     logical = logical_shapes(tree, layout, tx)
-    first: dict[int, str] = {}
-    found = {}
-    for path, x in leaves_by_path(tree).items():
-        dtype = dtype_of(x)
-        owner = first.setdefault(id(x), path) if isinstance(x, jax.Array) else path
-        found[path] = SavedLeaf(
+    return {
+        path: SavedLeaf(
             shape=logical[path],
             stored_shape=tuple(jnp.shape(x)),
-            dtype=str(dtype),
-            num_bytes=num_bytes(logical[path], dtype),
-            same_as=None if owner == path else owner,
+            dtype=str(dtype_of(x)),
+            num_bytes=num_bytes(logical[path], dtype_of(x)),
         )
-    return found
+        for path, x in leaves_by_path(tree).items()
+    }
 
 
 def dtype_of(x: Any) -> Any:

@@ -33,7 +33,7 @@ from zerojax.layout import Layout
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
 MANIFEST = "checkpoint.json"
 ARRAYS = "arrays"
-FORMAT = 6
+FORMAT = 7
 #: Stands in the text for the digest while that is taken.
 NO_DIGEST = "0" * 32
 
@@ -114,9 +114,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 # {"digest": "0f3c...", "stage": 2, "axis": ["data"], "mesh": {"data": 8},
 #  "optimizer": {"opt_state/0": "ScaleByAdamState", "opt_state/1": "EmptyState"},
 #  "leaves": {"opt_state/0/mu/w": {"shape": [1009, 7], "stored_shape": [1016, 7],
-#    "dtype": "float32", "num_bytes": 28252, "same_as": null}},
+#    "dtype": "float32", "num_bytes": 28252}},
 #  "step": 2, "data": {"next_batch": 3}, "metadata": {}, "written": "2026-11-21T23:45:11+00:00",
-#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 6}
+#  "files": {"arrays/d/5a1c...": {"num_bytes": 170513, "digest": "9c01..."}}, "format": 7}
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read what a checkpoint holds; needs neither its arrays nor an accelerator.
 
@@ -173,7 +173,7 @@ def read_leaf(root: Path, manifest: Manifest, path: str) -> np.ndarray:
     with extra("checkpoint", "reading a checkpoint"):
         import tensorstore
 
-    store = open_array(root / ARRAYS, leaf.same_as or path, tensorstore.Context()).result()
+    store = open_array(root / ARRAYS, path, tensorstore.Context()).result()
     return np.asarray(store[tuple(map(slice, leaf.shape))].read().result())  # without padding
 
 

@@ -102,7 +102,7 @@ def read_state(
     with ThreadPoolExecutor(1) as thread:
         wrong = thread.submit(wrong_contents, root, {name: manifest.files[name] for name in own})
         try:
-            found = _read(root, manifest, sources, layout, like)
+            found = _read(root, sources, layout, like)
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
             failure = error
     _agree(root, wrong.result(), failure)
@@ -129,24 +129,21 @@ def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> 
 
 
 def _read(
-    root: Path, manifest: Manifest, sources: Mapping[str, str], layout: Layout, like: PyTree
+    root: Path, sources: Mapping[str, str], layout: Layout, like: PyTree
 ) -> dict[str, jax.Array]:
-    """Read every wanted leaf; one array for those that were one and are wanted alike."""
-    tied = {leaf.same_as for leaf in manifest.leaves.values()}
-    keys = {}
-    for path, x in leaves_by_path(like).items():
-        if path in sources:
-            stored = manifest.leaves[sources[path]].same_as or sources[path]
-            keys[path] = stored, _as_stored(x, layout), None if stored in tied else path
-    left, found = list(dict.fromkeys(keys.values())), {}
-    for key in left:
-        if not (x := key[1]).size:
-            found[key] = jnp.zeros(x.shape, x.dtype, device=x.sharding)
-    while left := [key for key in left if key not in found]:
-        once = {key[0]: key for key in left}  # orbax reads a leaf once a call
-        read = read_arrays(root / ARRAYS, {stored: key[1] for stored, key in once.items()})
-        found |= {key: read[stored] for stored, key in once.items()}
-    return {path: found[key] for path, key in keys.items()}
+    """Read every wanted leaf from its source; of an empty one nothing is stored."""
+    leaves = leaves_by_path(like)
+    wanted = {path: _as_stored(leaves[path], layout) for path in sources}
+    found = {
+        path: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+        for path, x in wanted.items()
+        if not x.size
+    }
+    while left := {sources[path]: path for path in wanted if path not in found}:
+        # Of leaves with one source orbax reads one a call.
+        read = read_arrays(root / ARRAYS, {name: wanted[path] for name, path in left.items()})
+        found |= {path: read[name] for name, path in left.items()}
+    return found
 
 
 def _as_stored(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:

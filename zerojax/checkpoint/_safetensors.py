@@ -57,14 +57,18 @@ Place = tuple[jax.ShapeDtypeStruct, Path, int]
 
 
 class SafetensorsReader:
-    """Reads the tensors of one file, of the several that an index names, or of a folder's only one.
+    """Reads the tensors of one file, or of the several that an index names.
 
     Opening it reads and checks headers only. `metadata` has an index's own before that of its
     files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _find_file(local_path(path))
+        self.path = local_path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"there is no file {self.path}; give one of {SUFFIX}, or {INDEX_SUFFIX} of several"
+            )
         read = _read_indexed if self.path.name.endswith(INDEX_SUFFIX) else _read_header
         self._places, self.metadata = read(self.path)
         self.tensors = {name: shape for name, (shape, _, _) in self._places.items()}
@@ -86,23 +90,8 @@ class SafetensorsReader:
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is such a file, an index, or a folder that holds some, by its name."""
-    path = local_path(path)
-    names = path.iterdir() if path.is_dir() else [path]
-    return any(one.name.endswith((SUFFIX, INDEX_SUFFIX)) for one in names)
-
-
-def _find_file(path: Path) -> Path:
-    """Find the file or the index that a path means, be it a folder."""
-    if path.is_file():
-        return path
-    found = sorted(path.glob(f"*{INDEX_SUFFIX}")) or sorted(path.glob(f"*{SUFFIX}"))
-    if not found:
-        raise FileNotFoundError(f"there is no safetensors file {path}, and none in it")
-    if len(found) > 1:
-        names = ", ".join(one.name for one in found)
-        raise ValueError(f"the folder {path} holds several models; name one of {names}")
-    return found[0]
+    """Return whether a path is such a file, or an index of several, by its name."""
+    return local_path(path).name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
 def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:

@@ -217,8 +217,7 @@ def save(
 
     Args:
         directory: the checkpoint's own folder, which all processes see; made where it is missing.
-        state: any pytree of arrays, a `TrainState` for instance, in its stored form. Leaves that
-            are one and the same array (tied weights) are stored once.
+        state: any pytree of arrays, a `TrainState` for instance, in its stored form.
         layout: the placement that the state lives under: `step.layout`.
         tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
             own loop may be padded or not, which an error then says.

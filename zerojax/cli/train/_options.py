@@ -56,7 +56,7 @@ class TrainOptions(BuiltStepOptions):
     init: Path | None = option(
         None, metavar="PATH", show_default="initialised from the seed", panel=TRAINING
     )
-    """Start from these weights: a checkpoint's parameters, or safetensors files."""
+    """Start from these weights: a checkpoint's parameters, or a safetensors file or index."""
     data: tuple[str, ...] = option(
         (), metavar="PATH", show_default="the source of Python's own standard library", panel=DATA
     )
