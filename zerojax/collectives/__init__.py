@@ -12,6 +12,7 @@ from zerojax.collectives._examples import (
 from zerojax.collectives._forms import (
     auto_region,
     constrain,
+    cut,
     shard,
     shard_tree,
     store,
@@ -19,7 +20,6 @@ from zerojax.collectives._forms import (
     to_stored,
     view,
 )
-from zerojax.collectives._gather import cut
 from zerojax.collectives._narrow import BLOCK, block_dim, num_blocks
 from zerojax.collectives._options import OPTIONS, compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners

@@ -31,8 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, called, opened, scan_parts
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, longer
-from zerojax.collectives._forms import constrain
-from zerojax.collectives._gather import PerDevice, scatter, shard_spec
+from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import as_spec

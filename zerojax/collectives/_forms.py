@@ -2,6 +2,9 @@
 
 Everything here is written for Auto axes. On a mesh with Explicit axes the caller enters
 `auto_region` first, so that a model that knows nothing of explicit sharding still traces.
+
+Gathers and reductions go in the phases that the layout has found. Between two phases stands a
+barrier: without it the compiler would make one collective of both.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes
-from zerojax._types import Kind, PyTree
-from zerojax.layout import Layout, LeafLayout
+from zerojax._types import Axes, Kind, PyTree
+from zerojax.layout import Layout, LeafLayout, Placed, as_spec
 
 
 def constrain(x: jax.Array, layout: Layout, spec: P) -> jax.Array:
@@ -99,3 +104,138 @@ def _is_explicit(x: Any) -> bool:
     return mesh is not None and any(
         kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types
     )
+
+
+def shard_spec(layout: Layout, leaf: Placed, kind: Kind) -> P:
+    """Return the spec of a leaf's shards; the user's own axes stay the major ones."""
+    return as_spec(leaf.entries, leaf.dim, layout.axes[kind])
+
+
+def gather(x: jax.Array, layout: Layout, leaf: Placed, kind: Kind = "parameter") -> jax.Array:
+    """Gather stored shards of a kind of tensor over the axes that ZeRO partitions over."""
+    for sharding in reversed(layout.phases.between(leaf, layout.axes[kind])):
+        x = jax.lax.with_sharding_constraint(x, sharding)
+        x = jax.lax.optimization_barrier(x)
+    return constrain(x, layout, as_spec(leaf.entries))
+
+
+def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
+    """Ask a TPU to hold a gradient so in memory that each shard is made of whole tiles.
+
+    libtpu makes a reduce-scatter of whole tiles only, 8 rows of 128 along the minor two dims, and
+    chooses which dims those are. With 8 devices it would reduce these whole:
+
+        [heads, model, head size] = [8, 256, 32], cut along 256    held model last: 32 columns
+        [heads, head size, model] = [8, 32, 256], cut along 32     held in order: 4 rows
+        [rows padded to 256, 251], cut along 256                   held by columns: 32 columns
+
+    The first and the last are held in order, the second with the dim that is cut as the major one.
+    """
+    if x.ndim < 2 or layout.platform != "tpu":
+        return x
+    tile = (8, 128)[dim - x.ndim] if dim >= x.ndim - 2 else 1
+    order = list(range(x.ndim))
+    if x.shape[dim] % (tile * layout.num_shards):
+        order.insert(0, order.pop(dim))
+    return with_layout_constraint(x, MemoryLayout(major_to_minor=tuple(order)))
+
+
+def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
+    """Sum what every device has, partial sums or a whole array, and keep its shard of the sum."""
+    dim = leaf.dim
+    if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
+        x = in_tiles(x, layout, dim)
+    is_phased = dim is not None and layout.phases.reduces(x.shape, dim)
+    if not is_phased and (dim is None or {*layout.batch_axes} <= {*layout.axes["gradient"]}):
+        # Asked for shards alone, the partitioner may gather activations instead and compute each
+        # shard's gradient from all examples; asked for the whole sum first, it reduces, and the
+        # compiler makes a reduce-scatter of the sum and the cut. Not so where the batch is cut
+        # along more axes: the whole would be summed along these too, across slow links.
+        x = constrain(x, layout, as_spec(leaf.entries))
+    return cut(x, layout, leaf, "gradient", in_phases=is_phased)
+
+
+def cut(
+    x: jax.Array, layout: Layout, leaf: Placed, kind: Kind, *, in_phases: bool = False
+) -> jax.Array:
+    """Cut a leaf into the shards of a kind of tensor; partial sums may be summed in phases."""
+    for sharding in layout.phases.between(leaf, layout.axes[kind]) if in_phases else ():
+        x = jax.lax.with_sharding_constraint(x, sharding)
+        x = jax.lax.optimization_barrier(x)
+    return constrain(x, layout, shard_spec(layout, leaf, kind))
+
+
+class PerDevice:
+    """Sums of what devices compute each for itself, under `shard_map` over the batch axes.
+
+    Attributes:
+        axes: the batch axes, as the mesh of the phases names them.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.axes: Axes = layout.phases.expand(layout.batch_axes)
+        self._layout = layout
+        self._phases = layout.phases.within(layout.axes["gradient"])
+        self._names = tuple(name for phase in self._phases for name in phase)
+
+    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
+        """Run a function once per device of the batch axes."""
+        mesh = self._layout.phases.mesh
+        mapped = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.axes),
+            check_vma=False,
+        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return mapped(*args)
+
+    def dim_of(self, leaf: Placed) -> int | None:
+        """Return the dim along which a leaf is summed straight into shards; None where it is not.
+
+        A leaf that the user cuts too is not: the partitioner would make it whole along the user's
+        axes before it sums.
+        """
+        is_direct = not any(leaf.entries) and set(self._names) <= set(self.axes)
+        return leaf.dim if is_direct else None
+
+    def sum_over(self, x: jax.Array, dim: int) -> jax.Array:
+        """Sum stored leaves over devices, each device keeping its shard.
+
+        Args:
+            x: a device's own term, of the stored shape.
+            dim: the partitioned dim.
+        """
+        dtype = x.dtype
+        if self._layout.platform == "cpu" and dtype.itemsize == 2:
+            # XLA sums 16-bit numbers in fp32 on a CPU, but its own conversion aborts the process
+            # where another axis of the mesh is left to the partitioner (seen in jaxlib 0.10.2).
+            x = x.astype(jnp.float32)
+        x = in_tiles(x, self._layout, dim)
+        for phase in self._phases:
+            x = self._scattered(x, phase, dim)
+        rest = tuple(name for name in self.axes if name not in self._names)
+        return (jax.lax.psum(x, rest) if rest else x).astype(dtype)
+
+    def _scattered(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """Sum over axes, and keep this device's shard.
+
+        Between processes on CPUs a reduce-scatter took 8 times as long as an all-reduce: gloo polls
+        without a pause for what has arrived before this process asks for it.
+        """
+        if not self._is_gloo:
+            return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        rows = x.shape[dim] // jax.lax.axis_size(axes)
+        start = jax.lax.axis_index(axes) * rows
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axes), start, rows, dim)
+
+    @property
+    def _is_gloo(self) -> bool:
+        layout = self._layout
+        return layout.platform == "cpu" and len({d.process_index for d in layout.devices.flat}) > 1
+
+    def spec(self, dim: int) -> P:
+        """Return the spec of what `sum_over` returns."""
+        return P(*[None] * dim, self._names)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._types import Shape
-from zerojax.collectives._forms import constrain
-from zerojax.collectives._gather import gather, shard_spec
+from zerojax.collectives._forms import constrain, gather, shard_spec
 from zerojax.layout import Layout, Placed
 
 #: Elements of a block; a row that it does not divide is one block.

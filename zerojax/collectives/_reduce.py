@@ -21,8 +21,7 @@ from zerojax.collectives._examples import (
     num_examples,
     resized,
 )
-from zerojax.collectives._forms import constrain, to_stored
-from zerojax.collectives._gather import PerDevice, scatter, shard_spec
+from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec, to_stored
 from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
 

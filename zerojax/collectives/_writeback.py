@@ -19,8 +19,7 @@ from typing import Any
 import jax
 
 from zerojax._types import PyTree
-from zerojax.collectives._forms import constrain, store, to_logical, to_stored
-from zerojax.collectives._gather import gather
+from zerojax.collectives._forms import constrain, gather, store, to_logical, to_stored
 from zerojax.layout import Layout, LeafLayout
 
 

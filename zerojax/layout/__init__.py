@@ -6,12 +6,11 @@ from zerojax.layout._holders import Holders
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
 from zerojax.layout._leaf import Entries, LeafLayout, Placed, as_spec
 from zerojax.layout._mesh import make_mesh
-from zerojax.layout._optimizer import OptimizerLayout
+from zerojax.layout._optimizer import WRAPPED, OptimizerLayout, as_transformation
 from zerojax.layout._regions import Region, Regions
 from zerojax.layout._rule import Rule
 from zerojax.layout._stages import STAGES, check_stage
 from zerojax.layout._torus import DIMS, SPANS, Digit, Phases, group_digits, in_order, scatters_tiles
-from zerojax.layout._transformation import WRAPPED, as_transformation
 
 __all__ = [
     "DIMS",

@@ -7,15 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from zerojax._tree import floating_dtype, leaves_like, named_tuples, num_elements, path_name
 from zerojax._types import Kind, PyTree, Shape, TreeDef
 from zerojax.layout._leaf import Cut, LeafLayout
 from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
 from zerojax.layout._rule import Rule
-from zerojax.layout._transformation import as_transformation
 from zerojax.layout._tree_layout import TreeLayout
 
+#: The attribute of a wrapper's `init` that holds the optimizer inside.
+WRAPPED = "zerojax_wrapped"
 #: What the leaves of an optimizer's state are.
 _KINDS: frozenset[Kind] = frozenset({"optimizer"})
 
@@ -69,6 +71,22 @@ class OptimizerLayout:
                     f"{leaf.stored_shape} is expected; {remedy}"
                 )
         return leaves
+
+
+def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Return the bare optax optimizer: what `zerojax.sharded` wrapped, or what was handed over.
+
+    Raises:
+        TypeError: it is no optax optimizer.
+    """
+    if hasattr(tx, "gradient_transformation"):  # optax.MultiSteps
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"an optax GradientTransformation (init and update) is expected, got "
+            f"{type(tx).__name__}; hand over the optimizer itself, as in optax.adamw(1e-3)"
+        )
+    return getattr(tx.init, WRAPPED, None) or optax.with_extra_args_support(tx)
 
 
 def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> OptimizerLayout:

@@ -29,8 +29,7 @@ from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
 from zerojax.layout._leaf import as_entries
-from zerojax.layout._optimizer import OptimizerLayout
-from zerojax.layout._transformation import as_transformation
+from zerojax.layout._optimizer import OptimizerLayout, as_transformation
 from zerojax.layout._tree_layout import TreeLayout
 
 #: Of operations that say sizes, the parameter that says them.

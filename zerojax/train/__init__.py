@@ -1,8 +1,8 @@
 """The compiled train step and its state."""
 
-from zerojax.train._loss_scale import LossScale, first_loss_scale
 from zerojax.train._make import make_train_step
 from zerojax.train._move import move
+from zerojax.train._scaling import LossScale, first_loss_scale
 from zerojax.train._state import TrainState, unpad
 from zerojax.train._step import TrainStep
 

@@ -20,9 +20,8 @@ from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY
 from zerojax.train._agreement import agree_on
 from zerojax.train._checks import check_key
-from zerojax.train._clipping import cast_floating
-from zerojax.train._loss_scale import LossScale, first_loss_scale
 from zerojax.train._rows import place_whole
+from zerojax.train._scaling import LossScale, cast_floating, first_loss_scale
 from zerojax.train._state import TrainState, hold
 from zerojax.train._update import Update
 

@@ -19,8 +19,7 @@ from zerojax.collectives import shard, store, view
 from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate, update_whole
 from zerojax.recipe import Recipe
-from zerojax.train._clipping import cast_floating, clip, global_norm
-from zerojax.train._loss_scale import kept_unless, unscaled
+from zerojax.train._scaling import cast_floating, clip, global_norm, kept_unless, unscaled
 from zerojax.train._state import TrainState
 
 
