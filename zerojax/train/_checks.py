@@ -15,8 +15,6 @@ from zerojax.collectives import has_examples, is_whole
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
-_REMEDY = "make it with this step's init, or restore it like step.abstract_state()"
-
 
 def check_usable(state: TrainState) -> None:
     """Refuse what is no state, or one that was donated: jaxlib 0.10 can crash on it."""
@@ -38,18 +36,11 @@ def check_state(state: TrainState, like: TrainState) -> None:
         state: arrays, traced or not; placements of traced ones are not looked at.
         like: shapes with shardings.
     """
-    for name, what in (("masters", "masters"), ("loss_scale", "a loss scale")):
-        found, wanted = (getattr(s, name, None) is not None for s in (state, like))
-        if found != wanted:
-            raise ValueError(
-                f"the state {'holds' if found else 'lacks'} {what} and the step's recipe "
-                f"{'asks for' if wanted else 'has'} {what if wanted else 'none'}: make the "
-                "state with this step's init, or the step with the state's precision"
-            )
     if text := difference(state, like):
         raise ValueError(
-            f"the state is not of this step's layout, recipe and optimizer: {text}; {_REMEDY}, or "
-            "give the step the state's precision and layout"
+            f"the state is not of this step's layout, recipe and optimizer: {text}; make it with "
+            "this step's init, restore it like step.abstract_state(), or give the step the state's "
+            "precision and layout"
         )
 
 

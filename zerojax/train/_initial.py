@@ -19,7 +19,7 @@ from zerojax.collectives import auto_region, constrain, shard_tree, store
 from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY
 from zerojax.train._agreement import agree_on
-from zerojax.train._checks import check_key
+from zerojax.train._checks import check_key, difference
 from zerojax.train._rows import place_whole
 from zerojax.train._scaling import LossScale, cast_floating, first_loss_scale
 from zerojax.train._state import TrainState, hold
@@ -110,21 +110,15 @@ class InitialState:
 
     def _build(self, params: PyTree) -> TrainState:
         params = as_params(params, self.update.layout, "what init_fn returns")
-        if self.update.recipe.precision.updated is None:
-            self._check_dtypes(params)
+        casts = self.update.recipe.precision.updated is not None
+        if not casts and (text := difference(params, self.update.layout.shapes)):
+            raise ValueError(
+                f"the parameters are not those of the layout: {text}; make the layout from these, "
+                "or cast them with Recipe(precision=Precision(params=...))"
+            )
         held = dataclasses.replace(self.shardings, key=None, model_state=None)
         specs = jax.tree.map(lambda s: s.spec, held)
         return auto_region(self._place, self.update.layout, specs)(params)
-
-    def _check_dtypes(self, params: PyTree) -> None:
-        """Refuse parameters of another dtype, unless the precision casts them."""
-        for leaf, x in zip(self.update.layout.leaves, jax.tree.leaves(params), strict=True):
-            if jnp.result_type(x) != leaf.dtype:
-                raise ValueError(
-                    f"leaf {leaf.path!r} is {jnp.result_type(x)} where the layout has "
-                    f"{jnp.dtype(leaf.dtype)}; make the layout from these parameters, or cast "
-                    "them with Recipe(precision=Precision(params=...))"
-                )
 
     def _place(self, params: PyTree) -> TrainState:
         """Cut parameters and build masters and the optimizer's state from the shards."""
