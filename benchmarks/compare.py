@@ -37,6 +37,12 @@ GROUPS = {
     "3": ["zerojax3", "jit3", "fsdp2", "deepspeed3"],
 }
 EVERYWHERE = ["ddp", "zerojax0"]
+#: Large pages for large temporaries: XLA allocates those of a step anew each time.
+ENVIRONMENT = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(ROOT),
+}
 FIRST = 5  #: steps before the rounds; their losses are compared
 Measured = dict[str, Any]
 
@@ -55,7 +61,7 @@ class Processes:
         self.started = [
             subprocess.Popen(
                 list(map(str, (python, program, way, rank, count, port))),
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+                env=os.environ | ENVIRONMENT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log.open("w"),
