@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -13,14 +13,6 @@ from zerojax._arguments import as_count
 
 #: The dtypes of one byte that weights may be gathered in.
 _GATHERS = ("int8", "float8_e4m3fn")
-#: Powers of two between these have a reciprocal that fp32 holds exactly.
-_BOUNDS = (2.0**-126, 2.0**126)
-
-
-def _is_power_of_two(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return _BOUNDS[0] <= value <= _BOUNDS[1] and math.frexp(value)[0] == 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,48 +21,36 @@ class DynamicLossScale:
 
     A step whose gradients are not finite changes nothing but the scale, which it divides by
     `factor`; after `growth_interval` finite steps in a row the scale is multiplied by it. Scales
-    are powers of two, so that scaling rounds nothing. A loss that is itself in fp16 takes scales
-    up to 2**15; return it in fp32.
+    are powers of two from 1 to 2**24, so that scaling rounds nothing. A loss that is itself in fp16
+    takes scales up to 2**15; return it in fp32.
 
     Attributes:
         initial: the scale of the first step.
         growth_interval: finite steps in a row after which the scale grows.
-        factor: by what the scale grows and shrinks.
-        smallest: the scale shrinks no further.
-        largest: the scale grows no further.
 
     Raises:
-        ValueError: a scale that is no power of two, or bounds that contradict each other.
+        ValueError: a scale that is no power of two, or an interval that is no number of steps.
 
     Source: arXiv 1710.03740, section 3.2, for scaling; that the scale follows what overflows is
     common practice (NVIDIA Apex, DeepSpeed).
     """
 
+    factor: ClassVar[float] = 2.0
+    smallest: ClassVar[float] = 1.0
+    largest: ClassVar[float] = 2.0**24
+
     initial: float = 2.0**15
     growth_interval: int = 2000
-    factor: float = 2.0
-    smallest: float = 1.0
-    largest: float = 2.0**24
 
     def __post_init__(self) -> None:
-        for name in ("initial", "factor", "smallest", "largest"):
-            value = getattr(self, name)
-            if not _is_power_of_two(value):
-                raise ValueError(
-                    f"DynamicLossScale.{name} needs a power of two from 2**-126 to 2**126, so "
-                    f"that scaling rounds nothing, got {value!r}; write 2.0**n"
-                )
+        given = self.initial
+        is_number = isinstance(given, int | float) and self.smallest <= given <= self.largest
+        if isinstance(given, bool) or not is_number or math.frexp(given)[0] != 0.5:
+            raise ValueError(
+                "DynamicLossScale.initial needs a power of two from 1 to 2**24, so that scaling "
+                f"rounds nothing, got {given!r}; write 2.0**n"
+            )
         as_count("DynamicLossScale.growth_interval", self.growth_interval)
-        if self.factor <= 1:
-            raise ValueError(
-                f"DynamicLossScale.factor needs to be 2 or more, got {self.factor!r}: by it the "
-                "scale grows, and is divided when gradients overflow"
-            )
-        if not self.smallest <= self.initial <= self.largest:
-            raise ValueError(
-                f"DynamicLossScale needs smallest <= initial <= largest, got {self.smallest!r}, "
-                f"{self.initial!r}, {self.largest!r}; move initial between the other two"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
