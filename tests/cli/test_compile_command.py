@@ -74,7 +74,7 @@ def options(**changes):
 def refused(stage=0, needed: int | None = 40 * 2**30, available: int | None = 32 * 2**30):
     """Give the answer to a step that a compiler refused."""
     asked = read_requests(options(stage=stage))[0]
-    shortage = aot.Shortage(needed=needed, available=available, message="Ran out of memory")
+    shortage = aot.DoesNotFit(needed=needed, available=available, message="Ran out of memory")
     return command.CompileResult.refused(asked, shortage)
 
 

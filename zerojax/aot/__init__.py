@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zerojax.aot._cache import Shortage
-from zerojax.aot._compile import DoesNotFit, compile_step
+from zerojax.aot._cache import DoesNotFit
+from zerojax.aot._compile import compile_step
 from zerojax.aot._plugin import (
     MissingCompiler,
     has_accelerators,
@@ -16,7 +16,6 @@ from zerojax.aot._topology import Topology, known_topologies, parse_topology, to
 __all__ = [
     "DoesNotFit",
     "MissingCompiler",
-    "Shortage",
     "Topology",
     "compile_step",
     "has_accelerators",

@@ -35,9 +35,9 @@ _IDLE_VARIABLES = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CAC
 _HOME = Path(__file__).resolve().parents[1]  # zerojax itself
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shortage:
-    """Count by how much a program exceeds the memory of a device; bytes, None where not told."""
+@dataclass(kw_only=True, unsafe_hash=True)
+class DoesNotFit(RuntimeError):
+    """Raised where a program exceeds the memory of a device; bytes, None where not told."""
 
     needed: int | None
     available: int | None
@@ -54,13 +54,13 @@ class Shortage:
         )
 
 
-def find(key: str) -> Program | Shortage | None:
+def find(key: str) -> Program | DoesNotFit | None:
     """Return what was kept under a key, None for nothing; warn of what can't be read."""
     path = _path(key)
     try:
         held = json.loads(gzip.decompress(path.read_bytes()))
         os.utime(path)  # the oldest are those that nobody asked for
-        return Program.from_json(held) if isinstance(held, str) else Shortage(**held)
+        return Program.from_json(held) if isinstance(held, str) else DoesNotFit(**held)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
@@ -69,7 +69,7 @@ def find(key: str) -> Program | Shortage | None:
         return None
 
 
-def keep(key: str, answer: Program | Shortage) -> None:
+def keep(key: str, answer: Program | DoesNotFit) -> None:
     """Keep an answer, and drop others where the folder gets too large; warn where it can't be."""
     held = answer.to_json() if isinstance(answer, Program) else dataclasses.asdict(answer)
     path = _path(key)

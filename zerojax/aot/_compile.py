@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from zerojax._quiet import quiet_stderr
-from zerojax.aot._cache import Shortage, digest, find, keep
+from zerojax.aot._cache import DoesNotFit, digest, find, keep
 from zerojax.audit import Program
 
 # "memory required for HLO temporaries (124.22G) exceeds available HBM (15.75G)", and
@@ -30,17 +30,6 @@ _SOURCES = (
 _DECIDING = ("_compiler_options_kvs", "_device_list")
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
-
-
-class DoesNotFit(RuntimeError):
-    """Raised where a compiler refuses a program that exceeds the memory of a device.
-
-    `shortage` has the bytes that it needs and those that there are, where the compiler tells.
-    """
-
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(str(shortage))
-        self.shortage = shortage
 
 
 def compile_step(lowered: jax.stages.Lowered) -> Program:
@@ -66,28 +55,28 @@ def compile_step(lowered: jax.stages.Lowered) -> Program:
         answer = _compile(lowered)
         if key is not None:
             keep(key, answer)
-    if isinstance(answer, Shortage):
-        raise DoesNotFit(answer)
+    if isinstance(answer, DoesNotFit):
+        raise answer
     return answer
 
 
-def _compile(lowered: jax.stages.Lowered) -> Program | Shortage:
+def _compile(lowered: jax.stages.Lowered) -> Program | DoesNotFit:
     with quiet_stderr():
         try:
             return Program.of(lowered.compile())
         except jax.errors.JaxRuntimeError as error:
             if _EXHAUSTED not in str(error):
                 raise
-            return _read_shortage(str(error))
+            return _read_refusal(str(error))
 
 
-def _read_shortage(message: str) -> Shortage:
+def _read_refusal(message: str) -> DoesNotFit:
     """Read libtpu's refusal of a program; its sizes are in powers of 1024."""
     message = " ".join(message.split())
     needed, available = None, None
     if match := _REFUSAL.search(message):
         needed, available = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
-    return Shortage(needed=needed, available=available, message=message)
+    return DoesNotFit(needed=needed, available=available, message=message)
 
 
 def _key(lowered: jax.stages.Lowered) -> str | None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from zerojax import charts
 from zerojax._display import BINARY, binary, make_table, unit_for
-from zerojax.aot import DoesNotFit, Shortage, compile_step
+from zerojax.aot import DoesNotFit, compile_step
 from zerojax.audit import AuditReport, Program, audit
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
 from zerojax.cli.shared._command import Failure, command, refusing
@@ -35,7 +35,7 @@ class CompileResult:
 
     request: CompileRequest
     report: AuditReport | None
-    shortage: Shortage | None
+    shortage: DoesNotFit | None
     needed: int | None
     available: int
 
@@ -45,11 +45,11 @@ class CompileResult:
         step, memory = request.step, request.memory
         report = audit(program, step.layout, step.recipe)
         needed = report.memory.peak
-        shortage = Shortage(needed=needed, available=memory) if needed > memory else None
+        shortage = DoesNotFit(needed=needed, available=memory) if needed > memory else None
         return cls(request, report, shortage, needed, memory)
 
     @classmethod
-    def refused(cls, request: CompileRequest, shortage: Shortage) -> CompileResult:
+    def refused(cls, request: CompileRequest, shortage: DoesNotFit) -> CompileResult:
         """Keep what a compiler said of a program that does not fit."""
         available = shortage.available or request.memory
         return cls(request, None, shortage, shortage.needed, available)
@@ -152,7 +152,7 @@ def _compile(request: CompileRequest, screen: Screen) -> CompileResult:
     try:
         program = run_task(screen.console, f"{name}: compiling for {options.topology}", work)
     except DoesNotFit as refusal:
-        return CompileResult.refused(request, refusal.shortage)
+        return CompileResult.refused(request, refusal)
     except jax.errors.JaxRuntimeError as error:
         raise Failure(f"{name}: the compiler failed: {error}", 1) from error
     read = functools.partial(CompileResult.of, request, program)
