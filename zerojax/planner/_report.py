@@ -25,8 +25,6 @@ from zerojax.planner._time import NAMES, StepTime
 from zerojax.planner.hardware import Hardware
 from zerojax.recipe import Recipe, Remat
 
-GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedBytes:
@@ -244,7 +242,4 @@ class Plan(Shown):
             )
         if self.count:
             lines.append(f"examples in a device's microbatch: {self.count:,}")
-        if not self.fits:
-            excess = self.bytes.total - self.hardware.memory
-            lines.append(f"does not fit: {excess / GIB:,.2f} GiB too much")
         return [*lines, *self.assumptions]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zerojax.aot import parse_topology, topology_mesh
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._machine import check_outputs
+from zerojax.cli.shared._machine import check_output
 from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, BuiltStepOptions, gpt_layout
 from zerojax.layout import STAGES
 from zerojax.models import gpt
@@ -84,5 +84,5 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
     mesh = topology_mesh(options.topology, options.mesh_axes(topology.num_devices))
     memory = find_hardware(topology.chip).memory
     requests = [CompileRequest(options, memory, mesh, stage) for stage in options.stages]
-    check_outputs({"--plot": options.plot})
+    check_output("--plot", options.plot)
     return requests

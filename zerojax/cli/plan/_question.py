@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from zerojax import planner
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._machine import check_outputs
+from zerojax.cli.shared._machine import check_output
 from zerojax.cli.shared._options import (
     HARDWARE,
     MODEL,
@@ -108,7 +108,7 @@ class PlanQuestion:
             "recipe": options.recipe(),
             "workload": Workload(loss_fn=functools.partial(gpt.loss, config), batch=batch),
         }
-        check_outputs({"--plot": options.plot})
+        check_output("--plot", options.plot)
 
     def plan(self, stage: int) -> Plan:
         """Plan one stage."""

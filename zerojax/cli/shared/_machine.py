@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +66,20 @@ def memory_per_device(devices: list[Any]) -> int | None:
     return (here[0].memory_stats() or {}).get("bytes_limit")
 
 
-def check_outputs(files: Mapping[str, Path | None]) -> None:
-    """Check that every file can be made and written, and leave nothing behind.
+def check_output(option: str, path: Path | None) -> None:
+    """Check that a file can be made and written, and leave nothing behind; `--plot` is a drawing.
 
     Args:
-        files: by option; a drawing's is `--plot`.
+        option: that names the file.
+        path: None where nobody asked for it.
     """
-    named = {option: path for option, path in files.items() if path is not None}
-    plot = named.get("--plot")
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise ValueError(f"--plot {plot}: give a name that ends in .png")
-    if plot is not None:  # before what is to be drawn is computed
-        with extra("cli", "a plot"):
+    if path is None:
+        return
+    if option == "--plot":
+        if path.suffix.lower() != ".png":
+            raise ValueError(f"--plot {path}: give a name that ends in .png")
+        with extra("cli", "a plot"):  # before what is to be drawn is computed
             import matplotlib.figure  # noqa: F401
-    if len(set(named.values())) < len(named):
-        raise ValueError(f"two outputs have one name: {', '.join(map(str, named.values()))}")
-    for option, path in named.items():
-        _check_file(option, path)
-
-
-def _check_file(option: str, path: Path) -> None:
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

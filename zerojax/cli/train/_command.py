@@ -42,13 +42,13 @@ def train(options: TrainOptions) -> None:
     Without an accelerator the devices are virtual ones on the CPU: they hold, compute and exchange
     what real ones would.
 
-    Examples: the tiny model on Python's standard library; everything partitioned, with the reason
-    for each leaf; the paper's configuration C4, with each layer shared by two devices; text of
-    one's own, with checkpoints; and going on from them, also on another number of devices.
+    Examples: the tiny model on Python's standard library; everything partitioned, in bf16; the
+    paper's configuration C4, with each layer shared by two devices; text of one's own, with
+    checkpoints; and going on from them, also on another number of devices.
 
     ```
     zerojax train
-    zerojax train --stage 3 --precision bf16 --layout
+    zerojax train --stage 3 --precision bf16
     zerojax train --stage 2 --model-axis 2 --partition-activations
     zerojax train --data 'books/*.txt' --steps 2000 --save-every 500 --out runs/books
     zerojax train --resume --steps 4000 --out runs/books

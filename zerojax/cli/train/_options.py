@@ -21,7 +21,7 @@ from zerojax.processes import PATIENCE
 
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.
 OF_ONE_RUN = (
-    *("devices", "layout", "out", "init", "resume"),
+    *("devices", "out", "init", "resume"),
     *("coordinator", "num_processes", "process_id", "patience"),
 )
 
@@ -37,8 +37,6 @@ class TrainOptions(BuiltStepOptions):
         None, min=1, show_default="all real ones, or 8 virtual ones", panel=ZERO
     )
     """Devices to train on: real ones where there are some, else virtual ones on the CPU."""
-    layout: bool = option(False, panel=ZERO)
-    """Print where every leaf lives, and why."""
     steps: int = option(200, min=1, panel=TRAINING)
     """Steps to train for, in all."""
     lr: float | None = option(

@@ -31,7 +31,7 @@ from zerojax.checkpoint import (
 from zerojax.cli.shared._command import Failure
 from zerojax.cli.shared._machine import (
     CHECKPOINTS,
-    check_outputs,
+    check_output,
     find_checkpoint,
     find_devices,
     memory_per_device,
@@ -122,7 +122,7 @@ class TrainRun:
         )
         self.held_out = held_out[:, index::count]
         if jax.process_index() == 0:
-            check_outputs({"--out": options.out / "metrics.jsonl"})
+            check_output("--out", options.out / "metrics.jsonl")
         self.checkpoint = checkpoint
         self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
 

@@ -44,8 +44,6 @@ class TrainScreen(Screen):
                 "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
             }
         )
-        if options.layout:
-            self.console.print(run.description)
         over = f"over {run.layout.num_shards} shards"
         self.title(f"bytes per device, ZeRO stage {run.layout.stage} {over}")
         self.show(bytes_table(run))
