@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax.hlo import mesh_axes
-from zerojax.hlo._groups import parse_groups
+from zerojax.hlo._collectives import parse_groups
 
 
 def test_groups_in_every_spelling():

@@ -1,9 +1,8 @@
 """The text of compiled programs as records; it knows nothing of ZeRO."""
 
 from zerojax.hlo._carries import Carry, find_carries
-from zerojax.hlo._collectives import Collective, Collectives, sum_moved
+from zerojax.hlo._collectives import Collective, Collectives, Groups, mesh_axes, sum_moved
 from zerojax.hlo._costs import Cost
-from zerojax.hlo._groups import Groups, mesh_axes
 from zerojax.hlo._host import HostMove, find_host_moves, host_parameters
 from zerojax.hlo._memory import Result, largest_results, most_alive
 from zerojax.hlo._module import Module, element_bits, parse_module

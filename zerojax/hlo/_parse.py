@@ -7,8 +7,7 @@ import re
 from typing import Any
 
 from zerojax.hlo import _spellings as spelled
-from zerojax.hlo._collectives import Collective, Collectives
-from zerojax.hlo._groups import parse_groups, parse_pairs
+from zerojax.hlo._collectives import Collective, Collectives, parse_groups, parse_pairs
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor, parse_module
 from zerojax.hlo._values import KEEPS, Frame, is_sliced, is_zero, source_of
 from zerojax.hlo._walk import Site, walk
