@@ -155,7 +155,7 @@ def test_its_audit_is_told_nothing(stage, mesh8):
     report = step.audit(shapes)
     report.raise_if_problems()
     compiled = step.lower(step.abstract_state(), shapes).compile()
-    assert zerojax.audit(compiled, step.layout, step.recipe).to_dict() == report.to_dict()
+    assert zerojax.audit(compiled, step.layout, step.recipe) == report
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from rich.table import Table
@@ -96,19 +94,6 @@ class AuditReport(Shown):
         """Raise an `AuditError` that lists every problem, if there are any."""
         if self.problems:
             raise AuditError(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data."""
-        return {name: getattr(self, name) for name in ("title", "verdict", *VOLUMES)} | {
-            "volume_by_axis": {k: dataclasses.asdict(v) for k, v in self.volume_by_axis.items()},
-            "memory": dataclasses.asdict(self.memory),
-            "host_traffic": dataclasses.asdict(self.host_traffic)
-            | {"total": self.host_traffic.total},
-            "schedule": self.schedule and self.schedule.to_dict(),
-            "problems": [dataclasses.asdict(problem) for problem in self.problems],
-            "notes": list(self.notes),
-            "collectives": [_record(move) for move in self.moves],
-        }
 
     @property
     def _summary(self) -> str:
@@ -216,16 +201,4 @@ def _by_axis(evidence: Evidence, psi: int) -> dict[str, AxisVolume]:
             theory=theory.get(axes, 0.0) / psi if ours & set(axes) else None,
         )
         for axes, moves in groups.items()
-    }
-
-
-def _record(move: Move) -> dict[str, Any]:
-    record = move.record
-    same = ("op", "spelling", "dtype", "group_size", "is_async", "combined", "moved_elements")
-    same += ("moved_bytes", "name", "op_name", "source")
-    return {name: getattr(record, name) for name in same} | {
-        "role": move.role,
-        "shape": list(record.shape),
-        "axes": list(move.spans),
-        "loops": list(record.trips),
     }

@@ -6,7 +6,6 @@ the planner's. Both leave latency out and take every rate at its peak: they are 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,11 +78,6 @@ class ScheduleReport:
             f"{self.step_seconds * 1e3:.2f} ms waits for {self.exposed_seconds * 1e3:.2f} ms "
             f"({self.exposed_share:.1%}); bound by {self.bound_by}{kept}"
         )
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the report as plain data."""
-        totals = ("step_seconds", "exposed_share", "blocking_share")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
 
 def schedule_of(
