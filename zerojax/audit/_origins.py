@@ -64,12 +64,9 @@ def without_activations(
     Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's.
     """
     origins = Origins(module, held, moves)
-
-    def of_leaf(move: Move) -> bool:
-        if move.role != "gather" or not move.match.form:
-            return True
-        return not origins.is_activation(move.record.operand)
-
     return tuple(
-        move if of_leaf(move) else dataclasses.replace(move, match=UNMATCHED) for move in moves
+        dataclasses.replace(move, match=UNMATCHED)
+        if move.role == "gather" and move.match.form and origins.is_activation(move.record.operand)
+        else move
+        for move in moves
     )

@@ -134,22 +134,18 @@ class _Placements:
         self.device_ids: tuple[int, ...] = ()
         self.mesh: dict[str, int] = {}
         self.platform = ""
-        self._numbers: dict[Any, int] = {}
+        self._placed: list[tuple[int, Any]] = []
 
     def number(self, sharding: Any, ndim: int) -> int:
         """Return the number of a placement, -1 for none."""
         if sharding is None:
             return -1
-        key = (ndim, sharding)
-        if key not in self._numbers:
-            self._meet(sharding)
-            same = (
-                number
-                for (dims, other), number in self._numbers.items()
-                if dims == ndim and sharding.is_equivalent_to(other, ndim)
-            )
-            self._numbers[key] = next(same, len(self._numbers))
-        return self._numbers[key]
+        for number, (dims, other) in enumerate(self._placed):
+            if dims == ndim and sharding.is_equivalent_to(other, ndim):
+                return number
+        self._meet(sharding)
+        self._placed.append((ndim, sharding))
+        return len(self._placed) - 1
 
     def memory_kind(self, sharding: Any) -> str:
         """Name the memory of a placement, nothing for the platform's own."""

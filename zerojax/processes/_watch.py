@@ -147,8 +147,9 @@ class _Watch:
             with contextlib.suppress(*_LOST):  # the other thread sees for how long
                 told = self._ask(str(number))
                 self._answered = time.monotonic()
-                if told and self._says(told.split(" ", 1)[1]):
-                    self.exit(int(told.split(" ", 1)[0]))
+                status, _, message = told.partition(" ")
+                if told and self._says(message):
+                    self.exit(int(status))
             if self.is_over.wait(self.interval):
                 return
 
