@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,8 +44,8 @@ def find_owners(
         marked = jax.eval_shape(tx.init, numbered)
     except Exception:  # noqa: BLE001
         return _owners_by_placeholder(tx, tree, state, structure)
-    kinds = ([(x.shape, x.dtype) for x in found] for found in (jax.tree.leaves(marked), state))
-    if operator.ne(*kinds):
+    made = [(x.shape, x.dtype) for x in jax.tree.leaves(marked)]
+    if made != [(x.shape, x.dtype) for x in state]:
         return _owners_by_placeholder(tx, tree, state, structure)
     owners: list[int | None] = []
     for node in jax.tree.leaves(marked, is_leaf=is_numbered):

@@ -90,11 +90,8 @@ class InitialState:
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every leaf of the state."""
-        layout, precision, placed = (
-            self.update.layout,
-            self.update.recipe.precision,
-            self.update.placed,
-        )
+        layout, placed = self.update.layout, self.update.placed
+        precision = self.update.recipe.precision
         everywhere = layout.sharding(P())
         shardings = TrainState(
             step=everywhere,
