@@ -19,7 +19,7 @@ CAPTION = """
 within {far:.1e} (aim: {same:.0e}).
 """
 WAYS = """way | step / ddp | s a step | CPU s a step | parameters, MB | gradients, MB
-optimizer, MB | peak RSS, MB | sent, MB | s to the first step"""
+optimizer and masters, MB | peak RSS, MB | sent, MB | s to the first step"""
 BESIDE = """stage | zerojax / jit by hand (aim 1.03) | zerojax / fastest peer (aim 1.0)
 over its stage 0 (aim 1.10) | peak RSS / least of the peers (aim 1.0)"""
 

@@ -92,9 +92,12 @@ class Way:
 
     def step(self, batch: np.ndarray) -> float:
         loss = self.backward(torch.from_numpy(batch))
-        self.grads = _bytes(p.grad for p in self.model.parameters() if p.grad is not None)
+        self.grads = _bytes(self.gradients())
         self.update()
         return loss.item()
+
+    def gradients(self) -> Iterable[Any]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def held(self) -> dict[str, int]:
         states = [x for state in self.states().values() for x in state.values()]
@@ -173,8 +176,18 @@ class DeepSpeed(Way):
     def update(self) -> None:
         self.model.step()
 
+    def gradients(self) -> Iterable[Any]:
+        """Return this process's part, which DeepSpeed keeps in attributes of its own."""
+        if hasattr(self.optimizer, "grad_partitions_flat_buffer"):
+            return [self.optimizer.grad_partitions_flat_buffer]
+        groups = self.optimizer.averaged_gradients.values()
+        return [x for group in groups for x in group or ()]
+
     def states(self) -> Any:
-        return self.optimizer.optimizer.state
+        """Return the moments, and the masters that it keeps in fp32 too."""
+        kept = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+        masters = [x for name in kept for x in getattr(self.optimizer, name, ())]
+        return {**self.optimizer.optimizer.state, "masters": dict(enumerate(masters))}
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
