@@ -29,10 +29,11 @@ from jax.sharding import PartitionSpec as P
 SIZE, ROUNDS, LATE = 10_000_000, 7, 0.15
 OPS = {
     "all-reduce": (lambda x: jax.lax.psum(x, "data"), P(), P()),
+    "32 all-reduces": (lambda x: [jax.lax.psum(y, "data") for y in jnp.split(x, 32)], P(), P()),
     "reduce-scatter": (lambda x: jax.lax.psum_scatter(x, "data", tiled=True), P(), P("data")),
     "all-gather": (lambda x: jax.lax.all_gather(x, "data", tiled=True), P("data"), P()),
     "32 all-gathers": (
-        lambda x: [jax.lax.all_gather(part, "data") for part in jnp.split(x, 32)], P("data"), P(),
+        lambda x: [jax.lax.all_gather(y, "data") for y in jnp.split(x, 32)], P("data"), P(),
     ),
 }  # fmt: skip
 
