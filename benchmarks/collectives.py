@@ -15,10 +15,8 @@ import subprocess
 import sys
 import time
 
-import work
-
 if len(sys.argv) > 1:
-    work.pin(int(sys.argv[1]))
+    os.sched_setaffinity(0, {int(sys.argv[1]) % (os.cpu_count() or 1)})
 
 import jax
 import jax.numpy as jnp

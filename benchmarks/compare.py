@@ -41,6 +41,7 @@ EVERYWHERE = ["ddp", "zerojax0"]
 ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "JAX_PLATFORMS": "cpu",
+    "NPROC": "1",  # threads of XLA; torch's OMP_NUM_THREADS
     "PYTHONPATH": str(ROOT),
 }
 FIRST = 5  #: steps before the rounds; their losses are compared

@@ -13,11 +13,6 @@ import time
 
 START = time.perf_counter()
 
-import work
-
-if __name__ == "__main__":
-    work.pin(int(sys.argv[2]))
-
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gpt
+import work
 
 TX = optax.adamw(work.LEARNING_RATE, eps=work.EPS, weight_decay=work.WEIGHT_DECAY)
 SIZE = work.Size()

@@ -11,10 +11,7 @@ import time
 
 START = time.perf_counter()
 
-import work
-
 if __name__ == "__main__":
-    work.pin(int(sys.argv[2]))
     rank, world, port = sys.argv[2:5]
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -28,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+
+import work
 
 SIZE = work.Size()
 ADAMW = {"lr": work.LEARNING_RATE, "eps": work.EPS, "weight_decay": work.WEIGHT_DECAY}

@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import gc
 import json
-import os
 import resource
 import sys
 import time
@@ -119,9 +118,3 @@ def _peak() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def pin(rank: int) -> None:
-    """Keep this process to one core; before imports, so that thread pools have that size."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
