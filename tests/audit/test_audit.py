@@ -285,7 +285,7 @@ def test_every_kind_of_problem_is_proved_here():
         "unmatched", "placement", "donation", "unread", "reduce-scatter", "volume", "dtype",
         "slow links",
         "activation", "shuffle", "hoisted gather", "kept gather", "host traffic",
-        "recompile", "gathered at once",
+        "recompile", "peak",
         "precision", "offload", "batch", "accumulator", "exposed", "reduction",
     }  # fmt: skip
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import zerojax
 from tests.audit.audit_programs import (
+    BATCH,
     HIDDEN,
     LAYERS,
+    TX,
     WIDTH,
     compile_step,
     constrain,
@@ -84,11 +87,38 @@ def test_layers_that_are_gathered_at_once_are_caught(make, mesh8, tree):
     loss = list_loss(mesh8, remat=True) if tree == "list" else scan_loss(mesh8, inside=True)
     program = Program.of(compile_step(loss, layout))
     recipe = zerojax.Recipe(prefetch=0)
-    assert "gathered at once" not in kinds(audit(program, layout, recipe))  # no remedy there
+    assert "peak" not in kinds(audit(program, layout, recipe))  # no remedy there
     report = audit(dataclasses.replace(program, platform="gpu"), layout, recipe)
-    found = [problem for problem in report.problems if problem.kind == "gathered at once"]
+    found = [problem for problem in report.problems if problem.kind == "peak"]
     assert len(found) == (tree == "list")
     for problem in found:
         assert "layer0/down" in problem.where
-        assert "1 layer(s) of 16,384 elements" in problem.expected
+        assert "weights of 1 layer(s) of 65,536 B" in problem.expected
         assert "optimization_barrier" in problem.remedy
+
+
+@pytest.mark.parametrize("bucket", [None, 1])
+def test_gradients_that_are_whole_at_once_are_caught(make, mesh8, bucket):
+    """All layers' gradients are there before the first is reduced: four, of which two may be."""
+    layout = make(2, "list")
+    loss = list_loss(mesh8, remat=True)
+    program = Program.of(
+        compile_step(lambda p, x: loss(jax.lax.optimization_barrier(p), x), layout)
+    )
+    recipe = zerojax.Recipe(bucket_bytes=bucket)
+    report = audit(dataclasses.replace(program, platform="gpu"), layout, recipe)
+    found = [problem for problem in report.problems if problem.kind == "peak"]
+    assert len(found) == (bucket is not None)  # XLA reduces up to 30 MiB together
+    for problem in found:
+        assert "gradients of 1 layer(s) of 65,536 B" in problem.expected
+        assert "4.0 layers" in problem.seen
+
+
+def test_gradients_that_a_loop_reduces_layer_by_layer_are_clean(make, mesh8):
+    layout = make(2, "stack")
+    recipe = zerojax.Recipe(prefetch=0, bucket_bytes=1)
+    step = zerojax.make_train_step(scan_loss(mesh8, inside=True), TX, layout, recipe)
+    batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    program = Program.of(step.lower(step.abstract_state(), batch).compile())
+    report = audit(dataclasses.replace(program, platform="gpu"), layout, recipe)
+    assert "peak" not in kinds(report)

@@ -16,7 +16,7 @@ import zerojax
 from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
 from zerojax._jaxpr import bodies, called, depending, opened
 from zerojax.collectives import gather_where_used, prefetched
-from zerojax.collectives._boxed import makes_gathered
+from zerojax.collectives._boxed import REDUCED, makes_gathered
 from zerojax.collectives._order import num_products
 
 #: Layers that are gathered for the backward pass of each loop: all, but where the loop computes
@@ -192,6 +192,28 @@ def test_layers_of_a_list_wait_for_those_before(name, mesh8):
     forward = 2 * NUM_LAYERS
     assert waiting(ahead)[:forward] == [max(k - 1, 0) for k in range(forward)]
     assert min(waiting(ahead)[forward:]) >= forward - 2
+
+
+def outstanding(program):
+    """List for each product how many gradients of a program without loops it does not wait for."""
+    eqns, reduced, found = opened(program)[0].eqns, [], []
+    for at, eqn in enumerate(eqns):
+        if eqn.primitive.name == "name" and eqn.params["name"] == REDUCED:
+            reduced.append(depending(eqns[at:], eqn.outvars))
+        elif eqn.primitive.name == "dot_general":
+            found.append(sum(one.isdisjoint(eqn.invars) for one in reduced))
+    return found
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_on_a_gpu_products_wait_for_reductions(name, mesh8, monkeypatch):
+    """A gradient is half a layer, and a group here: at most one is not waited for, one is new."""
+    gradient, layout, args = gradient_of([name], mesh8)
+    plain = needed(prefetched(gradient, 1, layout), args)
+    assert max(outstanding(plain)) > NUM_LAYERS  # elsewhere the compiler keeps the order
+    monkeypatch.setattr(type(layout), "platform", "gpu")
+    ordered = needed(prefetched(gradient, 1, layout, bucket_bytes=1), args)
+    assert max(outstanding(ordered)) <= 2
 
 
 def test_products_of_a_convolution_are_counted():

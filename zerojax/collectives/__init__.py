@@ -23,13 +23,14 @@ from zerojax.collectives._forms import (
 from zerojax.collectives._narrow import BLOCK, block_dim, num_blocks
 from zerojax.collectives._options import OPTIONS, compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners
-from zerojax.collectives._prefetch import prefetched
+from zerojax.collectives._prefetch import BUCKET, prefetched
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean
 from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._writeback import widened, write_back
 
 __all__ = [
     "BLOCK",
+    "BUCKET",
     "OPTIONS",
     "OWNERS",
     "Job",

@@ -1,4 +1,4 @@
-"""Order: the gathers of layers that stand in no loop wait for the layers before them.
+"""Order: gathers of layers that stand in no loop wait for those before, and layers for reductions.
 
 Nothing in a Python list of layers says when a layer's weights may be gathered, so a compiler may
 gather all of them first. In the order of the program, gathers are put into groups of half a layer,
@@ -13,6 +13,12 @@ where each weight is a group, `b` is gathered beside the first product, and `c` 
     a = GATHER w0; h0, a, w1 = BARRIER h0 a w1; h1 = dot_general h0 a
     b = GATHER w1; h1, b, w2 = BARRIER h1 b w2; h2 = dot_general h1 b
     c = GATHER w2; h3 = dot_general h2 c
+
+Gradients wait whole for the links, and products that make them wait with them, with all that these
+read, since XLA's scheduler on a GPU computes them late. So a product waits until the gradients of
+the group before the last one are reduced:
+
+    d2 = REDUCE (dot_general g x2); g1, d3 = BARRIER g1 d3; h = dot_general g1 w1; d1 = REDUCE ...
 
 What is computed again for the backward pass stands behind a barrier of all that it is given. Shards
 that are tied pass by it: they need not wait for the gradient of this layer.
@@ -34,27 +40,36 @@ from zerojax._jaxpr import (
     variables,
     with_inner,
 )
-from zerojax.collectives._boxed import makes_gathered
+from zerojax._tree import num_bytes
+from zerojax.collectives._boxed import REDUCED, makes_gathered
 
 
-def run_in_order(program: Any, args: Sequence[Any], ahead: float) -> tuple[list[Any], int]:
+def run_in_order(
+    program: Any, args: Sequence[Any], ahead: float, waiting: float
+) -> tuple[list[Any], int]:
     """Run a program whose calls are in place, one group of gathers after another.
 
     Args:
         program: a differentiated program.
         args: its inputs.
         ahead: elements that may be gathered ahead of a product: two groups; a weight that is larger
-            than one is a group of its own.
+            than one is a group of its own; 0 leaves gathers as they are.
+        waiting: bytes of gradients that may wait for their reduction: two groups; 0 does not order
+            them.
 
     Returns:
         Its results, and how many gathers wait for something.
     """
     jaxpr, _ = opened(program)
     order = _Order(jaxpr.eqns)
-    order.tie(ahead / 2)
+    if ahead:
+        order.tie(ahead / 2)
+    num_gathers = sum(map(len, order.tied.values()))
+    if waiting:
+        order.tie_products(waiting / 2)
     inputs = inputs_of(program, args)
     results = run_equations(order.equations(), inputs, jaxpr.outvars, order.step)
-    return results, sum(map(len, order.tied.values()))
+    return results, num_gathers
 
 
 class _Tie(NamedTuple):
@@ -71,7 +86,7 @@ class _Order:
     def __init__(self, eqns: Sequence[Any]) -> None:
         self.eqns = eqns
         self.places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
-        #: shards by the place of the product that they wait for
+        #: shards by the place of the product that they wait for, or that waits for them
         self.tied: dict[int, list[Any]] = {}
         #: results of barriers that wait for something else already
         self.loose: set[Any] = set()
@@ -98,6 +113,20 @@ class _Order:
                 size, product, previous = 0, None, None
             elif size and product is None and any(map(num_products, with_inner(eqn))):
                 product = at
+
+    def tie_products(self, bound: float) -> None:
+        """Let the product behind each group of gradients wait for the group before it."""
+        size, group, last, ready = 0, [], [], []
+        for at, eqn in enumerate(self.eqns):
+            if eqn.primitive.name == "name" and eqn.params["name"] == REDUCED:
+                group.append(eqn.outvars[0])
+                aval = eqn.outvars[0].aval
+                size += num_bytes(aval.shape, aval.dtype)
+                if size >= bound:
+                    size, group, last, ready = 0, [], group, last
+            elif ready and num_products(eqn):
+                self.tied.setdefault(at, []).extend(ready)
+                ready = []
 
     def _new_path(self, var: Any) -> list[Any]:
         """List what a gather's operand is made of, value by value; nothing where it is there.

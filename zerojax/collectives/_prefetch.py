@@ -59,7 +59,12 @@ from zerojax.layout import Layout
 
 
 def prefetched(
-    function: Callable[..., Any], layers: float, layout: Layout, *, warn: bool = False
+    function: Callable[..., Any],
+    layers: float,
+    layout: Layout,
+    *,
+    bucket_bytes: int | None = None,
+    warn: bool = False,
 ) -> Callable[..., Any]:
     """Make a function that gathers weights of the next layer while one computes.
 
@@ -67,11 +72,14 @@ def prefetched(
         function: of pytrees of arrays: the gradient of a loss. It can't be differentiated again
             without keeping what its loops carry.
         layers: how much of a layer is gathered ahead, by bytes of weights: 1, or a part, of those
-            that it uses first; 0 leaves the function as it is.
+            that it uses first; 0 leaves gathers as they are.
         layout: the placement.
+        bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
+            a GPU layers that stand in no loop wait for the reductions of those before.
         warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
-    if not layers:
+    waiting = _waiting_bytes(layout, bucket_bytes)
+    if not layers and not waiting:
         return function
 
     def wrapped(*args: Any) -> Any:
@@ -79,8 +87,8 @@ def prefetched(
         runner = _Prefetch(layers, layout.platform)
         leaves = jax.tree.leaves(args)
         in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
-        results, num_tied = run_in_order(in_place, leaves, layers * _layer_size(layout))
-        if warn and not runner.num_ahead + num_tied:
+        results, num_tied = run_in_order(in_place, leaves, layers * _layer_size(layout), waiting)
+        if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
         for where in dict.fromkeys(runner.late) if warn else ():
             warnings.warn(LATE.format(where), stacklevel=2)
@@ -100,10 +108,26 @@ LATE = (
 )
 
 
+#: The bytes of gradients that XLA reduces together on a GPU where nobody says how many: the default
+#: of `xla_gpu_reduce_scatter_combine_threshold_bytes`.
+BUCKET = 30 * 2**20
+
+
 def _layer_size(layout: Layout) -> int:
     """Count the elements of the largest layer; where there are none, of the largest leaf."""
     layers = layout.layers or [[leaf] for leaf in layout.leaves]
     return max(sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in one) for one in layers)
+
+
+def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
+    """Return the bytes of gradients that may wait for their reduction: a layer's, or a bucket.
+
+    0 does not order them: other compilers than a GPU's keep the order of the program.
+    """
+    if layout.platform != "gpu":
+        return 0
+    layers = [[num_bytes(x.shape[x.stacked :], x.dtype) for x in one] for one in layout.layers]
+    return max(BUCKET if bucket_bytes is None else bucket_bytes, *map(sum, layers), 0)
 
 
 class _Prefetch:
@@ -127,7 +151,7 @@ class _Prefetch:
             return run(called(eqn), [*map(hold, values)] if looped else hold(values), step)
         if runs_in_place(eqn):
             return run(called(eqn), values, step)
-        if eqn.primitive.name == "scan":
+        if eqn.primitive.name == "scan" and self.layers:
             return self._scan(eqn, values)
         return bind(eqn, values)
 

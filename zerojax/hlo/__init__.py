@@ -4,7 +4,7 @@ from zerojax.hlo._carries import Carry, find_carries
 from zerojax.hlo._collectives import Collective, Collectives, Groups, mesh_axes, sum_moved
 from zerojax.hlo._costs import Cost
 from zerojax.hlo._host import HostMove, find_host_moves, host_parameters
-from zerojax.hlo._memory import Result, largest_results, most_alive
+from zerojax.hlo._memory import Result, largest_results, most_alive, source_of
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import is_collective, parse_collectives
 from zerojax.hlo._schedule import Operation, Schedule, parse_schedule
@@ -39,6 +39,7 @@ __all__ = [
     "parse_collectives",
     "parse_module",
     "parse_schedule",
+    "source_of",
     "sum_moved",
     "uses_of",
 ]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zerojax.hlo._collectives import Collective
 from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.hlo._spellings import having
 from zerojax.hlo._walk import SCHEDULED, walk
@@ -79,6 +80,23 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
         return known[name]
 
     return peak(module.entry.name)
+
+
+def source_of(module: Module, record: Collective) -> str:
+    """Return the instruction that made what a collective takes, under its first name.
+
+    %g = f32[8,4] fusion(%x);  %b = f32[32] bitcast(%g);  %s = f32[4] reduce-scatter(%b)
+
+    %s reduces what %g made. Of a fused collective that the text does not follow, its own name.
+    """
+    computation = module.computations.get(record.computation)
+    lines = {line.name: line for line in computation.instructions} if computation else {}
+    name, part = record.name, record.part if record.combined > 1 else 0
+    while name in lines and len(lines[name].operands) > part:
+        name, part = lines[name].operands[part], 0
+        if name not in lines or lines[name].opcode not in _NAMES - {"tuple", "get-tuple-element"}:
+            return name
+    return name
 
 
 def _end(

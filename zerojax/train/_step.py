@@ -308,8 +308,8 @@ class TrainStep(Shown):
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
         layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
-        warn = self.recipe.prefetch is not None
-        return prefetched(function, layers, self.layout, warn=warn)
+        bucket, warn = self.recipe.bucket_bytes, self.recipe.prefetch is not None
+        return prefetched(function, layers, self.layout, bucket_bytes=bucket, warn=warn)
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:

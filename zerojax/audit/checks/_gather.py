@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, Problem, describe_move, hint
 from zerojax.audit._match import Key, Match
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._memory import whole_carries
-from zerojax.hlo import Use, most_alive, uses_of
-from zerojax.layout import LeafLayout
+from zerojax.hlo import Use, uses_of
 
 #: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
 #: the first of the backward pass, and keeping those costs nothing.
 KEPT_SHARE = 0.1
 HOISTED_SHARE = 0.01
-#: How many times the layers that a recipe asks for may be gathered at one time.
-SLACK = 2
 
 
 def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
@@ -46,7 +42,7 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
         return
     kept: list[tuple[Move, int]] = []
     stacked, sure = _stacks(evidence)
-    for key, moves in _by_leaf(evidence).items():
+    for key, moves in gathers_by_leaf(evidence).items():
         match = moves[0].match
         stored = evidence.gathered_elements(match.leaves)
         gathered = sum(move.handled for move in moves)
@@ -74,57 +70,6 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
     )
 
 
-def check_alive(evidence: Evidence) -> Iterator[Problem]:
-    """Check that no more layers are gathered at one time than the recipe asks for.
-
-    The states, a gathered layer and what is gathered ahead are what stage 3 needs beside the
-    activations. How large these are is not known, so weights alone are counted, from their gathers
-    to their last uses. Twice the layers are let pass, for compilers start gathers early, and the
-    two largest leaves outside of layers: a model has an embedding at either end. A CPU is not
-    judged: its compiler drops the barriers that order the gathers of a list.
-    """
-    layout, is_cpu = evidence.layout, evidence.program.platform == "cpu"
-    if is_cpu or not layout.partitions("parameter") or not layout.layers:
-        return
-    moves = [move for moves in _by_leaf(evidence).values() for move in moves]
-    sizes: Counter[tuple[str, str]] = Counter()
-    for move in moves:
-        sizes[move.record.computation, move.record.name] += move.record.elements
-    layer, other = _largest(evidence)
-    ahead = evidence.recipe.lookahead(layout.kinds, evidence.program.platform)
-    alive = most_alive(evidence.module, sizes)
-    if alive <= SLACK * (1 + ahead) * layer + other:
-        return
-    largest = max(moves, key=lambda move: move.record.elements)
-    yield Problem(
-        where=f"{len(sizes)} gathers; the largest, of {evidence.leaf_names(largest)}: "
-        f"{describe_move(largest)}",
-        expected=f"{1 + ahead:g} layer(s) of {layer:,} elements gathered at one time, beside "
-        f"{other:,} outside of layers",
-        seen=f"{alive:,} elements at one time, {(alive - other) / layer:.1f} layers",
-        remedy=_alive_remedy(evidence, ahead),
-    )
-
-
-def _alive_remedy(evidence: Evidence, ahead: float) -> str:
-    if "make_train_step" in evidence.tools:
-        return "scan over the layers" + ("" if ahead else ", or set Recipe(prefetch=1)")
-    tie = "tie each layer's weights to its input with an optimization_barrier"
-    return f"scan over the layers, or {tie}{hint(evidence, 'make_train_step')}"
-
-
-def _largest(evidence: Evidence) -> tuple[int, int]:
-    """Count the elements of the largest layer, and of the two largest leaves of no layer."""
-    layout = evidence.layout
-
-    def size(leaf: LeafLayout) -> int:
-        return math.prod(layout.local_shape(leaf, leaf.stored_shape)[leaf.stacked :])
-
-    within = {leaf.path for layer in layout.layers for leaf in layer}
-    others = sorted(size(leaf) for leaf in layout.leaves if leaf.path not in within)
-    return max(sum(map(size, layer)) for layer in layout.layers), sum(others[-2:])
-
-
 def users(evidence: Evidence, move: Move) -> list[Use]:
     """List the first real consumers of what a collective gives."""
     return list(uses_of(evidence.module, move.record.result))
@@ -148,7 +93,7 @@ def _whole_stacks(evidence: Evidence) -> list[Move]:
     ]
 
 
-def _by_leaf(evidence: Evidence) -> dict[Key, list[Move]]:
+def gathers_by_leaf(evidence: Evidence) -> dict[Key, list[Move]]:
     """Group the gathers of single leaves and layers by what they give."""
     found: dict[Key, list[Move]] = {}
     stacks = _whole_stacks(evidence)
