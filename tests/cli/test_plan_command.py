@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import json
 import os
 import re
 import subprocess
@@ -258,3 +259,14 @@ def test_a_limit_that_no_stage_meets_is_told_after_the_table(capfd):
     assert err.count("\n") == 1
     assert main([*FIGURE_1, "--memory-limit", "21.5"]) == 0
     assert "does not fit 21.5 GB: stage 0\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("search", [[], ["--search"]])
+def test_json_takes_the_place_of_tables(capsys, search):
+    """Strict JSON: a figure that is no number would not be read by others."""
+    assert main([*TINY, "--json", *search]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    asked = PlanQuestion(PlanOptions(model="tiny"))
+    plans = asked.search().plans if search else [asked.plan(stage) for stage in range(4)]
+    assert found == json.loads(json.dumps([one.to_dict() for one in plans]))
+    assert [one["bytes"]["total"] for one in found] == [one.bytes.total for one in plans]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -88,6 +89,17 @@ class Plan(Shown):
     volume_by_axes: dict[Axes, float]
     flops: float
     time: StepTime
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        axes = {",".join(names): moved for names, moved in self.volume_by_axes.items()}
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)} | {
+            "hardware": self.hardware.name,
+            "recipe": self.recipe.to_dict(),
+            "bytes": dataclasses.asdict(self.bytes),
+            "volume_by_axes": axes,
+            "time": dataclasses.asdict(self.time),
+        }
 
     @property
     def accumulate(self) -> int:

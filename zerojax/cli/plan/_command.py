@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import jax
+import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -36,8 +38,8 @@ def plan(options: PlanOptions) -> None:
     meets: then the smallest need and how it is met are named.
 
     Examples: the paper's figure 1; GPT-2 XL on a node, with a drawing; one stage in full, 4
-    examples a device, sharded within each node; the paper's C4 as it was run; and the fastest
-    way to train under a limit.
+    examples a device, sharded within each node; the paper's C4 as it was run; the fastest way to
+    train under a limit; and the figures as JSON.
 
     ```
     zerojax plan --params 7.5e9 --devices 64
@@ -45,13 +47,14 @@ def plan(options: PlanOptions) -> None:
     zerojax plan --model zero-8b --devices 64 --stage 3 --shards 8 --batch-size 256
     zerojax plan --model zero-100b --devices 400 --stage 2 --model-axis 16 --partition-activations
     zerojax plan --model gpt2-xl --batch-size 64 --search --memory-limit 20
+    zerojax plan --params 1e12 --devices 1024 --hardware b200 --json
     ```
     """
     if not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")  # shapes need no accelerator
     with refusing():
         asked = PlanQuestion(options)
-    screen = Screen(width=WIDTH)
+    screen = Screen(width=WIDTH, quiet=options.json)
     with screen.console:  # all at once: `| grep -q` may stop listening
         (_show_search if options.search else _show_stages)(asked, screen)
 
@@ -68,7 +71,7 @@ def _show_stages(asked: PlanQuestion, screen: Screen) -> None:
             screen.say(line)
     else:
         screen.show(plans[0])
-    _draw(asked, screen)
+    _keep(plans, asked, screen)
     if asked.options.memory_limit is not None and not any(one.fits for one in plans):
         raise Failure(_shortage(plans))
 
@@ -86,12 +89,14 @@ def _show_search(asked: PlanQuestion, screen: Screen) -> None:
         choices = asked.search()
     _show_question(asked, screen)
     screen.show(choices)
-    _draw(asked, screen)
+    _keep(choices.plans, asked, screen)
 
 
-def _draw(asked: PlanQuestion, screen: Screen) -> None:
-    """Draw all stages, where that was asked for."""
+def _keep(found: Sequence[Plan], asked: PlanQuestion, screen: Screen) -> None:
+    """Print JSON and draw all stages, where that was asked for."""
     options = asked.options
+    if options.json:
+        typer.echo(json.dumps([one.to_dict() for one in found], indent=2))
     if options.plot is None:
         return
     plans = {f"stage {stage}": asked.plan(stage) for stage in STAGES}

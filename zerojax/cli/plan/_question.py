@@ -58,6 +58,8 @@ class PlanOptions(StepOptions):
     """Search for the fastest way to train under the memory limit: stage, shard group, model axis,
     recomputation, what the host keeps, microbatches. Options that are given hold, and --shards
     holds the model axis as well."""
+    json: bool = option(False, panel=OUTPUT)
+    """Print the figures of each plan as JSON in the place of tables."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
     """Draw what a device holds under each stage, and the time of a step."""
 
