@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
 from zerojax._jaxpr import bodies, called, depending, opened
+from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED, makes_gathered
 from zerojax.collectives._order import num_products
@@ -207,15 +208,29 @@ def outstanding(program):
     return found
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_on_a_gpu_products_wait_for_reductions(name, mesh8, monkeypatch):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("remat", [True, False])
+def test_on_a_gpu_products_wait_for_reductions(stage, remat, mesh8, monkeypatch):
     """A gradient is half a layer, and a group here: at most one is not waited for, one is new."""
-    gradient, layout, args = gradient_of([name], mesh8)
+    stack = params_of(LOOPS["scan"], WIDE)
+    params = {f"layer_{i}": {name: w[i] for name, w in stack.items()} for i in range(NUM_LAYERS)}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=16)
+    one = jax.checkpoint(layer) if remat else layer
+
+    def loss(params, x):
+        for i in range(NUM_LAYERS):
+            x = one(x, params[f"layer_{i}"])
+        return (x**2).mean()
+
+    gradient = jax.grad(gather_where_used(loss, layout))
+    args = as_shapes((params, jnp.zeros((16, WIDE[0]))))
     plain = needed(prefetched(gradient, 1, layout), args)
     assert max(outstanding(plain)) > NUM_LAYERS  # elsewhere the compiler keeps the order
     monkeypatch.setattr(type(layout), "platform", "gpu")
-    ordered = needed(prefetched(gradient, 1, layout, bucket_bytes=1), args)
+    ordered = needed(prefetched(gradient, 0, layout, bucket_bytes=1), args)
     assert max(outstanding(ordered)) <= 2
+    nothing = zerojax.make_layout(params, mesh8, stage=0)
+    assert prefetched(gradient, 0, nothing) is gradient
 
 
 def test_products_of_a_convolution_are_counted():

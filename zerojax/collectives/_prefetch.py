@@ -122,12 +122,14 @@ def _layer_size(layout: Layout) -> int:
 def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
     """Return the bytes of gradients that may wait for their reduction: a layer's, or a bucket.
 
-    0 does not order them: other compilers than a GPU's keep the order of the program.
+    0 does not order them: loops have an order, and compilers but a GPU's keep that of a list.
     """
-    if layout.platform != "gpu":
+    layers = [
+        [num_bytes(x.shape, x.dtype) for x in one] for one in layout.layers if not one[0].stacked
+    ]
+    if layout.platform != "gpu" or not layout.kinds or not layers:
         return 0
-    layers = [[num_bytes(x.shape[x.stacked :], x.dtype) for x in one] for one in layout.layers]
-    return max(BUCKET if bucket_bytes is None else bucket_bytes, *map(sum, layers), 0)
+    return max(BUCKET if bucket_bytes is None else bucket_bytes, *map(sum, layers))
 
 
 class _Prefetch:
