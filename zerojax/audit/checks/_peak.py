@@ -27,53 +27,59 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
     early and reduce late, and the two largest leaves outside of layers: a model has an embedding at
     either end. A CPU is not judged: its compiler drops the barriers that order a list's layers.
 
-    Of 12 layers of 14 MB between embeddings of 50 MB, one layer ahead, 156 MB of weights
-    (2 * 2 * 14 + 2 * 50) are let pass, and 128 MB of gradients (2 * 14 + 2 * 50), or a bucket.
+    Of 12 layers of 40 MB between embeddings of 50 MB, one layer ahead, 260 MB of weights
+    (2 * 2 * 40 + 2 * 50) are let pass, and 180 MB of gradients (2 * 40 + 2 * 50); of layers that
+    are smaller than a bucket, twice the bucket instead.
     """
     layout, recipe = evidence.layout, evidence.recipe
     if evidence.program.platform == "cpu" or not layout.layers:
         return
     if layout.partitions("parameter"):
-        found = [move for moves in gathers_by_leaf(evidence).values() for move in moves]
+        gathers = [move for moves in gathers_by_leaf(evidence).values() for move in moves]
         ahead = recipe.lookahead(layout.kinds, evidence.program.platform)
-        then = "" if ahead else ", or set Recipe(prefetch=1)"
-        yield from _beyond(evidence, found, 1 + ahead, f"scan over the layers{then}")
+        yield from _beyond(evidence, "weights", gathers, 1 + ahead)
     if layout.partitions("gradient"):
-        reduces = ("scatter", "sliced", "reduce")
-        found = [move for move in evidence.large if move.role in reduces and move.match.leaves]
-        yield from _beyond(
-            evidence, found, 1, "scan over the layers, or lower Recipe(bucket_bytes=)"
-        )
+        roles = ("scatter", "sliced", "reduce")
+        reductions = [move for move in evidence.large if move.role in roles and move.match.leaves]
+        yield from _beyond(evidence, "gradients", reductions, 1)
 
 
 def _beyond(
-    evidence: Evidence, moves: Sequence[Move], layers: float, remedy: str
+    evidence: Evidence, what: str, moves: Sequence[Move], layers: float
 ) -> Iterator[Problem]:
     """Compare what is whole at one time, in bytes, with the layers that are asked for."""
-    gathers, sizes = all(move.role == "gather" for move in moves), Counter[tuple[str, str]]()
+    if not moves:
+        return
+    sizes, gathers = Counter[tuple[str, str]](), what == "weights"
     for move in moves:
         record = move.record
         name = record.name if gathers else source_of(evidence.module, record)
         sizes[record.computation, name] += record.elements * record.item_bits // 8
-    if not sizes:
-        return
     largest = max(moves, key=lambda move: move.record.elements)
     layer, other = (size * largest.record.item_bits // 8 for size in _largest(evidence))
     least = 0 if gathers else evidence.recipe.bucket_bytes or BUCKET
     alive = most_alive(evidence.module, sizes)
     if alive <= SLACK * max(layers * layer, least) + other:
         return
-    what = "weights" if gathers else "gradients"
-    tie = "tie each layer's weights to its input with an optimization_barrier"
     yield Problem(
         where=f"{len(sizes)} {'gathers' if gathers else 'reductions'}; the largest, of "
         f"{evidence.leaf_names(largest)}: {describe_move(largest)}",
         expected=f"{what} of {layers:g} layer(s) of {layer:,} B whole at one time, beside "
         f"{other:,} B outside of layers",
         seen=f"{alive:,} B of {what} at one time, {(alive - other) / layer:.1f} layers",
-        remedy=remedy
-        if "make_train_step" in evidence.tools
-        else f"scan over the layers, or {tie}{hint(evidence, 'make_train_step')}",
+        remedy=f"scan over the layers, or {_remedy(evidence, what, layers)}",
+    )
+
+
+def _remedy(evidence: Evidence, what: str, layers: float) -> str:
+    """Say what orders the layers of a list; a train step orders them as its recipe says."""
+    if "make_train_step" in evidence.tools:
+        if what == "weights":
+            return "set Recipe(prefetch=1)" if layers == 1 else "lower Recipe(prefetch=)"
+        return "lower Recipe(bucket_bytes=)"
+    waits = "weights to its input" if what == "weights" else "input to the gradients made before"
+    return (
+        f"tie each layer's {waits} with an optimization_barrier{hint(evidence, 'make_train_step')}"
     )
 
 
