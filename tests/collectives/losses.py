@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 
 import zerojax
-from zerojax.models import chunked_cross_entropy
 
 EXAMPLES, TOKENS, WIDTH, CLASSES = 16, 6, 8, 5
 KEY = jax.random.key(0)
@@ -183,7 +182,6 @@ MEANS = {
     "branch": lambda p, b: jax.lax.cond(
         p["out"].sum() > 0, lambda x: x.mean(), lambda x: 2 * x.mean(), b["x"] @ p["out"]
     ),
-    "chunked": lambda p, b: chunked_cross_entropy(b["x"], p["embed"], b["tokens"], chunk=2).mean(),
     "loop": lambda p, b: jnp.mean(
         jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["layers"][i]), b["x"])
     ),

@@ -67,11 +67,9 @@ def test_the_model_axis_changes_no_loss_at_any_stage(num_parts, stage):
     ("options", "step"),
     [
         ({"sequence_parallel": True}, {"accumulate": 2, "reduce": "once"}),
-        ({"loss_chunk": 8}, {}),
-        ({"loss_chunk": 24, "sequence_parallel": True}, {"accumulate": 2}),
         ({"scan": False}, {}),
     ],
-    ids=["one reduction", "chunked loss", "chunks and tokens", "a list of layers"],
+    ids=["one reduction", "a list of layers"],
 )
 def test_it_composes_with_what_a_step_and_a_model_can_do(options, step):
     config = dataclasses.replace(CONFIG, model_axis="model", **options)
@@ -133,22 +131,8 @@ def lower(config, axes):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"sequence_parallel": True}, "model_axis, which is None"), ({"loss_chunk": 0}, "at least 1")],
+    [({"sequence_parallel": True}, "model_axis, which is None"), ({"context": 0}, "at least 1")],
 )
 def test_options_that_can_not_be_meant_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(CONFIG, **change)
-
-
-def test_a_loss_in_chunks_never_holds_all_logits():
-    def traced(chunk):
-        config = gpt.Config(
-            num_layers=1, width=32, num_heads=2, vocab_size=100, context=16, loss_chunk=chunk
-        )
-        params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
-        batch = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
-        return str(jax.make_jaxpr(jax.grad(functools.partial(gpt.loss, config)))(params, batch))
-
-    assert f"[{BATCH},16,100]" in traced(None)
-    assert f"[{BATCH},16,100]" not in traced(24)
-    assert "100]" not in traced(24)

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from . import gpt
-from .cross_entropy import chunked_cross_entropy
 
-__all__ = ["chunked_cross_entropy", "gpt"]
+__all__ = ["gpt"]

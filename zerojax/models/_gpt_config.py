@@ -25,9 +25,6 @@ class Config:
     stream along it too, by tokens. The axis must divide the heads, and the rows of the embedding:
     `vocab_multiple` adds rows up to a multiple, which no token has and no logit is given to.
 
-    `loss_chunk` is the number of logits per token that the loss holds at a time; None holds all of
-    the vocabulary's.
-
     A layer's values carry the names `attention` [B, T, D] and `hidden` [B, T, 4D], by which
     rematerialisation policies can keep them.
 
@@ -47,7 +44,6 @@ class Config:
     model_axis: str | None = None
     sequence_parallel: bool = False
     vocab_multiple: int = 1
-    loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():

@@ -15,7 +15,6 @@ Source: Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism, arXiv 220
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -34,11 +33,6 @@ class ModelParallel:
     def num_parts(self) -> int:
         """Count the devices along the axis of the mesh that is set; 1 where there is none."""
         return 1 if self.axis is None else _auto_axes().get(self.axis, 1)
-
-    def num_groups(self, num_examples: int) -> int:
-        """Count the groups that the mesh's other axes may cut a batch into; 1 where they don't."""
-        groups = math.prod(_auto_axes().values()) // self.num_parts
-        return groups if num_examples % groups == 0 else 1
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """Return a pair's products all of [B, T, ...]; their gradient goes straight to tokens.

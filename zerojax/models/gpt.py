@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 from ._gpt_config import PRESETS, Config, check_parts, of_size, preset
 from ._megatron import ModelParallel
-from .cross_entropy import chunked_cross_entropy
 
 __all__ = [
     "PRESETS",
@@ -218,13 +217,6 @@ def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
         ValueError: T exceeds the context, or the model axis does not divide the heads.
     """
     x, embed = _features(config, params, tokens[:, :-1])
-    if config.loss_chunk is not None:
-        place = config.parallel
-        nats = chunked_cross_entropy(
-            x, embed, tokens[:, 1:], chunk=config.loss_chunk, vocab_size=config.vocab_size,
-            num_shards=place.num_parts, num_groups=place.num_groups(x.shape[0]),
-        )  # fmt: skip
-        return jnp.mean(nats)
     targets = tokens[:, 1:, None]  # [B, T, 1]
     logits = _logits(config, x, embed)  # [B, T, V]
     if config.parallel.num_parts == 1:
