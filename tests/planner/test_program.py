@@ -162,25 +162,6 @@ def test_what_a_scan_stacks_for_nobody_is_dropped_with_what_makes_it():
     assert "tanh" in names(program)
 
 
-def test_every_checkpoint_is_a_region_of_its_own():
-    @jax.checkpoint
-    def layer(w, x):
-        return jnp.sin(x @ w)
-
-    def loss(w, x):
-        return jnp.cos(layer(w, layer(w, x))).sum()
-
-    program = program_of(loss, shape(5, 5), shape(4, 5))
-    regions = [op.region for op in program.ops if op.name == "dot_general"]
-    forward, backward = regions[:2], regions[2:]
-    assert forward == [None, None], "the forward pass is written as if there were no checkpoint"
-    # Each layer once more, the second first, then its two products of the backward pass.
-    assert len(set(backward)) == 2
-    assert None not in backward
-    assert backward == sorted(backward)
-    assert {op.region for op in program.ops if op.name == "reduce_sum"} == {None}
-
-
 # ------------------------------------------------------------------ loops
 
 

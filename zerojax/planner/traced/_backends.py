@@ -15,9 +15,6 @@ class Backend:
     #: product lie in memory (GPU, CPU)
     fuses_operands: bool = False
     fuses_lookups: bool = True  # whether what a gather reads is merged into it (GPU, CPU)
-    #: whether a scatter of one element per row is merged into the sum that it goes to, as a
-    #: comparison with an index (TPU); else it is written in the sum's place
-    fuses_one_hot: bool = False
     #: output tiles below which a dot product is split along what it sums over to keep all cores
     #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
     #: elsewhere)
@@ -30,6 +27,6 @@ class Backend:
 
 BACKENDS: Mapping[str, Backend] = {
     "gpu": Backend(splits_contraction=132, prefetches=True, runs_late=True),
-    "tpu": Backend(fuses_operands=True, fuses_lookups=False, fuses_one_hot=True, prefetches=True),
+    "tpu": Backend(fuses_operands=True, fuses_lookups=False, prefetches=True),
     "cpu": Backend(),
 }

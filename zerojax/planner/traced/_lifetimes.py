@@ -88,7 +88,7 @@ class Lifetimes:
         self.results = {v for v in program.outputs if v is not None}
         self.summed = self._sums()
         #: sums that a scatter is written into, in memory
-        self.written = set() if backend.fuses_one_hot else set(self.summed.values())
+        self.written = set(self.summed.values())
         #: parameters by the values that become their gradients by elementwise operations
         self.marked = self._marked(gradients)
         self.differentiated = self._differentiated(gradients)
@@ -102,8 +102,13 @@ class Lifetimes:
             if op.kind == "loop" or self.stored.intersection(op.outputs)
         }
         self.launches = self._launches(reads)
-        #: parameter, first and last operation of each stretch in which it has to be whole
-        self.uses = self._uses()
+        #: parameter and operation of each use, for which it has to be whole
+        self.uses = [
+            (v, launch.time)
+            for launch in self.launches
+            if launch.op.kind != "loop"
+            for v in launch.reads & parameters.keys()
+        ]
         #: what loops stack for the backward pass, and whether layers hand it on to each other
         self.stacked = self._stacked()
 
@@ -186,8 +191,6 @@ class Lifetimes:
         for t, op in enumerate(self.program.ops):
             if op.kind != "scatter" or op.inputs[0] is None or not self._is_constant(op.inputs[0]):
                 continue
-            if self.backend.fuses_one_hot and not self._is_one_hot(op):
-                continue
             readers = self.readers.get(op.outputs[0], [])
             if len(readers) == 1 and self.program.ops[readers[0]].name in ("add", "add_any"):
                 found[t] = readers[0]
@@ -241,14 +244,6 @@ class Lifetimes:
             return True
         return t in self.written or self._is_operand(value)
 
-    def _is_one_hot(self, op: Op) -> bool:
-        """Return whether a scatter writes one element of each row."""
-        into, _, updates = op.inputs
-        if into is None or updates is None:
-            return False
-        *_, columns = self.program.values[into].shape or (1,)
-        return self._elements(updates) * columns == self._elements(into)
-
     def _is_operand(self, value: int) -> bool:
         """Return whether an elementwise result is read by something that wants it in memory."""
         merged = 0  # dot products that it is merged into
@@ -266,38 +261,25 @@ class Lifetimes:
 
     def _reads(self, t: int, op: Op) -> frozenset[int]:
         """List the buffers and parameters that an operation that runs reads."""
-        behind = [self._behind(v, merges=op.kind in ("fused", "reduce")) for v in op.read]
+        behind = [self._behind(v) for v in op.read]
         for scatter, add in self.summed.items():
             if add == t:
                 values = self.program.ops[scatter].read[1:]
-                behind += [self._behind(v, merges=True) for v in values]
+                behind += map(self._behind, values)
         return frozenset().union(*behind)
 
-    def _behind(self, value: int, *, merges: bool) -> frozenset[int]:
-        """List what is read for a value: its buffer, or where it has none, what it is made from.
-
-        An elementwise result that lies in memory for a kernel is computed again for operations that
-        are merged, where what it is made from takes less.
-        """
+    def _behind(self, value: int) -> frozenset[int]:
+        """List what is read for a value: its buffer, or where it has none, what it is made from."""
         if value in self.owner or value not in self.maker:
             return frozenset({self.owner.get(value, value)})
-        if value in self.stored:
-            t = self.maker[value]
-            again = merges and self.program.ops[t].kind == "fused" and t not in self.written
-            if not again or sum(map(self._size, self.sources[value])) >= self._size(value):
-                return frozenset({value})
-        return self.sources[value]
+        return frozenset({value}) if value in self.stored else self.sources[value]
 
     def _trace_sources(self) -> None:
         """List for every value the buffers that it is made from, in order."""
         for op in self.program.ops:
             if op.kind != "loop":
-                behind = [self._behind(v, merges=True) for v in op.read]
-                self.sources |= dict.fromkeys(op.outputs, frozenset().union(*behind))
-
-    def _size(self, value: int) -> float:
-        line = self.program.values[value].bytes
-        return 0.0 if value in self.owner else line.fixed + line.each
+                behind = frozenset().union(*map(self._behind, op.read))
+                self.sources |= dict.fromkeys(op.outputs, behind)
 
     def is_split(self, op: Op, examples: float, size: float) -> bool:
         """Return whether a dot product of so many bytes is made from padded copies of operands."""
@@ -314,16 +296,3 @@ class Lifetimes:
             carried = op.inputs[op.num_consts : op.num_consts + op.num_carry]
             return tuple(v for v in gone if v in carried)
         return ()
-
-    def _uses(self) -> tuple[tuple[int, int, int], ...]:
-        """List when parameters have to be whole.
-
-        Within one rematerialised call a gathered weight serves the recomputation and the backward
-        pass; elsewhere each use gathers for itself.
-        """
-        spans: dict[tuple[int, object], list[int]] = {}
-        for t, op, *_, reads, _ in self.launches:
-            for v in reads & self.parameters.keys() if op.kind != "loop" else ():
-                key = (v, ("region", op.region) if op.region is not None else ("op", t))
-                spans.setdefault(key, []).append(t)
-        return tuple((owner, min(ts), max(ts)) for (owner, _), ts in spans.items())

@@ -57,8 +57,6 @@ class Op:
     length: Line = Line(1.0)  # how often a scan runs; of a while loop nobody knows, and 1 is taken
     num_consts: int = 0  # of a scan
     num_carry: int = 0
-    #: the rematerialised call that it was written out of, None outside of any
-    region: int | None = None
     #: floating-point operations of dot products and convolutions; multiply and add are two
     flops: Line = Line(0.0)
     is_wide: bool = False  # whether these are in fp32 or wider

@@ -175,7 +175,7 @@ class _Clock:
     def _gathers(self) -> list[tuple[int, int, float]]:
         """List when parameters are whole: first and last operation, bytes."""
         found, ahead, end = [], {}, len(self.program.ops)
-        for owner, first, last in self.lifetimes.uses:
+        for owner, time in self.lifetimes.uses:
             part = self.lifetimes.parameters[owner]
             size = part.share * self.leaves[part.leaf].gathered
             if not self.leaves[part.leaf].is_gathered or size <= _SMALL:
@@ -183,15 +183,15 @@ class _Clock:
             if part.share < 1:  # a loop's slice: carried into this iteration, and the next one's
                 ahead[owner] = (0, end, 2 * self.sharing.ahead * size)
                 size *= 1 - self.sharing.ahead
-            found.append((first, last, size, owner))
+            found.append((time, owner, size))
         found.sort()
-        if self.lifetimes.backend.prefetches:  # but a weight that is gathered again
-            pairs = itertools.pairwise([(0, 0, 0.0, -1), *found])
-            found = [
-                (one[0] if one[3] not in (-1, owner) else first, last, size, owner)
-                for one, (first, last, size, owner) in pairs
-            ]
-        return [*ahead.values(), *(x[:3] for x in found)]
+        early = self.lifetimes.backend.prefetches  # but a weight that is gathered again
+        pairs = itertools.pairwise([*found[:1], *found])
+        whole = [
+            (before if early and other != owner else time, time, size)
+            for (before, other, _), (time, owner, size) in pairs
+        ]
+        return [*ahead.values(), *whole]
 
     def _copies(self) -> Iterator[tuple[int, int, float]]:
         """List when padded copies of a split dot product's operands are there.

@@ -10,7 +10,6 @@ from jax.extend import core
 
 from zerojax._jaxpr import (
     OPAQUE,
-    REMATERIALISED,
     bodies,
     called,
     num_products,
@@ -56,14 +55,13 @@ class _Reader:
         self._batches = batches
         self._values: list[Value] = []
         self._ops: list[Op] = []
-        self._num_regions = 0
 
     def read(self, pair: tuple[Any, Any]) -> Operations:
         """Flatten the pair of jaxprs."""
         env: Env = {}
         self._enter(env, pair, "constvars")
         inputs = self._enter(env, pair, "invars")
-        self._run(pair, env, None)
+        self._run(pair, env)
         outputs = tuple(_read(env, var) for var in pair[0].outvars)
         return Operations(tuple(self._values), _needed(self._ops, outputs), inputs, outputs)
 
@@ -73,31 +71,29 @@ class _Reader:
         env.update(found)
         return tuple(value for _, value in found)
 
-    def _run(self, pair: tuple[Any, Any], env: Env, region: int | None) -> None:
+    def _run(self, pair: tuple[Any, Any], env: Env) -> None:
         for one, two in _zip(pair, "eqns"):
             name = one.primitive.name
             if name != two.primitive.name:
                 raise ValueError(f"{name} for one batch is {two.primitive.name} for another")
             if (held := called(one)) is not None:
-                self._num_regions += name == REMATERIALISED
-                inner = self._num_regions if name == REMATERIALISED else region
-                self._call(one, (opened(held)[0], opened(called(two))[0]), env, inner)
+                self._call(one, (opened(held)[0], opened(called(two))[0]), env)
             elif name in _VIEWS:
                 seen = zip(one.outvars, one.invars, strict=True)
                 env |= {var: _read(env, x) for var, x in seen}
             else:
-                self._op(one, two, env, region)
+                self._op(one, two, env)
 
-    def _call(self, eqn: Any, pair: tuple[Any, Any], env: Env, region: int | None) -> None:
+    def _call(self, eqn: Any, pair: tuple[Any, Any], env: Env) -> None:
         """Write a call out in its place."""
         given = zip(pair[0].invars, eqn.invars, strict=True)
         inner: Env = {var: _read(env, one) for var, one in given}
         self._enter(inner, pair, "constvars")
-        self._run(pair, inner, region)
+        self._run(pair, inner)
         for var, result in zip(eqn.outvars, pair[0].outvars, strict=True):
             env[var] = _read(inner, result)
 
-    def _op(self, one: Any, two: Any, env: Env, region: int | None) -> None:
+    def _op(self, one: Any, two: Any, env: Env) -> None:
         name, params = one.primitive.name, one.params
         inputs = tuple(_read(env, var) for var in one.invars)
         outputs = self._enter(env, (one, two), "outvars")
@@ -121,7 +117,6 @@ class _Reader:
                 length=self._line(params.get("length", 1), two.params.get("length", 1)),
                 num_consts=consts,
                 num_carry=carry,
-                region=region,
                 flops=self._line(2 * num_products(one), 2 * num_products(two)),
                 contracted=self._line(num_summed(one), num_summed(two)),
                 is_wide=name in _PRODUCTS
