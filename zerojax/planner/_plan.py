@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import optax
 
 from zerojax._arguments import as_given
-from zerojax._types import PyTree
+from zerojax._types import Axes, PyTree
 from zerojax.planner._demand import Demand, find_demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._report import Plan, PlannedBytes
@@ -58,9 +59,11 @@ def plan(
 def estimate(given: Setting, demand: Demand, count: int) -> Plan:
     """Plan one step; `count` is the examples of a device's microbatch."""
     layout, devices = given.layout, given.devices
-    moved = dict(given.theory.by_axes)
+    moved: defaultdict[Axes, float] = defaultdict(float, given.theory.by_axes)
+    for axes, elements in given.matrices.elements.items():
+        moved[axes] += elements
     if model := demand.model_elements(given, count):
-        moved[MODEL,] = moved.get((MODEL,), 0.0) + model
+        moved[MODEL,] += model
     return Plan(
         stage=layout.stage,
         num_params=layout.num_params,
@@ -74,7 +77,7 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
         remat=demand.remat,
         bytes=_bytes(given, demand, count),
         volume_by_axes={axes: elements / layout.num_params for axes, elements in moved.items()},
-        flops=demand.work(given, count).flops * given.recipe.accumulate,
+        flops=demand.work(given, count).flops * given.recipe.accumulate + given.matrices.flops,
         time=step_time(given, demand, count),
     )
 

@@ -15,6 +15,7 @@ from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives import BLOCK
 from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
 from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
+from zerojax.planner._update import Matrices, matrices_of
 from zerojax.planner._workload import Model
 from zerojax.planner.formulas import Theory, theory_of
 from zerojax.planner.hardware import Hardware, Network
@@ -32,6 +33,7 @@ class Setting:
     states: Description  # what model states take on one device
     leaves: tuple[HeldLeaf, ...]  # what each parameter takes while a gradient is computed
     recipe: Recipe  # how the step is computed; `dataclasses.replace` changes all but its precision
+    matrices: Matrices  # what the optimizer does with whole matrices
 
     @property
     def hardware(self) -> Hardware:
@@ -166,7 +168,8 @@ def place(
         min_size=placement.min_size,
     )
     states, leaves = layout.count(model.tx, recipe), _held_leaves(layout, recipe)
-    return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe)
+    matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
+    return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe, matrices)
 
 
 def hosts_inputs(recipe: Recipe) -> bool:

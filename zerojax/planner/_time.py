@@ -60,7 +60,10 @@ OVERLAP: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     """Add up the parts of a step; `count` is the examples of a device's microbatch."""
     one, times = given.hardware, given.recipe.accumulate
-    work, update = demand.work(given, count).times(times), Work.of(0.0, given.update_bytes, one)
+    work = demand.work(given, count).times(times)
+    whole = given.matrices
+    products = Work.of(whole.flops, 0.0, one, is_wide=whole.is_wide)
+    update = Work.total([products, Work.of(0.0, given.update_bytes, one)])
     kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
     overlap = OVERLAP[one.platform][kind]
@@ -73,7 +76,7 @@ def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     beside = min(max(hidden.fast, hidden.slow), overlap["work"] * busy)
     exposed = max(links.fast, links.slow) - beside
     parts = {
-        "compute": work.flops_seconds,
+        "compute": work.flops_seconds + update.flops_seconds,
         "memory": work.hbm_seconds + update.hbm_seconds,
         "fast": links.fast,
         "slow": links.slow,
@@ -94,7 +97,8 @@ def _link_seconds(
 ) -> tuple[Seconds, Seconds]:
     """Add up the time of the collectives, and what of it has work beside it.
 
-    Theory counts elements as a device moves them. What model parallelism moves is waited for.
+    Theory counts elements as a device moves them. What model parallelism and the optimizer move
+    is waited for.
     """
     theory, network, (gathered, reduced) = given.theory, given.network, given.item_bytes
     parts: tuple[tuple[Mapping[Axes, float], float, Collective, float], ...] = (
@@ -102,6 +106,7 @@ def _link_seconds(
         (theory.scattered, reduced, "reduce-scatter", overlap["reductions"]),
         (theory.summed, reduced, "all-reduce", overlap["reductions"]),
         ({(MODEL,): model} if model else {}, gathered, "all-reduce", 0.0),
+        (given.matrices.num_bytes, 1, "all-gather", 0.0),  # an all-to-all is as long on the links
     )
     seconds, hidden = Seconds(), Seconds()
     for moved, width, op, share in parts:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 
 import jax
 import optax
 
 from zerojax._arguments import as_given
+from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
+from zerojax.planner._update import multiplies
 from zerojax.recipe import Recipe, as_recipe
 
 
@@ -46,6 +49,11 @@ class Model:
     tx: optax.GradientTransformation  # the optimizer
     recipe: Recipe  # how a step is computed
     workload: Workload  # what devices compute
+
+    @cached_property
+    def multiplies(self) -> bool:
+        """Whether the optimizer's update has operations of matrices."""
+        return multiplies(self.tx, as_shapes(self.params))
 
 
 def read_model(

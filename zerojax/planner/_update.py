@@ -1,0 +1,88 @@
+"""What an optimizer that needs whole matrices asks of a device beside its states' traffic.
+
+Its update is traced on the mesh of the plan, where matrices go to devices that own them
+(`optim/_whole.py`), and the equations of one device are counted.
+
+Example: an all-to-all of fp32 [8, 1000] over 8 devices moves 7,000 elements, 28,000 bytes. Of a
+cond that gives owners different matrices the branch with the most products counts: the busiest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core
+
+from zerojax._jaxpr import num_products, opened
+from zerojax._tree import floating_dtype
+from zerojax._types import Axes
+from zerojax.layout import Layout, has_matrices
+from zerojax.optim import sharded
+from zerojax.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """What a device moves and multiplies in an update."""
+
+    elements: Mapping[Axes, float] = dataclasses.field(default_factory=dict)  # by mesh axes
+    num_bytes: Mapping[Axes, float] = dataclasses.field(default_factory=dict)  # the same in bytes
+    flops: float = 0.0  # of products
+    is_wide: bool = False  # whether these are in fp32 or wider
+
+
+def multiplies(tx: optax.GradientTransformation, params: Any) -> bool:
+    """Return whether an optimizer's update has operations of matrices."""
+    try:
+        return has_matrices(jax.make_jaxpr(_update(tx))(params).eqns)
+    except TypeError:  # it asks for functions of the loss (`value_fn`), which a plan does not have
+        return False
+
+
+def matrices_of(tx: optax.GradientTransformation, layout: Layout, recipe: Recipe) -> Matrices:
+    """Count what an update that `multiplies` moves and multiplies on a device."""
+    params = layout.map_leaves(
+        lambda _, x: jax.ShapeDtypeStruct(
+            x.shape, floating_dtype(x.dtype, recipe.precision.updated)
+        ),
+        layout.shapes,
+    )
+    elements: dict[Axes, float] = {}
+    num_bytes: dict[Axes, float] = {}
+    flops, is_wide = 0.0, False
+    program = jax.make_jaxpr(_update(sharded(tx, layout)))(params)
+    for times, eqn in _equations(program.jaxpr):
+        if count := num_products(eqn):
+            flops += 2 * times * count
+            is_wide |= eqn.invars[0].aval.dtype.itemsize >= 4
+        if eqn.primitive.name == "all_to_all":
+            axes, sent = eqn.params["axis_name"], eqn.invars[0].aval
+            moved = times * sent.size * (1 - 1 / layout.num_parts(axes))
+            elements[axes] = elements.get(axes, 0.0) + moved
+            num_bytes[axes] = num_bytes.get(axes, 0.0) + moved * sent.dtype.itemsize
+    return Matrices(elements, num_bytes, flops, is_wide)
+
+
+def _update(tx: optax.GradientTransformation) -> Any:
+    """Return an update of parameters alone, given all that the train step gives."""
+    given = optax.with_extra_args_support(tx)
+    value = jnp.zeros(())
+    return lambda params: given.update(params, given.init(params), params, value=value, grad=params)
+
+
+def _equations(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[float, Any]]:
+    """Yield the equations that a device runs, and how often; those of a while loop once."""
+    for eqn in jaxpr.eqns:
+        yield times, eqn
+        inside = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        held = (opened(program)[0] for program in core.jaxprs_in_params(eqn.params))
+        programs = [list(_equations(program, inside)) for program in held]
+        if eqn.primitive.name == "cond":
+            programs = [max(programs, key=lambda p: sum(n * num_products(eqn) for n, eqn in p))]
+        for program in programs:
+            yield from program
