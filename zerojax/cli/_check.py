@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -19,7 +18,7 @@ from zerojax.aot import topology_mesh as make_topology_mesh
 from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
 from zerojax.cli.shared._machine import find_devices
-from zerojax.cli.shared._screen import Screen, run_task
+from zerojax.cli.shared._screen import Screen
 from zerojax.lock import (
     CheckedStep,
     Difference,
@@ -122,10 +121,10 @@ def _check(
     path: Path,
 ) -> Checked:
     """Lower, compile and read one step, and compare it with what was accepted."""
-    lower = functools.partial(_told, functools.partial(step.lower, devices), path)
-    given, layout, recipe = run_task(screen.console, f"{step.name}: lowering", lower)
-    work = functools.partial(_compile, given, step)
-    program = run_task(screen.console, f"{step.name}: compiling", work)
+    with screen.task(f"{step.name}: lowering"):
+        given, layout, recipe = _told(lambda: step.lower(devices), path)
+    with screen.task(f"{step.name}: compiling"):
+        program = _compile(given, step)
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     record = StepRecord.of(program, devices, versions)
     old = held.get(step.name)

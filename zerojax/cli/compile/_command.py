@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from rich.table import Table
@@ -16,10 +15,7 @@ from zerojax.aot import DoesNotFit, compile_step
 from zerojax.audit import AuditReport, Program, audit
 from zerojax.cli.compile._request import CompileOptions, CompileRequest, read_requests
 from zerojax.cli.shared._command import Failure, command, refusing
-from zerojax.cli.shared._screen import Screen, run_task
-
-#: The part of the peak from which on something has a row.
-LEAST = 0.001
+from zerojax.cli.shared._screen import Screen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,30 +25,20 @@ class CompileResult:
     Attributes:
         report: the audit of the program; None where the compiler refused it for its memory.
         shortage: what the program lacks, by the compiler or by its peak; None where it fits.
-        needed: bytes that it takes at its peak; None where the compiler did not tell.
-        available: bytes that a device has.
     """
 
     request: CompileRequest
     report: AuditReport | None
     shortage: DoesNotFit | None
-    needed: int | None
-    available: int
 
     @classmethod
     def of(cls, request: CompileRequest, program: Program) -> CompileResult:
         """Audit a compiled program and hold it against the memory of a device."""
         step, memory = request.step, request.memory
         report = audit(program, step.layout, step.recipe)
-        needed = report.memory.peak
-        shortage = DoesNotFit(needed=needed, available=memory) if needed > memory else None
-        return cls(request, report, shortage, needed, memory)
-
-    @classmethod
-    def refused(cls, request: CompileRequest, shortage: DoesNotFit) -> CompileResult:
-        """Keep what a compiler said of a program that does not fit."""
-        available = shortage.available or request.memory
-        return cls(request, None, shortage, shortage.needed, available)
+        peak = report.memory.peak
+        shortage = DoesNotFit(needed=peak, available=memory) if peak > memory else None
+        return cls(request, report, shortage)
 
     @property
     def stage(self) -> int:
@@ -60,16 +46,16 @@ class CompileResult:
         return self.request.stage
 
     @property
-    def parts(self) -> Mapping[str, float]:
-        """Bytes per device by kind; nothing of a refused program."""
-        return {} if self.report is None else charts.bytes_of(self.report).parts
+    def peak(self) -> int | None:
+        """Bytes that it takes at its peak; None where a compiler that refused it did not tell."""
+        return self.report.memory.peak if self.report else self.shortage and self.shortage.needed
 
     @property
     def verdict(self) -> str:
         """Whether the program fits, and by how much, in a line."""
         if self.shortage is not None:
             return str(self.shortage)
-        peak, there = self.needed or 0, self.available
+        peak, there = self.peak or 0, self.request.memory
         left = f"{binary(there - peak)} ({1 - peak / there:.0%}) left"
         return f"fits: {binary(peak)} of a device's {binary(there)}, {left}"
 
@@ -146,17 +132,18 @@ def _facts(request: CompileRequest) -> dict[str, str]:
 
 def _compile(request: CompileRequest, screen: Screen) -> CompileResult:
     """Lower, compile and audit a stage; each task is shown with its seconds."""
-    name, options = f"stage {request.stage}", request.options
-    lowered = run_task(screen.console, f"{name}: tracing and lowering", request.lower)
-    work = functools.partial(compile_step, lowered)
+    name = f"stage {request.stage}"
+    with screen.task(f"{name}: tracing and lowering"):
+        lowered = request.lower()
     try:
-        program = run_task(screen.console, f"{name}: compiling for {options.topology}", work)
+        with screen.task(f"{name}: compiling for {request.options.topology}"):
+            program = compile_step(lowered)
     except DoesNotFit as refusal:
-        return CompileResult.refused(request, refusal)
+        return CompileResult(request, None, refusal)
     except jax.errors.JaxRuntimeError as error:
         raise Failure(f"{name}: the compiler failed: {error}", 1) from error
-    read = functools.partial(CompileResult.of, request, program)
-    return run_task(screen.console, f"{name}: reading the program", read)
+    with screen.task(f"{name}: reading the program"):
+        return CompileResult.of(request, program)
 
 
 def _show(results: Sequence[CompileResult], screen: Screen) -> None:
@@ -165,9 +152,10 @@ def _show(results: Sequence[CompileResult], screen: Screen) -> None:
     if is_one and first.report is not None:
         screen.console.print(first.report)
     else:
-        there = binary(first.available)
-        screen.title(f"bytes of a device's {there}; volume in elements per parameter")
+        there = binary(first.request.memory)
+        screen.title(f"a device has {there}; volume in elements per parameter")
         screen.show(comparison_table(results))
+        screen.say("states: by the stage's formula; waits: for collectives, of the scheduled step")
     for result in results:
         short, name = result.shortage, (f"stage {result.stage} ", "bold")
         screen.show(Text.assemble(name, result.verdict, style="red" if short else "green"))
@@ -178,34 +166,15 @@ def _show(results: Sequence[CompileResult], screen: Screen) -> None:
 
 
 def comparison_table(results: Sequence[CompileResult]) -> Table:
-    """Make the table of stages side by side; what is next to nothing is left out."""
-    largest = max(result.needed or result.available for result in results)
-    unit = unit_for(largest, BINARY)
-    made = make_table(unit.name, *(f">stage {one.stage}" for one in results))
-    for result, column in zip(results, made.columns[1:], strict=True):
-        column.style = "" if result.shortage is None else "red"
-
-    def bytes_row(name: str, counts: Sequence[float | None], style: str = "") -> None:
-        made.add_row(name, *map(unit.number, counts), style=style)
-
-    def report_row(name: str, write: Callable[[AuditReport], str], style: str = "") -> None:
-        cells = ("-" if one.report is None else write(one.report) for one in results)
-        made.add_row(name, *cells, style=style)
-
-    for name in dict.fromkeys(name for one in results for name in one.parts):
-        counts = [result.parts.get(name) for result in results]
-        if max(count or 0 for count in counts) >= LEAST * largest:
-            bytes_row(name, counts)
-    bytes_row("peak", [one.needed for one in results], "bold")
-    bytes_row("states by the formula", [one.request.theory for one in results], "dim")
-    made.add_section()
-    report_row("volume", lambda report: f"{report.volume:.4f}", "bold")
-    report_row("volume by the theory", lambda report: f"{report.theory_volume:.4f}", "dim")
-    report_row("waits, as scheduled", _waits)
-    report_row("problems", lambda report: str(len(report.problems)))
+    """Make the table of stages; of a program that the compiler refused there is no audit."""
+    unit = unit_for(max(one.peak or one.request.memory for one in results), BINARY)
+    beside = (f">states, {unit.name}", ">volume", ">theory", ">waits", ">problems")
+    made = make_table(">stage", f">peak, {unit.name}", *beside)
+    for one in results:
+        cells = [str(one.stage), unit.number(one.peak), unit.number(one.request.theory)]
+        if (report := one.report) is not None:
+            share = report.schedule and report.schedule.exposed_share
+            cells += [f"{report.volume:.4f}", f"{report.theory_volume:.4f}"]
+            cells += ["-" if share is None else f"{share:.1%}", str(len(report.problems))]
+        made.add_row(*cells, style="red" if one.shortage else "")
     return made
-
-
-def _waits(report: AuditReport) -> str:
-    share = report.schedule and report.schedule.exposed_share
-    return "-" if share is None else f"{share:.1%}"
