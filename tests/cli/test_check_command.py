@@ -37,6 +37,18 @@ def audited(devices):
     return step, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
 
 """
+#: It takes a cut state and returns a whole one.
+TWICE = """
+import jax, numpy as np, zerojax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+@zerojax.checked("cpu:8")
+def twice(devices):
+    cut, whole = (NamedSharding(Mesh(np.array(devices), ("data",)), x) for x in (P("data"), P()))
+    state = {"w": jax.ShapeDtypeStruct((64, 64), "float32", sharding=cut)}
+    step = lambda state: {"w": state["w"] + 1}
+    return jax.jit(step, out_shardings=whole).lower(state)
+"""
 MARK = '@zerojax.checked("cpu:4")\ndef audited(devices):\n'
 
 
@@ -71,6 +83,12 @@ def test_a_step_is_accepted_then_checked_and_a_change_is_told(steps, capsys):
     assert main(["diff", "before.lock", "zerojax.lock"]) == 1
     assert "all-reduce f32[64,64] over data" in capsys.readouterr().out
     assert main(["diff", "before.lock", "before.lock"]) == 0
+
+
+def test_a_step_that_compiles_twice_is_told_at_once(steps, capsys):
+    steps.write_text(TWICE)
+    assert main(["check", "steps.py", "--accept"]) == 0
+    assert "the second step compiles anew: 0/w come back with another" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

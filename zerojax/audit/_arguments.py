@@ -16,7 +16,6 @@ from zerojax.layout import Layout, LeafLayout
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
 STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient")
 
-_FLAT: tuple[HeldKind, ...] = ("parameter", "optimizer")  # trees whose names are lost
 _MASTER = re.compile(r"(^|[/_])(master|fp32)", re.IGNORECASE)
 _GRADIENT = re.compile(r"(^|[/_])(grad|acc_grad|accum)", re.IGNORECASE)
 _PARAMETER = re.compile(r"(^|/)(params|parameters|weights|model)(/|$)", re.IGNORECASE)
@@ -71,44 +70,19 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
         returned -= sum(leaf.role == "optimizer" for leaf in leaves if _is_tree([leaf], layout))
         trees = trees[: max(returned, 1)]
     tree_kinds: list[HeldKind] = _tree_kinds(leaves, [tree[0] for tree in trees], layout)
-    end = len(leaves)  # from here on nothing stands beside states
-    if not trees and _is_flat(leaves) and (trees := find_trees_by_order(leaves, layout)):
-        tree_kinds = [_FLAT[min(number, 1)] for number in range(len(trees))]
-        end = trees[-1][-1] + 1
     for tree, kind in zip(trees, tree_kinds, strict=True):
         for index, number in enumerate(tree):
             kinds[number], owners[number] = kind, index
     states = {leaf.path.split("/")[0] for leaf, kind in zip(leaves, kinds, strict=True) if kind}
     held = []
-    for number, (leaf, kind, owner) in enumerate(zip(leaves, kinds, owners, strict=True)):
+    for leaf, kind, owner in zip(leaves, kinds, owners, strict=True):
         if kind is None:
-            kind = _rest(leaf, number < end and leaf.path.split("/")[0] in states, layout)
+            kind = _rest(leaf, leaf.path.split("/")[0] in states, layout)
         shards = _shards(leaf, kind, owner, layout)
         is_far = bool(leaf.memory_kind) or leaf.number in hosted
         one = Held(argument=leaf, kind=kind, parameter=owner, shards=shards, is_far=is_far)
         held.append(one)
     return tuple(held)
-
-
-def _is_flat(leaves: Sequence[Argument]) -> bool:
-    """Return whether the paths of leaves end with numbers: their names are lost."""
-    return all(leaf.path.split("/")[-1].isdigit() for leaf in leaves)
-
-
-def find_trees_by_order(leaves: Sequence[Argument], layout: Layout) -> list[list[int]]:
-    """Find trees like the parameters where their paths are lost, by shapes in their order.
-
-    eqx.filter_jit and nnx.jit flatten their arguments. Of parameters `b` [8] and `w` [4, 8], leaves
-    [8], [4, 8], [], [8], [4, 8], [16, 4] are the parameters, a count, a moment and a batch.
-    """
-    found: list[list[int]] = [[]]
-    for number, leaf in enumerate(leaves):
-        own = layout.leaves[len(found[-1])]
-        if leaf.shape in (own.shape, own.stored_shape):
-            found[-1].append(number)
-            if len(found[-1]) == len(layout.leaves):
-                found.append([])
-    return found[:-1]
 
 
 def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[int]:
@@ -217,7 +191,7 @@ def shard_of(own: LeafLayout, shape: Shape, layout: Layout, kind: HeldKind = "op
     return (*local[: own.dim], math.ceil(local[own.dim] / parts), *local[own.dim + 1 :])
 
 
-def pairs(program: Program, held: Sequence[Held], layout: Layout) -> list[tuple[Held, Argument]]:
+def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]:
     """Pair every state argument with the result that takes its place in the next step.
 
     An argument's states are found among the results by their relative paths and shapes; the
@@ -250,12 +224,4 @@ def pairs(program: Program, held: Sequence[Held], layout: Layout) -> list[tuple[
             place = max(ranks, key=ranks.__getitem__)
             taken.update(place)
             found += zip(group, [program.outputs[number] for number in place], strict=True)
-    if not found and _is_flat(program.inputs):
-        both = zip(
-            find_trees_by_order(program.inputs, layout),
-            find_trees_by_order(program.outputs, layout),
-            strict=False,
-        )
-        numbers = [pair for trees in both for pair in zip(*trees, strict=True)]
-        found = [(held[old], program.outputs[new]) for old, new in numbers]
     return found

@@ -120,7 +120,7 @@ class Evidence:
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:
         """List every state argument with the result that takes its place in the next step."""
-        return pairs(self.program, self.held, self.layout)
+        return pairs(self.program, self.held)
 
     @cached_property
     def is_step(self) -> bool:

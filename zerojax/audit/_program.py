@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +16,17 @@ from jax.sharding import NamedSharding
 
 from zerojax._tree import num_bytes, path_name
 from zerojax._types import Shape
+from zerojax.audit._paths import flatten_with_paths
 
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
+# eqx.filter_jit splits arguments in two by what is donated, and flattens each part.
+_FILTERED = re.compile(r"[01]/(first|rest)/\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """Hold what is known of one argument or result; `number`, `donated`, `role`: arguments only."""
+    """Hold what is known of one argument or result; `number` and `donated`: arguments only."""
 
     path: str  # slash separated; an argument's begins with its position or its keyword
     shape: Shape  # global shape
@@ -75,6 +80,7 @@ class Program:
         places = _Placements()
         inputs = tuple(_inputs(compiled, places))
         outputs = tuple(_outputs(compiled, places))
+        inputs = _named_by_results(inputs, outputs)
         return cls(
             text=text,
             platform=places.platform,
@@ -165,35 +171,61 @@ class _Placements:
 
 
 def _inputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
-    pairs = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
+    pairs = list(flatten_with_paths(compiled.args_info))
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     roles = _optimizer_paths(compiled.args_info)
     numbers = _entry_numbers(compiled, len(pairs))
     for index, ((path, info), sharding) in enumerate(zip(pairs, shardings, strict=True)):
         aval = getattr(info, "_aval", info)
         # The path begins with 0 and a position, or with 1 and a keyword.
-        held = any(path[: len(prefix)] == prefix for prefix in roles)
-        held = held or not OPTIMIZER_NAMES.isdisjoint(path_name(path).split("/"))
         yield dataclasses.replace(
             _leaf(path_name(path[1:]), info, aval, sharding, places),
             number=numbers[index],
             donated=bool(info.donated),
-            role="optimizer" if held else "",
+            role=_role(path, roles),
         )
 
 
 def _outputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
-    pairs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
+    pairs = list(flatten_with_paths(compiled.out_info))
+    roles = _optimizer_paths(compiled.out_info)
     shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     avals = getattr(compiled._executable, "out_avals", None) or [info for _, info in pairs]
     for (path, info), aval, sharding in zip(pairs, avals, shardings, strict=True):
-        yield _leaf(path_name(path), info, aval, sharding, places)
+        leaf = _leaf(path_name(path), info, aval, sharding, places)
+        yield dataclasses.replace(leaf, role=_role(path, roles))
+
+
+def _named_by_results(
+    inputs: Sequence[Argument], outputs: Sequence[Argument]
+) -> tuple[Argument, ...]:
+    """Name the arguments that eqx.filter_jit flattened after the results that take their place.
+
+    Of f32[8], f32[4,8], f32[2,4] as arguments 0/rest/0, 0/rest/1 and 0/rest/2, with results
+    1/0/b: f32[8] and 1/0/w: f32[4,8], the first two are 1/0/b and 1/0/w, and the third the batch.
+    """
+    flat = [n for n, one in enumerate(inputs) if _FILTERED.fullmatch(one.path)]
+    wanted, found = (
+        [(x.shape, x.dtype) for x in xs] for xs in ([inputs[n] for n in flat], outputs)
+    )
+    named = list(inputs)
+    blocks = difflib.SequenceMatcher(None, wanted, found, autojunk=False).get_matching_blocks()
+    for start, place, count in blocks:
+        for number, result in zip(flat[start:][:count], outputs[place:][:count], strict=True):
+            one = inputs[number]
+            named[number] = dataclasses.replace(one, path=result.path, role=result.role)
+    return tuple(named)
+
+
+def _role(path: tuple[Any, ...], states: list[tuple[Any, ...]]) -> str:
+    held = any(path[: len(prefix)] == prefix for prefix in states)
+    names = OPTIMIZER_NAMES.intersection(path_name(path).split("/"))
+    return "optimizer" if held or names else ""
 
 
 def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -> Argument:
     shape = tuple(info.shape)
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
-    spec = getattr(sharding, "spec", sharding)
     placement = places.number(sharding, len(shape))
     return Argument(
         path=path,
@@ -201,11 +233,28 @@ def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -
         dtype=str(info.dtype),
         shard_shape=shard,
         shard_bytes=0 if sharding is None else num_bytes(shard, info.dtype),
-        spec=str(spec).removeprefix("PartitionSpec"),
+        spec=_spec(sharding).removeprefix("PartitionSpec"),
         placement=placement,
         weak_type=bool(getattr(aval, "weak_type", False)),
         memory_kind=places.memory_kind(sharding),
     )
+
+
+def _spec(sharding: Any) -> str:
+    """Write a placement in one way, without axes of one device and without None at the end.
+
+    P(("data", "fsdp"), "tensor", None) is P("data") where only "data" has more than one device.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return str(getattr(sharding, "spec", sharding))
+    sizes, entries = sharding.mesh.shape, []
+    for entry in sharding.spec:
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        axes = tuple(axis for axis in axes if sizes.get(axis, 0) != 1 and axis is not None)
+        entries.append(axes[0] if len(axes) == 1 else axes or None)
+    while entries and entries[-1] is None:
+        del entries[-1]
+    return str(sharding.spec.update(partitions=tuple(entries)))
 
 
 def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
@@ -218,16 +267,10 @@ def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
     return [numbers.get(index) for index in range(num_leaves)]
 
 
-def _optimizer_paths(args_info: Any) -> list[tuple[Any, ...]]:
+def _optimizer_paths(info: Any) -> list[tuple[Any, ...]]:
     """List the paths of nodes that are states of optax optimizers."""
-    arguments = jax.tree_util.tree_flatten_with_path(
-        args_info, is_leaf=lambda node: not any(node is whole for whole in (args_info, *args_info))
-    )[0]
-    found = []
-    for prefix, argument in arguments:
-        pairs = jax.tree_util.tree_flatten_with_path(argument, is_leaf=_is_optimizer_state)[0]
-        found += [(*prefix, *path) for path, node in pairs if _is_optimizer_state(node)]
-    return found
+    pairs = jax.tree_util.tree_flatten_with_path(info, is_leaf=_is_optimizer_state)[0]
+    return [path for path, node in pairs if _is_optimizer_state(node)]
 
 
 def _is_optimizer_state(node: Any) -> bool:

@@ -169,6 +169,12 @@ def _show(one: Checked, screen: Screen) -> None:
         words.append(f"waits for {totals['exposed share']:.1%} of the scheduled step")
     screen.show(Text.assemble((one.step.name, "bold"), ": " + ", ".join(words)))
     screen.say(f"  {one.record.theory}")
+    if anew := [path for path, leaf in one.record.leaves.items() if not leaf.settled]:
+        more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
+        screen.say(
+            f"  the second step compiles anew: {', '.join(anew[:3])}{more} come back with another "
+            "placement or dtype"
+        )
     _show_differences(one.differences, screen)
     for problem in one.problems:
         screen.show(Text(f"  {problem}", style="red"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 
+from zerojax._tree import path_ends
 from zerojax._types import Shape
 from zerojax.audit import Argument, Program, role_of, schedule_of
 from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, sum_moved
@@ -52,7 +54,7 @@ class StepRecord:
 
     Attributes:
         versions: of what compiled it.
-        mesh: its axes and their sizes.
+        mesh: its axes and their sizes, those of one device left out.
         leaves: arguments by path, layer numbers written as *.
         moved: collectives by what they do: "all-gather bf16[1024,4096] over data".
         totals: bytes of the peak, of arguments and of host memory, that are moved along each axis,
@@ -93,7 +95,7 @@ class StepRecord:
             totals["exposed share"] = round(schedule.exposed_share, 4)
         return cls(
             versions=dict(versions),
-            mesh=program.mesh,
+            mesh={name: size for name, size in program.mesh.items() if size > 1},
             leaves=leaves,
             moved=_moved(records, program, leaves),
             totals=totals,
@@ -106,12 +108,16 @@ def _leaves(program: Program) -> dict[str, Leaf]:
     returned = _returned(program)
     groups: dict[tuple[Any, ...], list[Argument]] = {}
     for one in program.inputs:
-        settled = not one.donated or _same(one, returned.get(one.path))
+        settled = _same(one, returned.get(one.path))
         key = (_pattern(one.path), one.dtype, one.shape, one.spec, one.donated, settled)
         groups.setdefault(key, []).append(one)
+    names = collections.Counter(_common_path(alike) for alike in groups.values())
     found: dict[str, Leaf] = {}
     for (_, dtype, shape, spec, donated, settled), alike in groups.items():
-        found[_common_path([one.path for one in alike])] = Leaf(
+        path = _common_path(alike)
+        if names[path] > 1:
+            path = _common_path(alike, with_numbers=True)
+        found[path] = Leaf(
             count=len(alike),
             dtype=dtype,
             shape=shape,
@@ -128,26 +134,35 @@ def _pattern(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
-def _common_path(paths: Sequence[str]) -> str:
-    """Write the numbers in which paths differ as *."""
-    columns = zip(*(path.split("/") for path in paths), strict=True)
-    parts = (x[0] if len({*x}) == 1 else _pattern(f"/{x[0]}")[1:] for x in columns)
-    return "/".join(parts)
+def _common_path(alike: Sequence[Argument], *, with_numbers: bool = False) -> str:
+    """Write the numbers in which paths differ as *, or as all of them: blocks/0,3/qkv."""
+    columns = zip(*(one.path.split("/") for one in alike), strict=True)
+    parts = (tuple(dict.fromkeys(column)) for column in columns)
+    return "/".join(
+        ",".join(x) if with_numbers or len(x) == 1 else _pattern(f"/{x[0]}")[1:] for x in parts
+    )
 
 
 def _returned(program: Program) -> dict[str, Argument]:
     """Find for each argument the result that takes its place in the next step.
 
-    An argument `0/params/w` is returned as `0/params/w`, or where the state is the one result, as
-    `params/w`.
+    An argument `0/params/w` is returned as `0/params/w`, or `params/w` where the state is the one
+    result, or `1/params/w`; nnx.jit returns `0/0/params/w`. Of several the outermost is meant.
+    Where a path is numbers alone, a donated argument's own place is.
     """
-    results = {one.path: one for one in program.outputs}
-    return {
-        one.path: results[name]
-        for one in program.inputs
-        for name in (one.path, one.path.partition("/")[2])
-        if name in results and results[name].shape == one.shape
+    by_end = {
+        (end, one.shape): one
+        for one in sorted(program.outputs, key=lambda one: -one.path.count("/"))
+        for end in path_ends(one.path)
     }
+    found = {}
+    for one in program.inputs:
+        for end in (one.path, one.path.partition("/")[2]):
+            result = by_end.get((end, one.shape))
+            is_named = not end.replace("/", "").isdigit()
+            if result and (is_named or (one.donated and result.path == one.path)):
+                found.setdefault(one.path, result)
+    return found
 
 
 def _same(one: Argument, returned: Argument | None) -> bool:
@@ -174,7 +189,7 @@ def _moved(
         key: Moved(
             runs=sum(one.runs for one in alike),
             bytes=round(sum(one.moved_bytes for one in alike)),
-            leaf=_leaf_of(alike[0].shape, named),
+            leaf=_leaf_of(alike[0], named),
             source=alike[0].source.rpartition("site-packages/")[2],
         )
         for key, alike in sorted(groups.items())
@@ -192,14 +207,16 @@ def _axes(record: Collective, program: Program) -> str:
     return " x ".join(mesh_axes(record.groups, program.mesh, pairs=pairs)) or "slices"
 
 
-def _leaf_of(shape: Shape, leaves: Mapping[str, Leaf]) -> str:
-    """Name the arguments that a tensor may be all of, or a layer of."""
-    dims = sorted(size for size in shape if size > 1)
+def _leaf_of(record: Collective, leaves: Mapping[str, Leaf]) -> str:
+    """Name the arguments that a collective may move, all of one or a layer of it."""
+    dims = sorted(size for size in record.shape if size > 1)
     for cut in (0, 1, 2):
         found = [
             path
             for path, leaf in leaves.items()
-            if leaf.shape[cut:] and sorted(size for size in leaf.shape[cut:] if size > 1) == dims
+            if leaf.shape[cut:]
+            and sorted(size for size in leaf.shape[cut:] if size > 1) == dims
+            and ("float" in leaf.dtype) == (record.dtype[0] in "bf")
         ]
         if found and dims:
             return " or ".join(found[:3]) + (" ..." if len(found) > 3 else "")
@@ -222,20 +239,23 @@ def _totals(program: Program, records: Iterable[Collective]) -> dict[str, float]
 def _theory(program: Program, records: Sequence[Collective]) -> str:
     """Say what ZeRO moves for arguments that lie as these, in elements per parameter (Psi).
 
-    Arguments with the shape and the end of the path of an optimizer's leaf are a parameter, and its
+    Arguments of an optimizer leaf's shape whose path ends as its does are a parameter, and its
     master if there are two. Cut in n parts, a parameter is gathered twice and reduced once,
     3 (n-1)/n; where only its states are, or nothing, 2 (n-1)/n (arXiv 1910.02054, section 7).
     """
-    moments = [one for one in program.inputs if one.role == "optimizer" and one.shape]
     others: dict[tuple[str, Shape], list[Argument]] = {}
     for one in program.inputs:
-        if not one.role:
-            others.setdefault((one.path.split("/", 2)[-1], one.shape), []).append(one)
+        for end in path_ends(one.path) if not one.role else ():
+            others.setdefault((end, one.shape), []).append(one)
+    moments: dict[tuple[str, Shape], list[Argument]] = {}
+    for one in program.inputs:
+        ends = ((end, one.shape) for end in path_ends(one.path) if (end, one.shape) in others)
+        is_moment = one.role == "optimizer" and one.shape and math.prod(one.shape)
+        if is_moment and (key := next(ends, None)):
+            moments.setdefault(key, []).append(one)
     size, count, partitioned, moves = 0, 0, 0, 0.0
-    for (end, shape), held in others.items():
-        own = [x for x in moments if x.shape == shape and x.path.endswith(f"/{end}")]
-        if not own or not math.prod(shape):
-            continue
+    for key, own in moments.items():
+        shape, held = key[1], others[key]
         parameter = min(held, key=lambda one: one.shard_bytes / math.prod(one.shard_shape))
         elements, is_cut = math.prod(shape), parameter.shard_shape != shape
         parts = max(elements // math.prod(x.shard_shape) for x in (*held, *own))
@@ -247,8 +267,9 @@ def _theory(program: Program, records: Sequence[Collective]) -> str:
     # A CPU has no reduce-scatters: it reduces whole and keeps a part.
     halved = [one for one in records if program.platform == "cpu" and role_of(one) == "sliced"]
     seen = (sum_moved(records) - sum_moved(halved) / 2) / size
+    number = sum(map(len, moments.values()))
     return (
-        f"inferred from {len(moments)} moments: {size:,} parameters, {partitioned} of {count} "
+        f"inferred from {number} moments: {size:,} parameters, {partitioned} of {count} "
         f"leaves partitioned; ZeRO moves {moves / size:.3f} elements each, this step {seen:.3f}"
     )
 
