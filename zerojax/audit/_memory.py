@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from zerojax.audit._arguments import STATES, Held
 from zerojax.audit._evidence import Evidence
-from zerojax.audit._program import Program
 from zerojax.hlo import Result, largest_results
 
 #: How kinds of argument are called in a report.
@@ -38,9 +37,6 @@ class MemoryReport:
     temporaries: int  # what the step needs beside arguments and results at its peak
     peak: int  # all of it at the worst moment, as the compiler says where it does
     host: int  # what lies in the host's memory
-    # the part of the arena of the temporaries that none of them uses at the worst moment (arXiv
-    # 1910.02054, section 6.3); None where the compiler does not tell
-    fragmentation: float | None
     # the same kinds by the stage's formula, whole / N for what the stage partitions, without what
     # lives in the host's memory; "gradients" are those of one step, which live while it runs
     theory: dict[str, int]
@@ -63,22 +59,9 @@ def memory_of(evidence: Evidence) -> MemoryReport:
         temporaries=max(peak - arguments - outputs, 0),
         peak=peak,
         host=max(on_host, stats.get(_HOST_ARGUMENTS, 0)) + stats.get("host_temp_size_in_bytes", 0),
-        fragmentation=_fragmentation(program, arguments + outputs),
         theory=_theory(evidence),
         largest=tuple(largest_results(evidence.module, 8)),
     )
-
-
-def _fragmentation(program: Program, fixed: int) -> float | None:
-    """Compare what is in use of the temporaries' arena, the peak without what is fixed, with it.
-
-    Only a GPU's peak tells: a TPU's counts vector memory too, and a CPU's no temporaries.
-    """
-    arena = program.statistics.get("temp_size_in_bytes", 0)
-    live = program.statistics.get("peak_memory_in_bytes", 0) - fixed
-    if program.platform != "gpu" or live < 0:
-        return None
-    return max(1 - live / arena, 0.0) if arena else 0.0
 
 
 def _theory(evidence: Evidence) -> dict[str, int]:

@@ -98,9 +98,6 @@ def memory_table(memory: MemoryReport) -> Table:
         table.add_row("saved by donation", f"{memory.reused:,}")
     if memory.host:
         table.add_row("host", f"{memory.host:,}")
-    lost = memory.fragmentation
-    told = "not told by this compiler" if lost is None else f"{lost:.2%}"
-    table.caption = f"fragmentation of temporaries: {told}"
     return table
 
 
