@@ -59,14 +59,14 @@ def check(found):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 def test_the_model_axis_changes_no_loss_at_any_stage(num_parts, stage):
-    config = dataclasses.replace(CONFIG, model_axis="model", sequence_parallel=stage % 2 == 1)
+    config = dataclasses.replace(CONFIG, model_axis="model")
     check(train(config, {"data": 8 // num_parts, "model": num_parts}, stage))
 
 
 @pytest.mark.parametrize(
     ("options", "step"),
     [
-        ({"sequence_parallel": True}, {"accumulate": 2, "reduce": "once"}),
+        ({}, {"accumulate": 2, "reduce": "once"}),
         ({"scan": False}, {}),
     ],
     ids=["one reduction", "a list of layers"],
@@ -110,9 +110,8 @@ def test_rows_that_fill_up_the_vocabulary_get_no_probability():
     [
         ({"num_heads": 2}, "4 devices along the model axis do not divide num_heads=2.*fit: 1, 2"),
         ({"vocab_multiple": 1}, "do not divide dim 0|vocab_multiple=4"),
-        ({"sequence_parallel": True, "context": 18}, "do not divide 18 tokens.*multiple of 4"),
     ],
-    ids=["heads", "vocabulary", "tokens"],
+    ids=["heads", "vocabulary"],
 )
 def test_an_axis_that_does_not_divide_the_model_is_refused(change, says):
     config = dataclasses.replace(CONFIG, model_axis="model", **change)
@@ -129,10 +128,6 @@ def lower(config, axes):
     step.lower(step.abstract_state(), jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [({"sequence_parallel": True}, "model_axis, which is None"), ({"context": 0}, "at least 1")],
-)
-def test_options_that_can_not_be_meant_are_refused(change, says):
-    with pytest.raises(ValueError, match=says):
-        dataclasses.replace(CONFIG, **change)
+def test_a_size_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="context is 0; give at least 1"):
+        dataclasses.replace(CONFIG, context=0)

@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 from jax.typing import DTypeLike
 
-from ._megatron import ModelParallel
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -21,9 +19,9 @@ class Config:
     models learn sooner from more. `remat` recomputes each layer in the backward pass. Norms,
     softmax and loss compute in fp32 whatever `dtype` is.
 
-    `model_axis` names the mesh axis of model parallelism; `sequence_parallel` cuts the residual
-    stream along it too, by tokens. The axis must divide the heads, and the rows of the embedding:
-    `vocab_multiple` adds rows up to a multiple, which no token has and no logit is given to.
+    `model_axis` names the mesh axis of model parallelism. It must divide the heads, and the rows of
+    the embedding: `vocab_multiple` adds rows up to a multiple, which no token has and no logit is
+    given to.
 
     A layer's values carry the names `attention` [B, T, D] and `hidden` [B, T, 4D], by which
     rematerialisation policies can keep them.
@@ -42,7 +40,6 @@ class Config:
     scan: bool = True
     remat: bool = True
     model_axis: str | None = None
-    sequence_parallel: bool = False
     vocab_multiple: int = 1
 
     def __post_init__(self) -> None:
@@ -54,21 +51,11 @@ class Config:
                 f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width}; "
                 "each head takes an equal part of the width"
             )
-        if self.sequence_parallel and self.model_axis is None:
-            raise ValueError(
-                "gpt.Config: sequence_parallel cuts the tokens along model_axis, which is None; "
-                "name the mesh axis"
-            )
 
     @property
     def vocab_rows(self) -> int:
         """The rows of the embedding: the vocabulary, up to `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def parallel(self) -> ModelParallel:
-        """How activations are placed."""
-        return ModelParallel(self.model_axis, self.sequence_parallel)
 
 
 def check_parts(config: Config, num_parts: int) -> None:

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ._gpt_config import PRESETS, Config, check_parts, of_size, preset
-from ._megatron import ModelParallel
+from ._megatron import cut, num_parts
 
 __all__ = [
     "PRESETS",
@@ -123,7 +123,7 @@ def apply(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
 
 def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return what the head multiplies: features [B, T, D] and the embedding [V, D]."""
-    check_parts(config, config.parallel.num_parts)
+    check_parts(config, num_parts(config.model_axis))
     num_tokens = tokens.shape[1]
     if num_tokens > config.context:
         raise ValueError(
@@ -132,20 +132,17 @@ def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Ar
         )
     dtype = params["embed"].dtype if config.dtype is None else config.dtype
     embed = params["embed"].astype(dtype)
-    place = config.parallel
     # Each device looks among its own rows, and what it has not is summed up: asked for less than
     # the whole, the partitioner would gather the table.
-    x = place.residual(place.cut(embed[tokens], None)) + params["positions"][:num_tokens].astype(
-        dtype
-    )
+    x = cut(embed[tokens], config.model_axis) + params["positions"][:num_tokens].astype(dtype)
     x = _blocks(config, params["blocks"], x)  # [B, T, D]
-    return place.gathered(_norm(params["norm"], x)), embed
+    return cut(_norm(params["norm"], x), config.model_axis), embed
 
 
 def _logits(config: Config, x: jax.Array, embed: jax.Array) -> jax.Array:
     # The product in `dtype`, then the cast: asking the product itself for fp32 makes its transpose
     # multiply fp32 by `dtype`, for which compilers widen (and may gather) the embedding in fp32.
-    logits = config.parallel.cut(jnp.einsum("btd,vd->btv", x, embed), -1).astype(jnp.float32)
+    logits = cut(jnp.einsum("btd,vd->btv", x, embed), config.model_axis, -1).astype(jnp.float32)
     if config.vocab_rows == config.vocab_size:
         return logits
     return jnp.where(jnp.arange(config.vocab_rows) < config.vocab_size, logits, -jnp.inf)
@@ -173,27 +170,27 @@ def _attend(*qkv: jax.Array, is_causal: bool) -> jax.Array:
 
 
 def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
-    place = config.parallel
+    axis = config.model_axis
     batch, num_tokens, width = x.shape
     heads = (batch, num_tokens, config.num_heads, 3 * width // config.num_heads)
-    qkv = _dense(layer["qkv"], place.gathered(_norm(layer["norm_1"], x)))  # [B, T, 3D]
-    qkv = place.cut(qkv.reshape(heads), 2)  # [B, T, H, 3D/H]
+    qkv = _dense(layer["qkv"], cut(_norm(layer["norm_1"], x), axis))  # [B, T, 3D]
+    qkv = cut(qkv.reshape(heads), axis, 2)  # [B, T, H, 3D/H]
     attend = functools.partial(_attend, is_causal=True)
     if config.remat:
         # Recomputed for the layer's backward pass, the scores [B, H, T, T] would wait there until
         # the feed-forward part is done; they are computed once more instead.
         attend = jax.checkpoint(attend)
     attended = attend(*jnp.split(qkv, 3, axis=-1))  # [B, T, H, D/H]
-    attended = checkpoint_name(place.cut(attended.reshape(x.shape), -1), "attention")
-    x = x + _by_rows(place, layer["proj"], attended)
-    hidden = _dense(layer["up"], place.gathered(_norm(layer["norm_2"], x)))  # [B, T, 4D]
-    hidden = checkpoint_name(place.cut(hidden, -1), "hidden")
-    return x + _by_rows(place, layer["down"], jax.nn.gelu(hidden, approximate=True))
+    attended = checkpoint_name(cut(attended.reshape(x.shape), axis, -1), "attention")
+    x = x + _by_rows(axis, layer["proj"], attended)
+    hidden = _dense(layer["up"], cut(_norm(layer["norm_2"], x), axis))  # [B, T, 4D]
+    hidden = checkpoint_name(cut(hidden, axis, -1), "hidden")
+    return x + _by_rows(axis, layer["down"], jax.nn.gelu(hidden, approximate=True))
 
 
-def _by_rows(place: ModelParallel, params: Params, x: jax.Array) -> jax.Array:
+def _by_rows(axis: str | None, params: Params, x: jax.Array) -> jax.Array:
     """Multiply by a weight cut by rows; the devices' sums are added before the bias is, once."""
-    out = place.residual(x @ params["kernel"].astype(x.dtype))
+    out = cut(x @ params["kernel"].astype(x.dtype), axis)
     return out + params["bias"].astype(x.dtype)
 
 
@@ -219,7 +216,7 @@ def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     x, embed = _features(config, params, tokens[:, :-1])
     targets = tokens[:, 1:, None]  # [B, T, 1]
     logits = _logits(config, x, embed)  # [B, T, V]
-    if config.parallel.num_parts == 1:
+    if num_parts(config.model_axis) == 1:
         wanted = jnp.take_along_axis(logits, targets, axis=-1)[..., 0]
     else:  # each device looks among its own part of the vocabulary
         own = targets == jnp.arange(config.vocab_rows)
