@@ -15,6 +15,9 @@ import subprocess
 import sys
 import time
 
+if sys.argv[1:] == ["--help"]:
+    print(__doc__)
+    sys.exit()
 if len(sys.argv) > 1:
     os.sched_setaffinity(0, {int(sys.argv[1]) % (os.cpu_count() or 1)})
 

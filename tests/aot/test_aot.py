@@ -1,4 +1,4 @@
-"""Meshes of hardware that is not here: names, sizes, order, and what is missing."""
+"""Meshes of hardware that you don't have: names, sizes, order, and what is missing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_unknown_topology_lists_those_known_nearest_first(name, why, nearest)
 
 @pytest.mark.parametrize(("name", "devices"), [("v6e:2x4", 8), ("h100:2x8", 16)])
 def test_a_product_that_differs_says_both_numbers(name, devices):
-    with pytest.raises(ValueError, match=rf"has 6 devices, but topology '{name}' has {devices}"):
+    with pytest.raises(ValueError, match=rf"multiply to 6, and topology '{name}' has {devices}"):
         topology_mesh(name, {"data": 3, "model": 2})
 
 

@@ -1,4 +1,4 @@
-"""`zerojax check` for a GPU node that is not here: it locks what blocks and is exposed too."""
+"""`zerojax check` for a GPU node that you don't have: it locks what blocks and is exposed too."""
 
 from __future__ import annotations
 

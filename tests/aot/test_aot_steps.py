@@ -1,4 +1,4 @@
-"""Steps compiled for TPUs and GPUs that are not here: clean, and in phases where a torus asks."""
+"""Steps compiled for TPUs and GPUs that you don't have: clean, and in phases where a torus asks."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_devices_in_another_order_are_found_on_the_layouts_mesh():
 def test_another_number_of_devices_is_refused():
     small = zerojax.make_mesh({"data": 4}, devices=jax.devices()[:4])
     compiled = compile_step(layout_on({"data": 8}, 2))
-    with pytest.raises(ValueError, match="8 devices and the layout's mesh"):
+    with pytest.raises(ValueError, match="has 8, the layout's mesh"):
         audit(compiled, zerojax.make_layout(WEIGHT, small, stage=2))
 
 

@@ -1,4 +1,4 @@
-"""The audit on programs of hardware that is not here: text that `scripts/golden` compiled.
+"""The audit on programs of hardware that you don't have: text that `scripts/golden` compiled.
 
 A `Program` is plain data, so a kept text and a few facts are audited as a compiled step is. What
 the programs are, and their sizes, is written in scripts/golden.
@@ -29,7 +29,7 @@ ALL_REDUCED = ("v5p", "v5p-whole", "v5e-wide")  # of the scans: libtpu makes no 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Stand in for a device that is not here."""
+    """Stand in for a device that you don't have."""
 
     id: int
     platform: str

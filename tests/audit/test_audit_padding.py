@@ -27,7 +27,7 @@ MIXED = zerojax.Precision(params=jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Stand in for a device that is not here."""
+    """Stand in for a device that you don't have."""
 
     id: int
     platform: str = "tpu"

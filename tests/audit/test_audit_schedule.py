@@ -32,7 +32,7 @@ KINDS = {"v6e": "TPU v6 lite", "v5p": "TPU v5", "h100": "NVIDIA H100 80GB HBM3"}
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Stand in for a device that is not here."""
+    """Stand in for a device that you don't have."""
 
     id: int
     platform: str

@@ -150,7 +150,7 @@ REFUSALS = {
     "more devices than there are": (
         lambda: mesh({"data": 16}),
         ValueError,
-        "takes 16 devices and 8 are there; .*device_count=16",
+        r"takes 16 devices, and jax.devices\(\) has 8; .*device_count=16",
     ),
     "a number of devices": (
         lambda: mesh({"data": 4}, devices=4),
@@ -160,7 +160,7 @@ REFUSALS = {
     "other devices than the mesh takes": (
         lambda: mesh({"data": 4}, devices=jax.devices()),
         ValueError,
-        r"takes 4 devices and 8 are given; .*devices=jax.devices\(\)\[:4\]",
+        r"takes 4 devices, and devices= has 8; .*devices=jax.devices\(\)\[:4\]",
     ),
 }
 

@@ -60,8 +60,8 @@ def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch": shape(12, TOKENS, WIDTH)}, ["12 examples", "8 devices", "multiple of 8"]),
-        ({"accumulate": 3}, ["16 examples", "3 microbatches", "multiple of 24"]),
+        ({"batch": shape(12, TOKENS, WIDTH)}, ["12 examples", "8 x 1", "multiple of 8"]),
+        ({"accumulate": 3}, ["16 examples", "8 x 3", "multiple of 24"]),
         ({"batch": None}, ["give loss_fn and batch together"]),
         ({"loss_fn": None}, ["give loss_fn and batch together"]),
         (

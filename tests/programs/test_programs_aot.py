@@ -1,4 +1,4 @@
-"""Whole programs compiled for accelerators that are not here: clean, at the volume of theory."""
+"""Whole programs compiled for accelerators that you don't have: clean, at the volume of theory."""
 
 from __future__ import annotations
 

@@ -68,6 +68,17 @@ def test_a_formatter_took_no_inclusion_of_a_file_for_a_program():
     assert pages == []
 
 
+def test_troubleshooting_begins_from_the_words_of_an_error():
+    """The words of a heading are in what its program prints, but for N, M and "..."."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    sections = re.findall(r"^## ([^\n]*)\n\n```python\n.*?^```text\n(.*?)^```", page, re.M | re.S)
+    assert len(sections) > 10
+    for heading, printed in sections:
+        words = " ".join(printed.split())
+        for part in re.split(r"\b[NM]\b|\.\.\.", heading):
+            assert part.strip() in words, heading
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(ROOT / "docs")) for page in DOCUMENT.PAGES]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [path for path in (ROOT / "scripts").iterdir() if os.access(path, os.X_OK)]
+SCRIPTS = [*sorted(SCRIPTS), ROOT / "benchmarks/peers", ROOT / "benchmarks/collectives.py"]
 
 
 @pytest.fixture
@@ -107,6 +112,25 @@ def test_an_interpreter_that_is_not_there_is_one_clear_line(script):
     assert done.returncode == 2
     assert done.stderr.startswith("zerojax: --python python2.7")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_says_what_it_does_and_does_nothing_else(script, tmp_path, monkeypatch, capfd):
+    """A script in Python runs in this process, which has loaded jax."""
+    monkeypatch.chdir(tmp_path)
+    if script.read_text().startswith("#!/usr/bin/env bash"):
+        environment = {**os.environ, "PATH": "/usr/bin:/bin"}  # no Python is looked for
+        subprocess.run([script, "--help"], env=environment, check=True, timeout=10)
+    else:
+        monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+        monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        assert not ended.value.code
+    said, complaints = capfd.readouterr()
+    assert script.name in said
+    assert complaints == ""
 
 
 def test_an_old_python_is_passed_over(tmp_path):

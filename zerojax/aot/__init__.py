@@ -1,4 +1,4 @@
-"""Compile a step for hardware that is not here."""
+"""Compile a step for hardware that you don't have."""
 
 from __future__ import annotations
 

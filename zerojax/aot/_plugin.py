@@ -1,4 +1,4 @@
-"""The compilers for hardware that is not here: found, loaded and kept quiet."""
+"""The compilers for hardware that you don't have: found, loaded and kept quiet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MissingCompiler(RuntimeError):
 
 
 def tpu_devices(name: str, **options: Any) -> list[Any]:
-    """Return the devices of a TPU slice that is not here; `name` as libtpu has it: "v5p:2x2x2"."""
+    """Return the devices of a TPU slice; `name` as libtpu has it: "v5p:2x2x2"."""
     require_libtpu()
     if not has_accelerators():
         for key, value in _TPU_ENVIRONMENT.items():
@@ -46,7 +46,7 @@ def tpu_devices(name: str, **options: Any) -> list[Any]:
 
 
 def gpu_devices(target_config: str, num_nodes: int, gpus_per_node: int) -> list[Any]:
-    """Return the devices of GPU nodes that are not here, node by node."""
+    """Return the devices of GPU nodes that you don't have, node by node."""
     module = require_cuda()
     arrangement = {"topology": f"1x{num_nodes}x{gpus_per_node}", "target_config": target_config}
     with quiet_stderr():

@@ -1,4 +1,4 @@
-"""Meshes of devices that are not here."""
+"""Meshes of devices that you don't have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Topology:
 
 
 def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
-    """Build a mesh of devices that are not here, for `jit(...).lower(...).compile()`.
+    """Build a mesh of devices that you don't have, for `jit(...).lower(...).compile()`.
 
     `name` is a chip and its arrangement: nodes x GPUs ("h100:4x8"), TPU chips along each torus dim
     ("v5p:8x8x16", "v6e:2x4"), or several TPU slices ("v5e:4x4x2slices"). `axes` maps axis names to
@@ -59,8 +59,8 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
     shape = tuple(axes.values())
     if math.prod(shape) != topology.num_devices:
         raise ValueError(
-            f"Mesh {dict(axes)} has {math.prod(shape)} devices, but topology {name!r} has "
-            f"{topology.num_devices}: choose sizes whose product is {topology.num_devices}."
+            f"the sizes of the mesh {dict(axes)} multiply to {math.prod(shape)}, and topology "
+            f"{name!r} has {topology.num_devices} devices: choose sizes whose product is that"
         )
     if topology.is_tpu:
         devices = _place_tpu(topology, shape)

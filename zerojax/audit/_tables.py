@@ -95,7 +95,7 @@ def memory_table(memory: MemoryReport) -> Table:
     add("temporaries, with gradients", memory.temporaries)
     add("peak", memory.peak, memory.theory["total"])
     if memory.reused:
-        table.add_row("saved by donation", f"{memory.reused:,}")
+        table.add_row("reused by donation", f"{memory.reused:,}")
     if memory.host:
         table.add_row("host", f"{memory.host:,}")
     return table

@@ -138,8 +138,8 @@ def _span_finder(program: Program, layout: Layout) -> Callable[[Collective], tup
     position = {int(device.id): at for at, device in enumerate(layout.devices.flat)}
     if theirs and len(theirs) != len(position):
         raise ValueError(
-            f"the program runs on {len(theirs)} devices and the layout's mesh {sizes} has "
-            f"{len(position)}; audit it with the layout that it was compiled for"
+            f"devices: the program has {len(theirs)}, the layout's mesh {sizes} {len(position)}; "
+            "audit it with the layout that it was compiled for"
         )
     # From a device, as the program counts them, to its place in the layout.
     same = position.keys() == set(theirs)

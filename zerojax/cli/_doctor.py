@@ -43,7 +43,7 @@ MODEL = gpt.Config(num_layers=2, width=128, num_heads=4, vocab_size=256, context
 def doctor(options: CommandOptions) -> None:
     """Check whether this machine can do what zerojax does.
 
-    Looks at the packages, the devices and the compilers for hardware that is not here. Then takes a
+    Looks at the packages, the devices and the compilers for absent hardware. Then takes a
     step of a small model at stage 2 in bf16 over all devices, audits the compiled program, and
     saves and restores the state. Takes a few seconds, and leaves no files.
 
@@ -125,7 +125,7 @@ def try_step(devices: Sequence[Any], show: Callable[[str, str], None]) -> None:
     if not math.isfinite(loss):
         remedy = "try JAX_PLATFORMS=cpu; if it passes there, the accelerator or its driver is ill"
         raise Failure(f"the loss is {loss}; {remedy}", 1)
-    held = f"{layout.num_params:,} parameters over {len(devices)} devices"
+    held = f"{layout.num_params:,} parameters over N = {len(devices)}"
     show(f"step at stage {STAGE}", f"{held}, loss {loss:.3f}")
 
     report = zerojax.audit(compiled, layout, recipe)

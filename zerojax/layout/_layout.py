@@ -142,8 +142,9 @@ class Layout(Shown, TreeLayout):
 
     @property
     def _summary(self) -> str:
-        held = sum(leaf.bytes_per_device("parameter") for leaf in self.leaves)
-        return f"{self.title} in {len(self.leaves)} leaves, {decimal(held)} of them per device"
+        held = decimal(sum(leaf.bytes_per_device("parameter") for leaf in self.leaves))
+        leaves = f"{len(self.leaves)} {'leaves' if self.leaves[1:] else 'leaf'}"
+        return f"{self.title} in {leaves}, {held} of them per device"
 
     def _parts(self) -> Iterator[Text | Table]:
         return self.describe(optax.identity())._parts()

@@ -39,12 +39,12 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
     wanted = math.prod(axes.values())
     found = jax.devices()[:wanted] if devices is None else list(devices)
     if len(found) != wanted:
-        where, remedy = "given", f"hand over that many, as in devices=jax.devices()[:{wanted}]"
+        where, remedy = "devices=", f"hand over that many, as in devices=jax.devices()[:{wanted}]"
         if devices is None:
             flag = f"--xla_force_host_platform_device_count={wanted}"
-            where, remedy = "there", f"on a CPU set XLA_FLAGS={flag} before jax starts"
+            where, remedy = "jax.devices()", f"on a CPU set XLA_FLAGS={flag} before jax starts"
         raise ValueError(
-            f"the mesh {dict(axes)} takes {wanted} devices and {len(found)} are {where}; {remedy}"
+            f"the mesh {dict(axes)} takes {wanted} devices, and {where} has {len(found)}; {remedy}"
         )
     return in_order(
         jax.make_mesh(

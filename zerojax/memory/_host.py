@@ -25,7 +25,7 @@ def has_host_memory(device: Any) -> bool:
     kinds = memory_kinds(device)
     if kinds:
         return HOST_MEMORY in kinds
-    # The description of a GPU that is not here names no memory; real ones and their compiler have.
+    # The description of a GPU that you don't have names no memory; real ones and compilers have.
     return device.platform in ("gpu", "cuda", "rocm")
 
 

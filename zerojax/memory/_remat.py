@@ -70,7 +70,7 @@ def rematerialised(
         ValueError: when it is called: a name that no layer has, with those that there are; an axis
             that the mesh which is set does not have. `Recipe(remat=)` sets the mesh. A loss without
             layers, of which the policy would keep nothing: it computes all of itself again and
-            saves no memory.
+            avoids no memory.
     """
     chosen = as_remat(policy) or RematPolicy(recompute="none")
 

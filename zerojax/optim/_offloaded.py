@@ -195,7 +195,7 @@ class OffloadedUpdate:
         """Send the gradient down, compute there, bring the parameter up."""
         near = _after([x for x, far in zip(values, is_far, strict=True) if not far], token)
         anchor = is_far.index(True)
-        # A mesh of GPUs that are not here, and Explicit axes, lose the memory from an array's type.
+        # A mesh of absent GPUs, and Explicit axes, lose the memory from an array's type.
         is_typed = jax.typeof(values[anchor]).memory_space == _HOST
         moved = iter(jax.device_put(near, _HOST) if is_typed else near)
         there = [x if far else next(moved) for x, far in zip(values, is_far, strict=True)]

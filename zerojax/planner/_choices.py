@@ -77,7 +77,8 @@ class Choices(Shown):
 
     @property
     def _summary(self) -> str:
-        return f"{len(self)} plans fit {gigabytes(self.limit)}, the fastest: {self[0]._summary}"
+        fit = f"plan{'s' if self.plans[1:] else ''} within {gigabytes(self.limit)}"
+        return f"{len(self)} {fit}, the fastest: {self[0]._summary}"
 
     def _parts(self) -> Iterator[Table]:
         yield self._table(f"fastest of {len(self)} that fit {gigabytes(self.limit)}", self.plans)

@@ -102,7 +102,7 @@ def _per_microbatch(num_examples: int, devices: Devices, accumulate: int) -> int
     parts = devices.num_batch_parts * accumulate
     if num_examples % parts:
         raise ValueError(
-            f"the batch has {num_examples} examples; {devices.num_batch_parts} devices "
-            f"times {accumulate} microbatches need a multiple of {parts}"
+            f"the batch has {num_examples} example{'' if num_examples == 1 else 's'}, and needs a "
+            f"multiple of {parts}: devices times microbatches, {parts // accumulate} x {accumulate}"
         )
     return num_examples // parts

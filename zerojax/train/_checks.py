@@ -101,9 +101,9 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
     for size, name in first.items():
         if size % (parts * num_microbatches) or not size:
             raise ValueError(
-                f"batch leaf {name!r} has {size} examples; {parts} devices along "
-                f"{layout.batch_axes} times {num_microbatches} microbatches need a "
-                f"multiple of {parts * num_microbatches}"
+                f"batch leaf {name!r} has {size} example{'' if size == 1 else 's'}, and needs a "
+                f"multiple of {parts * num_microbatches}: devices along {layout.batch_axes} times "
+                f"microbatches, {parts} x {num_microbatches}"
             )
 
 

@@ -153,7 +153,7 @@ def check_precision(evidence: Evidence) -> Iterator[Problem]:
 def check_offload(evidence: Evidence) -> Iterator[Problem]:
     """Check that states live in the host's memory where the recipe has them there.
 
-    A program for GPUs that are not here names no memories: what lies on the device is judged
+    A program for GPUs that you don't have names no memories: what lies on the device is judged
     elsewhere only.
     """
     if not evidence.has_recipe:

@@ -61,7 +61,7 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
     yield Problem(
         where=what or "all collectives along the axes of ZeRO",
         expected=f"{evidence.theory.elements / psi:.3f} elements per parameter (stage "
-        f"{evidence.layout.stage}, {evidence.recipe.accumulate} microbatches)",
+        f"{evidence.layout.stage}, accumulate={evidence.recipe.accumulate})",
         seen=f"volume above theory: {judged / psi:.3f}, {share}the formula",
         remedy=_volume_remedy(evidence, [move for move, _ in offenders]),
     )

@@ -72,7 +72,7 @@ class CompileResult:
 
 @command
 def compile_(options: CompileOptions) -> None:
-    r"""Compile a training step for hardware that is not here, and audit it.
+    r"""Compile a training step for hardware that you don't have, and audit it.
 
     Nothing is run and no accelerator is needed: the compilers of TPUs and GPUs work on any Linux
     machine (`pip install 'zerojax[aot]'`). The compiled program itself shows whether ZeRO took
@@ -120,7 +120,7 @@ def _facts(request: CompileRequest) -> dict[str, str]:
     devices, chosen = layout.devices, options.in_words()
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     kept = "activations kept" if options.remat == "none" else "rematerialised"
-    layers = f"{config.num_layers} layers scanned, {kept}"
+    layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''} scanned, {kept}"
     device = f"{devices.flat[0].device_kind}, {binary(request.memory)} each"
     return {
         "model": f"{options.model}, {layout.num_params:,} parameters, {layers}",

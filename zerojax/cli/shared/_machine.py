@@ -23,9 +23,7 @@ def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
     processes each has its part of the devices.
     """
     if num_devices is not None and num_devices % num_processes:
-        raise ValueError(
-            f"--devices {num_devices} are shared by {num_processes} processes; give a multiple"
-        )
+        raise ValueError(f"--devices {num_devices} is no multiple of its {num_processes} processes")
     divided = "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )

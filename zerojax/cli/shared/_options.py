@@ -135,13 +135,13 @@ class StepOptions(CommandOptions):
             return fitting
         groups = "devices" if self.model_axis == 1 else "groups along the model axis"
         raise ValueError(
-            f"--batch-size {asked} can't be split over {num_groups} {groups} and {self.accumulate} "
-            f"microbatches; give a multiple of {multiple}, such as {fitting}"
+            f"--batch-size {asked} has to be a multiple of {multiple}, such as {fitting}: {groups} "
+            f"times microbatches, {num_groups} x {self.accumulate}"
         )
 
     def step_in_words(self, num_examples: int, context: int) -> str:
         """Return what a step computes, in a line."""
-        batch = f"{num_examples:,} examples of {context:,} tokens"
+        batch = f"{num_examples:,} example{'s' if num_examples > 1 else ''} of {context:,} tokens"
         parts = f" in {self.accumulate} microbatches" if self.accumulate > 1 else ""
         return f"{batch}{parts}, {self.optimizer}, {PRECISIONS[self.precision]}"
 

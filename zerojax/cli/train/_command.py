@@ -241,7 +241,7 @@ class _Training:
         if self.is_first and (lines := self.metrics.read()):
             options, plot = self.options, self.options.out / "training.png"
             title = f"{options.model}, {options.optimizer}, {options.precision}, "
-            title += f"ZeRO stage {options.stage} on {len(self.run.devices)} devices"
+            title += f"ZeRO stage {options.stage}, devices: {len(self.run.devices)}"
             charts.write(charts.training(lines, title=title), plot)
             self.screen.wrote(self.metrics.path, plot)
 

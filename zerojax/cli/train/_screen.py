@@ -33,19 +33,19 @@ class TrainScreen(Screen):
     def start(self, run: TrainRun) -> None:
         """Show model, data, mesh and the bytes per device."""
         options, corpus = run.options, run.corpus
+        files = f"{corpus.num_files:,} file{'s' if corpus.num_files > 1 else ''}"
         self.facts(
             {
                 "mesh": _mesh(run),
                 "model": f"{options.model}, {run.layout.num_params:,} parameters",
-                "data": f"{corpus.source}: {corpus.num_files:,} files, "
+                "data": f"{corpus.source}: {files}, "
                 f"{decimal(corpus.num_bytes)}, {decimal(corpus.held_out.size)} of them held out",
                 "step": options.step_in_words(run.batch_size, run.config.context)
                 + f", learning rate up to {run.rates.max():.3g}",
                 "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
             }
         )
-        over = f"over {run.layout.num_shards} shards"
-        self.title(f"bytes per device, ZeRO stage {run.layout.stage} {over}")
+        self.title(f"bytes per device, stage {run.layout.stage} over N = {run.layout.num_shards}")
         self.show(bytes_table(run))
         self.say(
             "theory: whole / N for what the stage partitions (arXiv 1910.02054); MB = 1e6 bytes"
