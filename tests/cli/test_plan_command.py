@@ -224,7 +224,7 @@ def test_the_help_teaches(capsys):
         ("--params 1e9 --precision fp8", "'bf16', 'fp16', 'fp32'"),
         ("--params 1e9 --offload gradients", "optimizer and activations"),
         ("--params 1e9 --batch-size 12", "multiple of 8, such as 16"),
-        ("--params 1e9 --batch-size 10 --model-axis 2", "groups along the model axis times microbatches, 4 x 1"),
+        ("--params 1e9 --batch-size 10 --model-axis 2", "groups along the model axis times"),
         ("--params 1e9 --remat none --offload activations", "give 'full' or 'dots'"),
         ("--params 1e9 --partition-activations", "--model-axis of at least 2"),
         ("--params 1e9 --reduce once", "stage 3"),

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -153,9 +154,14 @@ def check_paper(text):
         assert line[0] == line[1], "section 7"
     assert re.findall(r"^ +(\S+): .*<- does not fit its name", text, re.MULTILINE) == ["40B", "60B"]
     assert re.search(r"^ 13B .* GB, .*does not fit$", text.replace("   ", " "), re.MULTILINE)
-    sizes = dict(re.findall(r"^(C\d): printed .*, ours +(\S+); ", text, re.MULTILINE))
-    c1, c2, c3, c4, c5 = (float(sizes[f"C{n}"]) for n in range(1, 6))
+    rows = re.findall(r"^ +(C\d) +(\d+) +(\d+) +(\d+) +(\d+)$", text, re.MULTILINE)
+    printed, larger, _, ours = np.array([row[1:] for row in rows], int).T
+    c1, c2, c3, c4, c5 = larger
     assert c1 < c3 < c2 < c4 < c5, "the order of figure 6"
+    apart = np.abs(ours / printed - 1)
+    assert np.all(np.delete(apart, 1) < 0.05), "but for C2, which is a slip"
+    of_linear = dict(re.findall(r"^ +(whole|Pa) +400 .* (\S+)$", text, re.MULTILINE))
+    assert float(of_linear["whole"]) > 1.1, "figure 3"
 
 
 CHECKS = {
