@@ -6,6 +6,9 @@ import collections
 import functools
 import math
 import random
+from pathlib import Path
+
+import tokenizers
 
 SYLLABLES = (
     "ba",
@@ -60,3 +63,17 @@ def roundings(num_steps: int, num_summands: int) -> float:
     adds one such error to those of the steps before.
     """
     return num_steps * num_summands**0.5 * 2.0**-24
+
+
+def save_tokenizer(path: Path, text: bytes) -> Path:
+    """Write a tokenizer of 300 tokens, which are learnt from a text."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([text.decode()], trainer)
+    made.save(str(path))
+    return path

@@ -54,8 +54,9 @@ assert not xla_bridge._backends, "a backend was started"
 
 def test_the_default_corpus_is_python_source():
     corpus = data.load_corpus(context=128)
-    assert 1_000_000 < corpus.num_bytes <= 8_000_000
-    assert corpus.held_out.size == round(0.05 * corpus.num_bytes)
+    num_bytes = corpus.train.size + corpus.held_out.size
+    assert 1_000_000 < num_bytes <= 8_000_000
+    assert corpus.held_out.size == round(0.05 * num_bytes)
     assert corpus.num_files > 100
     assert "standard library" in corpus.source
     for part in (corpus.train, corpus.held_out):
@@ -134,7 +135,7 @@ def test_inputs_are_files_folders_and_globs(tmp_path, monkeypatch):
         ([""], {}, "no text at ''"),
         (["binary"], {}, "no text at 'binary'"),
         (["empty.txt"], {}, "no text in empty.txt; give files"),
-        (["short.txt"], {}, "short.txt: 33 bytes are too short.* 17 bytes each.*smaller context"),
+        (["short.txt"], {}, "short.txt: 33 tokens are too short.* 17 each.*smaller context"),
         ("fine.txt", {}, "inputs is one path, 'fine.txt'; give a list"),
         (["fine.txt"], {"context": 0}, "context is 0; give at least 1"),
     ],
@@ -235,7 +236,8 @@ def test_a_restored_iterator_continues_exactly(taken):
         ({"seed": 1}, "seed"),
         ({"batch_size": 4}, "batch_size"),
         ({"context": 8}, "context"),
-        ({"tokens": TEXT[:-1]}, "text_digest"),
+        ({"tokens": TEXT[:-1]}, "num_tokens"),
+        ({"tokens": TEXT[::-1]}, "text_digest"),
     ],
 )
 def test_the_state_of_other_batches_is_refused(change, name):

@@ -121,6 +121,27 @@ def test_hybrid_shards_hold_what_a_group_of_their_size_would():
     assert "in each of 4 groups" in str(hybrid)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_wide_optimizers_hold_and_move_what_their_layout_says(stage):
+    found = plan_shapes(stage=stage, num_devices=16, num_shards=4, wide_optimizer=True)
+    narrow = plan_shapes(stage=stage, num_devices=16, num_shards=4)
+    all_ = plan_shapes(stage=stage, num_devices=16)
+    assert found.bytes.optimizer == all_.bytes.optimizer
+    assert found.bytes.parameters == narrow.bytes.parameters
+    assert found.bytes.gradients == (all_ if stage > 1 else narrow).bytes.gradients
+    # Between groups a gradient's shard is reduce-scattered and its parameter's gathered: together
+    # what the all-reduce of the shard moves.
+    between = narrow.volume_by_axes["replica",]
+    assert found.volume_by_axes["replica",] == pytest.approx(between)
+    assert found.volume_by_axes["data",] == pytest.approx(narrow.volume_by_axes["data",])
+    assert "N = 4 in each of 4 groups, optimizer states over all" in found.title
+
+
+def test_wide_optimizers_need_groups():
+    with pytest.raises(ValueError, match="over groups, and num_shards=16 leaves one; give fewer"):
+        plan_shapes(num_devices=16, wide_optimizer=True)
+
+
 def test_a_model_axis_cuts_matrices_and_leaves_vectors():
     found = plan_shapes(num_devices=16, model_axis=2)
     assert found.num_shards == 8

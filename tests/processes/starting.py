@@ -22,19 +22,19 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(program, folder, *arguments, cluster=None, **environment):
-    """Start processes of two devices each, which print to FOLDER/log.INDEX.txt.
+def start(program, folder, *arguments, cluster=None, count=COUNT, **environment):
+    """Start processes that share four devices, and print to FOLDER/log.INDEX.txt.
 
     The program gets port, index, count, the arguments and the folder. With `cluster(index)`, what
     it puts in the environment, processes find each other, and the port is the word "found".
     """
     port = free_port() if cluster is None else "found"
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={4 // count}")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     shared = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path, **environment}
     started = []
-    for index in range(COUNT):
-        command = [sys.executable, program, port, index, COUNT, *arguments, folder]
+    for index in range(count):
+        command = [sys.executable, program, port, index, count, *arguments, folder]
         with (folder / f"log.{index}.txt").open("w") as output:
             process = subprocess.Popen(
                 list(map(str, command)),
@@ -61,7 +61,7 @@ def end(started, seconds):
 
 def logs(folder):
     """Give what each process printed."""
-    return [(folder / f"log.{index}.txt").read_text() for index in range(COUNT)]
+    return [path.read_text() for path in sorted(folder.glob("log.*.txt"))]
 
 
 def once(factory, name, make):
@@ -78,8 +78,8 @@ def once(factory, name, make):
     return folder, json.loads((folder / "made.json").read_text())
 
 
-def run(program, folder, *arguments, seconds=300, **environment):
+def run(program, folder, *arguments, seconds=300, count=COUNT, **environment):
     """Run processes that write what they found to FOLDER/result.INDEX.json; give that."""
-    statuses = end(start(program, folder, *arguments, **environment), seconds)
-    assert statuses == [0] * COUNT, "\n".join(log[-3000:] for log in logs(folder))
-    return [json.loads((folder / f"result.{index}.json").read_text()) for index in range(COUNT)]
+    statuses = end(start(program, folder, *arguments, count=count, **environment), seconds)
+    assert statuses == [0] * count, "\n".join(log[-3000:] for log in logs(folder))
+    return [json.loads((folder / f"result.{index}.json").read_text()) for index in range(count)]

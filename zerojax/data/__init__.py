@@ -1,8 +1,9 @@
-"""Read real text as bytes and hand it out in batches: a held-out part, a resumable iterator."""
+"""Read text as tokens and hand it out in batches: a held-out part, a resumable iterator."""
 
 from __future__ import annotations
 
 from ._batches import BatchIterator, make_batches
 from ._corpus import Corpus, load_corpus
+from ._tokenizer import Tokenizer
 
-__all__ = ["BatchIterator", "Corpus", "load_corpus", "make_batches"]
+__all__ = ["BatchIterator", "Corpus", "Tokenizer", "load_corpus", "make_batches"]

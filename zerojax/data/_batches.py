@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from zerojax._extras import extra
 
-if TYPE_CHECKING:
-    import grain
+#: Tokens of a part.
+_PART = 4096
 
 
 class BatchIterator(Iterator[np.ndarray]):
@@ -20,9 +20,7 @@ class BatchIterator(Iterator[np.ndarray]):
     `get_state` is small, fit for JSON and the same in every process; `set_state` continues from it.
     """
 
-    def __init__(
-        self, batches: grain.DatasetIterator[np.ndarray], identity: dict[str, int]
-    ) -> None:
+    def __init__(self, batches: Any, identity: dict[str, int]) -> None:
         self._batches = batches
         self._identity = identity
 
@@ -57,6 +55,7 @@ def make_batches(
     process_index: int = 0,
     process_count: int = 1,
     num_epochs: int | None = None,
+    vocab_size: int | None = None,
 ) -> BatchIterator:
     """Iterate over integer tokens [n] in shuffled batches; `batch_size` counts all processes' rows.
 
@@ -66,7 +65,8 @@ def make_batches(
 
     Raises:
         ImportError: the extra `cli` is not installed; the message has the pip line.
-        ValueError: the tokens fill no batch, the processes do not divide it, or no such process.
+        ValueError: the tokens fill no batch, the processes do not divide it, or no such process;
+            from the iterator, where a token is not below `vocab_size`.
     """
     if batch_size < 1 or process_count < 1 or batch_size % process_count:
         raise ValueError(
@@ -91,16 +91,26 @@ def make_batches(
 
     def window(index: int) -> np.ndarray:
         """Return context + 1 tokens; neighbours share one, so each is predicted once."""
-        return tokens[index * context : (index + 1) * context + 1].astype(np.int32)
+        found = tokens[index * context : (index + 1) * context + 1].astype(np.int32)
+        if vocab_size is not None and not 0 <= found.min() <= found.max() < vocab_size:
+            raise ValueError(
+                f"the data have token {found.max()}, the vocabulary {vocab_size} tokens; give the "
+                "tokenizer that the data were made with"
+            )
+        return found
 
     dataset = grain.MapDataset.range(num_windows).map(window)
     dataset = dataset.shuffle(seed)[: num_batches * batch_size]
     dataset = dataset[process_index::process_count].repeat(num_epochs)
     dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
-    # The tokens are in memory, so threads would only take turns; without them Ctrl-C ends at once.
+    # Threads would only take turns; without them Ctrl-C ends at once.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    # Of a file that is larger than memory 256 parts tell enough.
+    rows = tokens[: tokens.size // _PART * _PART].reshape(-1, _PART)
+    seen = rows[:: max(1, len(rows) // 256)] if isinstance(tokens, np.memmap) else tokens
     identity = {
-        "text_digest": zlib.crc32(np.ascontiguousarray(tokens).data),
+        "num_tokens": tokens.size,
+        "text_digest": zlib.crc32(np.ascontiguousarray(seen).data),
         "context": context,
         "batch_size": batch_size,
         "seed": seed,

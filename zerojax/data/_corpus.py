@@ -1,4 +1,4 @@
-"""Text as bytes: found in files, and split into a training and a held-out part."""
+"""Tokens of text: found in files, and split into a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-StrPath = str | os.PathLike[str]
+from ._tokenizer import StrPath, Tokenizer
 
 # Left out of the default corpus: what pip installed, tests, and tables rather than programs.
 _LEFT_OUT = (
@@ -25,17 +25,12 @@ _HELD_OUT = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Hold text as bytes: `train` and `held_out`, uint8, which share no position of any file."""
+    """Hold tokens: `train` and `held_out`, [n], which share no position of any file."""
 
     source: str
     num_files: int
     train: np.ndarray
     held_out: np.ndarray
-
-    @property
-    def num_bytes(self) -> int:
-        """Count the bytes of both parts."""
-        return self.train.size + self.held_out.size
 
 
 def standard_library_files() -> list[Path]:
@@ -85,12 +80,20 @@ def _walk(root: Path, leave_out: Container[str] = ()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def load_corpus(inputs: Sequence[StrPath] = (), *, context: int) -> Corpus:
-    """Read the inputs, by default Python's standard library, as bytes, and hold a part out.
+def load_corpus(
+    inputs: Sequence[StrPath] = (), *, context: int, tokenizer: Tokenizer | None = None
+) -> Corpus:
+    """Read the inputs, by default Python's standard library, as tokens, and hold a part out.
 
     Files are put in the order of a digest of their contents, equal files once, and the last 5% of
-    all bytes are held out: a fair sample that depends on the files alone. The default corpus stops
-    at 8 MB. All of it is held in memory. Each part gets at least a window of `context` + 1 bytes.
+    all tokens are held out: a fair sample that depends on the files alone. The default corpus stops
+    at 8 MB. All of it is held in memory, unless it is one `.npy` file of tokens, which is mapped:
+    it may be larger than memory. Each part gets at least a window of `context` + 1 tokens.
+
+    Args:
+        inputs: files, folders, globs.
+        context: tokens of a window, without the one that is predicted last.
+        tokenizer: makes tokens of text; by default they are its bytes.
 
     Raises:
         ValueError: data is missing, unreadable, empty or too short; one line, with the remedy.
@@ -99,31 +102,41 @@ def load_corpus(inputs: Sequence[StrPath] = (), *, context: int) -> Corpus:
         raise ValueError(f"inputs is one path, {os.fspath(inputs)!r}; give a list of paths")
     if context < 1:
         raise ValueError(f"context is {context}; give at least 1")
-    most = None
-    if inputs:
-        source = ", ".join(os.fspath(given) for given in inputs)
-    else:
-        source = f"the standard library of Python {sysconfig.get_python_version()}"
-        most = _DEFAULT_MAX_BYTES
+    source = ", ".join(os.fspath(given) for given in inputs)
+    source = source or f"the standard library of Python {sysconfig.get_python_version()}"
+    tokenizer = tokenizer or Tokenizer()
     try:
-        contents = _read(find_files(inputs) if inputs else standard_library_files(), most)
+        if source.endswith(".npy") and len(inputs) == 1:
+            tokens, num_files = _mapped(source, tokenizer), 1
+        else:
+            files = find_files(inputs) if inputs else standard_library_files()
+            contents = _read(files, None if inputs else _DEFAULT_MAX_BYTES)
+            tokens, num_files = tokenizer.encode(contents), len(contents)
     except OSError as error:
         raise ValueError(
             f"can't read {error.filename}: {error.strerror}; give files that can be read"
         ) from error
-    text = np.frombuffer(b"".join(contents), np.uint8)
-    if not text.size:
+    if not tokens.size:
         raise ValueError(f"no text in {source}; give files with text")
     least = context + 1
-    num_held_out = max(round(text.size * _HELD_OUT), least)
-    if text.size - num_held_out < least:
+    num_held_out = max(round(tokens.size * _HELD_OUT), least)
+    if tokens.size - num_held_out < least:
         raise ValueError(
-            f"{source}: {text.size} bytes are too short; training and held-out text need "
-            f"{least} bytes each for a window of context {context}; "
-            "give more text or a smaller context"
+            f"{source}: {tokens.size} tokens are too short; training and held-out text need "
+            f"{least} each for a window of context {context}; give more text or a smaller context"
         )
-    train, rest = np.split(text, [text.size - num_held_out])
-    return Corpus(source=source, num_files=len(contents), train=train, held_out=rest)
+    train, rest = np.split(tokens, [tokens.size - num_held_out])
+    return Corpus(source=source, num_files=num_files, train=train, held_out=rest)
+
+
+def _mapped(path: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Map a file of tokens into memory, without reading it."""
+    tokens = np.load(path, mmap_mode="r")
+    kind = tokens.dtype.str[1:] if tokenizer.reads_bytes else tokens.dtype.kind
+    if tokens.ndim != 1 or kind not in ("u1", "u", "i"):
+        wanted = "bytes, or the tokenizer with its tokens" if tokenizer.reads_bytes else "integers"
+        raise ValueError(f"{path} holds {tokens.dtype}{list(tokens.shape)}; give {wanted}, [n]")
+    return tokens
 
 
 def _read(files: Iterable[Path], most: int | None) -> list[bytes]:

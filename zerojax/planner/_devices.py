@@ -21,6 +21,8 @@ class Placement:
         num_shards: N, the devices that share one copy of the model states; fewer than all is hybrid
             sharding: copies of the group split the batch between them. None is all that the model
             axis leaves.
+        wide_optimizer: whether gradients and optimizer states are partitioned over the groups too:
+            `make_layout(axis={"parameter": "data", "optimizer": ("replica", "data"), ...})`.
         model_axis: devices of model parallelism, which cut layers between them.
         specs: PartitionSpecs over the axis "model", as a tree like the parameters. None cuts every
             matrix along the larger of its last two dims that the axis divides, as Megatron-LM cuts
@@ -29,6 +31,7 @@ class Placement:
     """
 
     num_shards: int | None = None
+    wide_optimizer: bool = False
     model_axis: int = 1
     specs: PyTree = None
     rules: Sequence[Rule] = ()
@@ -77,6 +80,10 @@ def share_out(num_devices: int, placement: Placement) -> Devices:
         raise ValueError(
             f"num_shards={shards} does not divide the {data} devices{left}; "
             f"these do: {_divisors(data)}"
+        )
+    if placement.wide_optimizer and shards == data:
+        raise ValueError(
+            f"wide_optimizer partitions over groups, and num_shards={shards} leaves one; give fewer"
         )
     return Devices(devices, shards, model)
 

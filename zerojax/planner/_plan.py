@@ -69,6 +69,7 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
         num_params=layout.num_params,
         num_devices=devices.num_devices,
         num_shards=devices.num_shards,
+        wide_optimizer=layout.num_shards > devices.num_shards,
         model_axis=devices.model_axis,
         hardware=given.hardware,
         recipe=given.recipe,

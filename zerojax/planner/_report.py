@@ -63,6 +63,7 @@ class Plan(Shown):
         num_params: Psi.
         num_devices: all devices.
         num_shards: N; fewer than the devices that the model axis leaves are hybrid sharding.
+        wide_optimizer: whether gradients and optimizer states are partitioned over all of these.
         model_axis: devices of model parallelism.
         hardware: the device.
         recipe: how the step is computed.
@@ -79,6 +80,7 @@ class Plan(Shown):
     num_params: int
     num_devices: int
     num_shards: int
+    wide_optimizer: bool
     model_axis: int
     hardware: Hardware
     recipe: Recipe
@@ -152,7 +154,8 @@ class Plan(Shown):
     def ways(self) -> str:
         """How devices are shared out and the step is computed, in words."""
         groups = f" in each of {self.num_groups:,} groups" if self.num_groups > 1 else ""
-        parts = [f"N = {self.num_shards:,}{groups}"]
+        wide = ", optimizer states over all" if self.wide_optimizer else ""
+        parts = [f"N = {self.num_shards:,}{groups}{wide}"]
         if self.model_axis > 1:
             parts.append(f"model axis {self.model_axis}")
         if self.accumulate > 1:

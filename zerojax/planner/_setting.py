@@ -124,7 +124,7 @@ class Setting:
         if not self.hosted:
             return 0.0
         moved = 4 * self.layout.num_params / self.devices.model_axis
-        return moved / (self.devices.num_shards if self.layout.partitions("optimizer") else 1)
+        return moved / (self.layout.num_shards if self.layout.partitions("optimizer") else 1)
 
     @property
     def update_peak(self) -> float:
@@ -157,12 +157,14 @@ def place(
     if specs is None and devices.model_axis > 1:
         cut = functools.partial(_cut, parts=devices.model_axis)
         specs = jax.tree.map(cut, as_shapes(model.params))
+    batch_axes = tuple(name for name in (REPLICA, DATA) if name in axes)
+    wide = dict.fromkeys(("gradient", "optimizer"), batch_axes)
     layout = make_layout(
         model.params,
         AbstractMesh(tuple(axes.values()), tuple(axes)),
         stage=stage,
-        axis=DATA,
-        batch_axes=tuple(name for name in (REPLICA, DATA) if name in axes),
+        axis={"parameter": DATA, **wide} if placement.wide_optimizer else DATA,
+        batch_axes=batch_axes,
         specs=specs,
         rules=placement.rules,
         min_size=placement.min_size,

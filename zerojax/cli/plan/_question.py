@@ -75,8 +75,7 @@ class PlanOptions(StepOptions):
         """The model of that name or of that size."""
         if self.params is None:
             return super().chosen_model
-        config = gpt.of_size(round(self.params))
-        return dataclasses.replace(config, context=self.context or config.context)
+        return self.resized(gpt.of_size(round(self.params)))
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ MODEL, HARDWARE, ZERO, TRAINING, DATA, SEARCH, OUTPUT, PROCESSES = PANELS
 MODEL_AXIS = "model"
 #: What the host can keep.
 OFFLOADS = ("optimizer", "activations")
+#: Standard deviation of first weights times the square root of the width; gpt2-small has 0.02.
+INIT_SCALE = 0.02 * 768**0.5
 #: Precisions in words.
 Precision = Literal["bf16", "fp16", "fp32"]
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
@@ -36,6 +38,12 @@ class StepOptions(CommandOptions):
     model: str | None = option(
         None, help=f"A GPT: {', '.join(gpt.PRESETS)}.", metavar="NAME", panel=MODEL
     )
+    layers: int | None = option(None, min=1, show_default="the model's own", panel=MODEL)
+    """Layers, for a model of a size of your own."""
+    width: int | None = option(None, min=1, show_default="the model's own", panel=MODEL)
+    """Its width; layers are initialised for it."""
+    heads: int | None = option(None, min=1, show_default="the model's own", panel=MODEL)
+    """Its attention heads, which have to divide the width."""
     context: int | None = option(None, min=1, show_default="the model's own", panel=MODEL)
     """Tokens of an example."""
     remat: Remat | None = option(None, show_default="as the model has it: full", panel=MODEL)
@@ -100,9 +108,15 @@ class StepOptions(CommandOptions):
 
     @property
     def chosen_model(self) -> gpt.Config:
-        """The model of that name, with the context that was asked for."""
-        config = gpt.preset(self.model or "")
-        return dataclasses.replace(config, context=self.context or config.context)
+        """The model of that name, with the sizes that were asked for."""
+        return self.resized(gpt.preset(self.model or ""))
+
+    def resized(self, config: gpt.Config) -> gpt.Config:
+        """Return a model with the sizes that were asked for."""
+        scale = None if self.width is None else INIT_SCALE * self.width**-0.5
+        asked = {"num_layers": self.layers, "width": self.width, "num_heads": self.heads}
+        asked |= {"context": self.context, "init_scale": scale}
+        return dataclasses.replace(config, **{k: x for k, x in asked.items() if x is not None})
 
     def recipe(self, clip_norm: float | None = None) -> Recipe:
         """Return how the step is computed, its gradients clipped to a largest norm if at all."""

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import absl.logging  # which orbax logs with
@@ -17,8 +17,9 @@ from zerojax import charts
 from zerojax.checkpoint import PendingSave
 from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
 from zerojax.cli.shared._machine import CHECKPOINTS
+from zerojax.cli.train._measure import measure
 from zerojax.cli.train._options import TrainOptions
-from zerojax.cli.train._run import TrainRun, bits, evaluate, sole_run, take_up
+from zerojax.cli.train._run import TrainRun, evaluate, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen
 from zerojax.cli.train._signals import LOSSES, Signals
 from zerojax.processes import ProcessError, agree, has_started, initialize, leave
@@ -33,7 +34,7 @@ MOST_TOLD = 300
 
 @command
 def train(options: TrainOptions) -> None:
-    """Train a GPT on the bytes of text under a ZeRO stage.
+    """Train a GPT on text under a ZeRO stage.
 
     Shows the bytes that one device holds of each kind, beside the theory and beside plain data
     parallelism; trains; evaluates on held-out text; writes metrics.jsonl and training.png to the
@@ -104,7 +105,9 @@ class _Training:
         self.saving: PendingSave | None = None
         self.is_first = jax.process_index() == 0  # which alone prints and writes
         path = self.options.out / "metrics.jsonl"
-        self.metrics = Metrics(path, self.first_step, is_kept=self.is_first)
+        ways = {"is_kept": self.is_first, "tensorboard": self.options.tensorboard}
+        self.metrics = Metrics(path, self.first_step, **ways)
+        self.recording = ExitStack()
         self.evaluated = -1
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
         self.clock = time.perf_counter()
@@ -115,10 +118,13 @@ class _Training:
         try:
             self.train()
             if not self.signals.everywhere():
-                self.finish()
+                if self.evaluated < self.number:
+                    self.evaluate()
                 self.save_if_wanted()  # preempted after the last step
             self.draw()
         finally:
+            self.recording.close()
+            self.metrics.close()
             self.end_saving()
         seen = self.signals.everywhere()
         leave()
@@ -142,13 +148,29 @@ class _Training:
         if self.number == 0 and not self.signals.end_before(self.number + 1):
             self.evaluate()
         while self.number < options.steps and not self.signals.end_before(self.number + 1):
+            self.record()
             self.step()
             if self.number % eval_every == 0:
                 self.evaluate()
             if options.save_every and self.number % options.save_every == 0:
                 self.save()
         self.settle(0)
+        self.recording.close()
         self.save_if_wanted()
+
+    def record(self) -> None:
+        """Record the steps that --profile asks for, those after the first two."""
+        done, wanted = self.number - self.first_step - 2, self.options.profile
+        if wanted is None or done not in (0, wanted) or not self.is_first:
+            return
+        self.settle(0)
+        if done:
+            self.recording.close()
+        else:
+            folder = self.options.out / "profile"
+            self.recording.callback(self.screen.wrote, folder)
+            self.recording.enter_context(jax.profiler.trace(folder))
+        self.clock = time.perf_counter()
 
     def save_if_wanted(self) -> None:
         """Save what was not saved yet, where checkpoints or a preemption ask for it."""
@@ -160,7 +182,9 @@ class _Training:
 
     def step(self) -> None:
         """Send one step off and take in those that are done."""
-        batch = self.run.step.place(next(self.run.batches))
+        with refusing():
+            rows = next(self.run.batches)
+        batch = self.run.step.place(rows)
         before = time.perf_counter()
         self.state, metrics = self.run.step(self.state, batch)
         if self.number == self.first_step:  # the first call compiled the step
@@ -179,13 +203,15 @@ class _Training:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             now = time.perf_counter()
             tokens = self.run.batch_size * self.run.config.context
+            rate, precision = tokens / (now - self.clock), self.options.precision
             line = {
                 "step": number,
                 "loss": loss,
-                "train_bits_per_byte": bits(loss),
+                "train_bits_per_byte": self.run.bits(loss),
                 "grad_norm": norm,
                 "learning_rate": float(self.run.rates[number - 1]),
-                "tokens_per_second": round(tokens / (now - self.clock), 1),
+                "tokens_per_second": round(rate, 1),
+                **measure(self.run.config, self.run.devices, precision, rate),
             }
             if "loss_scale" in metrics:
                 line["loss_scale"] = float(metrics["loss_scale"])
@@ -202,7 +228,7 @@ class _Training:
     def evaluate(self) -> None:
         """Evaluate on the held-out text, and say what was learned."""
         self.settle(0)
-        found = evaluate(self.run.step, self.state, self.run.held_out)
+        found = self.run.bits(evaluate(self.run.step, self.state, self.run.held_out))
         self.evaluated = self.number
         self.metrics.add(step=self.number, validation_bits_per_byte=found)
         self.screen.show(Text(f"step {self.number}: {found:.3f} bits per held-out byte"))
@@ -230,11 +256,6 @@ class _Training:
             with _saving():
                 saving.wait()
             self.screen.say(f"saved {self.options.out / CHECKPOINTS / saving.path.name}")
-
-    def finish(self) -> None:
-        """Evaluate a last time and say what was learned."""
-        if self.evaluated < self.number:
-            self.evaluate()
 
     def draw(self) -> None:
         """Draw what was learned, and say what was written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from zerojax.cli.shared._options import (
     BuiltStepOptions,
     Precision,
 )
+from zerojax.data import Tokenizer
+from zerojax.models import gpt
 from zerojax.processes import PATIENCE
 
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.
 OF_ONE_RUN = (
-    *("devices", "out", "init", "resume"),
+    *("devices", "out", "init", "resume", "profile"),
     *("coordinator", "num_processes", "process_id", "patience"),
 )
+FOUND: Any = {"show_default": "found by jax on a cluster", "panel": PROCESSES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,10 @@ class TrainOptions(BuiltStepOptions):
     data: tuple[str, ...] = option(
         (), metavar="PATH", show_default="the source of Python's own standard library", panel=DATA
     )
-    """A file, a folder or a quoted glob of text; may be given several times."""
+    """A file, a folder or a quoted glob of text; may be given several times. Or one .npy file of
+    tokens, which may be larger than memory."""
+    tokenizer: str | None = option(None, metavar="FILE", show_default="bytes", panel=DATA)
+    """A tokenizer.json, whose vocabulary the model gets."""
     eval_every: int | None = option(
         None, min=1, show_default="a tenth of the steps, at least 10", panel=DATA
     )
@@ -67,6 +74,10 @@ class TrainOptions(BuiltStepOptions):
     """Stretches of held-out text to evaluate on, each as long as the context, in whole batches."""
     out: Path = option(Path("runs/train"), metavar="FOLDER", panel=OUTPUT)
     """Gets metrics.jsonl, training.png and the checkpoints."""
+    tensorboard: bool = option(False, panel=OUTPUT)
+    """Also write the metrics for TensorBoard, to OUT/tensorboard."""
+    profile: int | None = option(None, min=1, metavar="STEPS", panel=OUTPUT)
+    """Record so many steps, after the first two, with jax.profiler, to OUT/profile."""
     save_every: int | None = option(None, min=1, show_default="no checkpoints", panel=OUTPUT)
     """Steps between checkpoints; one is also saved at the end and on Ctrl-C. SIGTERM, as preemption
     sends it, and SIGHUP always save one and end with status 75."""
@@ -75,17 +86,11 @@ class TrainOptions(BuiltStepOptions):
     resume: bool = option(False, panel=OUTPUT)
     """Go on from the newest whole checkpoint in --out, with its options where none are given; on
     any devices, at any stage and precision."""
-    coordinator: str | None = option(
-        None, metavar="HOST:PORT", show_default="found by jax on a cluster", panel=PROCESSES
-    )
+    coordinator: str | None = option(None, metavar="HOST:PORT", **FOUND)
     """Where process 0 of several listens for the others."""
-    num_processes: int | None = option(
-        None, min=1, show_default="found by jax on a cluster", panel=PROCESSES
-    )
+    num_processes: int | None = option(None, min=1, **FOUND)
     """Processes of this run; 1 where jax should look for none."""
-    process_id: int | None = option(
-        None, min=0, show_default="found by jax on a cluster", panel=PROCESSES
-    )
+    process_id: int | None = option(None, min=0, **FOUND)
     """Which of them this one is."""
     patience: float = option(PATIENCE, min=1.0, panel=PROCESSES)
     """Seconds without a sign of life after which a process is lost, and all end."""
@@ -96,8 +101,19 @@ class TrainOptions(BuiltStepOptions):
             raise ValueError(
                 "--init: a run that is resumed has its weights; leave it or --resume out"
             )
+        if self.profile and self.profile + 2 > self.steps:
+            raise ValueError(f"--profile {self.profile} records after two steps: give more --steps")
         if "keep" in self.given and self.save_every is None and not self.resume:
             raise ValueError("--keep: there are no checkpoints without --save-every; give it too")
+
+    @functools.cached_property
+    def text(self) -> Tokenizer:
+        """What makes tokens of text."""
+        return Tokenizer(self.tokenizer)
+
+    def resized(self, config: gpt.Config) -> gpt.Config:
+        """Return a model with the tokenizer's vocabulary: no row of the embedding is in vain."""
+        return dataclasses.replace(super().resized(config), vocab_size=self.text.vocab_size)
 
     @property
     def warmup_steps(self) -> int:

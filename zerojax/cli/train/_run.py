@@ -58,13 +58,8 @@ def held_out_batches(
 
 
 def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
-    """Return the mean loss over batches in bits per byte."""
-    return bits(float(np.mean([step.evaluate(state, step.place(rows)) for rows in batches])))
-
-
-def bits(nats: float) -> float:
-    """Convert a loss per byte from nats."""
-    return nats / float(np.log(2))
+    """Return the mean loss over batches, in nats per token."""
+    return float(np.mean([step.evaluate(state, step.place(rows)) for rows in batches]))
 
 
 #: Examples per step where none are asked for: the next number that devices and microbatches divide.
@@ -94,7 +89,9 @@ class TrainRun:
         context, width = self.config.context, self.config.width
         schedule = optimizer.schedule(options.lr, options.warmup_steps, options.steps, width)
         tx = optimizer.make(schedule, options.weight_decay)
-        self.corpus = load_corpus(options.data, context=context)
+        self.corpus = load_corpus(options.data, context=context, tokenizer=options.text)
+        sample = self.corpus.held_out[: 1 << 16]
+        self.bytes_per_token = options.text.num_bytes(sample) / sample.size
         recipe, stage = options.recipe(options.clip_norm or None), options.stage
         self.batch_size = options.examples(axes["data"], BATCH_SIZE)
         self.options = dataclasses.replace(options, batch_size=self.batch_size)
@@ -116,6 +113,7 @@ class TrainRun:
             seed=options.seed,
             process_index=index,
             process_count=count,
+            vocab_size=self.config.vocab_size,
         )
         held_out = held_out_batches(
             self.corpus.held_out, context, options.eval_windows, self.batch_size
@@ -125,6 +123,10 @@ class TrainRun:
             check_output("--out", options.out / "metrics.jsonl")
         self.checkpoint = checkpoint
         self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
+
+    def bits(self, nats: float) -> float:
+        """Convert a loss, in nats per token, to bits per byte of text."""
+        return nats / float(np.log(2)) / self.bytes_per_token
 
     def start(self) -> tuple[TrainState, Restored | None]:
         """Return the state to start from, and what it was restored from; the data move along.
@@ -153,7 +155,7 @@ class TrainRun:
             needed -= held["optimizer"] + held["masters"]
         if there is not None and needed > there:
             raise ValueError(
-                f"--model {options.model} at stage {options.stage} takes {decimal(needed)} of "
+                f"{options.model} at stage {options.stage} takes {decimal(needed)} of "
                 f"model states on each of {len(devices)} devices, which have {decimal(there)} "
                 "each; give a higher --stage, more devices or a smaller --model"
             )

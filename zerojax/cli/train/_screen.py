@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import make_table
+from zerojax._extras import extra
 from zerojax.checkpoint import Restored
 from zerojax.cli.shared._screen import Screen
 from zerojax.cli.train._run import TrainRun
@@ -32,14 +33,16 @@ class TrainScreen(Screen):
 
     def start(self, run: TrainRun) -> None:
         """Show model, data, mesh and the bytes per device."""
-        options, corpus = run.options, run.corpus
+        options, corpus, config = run.options, run.corpus, run.config
         files = f"{corpus.num_files:,} file{'s' if corpus.num_files > 1 else ''}"
+        train, held = corpus.train.size, corpus.held_out.size
+        unit = f"tokens of {options.tokenizer}" if options.tokenizer else "bytes"
+        sizes = f"layers={config.num_layers}, width={config.width}, tokens={config.vocab_size}"
         self.facts(
             {
                 "mesh": _mesh(run),
-                "model": f"{options.model}, {run.layout.num_params:,} parameters",
-                "data": f"{corpus.source}: {files}, "
-                f"{decimal(corpus.num_bytes)}, {decimal(corpus.held_out.size)} of them held out",
+                "model": f"{options.model} ({sizes}), {run.layout.num_params:,} parameters",
+                "data": f"{corpus.source}: {files}, {train + held:,} {unit}, {held:,} held out",
                 "step": options.step_in_words(run.batch_size, run.config.context)
                 + f", learning rate up to {run.rates.max():.3g}",
                 "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
@@ -97,10 +100,18 @@ class Metrics:
         path: the file.
         first_step: lines up to this step are kept, as a resumed run needs; others are dropped.
         is_kept: whether to write them, as one of several processes does.
+        tensorboard: whether to write them for TensorBoard as well.
     """
 
-    def __init__(self, path: Path, first_step: int, *, is_kept: bool = True) -> None:
-        self.path, self._is_kept = path, is_kept
+    def __init__(
+        self, path: Path, first_step: int, *, is_kept: bool = True, tensorboard: bool = False
+    ) -> None:
+        self.path, self._is_kept, self._board = path, is_kept, None
+        if is_kept and tensorboard:
+            with extra("tensorboard", "--tensorboard"):
+                from tensorboardX import SummaryWriter
+            folder = str(path.with_name("tensorboard"))
+            self._board = SummaryWriter(folder, purge_step=first_step + 1, flush_secs=10)
         if is_kept:
             partial = path.with_suffix(".partial")
             partial.write_text("".join(_lines(path, first_step)))
@@ -119,6 +130,14 @@ class Metrics:
         if self._is_kept:
             with self.path.open("a") as file:
                 file.write(json.dumps(known) + "\n")
+        if self._board:
+            for name in values.keys() - {"step"}:
+                self._board.add_scalar(name, values[name], values["step"])
+
+    def close(self) -> None:
+        """Write what TensorBoard's file, which is up to 10 s late, has not got yet."""
+        if self._board:
+            self._board.close()
 
 
 def _lines(path: Path, first_step: int) -> Iterator[str]:

@@ -1,0 +1,70 @@
+"""Four processes learn what one learns, in every layout; a launch of four.py shows all of it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from tests.processes import four
+from tests.processes.starting import once, run
+from zerojax.checkpoint import restore
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return once(tmp_path_factory, "four", lambda folder: run(four.__file__, folder, count=4))
+
+
+@pytest.fixture
+def found(made):
+    return made[1]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return four.train("stage 2")[0]["losses"]
+
+
+def planned(name):
+    """Give the bytes of parameters and of optimizer states that the layout promises."""
+    counted = four.make_layout(name).bytes_per_device(four.TX)
+    return [counted["parameters"], counted["optimizer"]]
+
+
+@pytest.mark.parametrize("name", four.LAYOUTS)
+def test_losses_are_those_of_one_process_and_bytes_as_planned(found, alone, name):
+    for one in found:
+        assert np.allclose(one["trained"][name]["losses"], alone, rtol=1e-6)
+        assert one["trained"][name]["held"] == planned(name)
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3", "hybrid"])
+def test_a_loop_of_ones_own_learns_what_it_learns_in_one_process(found, name):
+    own = four.own_loop("stage 2")["losses"]
+    for one in found:
+        assert np.allclose(one["own loop"][name]["losses"], own, rtol=1e-6)
+        assert one["own loop"][name]["held"][0] == planned(name)[0]
+
+
+@pytest.mark.parametrize(("name", "rtol"), [("bf16", 1e-2), ("fp16", 1e-2), ("clipped", 1e-6)])
+def test_recipes_learn_what_they_learn_in_one_process(found, name, rtol):
+    own = four.train("stage 3", four.RECIPES[name])[0]
+    for one in found:
+        assert np.allclose(one["recipes"][name]["losses"], own["losses"], rtol=rtol)
+        assert one["recipes"][name]["held"] == own["held"]
+
+
+def test_four_go_on_from_a_checkpoint_and_from_a_state_that_is_moved(found):
+    _, step, state = four.train("stage 2")
+    own = four.go_on(step, state)
+    for one in found:
+        assert np.allclose(list(one["going on"].values()), own, rtol=1e-6)
+
+
+def test_one_process_restores_what_four_saved(made):
+    step = four.make_step("hybrid")
+    back = restore(made[0] / "saved", step.layout, step.abstract_state())
+    _, _, state = four.train("stage 2")
+    for x, y in zip(*map(jax.tree.leaves, (back.params, state.params)), strict=True):
+        assert np.allclose(x[: y.shape[0]], y[: x.shape[0]], rtol=1e-5, atol=1e-6)
