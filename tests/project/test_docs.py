@@ -79,6 +79,50 @@ def test_troubleshooting_begins_from_the_words_of_an_error():
             assert part.strip() in words, heading
 
 
+COMMAND = r"`[^`]*(scripts/|zerojax |tests/|benchmarks/|notebooks/|step\.|_bytes\(|pip )[^`]*`"
+
+
+def test_every_figure_of_the_benchmarks_names_its_command_commit_and_date():
+    """As the page's own rule has it: a section with a table, or its rows."""
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    parts = re.split(r"^(#{2,3} .*)$", page, flags=re.MULTILINE)[1:]
+    tables = [
+        heading + text
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+        if "\n|" in text
+    ]
+    assert len(tables) > 20
+    for wanted in (COMMAND, r"\b[0-9a-f]{7}\b", r"\b\d{4}-\d\d-\d\d\b"):
+        lacking = [text.partition("\n")[0] for text in tables if not re.search(wanted, text)]
+        assert lacking == [], wanted
+
+
+def test_what_is_said_of_the_peers_is_what_was_measured():
+    """docs/coming_from.md and README.md say again what `benchmarks/peers` wrote."""
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    measured = _rows(page.partition("<!-- written by")[2].partition("<!-- end")[0])
+    ways = {row[0]: row for row in measured if len(row) == 10}
+    ratios = {row[0]: [re.sub(r" \(.*\)", "", cell) for cell in row] for row in measured}
+    told = _rows((ROOT / "docs/coming_from.md").read_text().partition("## What was measured")[2])[
+        1:
+    ]
+    assert len(told) == 4
+    for stage, time, peak, *cells in told:
+        assert [time, peak] == [ratios[stage][2], ratios[stage][4]]
+        for column, cell in zip((-2, -1), cells, strict=True):
+            for way, figure in re.findall(r"(\S+) ([\d.]+)", f"zerojax{stage} {cell}"):
+                assert ways[way][column] == figure
+    low, *_, high = sorted(time.partition(",")[0] for _, time, *_ in told)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"take {low} to {high} of the step time" in readme
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Return the cells of the rows of tables."""
+    lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    return [line.split(" | ") for line in lines if not line.startswith("---")]
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(ROOT / "docs")) for page in DOCUMENT.PAGES]
