@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +93,24 @@ def test_a_step_that_compiles_twice_is_told_at_once(steps, capsys):
     steps.write_text(TWICE)
     assert main(["check", "steps.py", "--accept"]) == 0
     assert "the second step compiles anew: 0/w come back with another" in capsys.readouterr().out
+
+
+def test_a_file_that_starts_jax_is_checked_on_all_its_devices(steps):
+    """Modules make arrays and look at devices when they are imported."""
+    steps.write_text("import jax\nTABLE = jax.numpy.arange(3)\n" + TWICE)
+    command = [sys.executable, "-m", "zerojax", "check", "steps.py", "--accept"]
+    root = str(Path(__file__).resolve().parents[2])
+    kept = {key: x for key, x in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    run = subprocess.run(
+        command,
+        cwd=steps.parent,
+        capture_output=True,
+        text=True,
+        env=kept | {"PYTHONPATH": root},
+        timeout=120,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,14 @@ _SOURCES = (
     "aot/target_config.pbtxt",
     "aot/_compile.py",
     "aot/_plugin.py",
+    "audit/_paths.py",
     "audit/_program.py",
     "planner/hardware/hardware.toml",
 )
 #: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
 _DECIDING = ("_compiler_options_kvs", "_device_list")
+#: Of `<function relu at 0x7fbd0b133060>`, which a module of flax or equinox holds.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
@@ -86,8 +89,9 @@ def _key(lowered: jax.stages.Lowered) -> str | None:
         return None
     facts = {
         "text": lowered.as_text(),
-        "arguments": str(lowered.args_info),  # names of leaves, which the text does not hold
-        "results": str(lowered.out_tree),
+        # Names of leaves, which the text does not hold.
+        "arguments": _ADDRESS.sub("", str(lowered.args_info)),
+        "results": _ADDRESS.sub("", str(lowered.out_tree)),
         "options": sorted((str(name), str(value)) for name, value in options),
         "compiler": str(getattr(devices[0].client, "platform_version", "")),
         "devices": [_device(device) for device in devices],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -77,6 +79,7 @@ def check(options: CheckOptions) -> None:
     screen = Screen(width=100)
     path, lock_path = options.steps, options.steps.parent / LOCK
     with refusing():
+        _keep_to_cpu(path)
         steps = _told(lambda: find_steps(path), path)
         held = read_lock(lock_path) if lock_path.exists() else {}
         devices = _devices(steps)
@@ -91,6 +94,15 @@ def check(options: CheckOptions) -> None:
         accept = f"zerojax check {options.steps} --accept"
         remedy = "" if options.accept else f"; if it is meant: {accept}"
         raise Failure("; ".join(wrong) + remedy, 1)
+
+
+def _keep_to_cpu(path: Path) -> None:
+    """Keep jax to the CPU, divided as the marks of a file ask: importing the file may start jax."""
+    if not getattr(jax.config, "jax_platforms", None):
+        jax.config.update("jax_platforms", "cpu")
+    counts = re.findall(r"cpu:(\d+)", path.read_text()) if path.is_file() else []
+    with contextlib.suppress(RuntimeError):  # jax has started
+        jax.config.update("jax_num_cpu_devices", max([1, *map(int, counts)]))
 
 
 def _devices(steps: Sequence[CheckedStep]) -> dict[str, list[Any]]:
@@ -175,6 +187,8 @@ def _show(one: Checked, screen: Screen) -> None:
             f"  the second step compiles anew: {', '.join(anew[:3])}{more} come back with another "
             "placement or dtype"
         )
+    if not (one.is_new or one.differences):
+        screen.say("  as the lock file says")
     _show_differences(one.differences, screen)
     for problem in one.problems:
         screen.show(Text(f"  {problem}", style="red"))
