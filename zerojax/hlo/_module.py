@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,6 +29,9 @@ _RUN = ("calls", "to_apply", "body")
 # 1 "model.py"
 # 3 {file_name_id=1 function_name_id=3 line=104 end_line=104 column=11 end_column=11}
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
+
+# /venv/lib/python3.12/site-packages/optax/_src/update.py:42
+_LIBRARY = re.compile(r"site-packages/(jax|flax|optax|equinox|haliax|haiku)/")
 
 # bf16, float32, u4, f8e4m3fn
 _NUMBERED = re.compile(r"(?:bf|bfloat|f|float|s|int|u|uint|c|complex)(\d+)(?:_?e\d+m\d+\w*)?")
@@ -175,13 +179,24 @@ class Module:
         }
 
     def source(self, instruction: Instruction) -> str:
-        """Return "file:line" of the user's code, or nothing where the text doesn't tell."""
-        frame = instruction.attribute("stack_frame_id")
-        row = self.tables["StackFrames"].get(int(frame or -1), "")
-        location = _number(row, "file_location_id")
-        row = self.tables["FileLocations"].get(location, "")
-        file = self.tables["FileNames"].get(_number(row, "file_name_id"), "")
-        return f"{file}:{_number(row, 'line')}" if file else ""
+        """Return "file:line" of the user's code, or nothing where the text doesn't tell.
+
+        Lines of the libraries that models and steps are written with are left out, unless they are
+        all there is: of an update in optax the line is told that calls it.
+        """
+        places = list(self._places(int(instruction.attribute("stack_frame_id") or -1)))
+        return next((x for x in places if not _LIBRARY.search(x)), places[0] if places else "")
+
+    def _places(self, frame: int) -> Iterator[str]:
+        """Yield "file:line" of a stack frame and of its callers.
+
+        2 {file_location_id=2 parent_frame_id=2}     called by frame 1: parents' numbers are one up
+        """
+        while row := self.tables["StackFrames"].get(frame, ""):
+            location = self.tables["FileLocations"].get(_number(row, "file_location_id"), "")
+            if file := self.tables["FileNames"].get(_number(location, "file_name_id"), ""):
+                yield f"{file}:{_number(location, 'line')}"
+            frame = min(_number(row, "parent_frame_id"), frame) - 1
 
 
 def parse_module(text: str) -> Module:
