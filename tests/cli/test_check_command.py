@@ -92,7 +92,7 @@ def test_a_step_is_accepted_then_checked_and_a_change_is_told(steps, capsys):
 def test_a_step_that_compiles_twice_is_told_at_once(steps, capsys):
     steps.write_text(TWICE)
     assert main(["check", "steps.py", "--accept"]) == 0
-    assert "the second step compiles anew: 0/w come back with another" in capsys.readouterr().out
+    assert "the second step compiles anew: 0/w comes back with another" in capsys.readouterr().out
 
 
 def test_a_file_that_starts_jax_is_checked_on_all_its_devices(steps):
@@ -118,6 +118,7 @@ def test_a_file_that_starts_jax_is_checked_on_all_its_devices(steps):
     [
         (["nothing.py"], "there is no file nothing.py"),
         (["steps.py", ("@zerojax.checked", "# ")], "steps.py marks no step"),
+        (["steps.py", ("cpu:4", "cpu:16")], "cpu:16: jax was started with 8 CPU devices"),
         (["steps.py", ("cpu:4", "cpu")], "name the number of virtual devices, as in cpu:8"),
         (["steps.py", ("cpu:4", "h1000:1x8")], "'h1000:1x8' is not a topology"),
         (["steps.py", (MARK, f"{MARK}    return 4\n")], "gives a int; return jax.jit(step).lower("),

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from zerojax.aot import DoesNotFit, compile_step, parse_topology
 from zerojax.aot import topology_mesh as make_topology_mesh
 from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
-from zerojax.cli.shared._machine import find_devices
 from zerojax.cli.shared._screen import Screen
 from zerojax.lock import (
     CheckedStep,
@@ -43,17 +42,6 @@ class CheckOptions(CommandOptions):
     """A Python file with marked steps; zerojax.lock lies beside it."""
     accept: bool = option(False)
     """Write what the steps are now into the lock file."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What was found of one step: its record, what differs from the lock, and its audit."""
-
-    step: CheckedStep
-    record: StepRecord
-    differences: tuple[Difference, ...]
-    is_new: bool
-    problems: tuple[Problem, ...]
 
 
 @command
@@ -82,14 +70,20 @@ def check(options: CheckOptions) -> None:
         _keep_to_cpu(path)
         steps = _told(lambda: find_steps(path), path)
         held = read_lock(lock_path) if lock_path.exists() else {}
-        devices = _devices(steps)
-    found = [_check(step, devices[step.target], held, screen, path) for step in steps]
-    for one in found:
-        _show(one, screen)
+        devices = {target: _devices(target) for target in {step.target for step in steps}}
+    found, wrong = dict(held), []
+    for step in steps:
+        record, problems = _read(step, devices[step.target], screen, path)
+        words = _show(step.name, held.get(step.name), record, screen)
+        words = [] if options.accept else words
+        for problem in problems:
+            screen.show(Text(f"  {problem}", style="red"))
+        words += ["has problems by its audit"] if problems else []
+        found[step.name] = record
+        wrong += [f"{step.name} {' and '.join(words)}"] if words else []
     if options.accept:
-        write_lock(lock_path, {**held, **{one.step.name: one.record for one in found}})
+        write_lock(lock_path, found)
         screen.wrote(lock_path)
-    wrong = [complaint for one in found if (complaint := _complaint(one, options.accept))]
     if wrong:
         accept = f"zerojax check {options.steps} --accept"
         remedy = "" if options.accept else f"; if it is meant: {accept}"
@@ -105,48 +99,29 @@ def _keep_to_cpu(path: Path) -> None:
         jax.config.update("jax_num_cpu_devices", max([1, *map(int, counts)]))
 
 
-def _devices(steps: Sequence[CheckedStep]) -> dict[str, list[Any]]:
-    """Return the devices of each target; the CPU is divided once, for the largest."""
-    targets = list(dict.fromkeys(step.target for step in steps))
-    counts = {one: _cpu_count(one) for one in targets if one.partition(":")[0] == "cpu"}
-    here = find_devices(max(counts.values())) if counts else []
-    found = {one: here[:count] for one, count in counts.items()}
-    for one in targets:
-        if one not in found:
-            mesh = make_topology_mesh(one, {"device": parse_topology(one).num_devices})
-            found[one] = list(mesh.devices.flat)
-    return found
-
-
-def _cpu_count(target: str) -> int:
-    count = target.partition(":")[2]
+def _devices(target: str) -> list[Any]:
+    kind, _, count = target.partition(":")
+    if kind != "cpu":
+        mesh = make_topology_mesh(target, {"device": parse_topology(target).num_devices})
+        return list(mesh.devices.flat)
     if not count.isdigit() or int(count) < 1:
         raise ValueError(f"{target}: name the number of virtual devices, as in cpu:8")
-    return int(count)
+    if len(here := jax.devices("cpu")) < int(count):
+        raise ValueError(f"{target}: jax was started with {len(here)} CPU devices; see XLA_FLAGS")
+    return here[: int(count)]
 
 
-def _check(
-    step: CheckedStep,
-    devices: Sequence[Any],
-    held: Mapping[str, StepRecord],
-    screen: Screen,
-    path: Path,
-) -> Checked:
-    """Lower, compile and read one step, and compare it with what was accepted."""
+def _read(
+    step: CheckedStep, devices: Sequence[Any], screen: Screen, path: Path
+) -> tuple[StepRecord, Sequence[Problem]]:
+    """Lower, compile and read one step; audit it where its layout is told."""
     with screen.task(f"{step.name}: lowering"):
         given, layout, recipe = _told(lambda: step.lower(devices), path)
     with screen.task(f"{step.name}: compiling"):
         program = _compile(given, step)
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     record = StepRecord.of(program, devices, versions)
-    old = held.get(step.name)
-    return Checked(
-        step=step,
-        record=record,
-        differences=() if old is None else compare(old, record),
-        is_new=old is None,
-        problems=() if layout is None else audit(program, layout, recipe).problems,
-    )
+    return record, () if layout is None else audit(program, layout, recipe).problems
 
 
 def _compile(given: Any, step: CheckedStep) -> Program:
@@ -169,46 +144,34 @@ def _told(work: Callable[[], Result], path: Path) -> Result:
         raise Failure(f"{path}:{lines[-1]}: {told}" if lines else str(error)) from error
 
 
-def _show(one: Checked, screen: Screen) -> None:
-    totals = one.record.totals
+def _show(name: str, old: StepRecord | None, record: StepRecord, screen: Screen) -> list[str]:
+    """Show a step beside what was accepted; return in a few words what is wrong with it."""
+    totals = record.totals
     words = [f"peak {binary(totals['peak bytes'])}"] if "peak bytes" in totals else []
     words += [
-        f"{binary(count)} {name.removeprefix('bytes ')}"
-        for name, count in totals.items()
-        if name.startswith("bytes over")
+        f"{binary(count)} {total.removeprefix('bytes ')}"
+        for total, count in totals.items()
+        if total.startswith("bytes over")
     ]
     if "exposed share" in totals:
         words.append(f"waits for {totals['exposed share']:.1%} of the scheduled step")
-    screen.show(Text.assemble((one.step.name, "bold"), ": " + ", ".join(words)))
-    screen.say(f"  {one.record.theory}")
-    if anew := [path for path, leaf in one.record.leaves.items() if not leaf.settled]:
-        more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
-        screen.say(
-            f"  the second step compiles anew: {', '.join(anew[:3])}{more} come back with another "
-            "placement or dtype"
-        )
-    if not (one.is_new or one.differences):
+    screen.show(Text.assemble((name, "bold"), ": " + ", ".join(words)))
+    screen.say(f"  {record.theory}")
+    if anew := [path for path, leaf in record.leaves.items() if not leaf.settled]:
+        told = f"{anew[0]} and {len(anew) - 1} more come" if anew[1:] else f"{anew[0]} comes"
+        screen.say(f"  the second step compiles anew: {told} back with another placement or dtype")
+    if old is None:
+        return ["is not in the lock file"]
+    found = compare(old, record)
+    _show_differences(found, screen)
+    if not found:
         screen.say("  as the lock file says")
-    _show_differences(one.differences, screen)
-    for problem in one.problems:
-        screen.show(Text(f"  {problem}", style="red"))
+    return ["differs from the lock file"] if found else []
 
 
 def _show_differences(differences: Sequence[Difference], screen: Screen) -> None:
     for one in differences:
         screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
-
-
-def _complaint(one: Checked, is_accepted: bool) -> str:
-    """Say in a few words what is wrong with a step; empty for nothing."""
-    words = []
-    if one.is_new and not is_accepted:
-        words.append("is not in the lock file")
-    if one.differences and not is_accepted:
-        words.append("differs from the lock file")
-    if one.problems:
-        words.append("has problems by its audit")
-    return f"{one.step.name} {' and '.join(words)}" if words else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
