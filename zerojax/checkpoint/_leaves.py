@@ -15,7 +15,6 @@ drop values, or keep zeros.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -56,11 +55,6 @@ class SavedLeaf:
     def is_key(self) -> bool:
         """Whether the leaf holds typed PRNG keys."""
         return self.dtype.startswith("key<")
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether there is an array of its own on disk."""
-        return math.prod(self.stored_shape) > 0
 
 
 def saved_leaves(

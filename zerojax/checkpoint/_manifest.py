@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 import json
 import math
 import os
@@ -13,11 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from zerojax._extras import extra
-from zerojax._tree import leaves_by_path, path_ends
-from zerojax._types import PyTree
+from zerojax._tree import path_ends
 from zerojax.checkpoint._files import (
     DamagedCheckpointError,
     FileDigest,
@@ -26,9 +23,8 @@ from zerojax.checkpoint._files import (
     sync,
     wrong_contents,
 )
-from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, named_tuples, saved_leaves
+from zerojax.checkpoint._leaves import PARAMS, SavedLeaf
 from zerojax.checkpoint._orbax import open_array
-from zerojax.layout import Layout
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
 MANIFEST = "checkpoint.json"
@@ -51,7 +47,7 @@ class Manifest:
     step: int | None  # steps done, where the state or the caller tells
     data: Any  # the position in the data, as the caller gave it
     metadata: Mapping[str, Any]  # what else the caller gave along
-    written: str  # when, in UTC (ISO 8601)
+    written: str = ""  # when, in UTC (ISO 8601)
     #: path below the checkpoint to size and digest
     files: Mapping[str, FileDigest] = dataclasses.field(default_factory=dict)
     format: int = FORMAT  # version of the files' arrangement
@@ -60,39 +56,6 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(file.num_bytes for file in self.files.values())
-
-
-def make_manifest(
-    state: PyTree,
-    layout: Layout,
-    *,
-    tx: optax.GradientTransformation | None = None,
-    step: int | None = None,
-    data: Any = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Describe a state and the layout that it lives under."""
-    manifest = Manifest(
-        stage=layout.stage,
-        axis=layout.axis,
-        mesh=dict(layout.mesh.shape),
-        optimizer=named_tuples(state),
-        leaves=saved_leaves(state, layout, tx),
-        step=_step_of(state) if step is None else step,
-        data=data,
-        metadata=dict(metadata or {}),
-        written=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-    )
-    json.dumps(dataclasses.asdict(manifest))  # what is not JSON is told before anything is written
-    return manifest
-
-
-def _step_of(state: PyTree) -> int | None:
-    """Read the number of steps off a leaf of that name, as a train state has one."""
-    found = leaves_by_path(state).get("step")
-    if found is None or found.shape or not np.issubdtype(found.dtype, np.integer):
-        return None
-    return int(found)
 
 
 def to_text(manifest: Manifest, **more: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import datetime as dt
 import json
 import operator
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -28,12 +30,16 @@ from zerojax.checkpoint._files import (
     remove,
     sync,
 )
-from zerojax.checkpoint._leaves import check_placement, placed_leaves
+from zerojax.checkpoint._leaves import (
+    check_placement,
+    named_tuples,
+    placed_leaves,
+    saved_leaves,
+)
 from zerojax.checkpoint._manifest import (
     ARRAYS,
     MANIFEST,
     Manifest,
-    make_manifest,
     to_text,
     write_manifest,
 )
@@ -118,7 +124,8 @@ def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
         if index == 0:
             each = {name: file for text in told for name, file in json.loads(text).items()}
             files = {name: FileDigest(**file) for name, file in each.items()}
-            write_manifest(root, dataclasses.replace(manifest, files=files))
+            now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+            write_manifest(root, dataclasses.replace(manifest, files=files, written=now))
             sync(root.parent)
 
 
@@ -152,15 +159,21 @@ def start_save(
         if (root / MANIFEST).exists():
             raise ValueError(f"{root} holds a checkpoint already; save to another directory")
         given, state = state, placed_leaves(state, layout.sharding(P()))
-        step = None if step is None else check_step(step)
-        manifest = make_manifest(state, layout, tx=tx, step=step, data=data, metadata=metadata)
-        check_placement(given, layout)
         leaves = leaves_by_path(state)
-        arrays = {path: leaves[path] for path, x in manifest.leaves.items() if x.is_stored}
-    agree(
-        "save",
-        {"folder": str(root), "checkpoint": to_text(dataclasses.replace(manifest, written=""))},
-    )
+        manifest = Manifest(
+            stage=layout.stage,
+            axis=layout.axis,
+            mesh=dict(layout.mesh.shape),
+            optimizer=named_tuples(state),
+            leaves=saved_leaves(state, layout, tx),
+            step=_step_of(leaves) if step is None else check_step(step),
+            data=data,
+            metadata=dict(metadata or {}),
+        )
+        text = to_text(manifest)  # refuses what is not JSON
+        check_placement(given, layout)
+        arrays = {path: x for path, x in leaves.items() if x.size}
+    agree("save", {"folder": str(root), "checkpoint": text})
     check_copies("save", arrays)
     with together("save"):
         if jax.process_index() == 0:
@@ -179,6 +192,13 @@ def start_save(
         then()
 
     return PendingSave(root, finish)
+
+
+def _step_of(leaves: Mapping[str, jax.Array]) -> int | None:
+    """Read the number of steps off a leaf of that name, as a train state has one."""
+    found = leaves.get("step")
+    is_count = found is not None and not found.shape and jnp.issubdtype(found.dtype, jnp.integer)
+    return int(found) if is_count else None
 
 
 def check_step(step: Any) -> int:
