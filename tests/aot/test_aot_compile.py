@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
 import warnings
 from pathlib import Path
 
@@ -285,21 +284,6 @@ def test_an_entry_appears_whole_or_not_at_all(folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         cache.keep("program", program())
     assert list(folder.iterdir()) == []
-
-
-def test_those_that_nobody_asked_for_are_dropped_first(folder, monkeypatch):
-    names = ["a", "b", "c"]
-    for age, name in zip((30, 20, 10), names, strict=True):
-        cache.keep(name, program(text=os.urandom(5000).hex()))
-        os.utime(cache._path(name), (1e9 - age, 1e9 - age))
-    size = cache._path("a").stat().st_size
-    cache.find("a")  # asked for just now
-    monkeypatch.setattr(cache, "MAX_BYTES", int(3.5 * size))
-    cache.keep("d", program(text=os.urandom(5000).hex()))
-    assert {name for name in "abcd" if cache._path(name).exists()} == {"a", "c", "d"}
-    monkeypatch.setattr(cache, "MAX_BYTES", 0)
-    cache.keep("e", program())
-    assert {path.name for path in folder.iterdir()} == {"e.json.gz"}, "the newest stays"
 
 
 def test_a_quiet_cache_warns_of_nothing(mesh8, folder):

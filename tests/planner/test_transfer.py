@@ -56,7 +56,7 @@ def test_along_one_dim_of_several_others_keep_theirs():
     assert found.seconds == pytest.approx(SIZE * 3 / 4 / hardware.link_bandwidth)
 
 
-def test_permutes_go_one_way_and_who_is_far_takes_more_links():
+def test_permutes_go_one_way():
     hardware = HARDWARE["v5p"]
     places = torus(hardware, 4, 4, 4)
 
@@ -70,7 +70,6 @@ def test_permutes_go_one_way_and_who_is_far_takes_more_links():
         assert permute(stride).links == (f"x{way}",)
         assert permute(stride).seconds == half
     assert permute(1, size=2).links == ("x+", "x-")
-    assert permute(2).seconds / 2 == half
 
 
 def test_a_permute_through_a_switch_has_its_links_alone():

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from zerojax.aot._cache import DoesNotFit
 from zerojax.aot._compile import compile_step
-from zerojax.aot._plugin import (
-    MissingCompiler,
-    has_accelerators,
-    require_cuda,
-    require_libtpu,
-    version_of,
-)
+from zerojax.aot._plugin import MissingCompiler, has_accelerators, version_of
 from zerojax.aot._topology import Topology, known_topologies, parse_topology, topology_mesh
 
 __all__ = [
@@ -21,8 +15,6 @@ __all__ = [
     "has_accelerators",
     "known_topologies",
     "parse_topology",
-    "require_cuda",
-    "require_libtpu",
     "topology_mesh",
     "version_of",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -21,8 +20,6 @@ from zerojax.audit import Program
 
 #: Names the folder in the place of the user's cache folder.
 VARIABLE = "ZEROJAX_CACHE"
-#: When the folder holds more than this, programs that were not asked for longest are dropped.
-MAX_BYTES = 500_000_000
 
 #: What decides how a step is traced and compiled.
 _PACKAGES = (
@@ -59,7 +56,6 @@ def find(key: str) -> Program | DoesNotFit | None:
     path = _path(key)
     try:
         held = json.loads(gzip.decompress(path.read_bytes()))
-        os.utime(path)  # the oldest are those that nobody asked for
         return Program.from_json(held) if isinstance(held, str) else DoesNotFit(**held)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -70,7 +66,7 @@ def find(key: str) -> Program | DoesNotFit | None:
 
 
 def keep(key: str, answer: Program | DoesNotFit) -> None:
-    """Keep an answer, and drop others where the folder gets too large; warn where it can't be."""
+    """Keep an answer; warn where that can't be."""
     held = answer.to_json() if isinstance(answer, Program) else dataclasses.asdict(answer)
     path = _path(key)
     try:
@@ -82,7 +78,6 @@ def keep(key: str, answer: Program | DoesNotFit) -> None:
     except OSError as error:
         reason = f"the program can't be kept in {path.parent}: {error.strerror}"
         warnings.warn(reason, stacklevel=3)
-    _drop_oldest(spared=path)
 
 
 def _path(key: str) -> Path:
@@ -92,20 +87,6 @@ def _path(key: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     base = base if base.is_absolute() else Path("~/.cache").expanduser()
     return base / "zerojax" / "programs" / f"{key}.json.gz"
-
-
-def _drop_oldest(spared: Path) -> None:
-    found = []
-    for path in spared.parent.glob("*.json.gz"):
-        with contextlib.suppress(FileNotFoundError):  # another process dropped it
-            found.append((path.stat().st_mtime, path.stat().st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total <= MAX_BYTES:
-            return
-        if path != spared:
-            path.unlink(missing_ok=True)
-            total -= size
 
 
 def digest(facts: Mapping[str, Any], sources: Sequence[str]) -> str:

@@ -38,11 +38,6 @@ class Topology:
         per_chip = find_hardware(self.chip).devices_per_chip
         return math.prod(self.dims) * self.num_slices * per_chip
 
-    @property
-    def is_tpu(self) -> bool:
-        """Return whether the chips are TPUs; they are GPUs otherwise."""
-        return self.chip in TPU_CHIPS
-
 
 def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
     """Build a mesh of devices that you don't have, for `jit(...).lower(...).compile()`.
@@ -62,7 +57,7 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
             f"the sizes of the mesh {dict(axes)} multiply to {math.prod(shape)}, and topology "
             f"{name!r} has {topology.num_devices} devices: choose sizes whose product is that"
         )
-    if topology.is_tpu:
+    if topology.chip in TPU_CHIPS:
         devices = _place_tpu(topology, shape)
     else:  # node by node: the last axes stay within a node
         config = gpu_target_config(topology.chip)

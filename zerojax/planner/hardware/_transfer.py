@@ -6,7 +6,6 @@ group, and devices know their places: node and number, or coordinates on a torus
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +75,7 @@ class Places:
     def _permute(self, pairs: Sequence[tuple[int, int]], num_bytes: float) -> Transfer:
         """Return for how long a permute keeps links busy: each device sends all to one other.
 
-        A torus link has half of its bandwidth each way, and who is not a neighbour takes the links
-        of all in between; the few pairs that close a line to a ring are taken to find a way.
+        A torus link has half of its bandwidth each way. All are taken for neighbours, as in rings.
         """
         hardware = self._hardware
         placed = [(self._places[source], self._places[target]) for source, target in pairs]
@@ -85,23 +83,12 @@ class Places:
             return Transfer(num_bytes / hardware.slow_bandwidth, ("slow",))
         if not hardware.torus:
             return Transfer(num_bytes / hardware.link_bandwidth, ("fast",))
-        steps = [
-            [
-                self._hops(*ends)
-                for ends in zip(source[1:], target[1:], self._sizes[1:], strict=True)
-            ]
-            for source, target in placed
-        ]
-        dims = [dim for dim, hops in zip(DIMS, zip(*steps, strict=True), strict=True) if any(hops)]
+        ends = [list(zip(*places, strict=True))[1:] for places in zip(*placed, strict=True)]
+        dims = [dim for dim, one, other in zip(DIMS, *ends, strict=True) if one != other]
         rate = hardware.chip_bandwidth if dims == [DIMS[-1]] else hardware.link_bandwidth / 2
-        hops = statistics.median_low(sum(one) for one in steps)
         ups = sum(source < target for source, target in pairs)  # but one pair of a ring is like it
         ways = "+-" if 2 * ups == len(pairs) else "+" if 2 * ups > len(pairs) else "-"
-        return Transfer(hops * num_bytes / rate, tuple(dim + way for dim in dims for way in ways))
-
-    def _hops(self, source: int, target: int, size: int) -> int:
-        straight = abs(target - source)
-        return straight if size % self._hardware.wrap else min(straight, size - straight)
+        return Transfer(num_bytes / rate, tuple(dim + way for dim in dims for way in ways))
 
 
 def _place(hardware: Hardware, device: Any) -> tuple[int, ...]:
