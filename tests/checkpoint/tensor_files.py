@@ -19,20 +19,20 @@ def random(dtype, shape, seed=0):
     return (bits % 2 if dtype == np.bool_ else bits).view(dtype).reshape(shape)
 
 
-def store(path, arrays, metadata=None):
-    write_safetensors(path, arrays, arrays.__getitem__, metadata or {})
+def store(path, arrays):
+    write_safetensors(path, arrays, arrays.__getitem__)
     return path
 
 
-def store_apart(path, arrays, metadata=None):
+def store_apart(path, arrays):
     """Write a file for each tensor, and the index of them as Hugging Face has it."""
     files = {}
     for number, (name, array) in enumerate(arrays.items(), 1):
         file = path.with_name(f"{path.stem}-{number:05}-of-{len(arrays):05}.safetensors")
-        files[name] = store(file, {name: array}, metadata).name
+        files[name] = store(file, {name: array}).name
     index = path.with_name(f"{path.stem}.safetensors.index.json")
     total = {"total_size": sum(array.nbytes for array in arrays.values())}
-    index.write_text(json.dumps({"metadata": {**(metadata or {}), **total}, "weight_map": files}))
+    index.write_text(json.dumps({"metadata": total, "weight_map": files}))
     return index
 
 

@@ -144,10 +144,9 @@ def test_only_what_belongs_to_a_parameter_is_cut(tmp_path, layout):
     np.testing.assert_array_equal(back["w"], np.arange(8200.0))
 
 
-def test_a_list_of_weights_goes_out_and_comes_back_with_its_step(tmp_path, layout):
-    """The metadata name a step, which must not be taken for a tie to the tensor "5"."""
+def test_a_list_of_weights_goes_out_and_comes_back(tmp_path, layout):
     weights = [jnp.full(3, float(number)) for number in range(6)]
-    save(tmp_path / "list", {"params": weights}, layout, step=5)
+    save(tmp_path / "list", {"params": weights}, layout)
     out = export_safetensors(tmp_path / "list", tmp_path / "list.safetensors")
     back = import_safetensors(out, layout, weights)
     assert [float(x[0]) for x in back] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

@@ -44,7 +44,7 @@ def test_every_dtype_that_the_format_shares_with_jax_is_known():
 @pytest.mark.parametrize("dtype", CODES)
 def test_the_formats_own_package_reads_what_is_written_to_the_bit(tmp_path, dtype):
     arrays = {str(shape): random(dtype, shape, seed) for seed, shape in enumerate(SHAPES)}
-    path = store(tmp_path / "a.safetensors", arrays, {"model": "größer"})
+    path = store(tmp_path / "a.safetensors", arrays)
     found = dict(safetensors.deserialize(path.read_bytes()))
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -52,7 +52,6 @@ def test_the_formats_own_package_reads_what_is_written_to_the_bit(tmp_path, dtyp
         assert found[name]["dtype"] == CODES[dtype]
         assert bytes(found[name]["data"]) == array.tobytes()
     with safetensors.safe_open(path, "numpy") as file:
-        assert file.metadata() == {"model": "größer"}
         assert file.get_slice("(5, 3)").get_dtype() == CODES[dtype]
     if not dtype.startswith("float8"):  # of which its numpy side knows only the names
         for name, array in safetensors.numpy.load_file(path).items():
@@ -66,9 +65,8 @@ def test_the_formats_own_package_reads_what_is_written_to_the_bit(tmp_path, dtyp
 @pytest.mark.parametrize("dtype", CODES)
 def test_what_the_formats_own_package_writes_is_read_to_the_bit(tmp_path, dtype):
     arrays = {str(shape): random(dtype, shape, seed) for seed, shape in enumerate(SHAPES)}
-    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors", {"by": "them"})
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors", {"by": "größer"})
     reader = SafetensorsReader(tmp_path / "a.safetensors")
-    assert reader.metadata == {"by": "them"}
     assert reader.tensors.keys() == arrays.keys()
     for name, array in arrays.items():
         assert same(reader.read(name), array)
@@ -91,22 +89,10 @@ def test_every_tensor_is_aligned(tmp_path):
 
 def test_several_files_are_read_by_their_index(tmp_path):
     arrays = {name: random("float32", (size,)) for name, size in {"c": 10, "a": 15, "b": 2}.items()}
-    index = store_apart(tmp_path / "m.safetensors", arrays, {"format": "np"})
+    index = store_apart(tmp_path / "m.safetensors", arrays)
     reader = SafetensorsReader(index)
     assert list(reader.tensors) == ["c", "a", "b"]
-    assert reader.metadata == {"format": "np"}
     assert all(same(reader.read(name), array) for name, array in arrays.items())
-
-
-def test_an_index_decides_the_order_and_its_own_metadata_come_before_those_of_files(tmp_path):
-    arrays = {name: random("float32", (2,)) for name in ("a", "b", "c")}
-    path = store_apart(tmp_path / "m.safetensors", arrays, {"from": "file", "by": "me"})
-    index = json.loads(path.read_text())
-    names = dict(reversed(index["weight_map"].items()))
-    path.write_text(json.dumps({"metadata": {"from": "index", "n": 3}, "weight_map": names}))
-    reader = SafetensorsReader(path)
-    assert list(reader.tensors) == ["c", "b", "a"]
-    assert reader.metadata == {"from": "index", "by": "me"}
 
 
 def test_what_is_no_file_is_refused(tmp_path):
@@ -155,7 +141,7 @@ def test_one_tensor_is_held_at_a_time_and_of_a_read_tensor_its_part(tmp_path):
         return np.full((1024, 1024), int(name), np.float32)
 
     tensors = dict.fromkeys("01234567", jax.ShapeDtypeStruct((1024, 1024), np.float32))
-    assert peak(lambda: write_safetensors(path, tensors, read, {})) < 1.25 * size
+    assert peak(lambda: write_safetensors(path, tensors, read)) < 1.25 * size
     reader = SafetensorsReader(path)
     assert peak(lambda: reader.read("3", (slice(0, 512),))) < 0.75 * size
     assert peak(lambda: reader.read("3", (slice(None), slice(3, 4)))) < 0.25 * size

@@ -20,7 +20,7 @@ def test_it_says_what_is_planned_and_what_that_rests_on():
         "ZeRO stage 2", f"{found.num_params:,} parameters", "32 x h100",
         "N = 8 in each of 2 groups", "model axis 2", "2 microbatches", "checkpoints partitioned",
         "activations and optimizer on the host", "kB", "MiB", "latency is left out",
-        "model parallelism cuts", "the update waits", "the traced loss, remat='full'",
+        "model parallelism cuts", "the update waits", "remat='full'",
         "along model", "examples in a device's microbatch: 2",
     ):  # fmt: skip
         assert part in text, part

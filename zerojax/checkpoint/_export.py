@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,6 @@ def export_safetensors(
     endings = _endings(manifest, part, root)
     verify(root)
 
-    metadata = {"zerojax.writer": "zerojax"}
-    if manifest.step is not None:
-        metadata["zerojax.step"] = str(manifest.step)
     held = {_tensor_name(ending): leaf for leaf, ending in endings.items()}
     if len(held) < len(endings):
         raise ValueError(f"{root}: two leaves are one tensor by name; rename one that has a dot")
@@ -61,7 +57,6 @@ def export_safetensors(
         path,
         {name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for name, x in leaves.items()},
         lambda name: read_leaf(root, manifest, held[name]),
-        metadata,
     )
     return path
 
@@ -91,7 +86,7 @@ def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]
 def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTree) -> PyTree:
     """Read weights into the structure and the placement of `like`, for each device its part.
 
-    The leaf `layers/qkv` is the tensor `layers.qkv`, or the one that the metadata tie to that name.
+    The leaf `layers/qkv` is the tensor `layers.qkv`.
 
     Args:
         path: a file, or the index of several beside it.
@@ -106,7 +101,9 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     """
     reader = SafetensorsReader(path)
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
-    names = _tensors_of(reader, wanted)
+    names = {leaf: name for leaf in wanted if (name := _tensor_name(leaf)) in reader.tensors}
+    left = reader.tensors.keys() - names.values()
+    names |= {name.replace(".", "/"): name for name in sorted(left)}
     found = {}
     for leaf, name in names.items():
         x = reader.tensors[name]
@@ -121,18 +118,6 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
         return _placed(reader, names[path_name(path)], x.shape, x.dtype, sharding)
 
     return jax.tree.map_with_path(read, like)
-
-
-def _tensors_of(reader: SafetensorsReader, wanted: Iterable[str]) -> dict[str, str]:
-    """Return the tensor of each leaf, and of paths that are not wanted those of the others."""
-    found = {}
-    for leaf in wanted:
-        name = _tensor_name(leaf)
-        owner = name if name in reader.tensors else reader.metadata.get(name)
-        if owner in reader.tensors:
-            found[leaf] = owner
-    left = reader.tensors.keys() - found.values()
-    return found | {name.replace(".", "/"): name for name in sorted(left)}
 
 
 def _placed(

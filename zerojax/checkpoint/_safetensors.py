@@ -1,7 +1,7 @@
 """Files of the safetensors format: the library checks what is read, NumPy maps what is wanted.
 
     8 bytes   length of the header
-    header    {"w": {"dtype": "BF16", "shape": [4, 3], "data_offsets": [0, 24]}, "__metadata__": {}}
+    header    {"w": {"dtype": "BF16", "shape": [4, 3], "data_offsets": [0, 24]}}
     data      the tensors end to end, to the end of the file
 
 Several files of one model have an index beside them: `{"metadata": {...}, "weight_map": {"w":
@@ -59,8 +59,7 @@ Place = tuple[jax.ShapeDtypeStruct, Path, int]
 class SafetensorsReader:
     """Reads the tensors of one file, or of the several that an index names.
 
-    Opening it reads and checks headers only. `metadata` has an index's own before that of its
-    files.
+    Opening it reads and checks headers only.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -70,7 +69,7 @@ class SafetensorsReader:
                 f"there is no file {self.path}; give one of {SUFFIX}, or {INDEX_SUFFIX} of several"
             )
         read = _read_indexed if self.path.name.endswith(INDEX_SUFFIX) else _read_header
-        self._places, self.metadata = read(self.path)
+        self._places = read(self.path)
         self.tensors = {name: shape for name, (shape, _, _) in self._places.items()}
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
@@ -94,13 +93,12 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
     return local_path(path).name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
-def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
-    """Return the tensors' places and the metadata of a file, which the library has checked."""
+def _read_header(path: Path) -> dict[str, Place]:
+    """Return the tensors' places in a file, which the library has checked."""
     with extra("checkpoint", "reading a safetensors file"):
         from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
             held = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices]
     except SafetensorError as error:
@@ -114,36 +112,31 @@ def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
         tensor = jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[code]))
         offset -= num_bytes(shape, tensor.dtype)
         found[name] = tensor, path, offset
-    return found, metadata
+    return found
 
 
-def _read_indexed(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
-    """Return the tensors' places and the metadata of all files that an index names."""
+def _read_indexed(path: Path) -> dict[str, Place]:
+    """Return the tensors' places in all files that an index names."""
     try:
-        index = json.loads(path.read_bytes())
-        names, texts = dict(index["weight_map"]), dict(index.get("metadata") or {})
+        names = dict(json.loads(path.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of tensors to files: {error!r}") from error
-    found, metadata = {}, {}
+    found: dict[str, Place] = {}
     for file in dict.fromkeys(names.values()):
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path} names {file!r}, which is not a file beside it")
         if not (path.parent / file).is_file():
             raise FileNotFoundError(f"{path} names {file}, which is not beside it; fetch it too")
-        stored, held = _read_header(path.parent / file)
-        found |= stored
-        metadata |= held
+        found |= _read_header(path.parent / file)
     if lost := [name for name in names if name not in found]:
         raise ValueError(f"{path} and its files do not belong together: none holds {lost[0]!r}")
-    metadata |= {name: text for name, text in texts.items() if isinstance(text, str)}
-    return {name: found[name] for name in names}, metadata
+    return {name: found[name] for name in names}
 
 
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, jax.ShapeDtypeStruct],
     read: Callable[[str], np.ndarray],
-    metadata: Mapping[str, str],
 ) -> None:
     """Write tensors to a file, one at a time; it has its name when all of it is on disk.
 
@@ -156,8 +149,7 @@ def write_safetensors(
         raise FileExistsError(f"{path} exists already; remove it or write to another name")
     codes = {name: code for code, name in DTYPES.items()}
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
+    header, end = {}, 0
     for name in names:
         x = tensors[name]
         if x.dtype.name not in codes:

@@ -19,7 +19,6 @@ from zerojax.planner.traced import (
     peak_of,
     work_of,
 )
-from zerojax.recipe import Remat
 
 
 class Demand:
@@ -32,22 +31,6 @@ class Demand:
         self.trace = trace
         self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
         self._lifetimes = functools.cache(self._analyse)
-
-    @property
-    def remat(self) -> Remat | None:
-        """What is computed again; None is as the model has it."""
-        policy = self.trace and self.trace.remat
-        return policy.recompute if policy else None
-
-    @property
-    def source(self) -> str:
-        """Where the figures are from."""
-        if self.trace is None:
-            return "nothing: activations and products are not counted; give loss_fn and batch"
-        keep = self.trace.remat.keep if self.trace.remat else ()
-        told = ["the traced loss"]
-        told += [f"remat={self.remat!r}"] if self.remat else []
-        return ", ".join([*told, *([f"keeping {', '.join(keep)}"] if keep else [])])
 
     @property
     def has_layers(self) -> bool:

@@ -74,8 +74,6 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
         hardware=given.hardware,
         recipe=given.recipe,
         count=count,
-        source=demand.source,
-        remat=demand.remat,
         bytes=_bytes(given, demand, count),
         volume_by_axes={axes: elements / layout.num_params for axes, elements in moved.items()},
         flops=demand.work(given, count).flops * given.recipe.accumulate + given.matrices.flops,

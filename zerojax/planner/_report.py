@@ -68,8 +68,6 @@ class Plan(Shown):
         hardware: the device.
         recipe: how the step is computed.
         count: examples in a device's microbatch; 0 where there is no loss.
-        source: where activations and products are known from.
-        remat: what is computed again in the backward pass; None is as the model has it.
         bytes: of one device.
         volume_by_axes: elements that a device moves per step, over Psi, by mesh axes.
         flops: of products, per device and step.
@@ -85,8 +83,6 @@ class Plan(Shown):
     hardware: Hardware
     recipe: Recipe
     count: int
-    source: str
-    remat: Remat | None
     bytes: PlannedBytes
     volume_by_axes: dict[Axes, float]
     flops: float
@@ -107,6 +103,11 @@ class Plan(Shown):
     def accumulate(self) -> int:
         """Microbatches per step."""
         return self.recipe.accumulate
+
+    @property
+    def remat(self) -> Remat | None:
+        """What is computed again in the backward pass; None is as the model has it."""
+        return self.recipe.remat and self.recipe.remat.recompute
 
     @property
     def offload(self) -> tuple[str, ...]:
@@ -160,8 +161,9 @@ class Plan(Shown):
             parts.append(f"model axis {self.model_axis}")
         if self.accumulate > 1:
             parts.append(f"{self.accumulate} microbatches")
-        if self.remat:
-            parts.append(f"remat={self.remat!r}")
+        if policy := self.recipe.remat:
+            kept = f" keeping {' and '.join(policy.keep)}" if policy.keep else ""
+            parts.append(f"remat={policy.recompute!r}{kept}")
         if self.partitions_activations:
             parts.append("checkpoints partitioned")
         if self.offload:
@@ -172,9 +174,10 @@ class Plan(Shown):
     def assumptions(self) -> tuple[str, ...]:
         """What the figures rest on."""
         found = [
-            f"activations and products: {self.source}",
             "time: latency is left out; links run beside work as far as in compiled programs",
         ]
+        if not self.count:
+            found.append("activations and products are not counted: give loss_fn and batch")
         if self.model_axis > 1:
             kept = "is cut too" if self.partitions_activations else "stays whole"
             found.append(
