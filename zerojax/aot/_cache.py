@@ -92,8 +92,8 @@ def _path(key: str) -> Path:
 def digest(facts: Mapping[str, Any], sources: Sequence[str]) -> str:
     """Hash what decides an answer: facts, versions, variables and some of zerojax's files."""
     found = hashlib.sha256()
-    for path in sources:
-        found.update((_HOME / path).read_bytes())
+    for path in sorted(path for pattern in sources for path in _HOME.glob(pattern)):
+        found.update(path.read_bytes())
     whole = {
         "facts": facts,
         "versions": {name: version_of(name) for name in _PACKAGES},

@@ -16,17 +16,7 @@ from zerojax.audit import Program
 _SIZE = r"(\d+(?:\.\d+)?)\s*([KMGTP]?)"
 _REFUSAL = re.compile(rf"(?:required\D*\(|Used ){_SIZE}\)? (?:exceeds available\D*\(|of ){_SIZE}")
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
-_SOURCES = (
-    "aot/_cache.py",
-    "aot/_chips.py",
-    "aot/chips.toml",
-    "aot/target_config.pbtxt",
-    "aot/_compile.py",
-    "aot/_plugin.py",
-    "audit/_paths.py",
-    "audit/_program.py",
-    "planner/hardware/hardware.toml",
-)
+_SOURCES = ("aot/*.*", "audit/_p*.py", "planner/hardware/hardware.toml")
 #: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
 _DECIDING = ("_compiler_options_kvs", "_device_list")
 #: Of `<function relu at 0x7fbd0b133060>`, which a module of flax or equinox holds.

@@ -197,8 +197,9 @@ def start_save(
 def _step_of(leaves: Mapping[str, jax.Array]) -> int | None:
     """Read the number of steps off a leaf of that name, as a train state has one."""
     found = leaves.get("step")
-    is_count = found is not None and not found.shape and jnp.issubdtype(found.dtype, jnp.integer)
-    return int(found) if is_count else None
+    if found is None or found.shape or not jnp.issubdtype(found.dtype, jnp.integer):
+        return None
+    return int(found)
 
 
 def check_step(step: Any) -> int:

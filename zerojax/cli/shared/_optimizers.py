@@ -66,21 +66,16 @@ def _decayed(params: PyTree, names: Container[str] = DECAYED) -> PyTree:
     )
 
 
-def _decaying(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Make optax's optimizer, which decays matrices and embeddings by itself."""
-
-    def made(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-        return make(rate, weight_decay=decay, mask=_decayed)
-
-    return made
-
-
 def _adamw(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     return optax.adamw(rate, b2=0.98, weight_decay=decay, mask=_decayed)
 
 
 def _adamw_8bit(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     return zerojax.quantized(_adamw(rate, decay))
+
+
+def _lion(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
+    return optax.lion(rate, weight_decay=decay, mask=_decayed)
 
 
 def _sgd(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
@@ -111,13 +106,12 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     )
 
 
-Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "lamb", "muon", "sgd"]
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
 OPTIMIZERS: dict[Optimizer, NamedOptimizer] = {
     "adamw": NamedOptimizer(_adamw, 3e-3, by_width=True, elementwise=True),
     "adamw_8bit": NamedOptimizer(_adamw_8bit, 3e-3, by_width=True),
     "adafactor": NamedOptimizer(_adafactor, 3e-3, by_width=True),
-    "lion": NamedOptimizer(_decaying(optax.lion), 5e-4, by_width=True, elementwise=True),
-    "lamb": NamedOptimizer(_decaying(optax.lamb), 1e-2),
+    "lion": NamedOptimizer(_lion, 5e-4, by_width=True, elementwise=True),
     "muon": NamedOptimizer(_muon, 3e-3, by_width=True),
     "sgd": NamedOptimizer(_sgd, 1e-1, elementwise=True),
 }
