@@ -199,6 +199,20 @@ def test_parameters_of_one_name_and_shape_are_counted_one_by_one(mesh8, deep):
     assert f"{2 * WIDTH**2:,} parameters, 2 of 2 leaves partitioned" in record.theory
 
 
+def test_a_layer_of_a_stack_along_any_dim_is_named(mesh8):
+    """MaxText stacks its layers along dim 1."""
+    stack = shape(mesh8, CUT, WIDTH, 3, 2 * WIDTH)
+
+    def step(stack):
+        layer = jax.lax.with_sharding_constraint(stack[:, 1], NamedSharding(mesh8, P()))
+        return jnp.tanh(layer) @ jnp.ones((2 * WIDTH, 2))
+
+    record = record_of(
+        mesh8, jax.jit(lambda state: step(**state)).lower({"stack": stack}).compile()
+    )
+    assert {one.leaf for one in record.moved.values()} == {"0/stack"}
+
+
 def test_whole_numbers_are_not_named_for_what_is_moved_of_activations(mesh8):
     """Tokens [16, 64] have the shape of activations [16, 64], and are no floats."""
     whole = NamedSharding(mesh8, P())

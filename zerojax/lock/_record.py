@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import math
 import os
@@ -208,16 +209,18 @@ def _axes(record: Collective, program: Program) -> str:
 
 
 def _leaf_of(record: Collective, leaves: Mapping[str, Leaf]) -> str:
-    """Name the arguments that a collective may move, all of one or a layer of it."""
+    """Name the arguments that a collective may move: all of one, or a layer of it along any dim."""
     dims = sorted(size for size in record.shape if size > 1)
+    is_float = record.dtype[0] in "bf"
     for cut in (0, 1, 2):
         found = [
             path
             for path, leaf in leaves.items()
-            if leaf.shape[cut:]
-            and sorted(size for size in leaf.shape[cut:] if size > 1) == dims
-            and ("float" in leaf.dtype) == (record.dtype[0] in "bf")
+            if ("float" in leaf.dtype) == is_float
+            for part in itertools.combinations(leaf.shape, max(len(leaf.shape) - cut, 0))
+            if sorted(size for size in part if size > 1) == dims
         ]
+        found = list(dict.fromkeys(found))
         if found and dims:
             return " or ".join(found[:3]) + (" ..." if len(found) > 3 else "")
     return ""
