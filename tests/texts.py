@@ -8,8 +8,6 @@ import math
 import random
 from pathlib import Path
 
-import tokenizers
-
 SYLLABLES = (
     "ba",
     "de",
@@ -67,6 +65,8 @@ def roundings(num_steps: int, num_summands: int) -> float:
 
 def save_tokenizer(path: Path, text: bytes) -> Path:
     """Write a tokenizer of 300 tokens, which are learnt from a text."""
+    import tokenizers  # for few tests
+
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
