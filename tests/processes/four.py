@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 
 import zerojax
@@ -104,12 +105,51 @@ def save_and_move(folder):
     return found
 
 
+def save_near(folder):
+    """Save with orbax's emergency manager, as docs/deploy.md says, and go on from a local copy."""
+    from absl import flags
+    from orbax.checkpoint import args
+    from orbax.checkpoint._src.multihost import multihost
+    from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
+
+    flags.FLAGS.mark_as_parsed()
+    multihost.initialize_runtime_to_distributed_ids()
+    multihost.initialize_distributed_to_device_ids()
+    _, step, state = train("hybrid")
+    near, far = folder / f"near.{jax.process_index()}", folder / "far"
+    near.mkdir()
+    far.mkdir(exist_ok=True)
+    with emergency.CheckpointManager(
+        near,
+        far,
+        step.layout.mesh,
+        step.abstract_state(),
+        options=emergency.CheckpointManagerOptions(
+            local=emergency.LocalCheckpointOptions(save_interval_steps=1),
+            persistent=emergency.PersistentCheckpointOptions(save_interval_steps=100),
+            replica_axis_index=0,
+        ),
+    ) as manager:
+        for number in (1, 2):  # the first is saved in both places
+            manager.save(number, args.Composite(state=args.PyTreeSave(state)))
+        manager.wait_until_finished()
+        back = manager.restore(2).state
+    copies = sorted(path.name for path in (*near.iterdir(), *far.iterdir()))
+    same = zip(*map(jax.tree.leaves, (back, state)), strict=True)
+    is_same = all(
+        x.sharding == y.sharding and np.array_equal(x.addressable_data(0), y.addressable_data(0))
+        for x, y in same
+    )
+    return {"copies": copies, "is_same": is_same, "loss": go_on(step, back)}
+
+
 def find(folder):
     return {
         "trained": {name: train(name)[0] for name in LAYOUTS},
         "recipes": {name: train("stage 3", recipe)[0] for name, recipe in RECIPES.items()},
         "own loop": {name: own_loop(name) for name in ("stage 2", "stage 3", "hybrid")},
         "going on": save_and_move(folder),
+        "near": save_near(folder),
     }
 
 

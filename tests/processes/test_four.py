@@ -62,6 +62,16 @@ def test_four_go_on_from_a_checkpoint_and_from_a_state_that_is_moved(found):
         assert np.allclose(list(one["going on"].values()), own, rtol=1e-6)
 
 
+def test_orbaxs_emergency_manager_takes_the_state_as_it_is(found):
+    """The second node has a newer copy than the folder that all share."""
+    _, step, state = four.train("stage 2")
+    own = four.go_on(step, state)
+    assert [one["near"]["copies"] for one in found] == [["1"], ["1"], ["1", "2"], ["1", "2"]]
+    for one in found:
+        assert one["near"]["is_same"]
+        assert np.allclose(one["near"]["loss"], own, rtol=1e-6)
+
+
 def test_one_process_restores_what_four_saved(made):
     step = four.make_step("hybrid")
     back = restore(made[0] / "saved", step.layout, step.abstract_state())
