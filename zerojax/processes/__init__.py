@@ -2,10 +2,11 @@
 
 from zerojax.processes._agreement import CommonStop, agree, check_copies
 from zerojax.processes._texts import ProcessError, ProcessesDifferError, gather_texts, together
-from zerojax.processes._watch import PATIENCE, fail, has_started, initialize, leave
+from zerojax.processes._watch import PATIENCE, WAIT, fail, has_started, initialize, leave
 
 __all__ = [
     "PATIENCE",
+    "WAIT",
     "CommonStop",
     "ProcessError",
     "ProcessesDifferError",

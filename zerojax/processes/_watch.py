@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 
 import jax
 
+from zerojax.processes._meeting import meet
 from zerojax.processes._texts import ProcessError, connection, gather_texts
 
-#: Seconds without a sign of life after which a process counts as lost.
-PATIENCE = 50.0
+#: Seconds without a sign of life after which a process counts as lost, and seconds to start in.
+PATIENCE, WAIT = 50.0, 60.0
 _ALIVE, _FAILED = "zerojax/alive/", "zerojax/failed/"
 _LOOPBACK = ("127.0.0.1:", "localhost:")
 #: What calls of the coordinator raise where it, or the connection, is gone.
@@ -41,6 +42,7 @@ def initialize(
     process_id: int | None = None,
     *,
     patience: float = PATIENCE,
+    wait: float = WAIT,
 ) -> int:
     """Connect this process with the others of its run; call it before anything else uses jax.
 
@@ -54,14 +56,17 @@ def initialize(
         num_processes: how many there are.
         process_id: which of them this one is, from 0.
         patience: seconds.
+        wait: seconds that all have to start, from the first one on.
 
     Returns:
         The number of processes.
 
     Raises:
         ValueError: some of the three are missing, and can't be found.
-        ProcessError: the processes did not find each other.
+        ProcessError: the processes did not find each other; those that did not start are named.
     """
+    from jax._src.clusters import ClusterEnv
+
     given = coordinator, num_processes, process_id
     if num_processes == 1:
         return 1
@@ -70,6 +75,11 @@ def initialize(
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
+    if not has_started():  # which jax refuses
+        find = ClusterEnv.auto_detect_unset_distributed_params
+        address, count, index, _ = find(*given, None, None, int(wait))
+        if address is not None and count is not None and index is not None:
+            meet(address, count, index, listens, wait)
     try:
         jax.distributed.initialize(
             *given,

@@ -83,7 +83,7 @@ def _connect(options: TrainOptions) -> int:
     places = options.coordinator, options.num_processes, options.process_id
     if places == (None, None, None) and has_started():  # called from Python, in a notebook say
         return jax.process_count()
-    return initialize(*places, patience=options.patience)
+    return initialize(*places, patience=options.patience, wait=options.wait)
 
 
 class _Training:

@@ -20,12 +20,12 @@ from zerojax.cli.shared._options import (
 )
 from zerojax.data import Tokenizer
 from zerojax.models import gpt
-from zerojax.processes import PATIENCE
+from zerojax.processes import PATIENCE, WAIT
 
 #: Options of one run; the others decide what is learned and kept: a checkpoint has them.
 OF_ONE_RUN = (
     *("devices", "out", "init", "resume", "profile"),
-    *("coordinator", "num_processes", "process_id", "patience"),
+    *("coordinator", "num_processes", "process_id", "patience", "wait"),
 )
 FOUND: Any = {"show_default": "found by jax on a cluster", "panel": PROCESSES}
 
@@ -94,6 +94,8 @@ class TrainOptions(BuiltStepOptions):
     """Which of them this one is."""
     patience: float = option(PATIENCE, min=1.0, panel=PROCESSES)
     """Seconds without a sign of life after which a process is lost, and all end."""
+    wait: float = option(WAIT, min=1.0, panel=PROCESSES)
+    """Seconds that all processes have to start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,74 @@
+"""Processes that start meet first, and those that never do are named."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.processes.starting import ROOT, free_port
+from zerojax.processes import ProcessError
+from zerojax.processes._meeting import meet
+
+
+def start(indices, count=3, seconds=1.0, late=()):
+    """Let some of the processes meet, each in a thread; give the error of each, or None."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def run(index):
+        time.sleep(0.5 * (index in late))
+        try:
+            return meet(address, count, index, address, seconds)
+        except ProcessError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(run, indices))
+
+
+@pytest.mark.parametrize("late", [(), (0,), (2,)])
+def test_all_that_start_meet_in_any_order(late):
+    assert start([2, 0, 1], late=late, seconds=20.0) == [None] * 3
+
+
+@pytest.mark.parametrize(("here", "missing"), [([0, 2], "1"), ([1, 2], "0"), ([0], "1, 2")])
+def test_those_that_do_not_start_are_named_to_all_others(here, missing):
+    told = f"of 3 processes, {missing} did not start within 1 s"
+    assert start(here) == [told] * len(here)
+
+
+def test_strangers_are_not_counted():
+    address = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(meet, address, 2, index, address, 20.0) for index in (0,)]
+        for said in (b"GET / HTTP", b"7", b""):
+            for _ in range(100):
+                try:
+                    with socket.create_connection(("127.0.0.1", int(address[10:]))) as stranger:
+                        stranger.sendall(said)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+        assert not found[0].done()
+        assert meet(address, 2, 1, None, 20.0) is None
+        assert found[0].result() is None
+
+
+def test_the_command_says_so_in_one_line_and_does_not_wait_for_jax():
+    run = ["train", "--num-processes", "2", "--process-id", "0", "--wait", "2"]
+    coordinator = f"127.0.0.1:{free_port()}"
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", *run, "--coordinator", coordinator],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    told = "zerojax: of 2 processes, 1 did not start within 2 s\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
