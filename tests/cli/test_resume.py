@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from tests.cli.running import COMMAND, QUICK, TEXT
 from tests.texts import roundings
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
+from zerojax.cli.train import _command
 
 SMALL = ["--context", "16", *TEXT, *QUICK]
 
@@ -135,3 +137,19 @@ def test_a_run_starts_from_weights_that_are_given(folder, capsys):
     assert err.count("\n") == 1
     assert main(["train", "--init", "nothing", "--out", "other"]) == 2
     assert "no folder nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("evaluation", "step"), [(1, 1), (2, 2)])
+def test_a_signal_during_an_evaluation_saves_as_well(folder, monkeypatch, evaluation, step):
+    """The first is before the first step, and the last after the last one."""
+    asked = itertools.count()
+
+    def evaluate(*arguments):
+        if next(asked) == evaluation:
+            signal.raise_signal(signal.SIGTERM)
+        return held_out(*arguments)
+
+    held_out = _command.evaluate
+    monkeypatch.setattr(_command, "evaluate", evaluate)
+    assert main(["train", "--steps", "2", "--eval-every", "1", *SMALL, "--out", "run"]) == 75
+    assert list(find_checkpoints(folder / "run/checkpoints")) == [step]

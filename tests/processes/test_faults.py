@@ -58,6 +58,12 @@ def test_processes_find_each_other_on_a_cluster(tmp_path, cluster):
     assert end(started, 200) == [0] * COUNT, logs(tmp_path)
 
 
+def test_a_process_that_is_slow_is_waited_for(tmp_path):
+    (tmp_path / "fault").write_text("slow 1")
+    started = start(child.__file__, tmp_path, "waits", 4.0)
+    assert end(started, 100) == [0] * COUNT, logs(tmp_path)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_end_with_the_reason(tmp_path, fault):
     what, number, said = FAULTS[fault]
