@@ -111,7 +111,7 @@ def test_the_storys_first_line_in_a_process_of_its_own(folder):
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    assert "8 virtual CPU devices (data=8)" in done.stdout
+    assert "8 x virtual CPU (data=8)" in done.stdout
     num_params = gpt.num_params(gpt.preset("tiny"))
     assert f"{num_params:,} parameters" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.startswith(" optimizer "))

@@ -129,8 +129,8 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == pages
 
 
-def test_every_public_docstring_says_what_is_taken():
-    """Each parameter of a function, and each field of data, is named where it is described."""
+def test_every_public_docstring_says_what_is_taken_and_refused():
+    """Each parameter of a function, each field of data, and the errors that it raises itself."""
     unsaid = []
     for name in [*zerojax.__all__, *(f"charts.{name}" for name in charts.__all__)]:
         found = operator.attrgetter(name)(zerojax)
@@ -142,6 +142,8 @@ def test_every_public_docstring_says_what_is_taken():
             wanted = ()
         words = set(re.findall(r"\w+", inspect.getdoc(found) or ""))
         unsaid += [f"{name}: {one}" for one in wanted if one not in words]
+        if inspect.isfunction(found) and " raise " in inspect.getsource(found):
+            unsaid += [f"{name}: errors"] if "Raises" not in words else []
     assert unsaid == []
 
 

@@ -47,8 +47,9 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
     sizes whose product is the number of devices; every axis is Auto. On a TPU the devices lie along
     the torus as `mesh_utils.create_device_mesh` places them, and the first axes span the slices.
 
-    Raises ValueError for an unknown topology or a product that differs, and MissingCompiler where
-    libtpu or the CUDA plugin is not installed. No accelerator is used or looked for.
+    Raises:
+        ValueError: an unknown topology, or a product that differs.
+        MissingCompiler: libtpu or the CUDA plugin is not installed. No accelerator is looked for.
     """
     topology = parse_topology(name)
     shape = tuple(axes.values())

@@ -66,12 +66,14 @@ def checked(*targets: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
         @zerojax.checked("h100:1x8", "cpu:8")
         def train(devices):
-            mesh = Mesh(np.array(devices), ("data",))
             ...
             return jax.jit(step, in_shardings=...).lower(state, batch)
 
     Args:
         targets: topologies as `topology_mesh` takes them, and "cpu:8" for virtual devices.
+
+    Raises:
+        TypeError: no target is named.
     """
     if not targets or not all(isinstance(target, str) for target in targets):
         raise TypeError('name the targets: @zerojax.checked("h100:1x8", "cpu:8")')

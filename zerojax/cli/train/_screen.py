@@ -75,16 +75,16 @@ class TrainScreen(Screen):
 
 def _mesh(run: TrainRun) -> str:
     devices, chosen = run.devices, run.options.in_words()
-    kind = "virtual CPU devices" if devices[0].platform == "cpu" else devices[0].device_kind
+    kind = "virtual CPU" if devices[0].platform == "cpu" else devices[0].device_kind
     axes = ", ".join(f"{name}={size}" for name, size in run.layout.mesh.shape.items())
-    return f"{len(devices)} {kind} ({axes})" + (f"; {chosen}" if chosen else "")
+    return f"{len(devices)} x {kind} ({axes})" + (f"; {chosen}" if chosen else "")
 
 
 def bytes_table(run: TrainRun) -> Table:
     """Make the table of bytes per device, beside the theory and beside plain data parallelism."""
     description = run.description
     plainly = "plain data parallel" if run.layout.num_shards == len(run.devices) else "stage 0"
-    made = make_table("kind", ">this run", ">theory", f">{plainly}", ">saved")
+    made = make_table("kind", ">this run", ">theory", f">{plainly}", ">avoided")
     for kind, count in description.bytes.items():
         if whole := run.plain[kind]:
             counts = map(decimal, (count, description.theory[kind], whole))
