@@ -123,6 +123,17 @@ def _rows(text: str) -> list[list[str]]:
     return [line.split(" | ") for line in lines if not line.startswith("---")]
 
 
+def test_no_page_and_no_layout_counts_one_as_many():
+    one = zerojax.make_layout({"w": jnp.ones((64, 64))}, zerojax.make_mesh({"data": 8}), stage=1)
+    assert " in 1 leaf, " in repr(one)
+    nouns = "devices|leaves|files|examples|layers|problems|plans|shards|microbatches|processes"
+    many = re.compile(rf"(?<![\d,.x] )(?<![\d,.])1 ({nouns})\b")
+    pages = [ROOT / "README.md", *DOCUMENT.PAGES]
+    assert [
+        (page.name, found[0]) for page in pages for found in many.finditer(page.read_text())
+    ] == []
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(ROOT / "docs")) for page in DOCUMENT.PAGES]
