@@ -59,6 +59,22 @@ def test_strangers_are_not_counted():
         assert found[0].result() is None
 
 
+def test_another_program_at_the_port_is_no_process_0():
+    def answer():
+        with other.accept()[0] as guest:
+            guest.sendall(b"\0\0\x18\x04\xff HTTP/2")
+
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        pool.submit(answer)
+        with pytest.raises(ProcessError, match="of 2 processes, 0 did not start within 2 s"):
+            meet(address, 2, 1, None, 2.0)
+        with pytest.raises(
+            ProcessError, match=f"can't listen at {address}: .*in use.*another port"
+        ):
+            meet(address, 2, 0, address, 2.0)
+
+
 def test_the_command_says_so_in_one_line_and_does_not_wait_for_jax():
     run = ["train", "--num-processes", "2", "--process-id", "0", "--wait", "2"]
     coordinator = f"127.0.0.1:{free_port()}"

@@ -83,6 +83,7 @@ def initialize(
     try:
         jax.distributed.initialize(
             *given,
+            initialization_timeout=int(wait),
             coordinator_bind_address=listens,
             heartbeat_timeout_seconds=late,
             shutdown_timeout_seconds=late,
