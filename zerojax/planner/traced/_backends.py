@@ -12,9 +12,8 @@ class Backend:
 
     #: whether elementwise operations and slices are merged into the one dot product that reads
     #: them, and reductions into the one that makes what they read (TPU); else operands of a dot
-    #: product lie in memory (GPU, CPU)
+    #: product lie in memory, and what a gather reads is merged into it (GPU, CPU)
     fuses_operands: bool = False
-    fuses_lookups: bool = True  # whether what a gather reads is merged into it (GPU, CPU)
     #: output tiles below which a dot product is split along what it sums over to keep all cores
     #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
     #: elsewhere)
@@ -27,6 +26,6 @@ class Backend:
 
 BACKENDS: Mapping[str, Backend] = {
     "gpu": Backend(splits_contraction=132, prefetches=True, runs_late=True),
-    "tpu": Backend(fuses_operands=True, fuses_lookups=False, prefetches=True),
+    "tpu": Backend(fuses_operands=True, prefetches=True),
     "cpu": Backend(),
 }

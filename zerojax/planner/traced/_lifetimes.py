@@ -253,7 +253,7 @@ class Lifetimes:
                 merged += 1
             elif (
                 op.kind in ("loop", "kernel")
-                or (op.kind == "gather" and not self.backend.fuses_lookups)
+                or (op.kind == "gather" and self.backend.fuses_operands)
                 or (op.kind == "scatter" and t not in self.summed)
             ):
                 return True
