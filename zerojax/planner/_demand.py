@@ -27,8 +27,24 @@ class Demand:
     A search asks the same again and again: answers are kept.
     """
 
-    def __init__(self, trace: Trace | None) -> None:
-        self.trace = trace
+    def __init__(self, model: Model) -> None:
+        """Check that batch and remat suit the loss."""
+        load, recipe, self.trace, self.num_examples = model.workload, model.recipe, None, 0
+        if load.loss_fn is not None:
+            self.trace = Trace(
+                load.loss_fn,
+                model.params,
+                load.batch,
+                dtype=recipe.precision.params,
+                remat=recipe.remat,
+                has_aux=load.has_aux,
+            )
+            self.num_examples = self.trace.num_examples
+        elif recipe.remat is not None and recipe.remat.keep:
+            raise ValueError(
+                f"RematPolicy(keep={recipe.remat.keep}) names values of a loss: give "
+                "Workload(loss_fn=, batch=) to plan it"
+            )
         self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
         self._lifetimes = functools.cache(self._analyse)
 
@@ -83,24 +99,3 @@ class Demand:
     def _analyse(self, num_leaves: int, platform: str) -> Lifetimes:
         assert self.trace is not None
         return lifetimes_of(self.trace.operations, num_leaves, platform)
-
-
-def find_demand(model: Model) -> tuple[Demand, int]:
-    """Return what the model's loss asks, and the examples of its batch; 0 without a loss."""
-    load, remat = model.workload, model.recipe.remat
-    if load.loss_fn is None:
-        if remat is not None and remat.keep:
-            raise ValueError(
-                f"RematPolicy(keep={remat.keep}) names values of a loss: give Workload(loss_fn=, "
-                "batch=) to plan it"
-            )
-        return Demand(None), 0
-    trace = Trace(
-        load.loss_fn,
-        model.params,
-        load.batch,
-        dtype=model.recipe.precision.params,
-        remat=remat,
-        has_aux=load.has_aux,
-    )
-    return Demand(trace), trace.num_examples

@@ -9,7 +9,7 @@ import optax
 
 from zerojax._arguments import as_given
 from zerojax._types import Axes, PyTree
-from zerojax.planner._demand import Demand, find_demand
+from zerojax.planner._demand import Demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._setting import Setting, check_recipe, place
@@ -51,8 +51,8 @@ def plan(
     devices = share_out(num_devices, placement)
     model = read_model(params, tx, recipe, workload)
     check_recipe(model.recipe, devices.model_axis)
-    demand, num_examples = find_demand(model)
-    count = _per_microbatch(num_examples, devices, model.recipe.accumulate)
+    demand = Demand(model)
+    count = _per_microbatch(demand.num_examples, devices, model.recipe.accumulate)
     return estimate(place(model, one, devices, placement, stage), demand, count)
 
 

@@ -14,7 +14,7 @@ from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Space, gigabytes
-from zerojax.planner._demand import Demand, find_demand
+from zerojax.planner._demand import Demand
 from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._plan import estimate
 from zerojax.planner._report import Plan
@@ -78,7 +78,8 @@ class _Hunt:
         self.model, self.recipe, self.space = model, model.recipe, space
         self.num_devices, self.hardware, self.limit = num_devices, hardware, limit
         self._placed, self._traced = functools.cache(self._place), functools.cache(self._trace)
-        self.any, self.num_examples = self._demand(self.recipe)
+        self.any = self._demand(self.recipe)
+        self.num_examples = self.any.num_examples
 
     def run(self) -> Choices:
         """Plan every family; raise where none fits."""
@@ -164,7 +165,7 @@ class _Hunt:
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""
-        placed, (demand, _) = self._placed(devices, stage), self._demand(recipe)
+        placed, demand = self._placed(devices, stage), self._demand(recipe)
         whole, beyond = self.num_examples // devices.num_batch_parts, False
         for accumulate in self._splits(whole):
             one = dataclasses.replace(recipe, accumulate=accumulate)
@@ -184,14 +185,14 @@ class _Hunt:
 
     # ------------------------------------------------------------------ what is found once
 
-    def _demand(self, recipe: Recipe) -> tuple[Demand, int]:
+    def _demand(self, recipe: Recipe) -> Demand:
         """Trace once for all places in which layer inputs may lie."""
         remat = recipe.remat
         return self._traced(remat and dataclasses.replace(remat, partition=None, offload=()))
 
-    def _trace(self, remat: RematPolicy | None) -> tuple[Demand, int]:
+    def _trace(self, remat: RematPolicy | None) -> Demand:
         recipe = dataclasses.replace(self.recipe, remat=remat, offload=False)
-        return find_demand(dataclasses.replace(self.model, recipe=recipe))
+        return Demand(dataclasses.replace(self.model, recipe=recipe))
 
     def _place(self, devices: Devices, stage: int) -> Setting:
         return place(self.model, self.hardware, devices, Placement(), stage)
