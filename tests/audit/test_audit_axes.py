@@ -40,7 +40,7 @@ def ring(n):
 @pytest.mark.parametrize(("stage", "number"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_theory_is_the_papers_where_every_leaf_is_partitioned(stage, number):
     theory = theory_of(layout_on({"data": 8}, stage), Recipe())
-    assert theory.elements == theory.paper == number * PSI * ring(8)
+    assert theory.elements == number * PSI * ring(8)
     assert set(theory.by_axes) == {("data",)}
 
 
@@ -59,7 +59,6 @@ def test_theory_of_leaves_that_stay_whole_and_of_padding():
     theory = theory_of(layout_on({"data": 8}, 2, shapes=shapes), Recipe())
     stored = PSI + 1008 * 4
     assert theory.elements == pytest.approx((2 * stored + 2 * COLS) * ring(8))
-    assert theory.paper == pytest.approx(2 * (PSI + 1001 * 4 + COLS) * ring(8))
 
 
 def test_theory_reduces_shards_over_batch_axes_beyond_zeros():

@@ -108,7 +108,7 @@ def test_stage_2_is_clean_on_every_backend(name):
     """Permutes that a matmul overlaps count as the ring that they are."""
     report = report_of(name)
     assert report.problems == ()
-    assert report.judged_volume == report.theory_volume == report.paper_volume == 2 * 7 / 8
+    assert report.judged_volume == report.theory_volume == 2 * 7 / 8
 
 
 @pytest.mark.parametrize("name", [n for n in SCAN if target_of(n) not in ALL_REDUCED])

@@ -32,7 +32,7 @@ from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe
 
 #: The volumes of a report, in elements moved per parameter.
-VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume", "paper_volume")
+VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -50,7 +50,6 @@ class AuditReport(Shown):
         padding_volume: what the compiler adds to fit its tiles.
         theory_volume: what the layout has to move, leaf by leaf: leaves that stay whole, padding,
             microbatches and further batch axes included.
-        paper_volume: the paper's plain number, 2 or 3 times (N-1)/N.
         volume_by_axis: seen and theory by mesh axis, "data" or "data x model" for one collective
             along both.
         memory: bytes on one device by kind.
@@ -67,7 +66,6 @@ class AuditReport(Shown):
     judged_volume: float
     padding_volume: float
     theory_volume: float
-    paper_volume: float
     volume_by_axis: dict[str, AxisVolume]
     memory: MemoryReport
     host_traffic: HostTraffic
@@ -165,7 +163,6 @@ def audit(
         judged_volume=judged,
         padding_volume=padding,
         theory_volume=evidence.theory.elements / psi,
-        paper_volume=evidence.theory.paper / psi,
         volume_by_axis=_by_axis(evidence, psi),
         memory=memory_of(evidence),
         host_traffic=traffic_of(evidence),

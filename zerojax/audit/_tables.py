@@ -51,8 +51,6 @@ def volume_table(by_axis: Mapping[str, AxisVolume], totals: Mapping[str, float])
         table.add_row("of which padding", f"{padding:.4f}", "", _ratio(padding, theory))
     if totals["judged_volume"] != totals["volume"]:
         table.add_row("as judged", *_beside(totals["judged_volume"], theory, ".4f"))
-    if abs(totals["paper_volume"] - theory) > 5e-5:
-        table.add_row("the paper's number", "", f"{totals['paper_volume']:.4f}", "")
     return table
 
 

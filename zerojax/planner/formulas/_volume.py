@@ -35,7 +35,6 @@ class Theory:
     scattered: dict[Axes, float]
     #: elements of gradients by the mesh axes along which they are all-reduced
     summed: dict[Axes, float]
-    paper: float  # Psi (N-1)/N times the paper's number, for one microbatch
     gathers: int  # how often a step gathers each partitioned parameter
     reductions: int  # how often a step reduces each gradient
 
@@ -80,7 +79,6 @@ def theory_of(
     scattered: dict[Axes, float] = {}
     summed: dict[Axes, float] = {}
     ring = functools.cache(lambda axes: ring_share(layout.num_parts(axes)))
-    local = 0
 
     def add(to: dict[Axes, float], axes: Axes, elements: float) -> None:
         axes = tuple(name for name in layout.mesh.axis_names if name in axes)
@@ -92,7 +90,6 @@ def theory_of(
         own = {name for names in leaf.entries for name in names}
         batch = tuple(axis for axis in layout.batch_axes if axis not in own)
         whole = math.prod(layout.local_shape(leaf, leaf.shape))
-        local += whole
         if leaf.dim is None:
             add(summed, batch, 2 * reductions * whole)
             continue
@@ -114,8 +111,4 @@ def theory_of(
                 add(summed, cut, 2 * reductions * part)
             part /= layout.num_parts(cut)
         add(summed, tuple(axis for axis in batch if axis not in own_axes), 2 * reductions * part)
-    # Gradients are reduced once; parameters are gathered once, or, where they are partitioned, for
-    # the forward and for the backward pass. With nothing partitioned both are an all-reduce.
-    moved = 3 if "parameter" in kinds else 2
-    paper = moved * local * ring(layout.axis if kinds else layout.batch_axes)
-    return Theory(gathered, scattered, summed, paper, gathers, per_step)
+    return Theory(gathered, scattered, summed, gathers, per_step)
