@@ -8,6 +8,7 @@ after it was interrupted. A change of pyproject.toml brings the environment up t
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import shutil
@@ -113,8 +114,14 @@ def main(folder: Path, extra: str) -> int:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("extra", metavar="EXTRAS")
+    given = parser.parse_args()
     try:
-        sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+        sys.exit(main(given.folder, given.extra))
     except KeyboardInterrupt:
         say("stopped; the next run goes on")
         sys.exit(130)
