@@ -44,4 +44,8 @@ def test_options_that_are_given_hold_in_a_search():
     options = PlanOptions(model="tiny", devices=16, search=True, given=frozenset(given), **given)
     for choice in PlanQuestion(options).search():
         assert (choice.stage, choice.num_shards, choice.model_axis) == (3, 4, 1)
-        assert (choice.remat, choice.offload, choice.accumulate) == ("none", ("optimizer",), 2)
+        assert (choice.remat, choice.offload, choice.recipe.accumulate) == (
+            "none",
+            ("optimizer",),
+            2,
+        )

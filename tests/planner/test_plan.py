@@ -216,7 +216,7 @@ def test_checkpoints_shrink_by_pa_and_leave_for_the_host():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulation_keeps_a_sum_and_the_whole_batch(stage):
     one, four = (plan_mix(16 * n, stage=stage, accumulate=n) for n in (1, 4))
-    assert (four.count, four.accumulate) == (one.count, 4)
+    assert (four.count, four.recipe.accumulate) == (one.count, 4)
     assert four.flops == pytest.approx(4 * one.flops)
     masters = 4 * one.num_params
     sums = four.bytes.total - one.bytes.total

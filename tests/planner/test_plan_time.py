@@ -53,5 +53,5 @@ def test_a_step_is_bound_by_what_takes_longest():
     }
     for name, figures in changed.items():
         found = plan_mix(num_devices=16, offload=True, hardware=dataclasses.replace(one, **figures))
-        assert found.bound_by == name
+        assert found.time.bound_by == name
         assert f"bound by {name}" in str(found)

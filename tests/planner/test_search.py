@@ -145,7 +145,7 @@ def test_microbatches_are_tried_from_the_largest_to_the_first_that_fits_and_one_
     one = Space(stages=(2,), model_axes=(1,), num_shards=(8,), offload=False)
     given = {"num_devices": 8, "space": one, "remat": "full", "batch": odd_batch(8 * 12)}
     found = find("traced", **given)
-    assert [plan.accumulate for plan in found.tried] == [1, 2]
+    assert [plan.recipe.accumulate for plan in found.tried] == [1, 2]
     with pytest.raises(ValueError, match="nothing fits"):
         find("traced", **given, memory_limit=1000)
     sizes = {
@@ -155,7 +155,7 @@ def test_microbatches_are_tried_from_the_largest_to_the_first_that_fits_and_one_
     limit = sizes[3].bytes.total
     found = find("traced", **given, memory_limit=limit)
     tried = [1, 2, 3, 4] if sizes[2].bytes.total > limit else [1, 2, 3]
-    assert [plan.accumulate for plan in found.tried] == tried
+    assert [plan.recipe.accumulate for plan in found.tried] == tried
 
 
 def test_a_third_of_an_odd_batch_can_be_what_fits():
@@ -166,7 +166,7 @@ def test_a_third_of_an_odd_batch_can_be_what_fits():
     smaller = planned_again("traced", divided(whole, 3), batch=odd_batch(8 * 3))
     assert smaller.bytes.total < whole.bytes.total
     found = find("traced", **given, memory_limit=smaller.bytes.total)
-    assert [one.accumulate for one in found] == [3]
+    assert [one.recipe.accumulate for one in found] == [3]
 
 
 # ------------------------------------------------------------------ the front
@@ -258,7 +258,7 @@ def test_what_is_not_of_the_class_that_is_expected_is_refused_in_one_line(given)
 def test_what_the_recipe_chooses_holds_and_what_it_leaves_open_is_searched():
     chosen = {"remat": "dots", "offload": True, "accumulate": 3}
     found = find("traced", space=Space(model_axes=(1,)), **chosen)
-    assert {(one.remat, one.offload, one.accumulate) for one in found.tried} == {
+    assert {(one.remat, one.offload, one.recipe.accumulate) for one in found.tried} == {
         ("dots", ("optimizer",), 3)
     }
     once = find("traced", reduce="once", remat="full", space=Space(model_axes=(1,)))

@@ -107,10 +107,10 @@ def _row(plan: Plan) -> dict[str, str]:
         ">model": f"{plan.model_axis}",
         "remat": (plan.remat or "-") + (" Pa" if plan.partitions_activations else ""),
         "on the host": ", ".join(plan.offload) or "-",
-        ">microbatch": f"{plan.accumulate} x {plan.count}",
+        ">microbatch": f"{plan.recipe.accumulate} x {plan.count}",
         ">GB": f"{plan.bytes.total / 1e9:,.3f}",
         ">ms": f"{1e3 * plan.step_time:,.3f}",
-        "bound by": plan.bound_by,
+        "bound by": plan.time.bound_by,
         ">volume": f"{plan.volume:.3f}",
     }
 

@@ -100,11 +100,6 @@ class Plan(Shown):
         }
 
     @property
-    def accumulate(self) -> int:
-        """Microbatches per step."""
-        return self.recipe.accumulate
-
-    @property
     def remat(self) -> Remat | None:
         """What is computed again in the backward pass; None is as the model has it."""
         return self.recipe.remat and self.recipe.remat.recompute
@@ -124,11 +119,6 @@ class Plan(Shown):
     def step_time(self) -> float:
         """Seconds of a step, at least."""
         return self.time.step
-
-    @property
-    def bound_by(self) -> str:
-        """What a step waits for."""
-        return self.time.bound_by
 
     @property
     def volume(self) -> float:
@@ -159,8 +149,8 @@ class Plan(Shown):
         parts = [f"N = {self.num_shards:,}{groups}{wide}"]
         if self.model_axis > 1:
             parts.append(f"model axis {self.model_axis}")
-        if self.accumulate > 1:
-            parts.append(f"{self.accumulate} microbatches")
+        if self.recipe.accumulate > 1:
+            parts.append(f"{self.recipe.accumulate} microbatches")
         if policy := self.recipe.remat:
             kept = f" keeping {' and '.join(policy.keep)}" if policy.keep else ""
             parts.append(f"remat={policy.recompute!r}{kept}")
@@ -242,13 +232,13 @@ class Plan(Shown):
         }
         for part, rate in rates.items():
             if seconds := getattr(self.time, part):
-                style = "bold" if NAMES[part] == self.bound_by else ""
+                style = "bold" if NAMES[part] == self.time.bound_by else ""
                 table.add_row(NAMES[part], f"{1e3 * seconds:,.3f}", rate, style=style)
         table.add_section()
         table.add_row("computes", f"{1e3 * self.time.busy:,.3f}", "products and memory, in turn")
         table.add_row("waits", f"{1e3 * self.time.exposed:,.3f}", "for links, with no work beside")
         step = f"{1e3 * self.step_time:,.3f}"
-        table.add_row("step", step, f"bound by {self.bound_by}", style="bold")
+        table.add_row("step", step, f"bound by {self.time.bound_by}", style="bold")
         return table
 
     def _notes(self) -> list[str]:

@@ -133,7 +133,7 @@ def stages_table(plans: Sequence[Plan], size: float) -> Table:
             Text(amount(held.total / size), style=style),
         ]
         cells += [amount(held.host / size)] * hosted
-        made.add_row(*cells, f"{one.volume:.3f}", _milliseconds(one.step_time), one.bound_by)
+        made.add_row(*cells, f"{one.volume:.3f}", _milliseconds(one.step_time), one.time.bound_by)
     return made
 
 
