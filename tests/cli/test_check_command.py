@@ -123,6 +123,7 @@ def test_a_file_that_starts_jax_is_checked_on_all_its_devices(steps):
         (["steps.py", ("cpu:4", "h1000:1x8")], "'h1000:1x8' is not a topology"),
         (["steps.py", (MARK, f"{MARK}    return 4\n")], "gives a int; return jax.jit(step).lower("),
         (["steps.py", (MARK, f"{MARK}    devices.at\n")], "steps.py:22: AttributeError"),
+        (["steps.py", (MARK, f"{MARK}    jax.ShapeDtypeStruct((1,), 0.5)\n")], " (at jax/_src/"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(steps, capsys, arguments, told):

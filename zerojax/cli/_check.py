@@ -141,6 +141,9 @@ def _told(work: Callable[[], Result], path: Path) -> Result:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [one.lineno for one in frames if Path(one.filename).resolve() == path.resolve()]
         told = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if Path(frames[-1].filename).resolve() != path.resolve():  # within what the file calls
+            inner = frames[-1].filename.rpartition("site-packages/")[2]
+            told += f" (at {inner}:{frames[-1].lineno})"
         raise Failure(f"{path}:{lines[-1]}: {told}" if lines else str(error)) from error
 
 
