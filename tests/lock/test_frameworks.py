@@ -128,6 +128,14 @@ def test_arguments_of_filter_jit_have_the_names_of_the_results_in_their_place(me
     assert "seen spec P()" in str(found["1/2/0/nu/layers/1/weight"])
 
 
+def test_a_state_of_ones_own_called_first_keeps_its_path(mesh8):
+    """Only where all arguments are flat were they flattened by equinox."""
+    state = {"first": [shape(mesh8, CUT, WIDTH, WIDTH)], "step": shape(mesh8, P(), dtype="int32")}
+    jitted = jax.jit(lambda state: (state["first"][0] * 2, state["step"] + 1))
+    leaves = record_of(mesh8, jitted.lower(state).compile()).leaves
+    assert set(leaves) == {"0/first/0", "0/step"}
+
+
 def shape(mesh, spec, *dims, dtype="float32"):
     return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 

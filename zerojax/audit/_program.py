@@ -204,14 +204,13 @@ def _named_by_results(
     Of f32[8], f32[4,8], f32[2,4] as arguments 0/rest/0, 0/rest/1 and 0/rest/2, with results
     1/0/b: f32[8] and 1/0/w: f32[4,8], the first two are 1/0/b and 1/0/w, and the third the batch.
     """
-    flat = [n for n, one in enumerate(inputs) if _FILTERED.fullmatch(one.path)]
-    wanted, found = (
-        [(x.shape, x.dtype) for x in xs] for xs in ([inputs[n] for n in flat], outputs)
-    )
+    if not all(_FILTERED.fullmatch(one.path) for one in inputs):
+        return tuple(inputs)
     named = list(inputs)
+    wanted, found = ([(one.shape, one.dtype) for one in leaves] for leaves in (inputs, outputs))
     blocks = difflib.SequenceMatcher(None, wanted, found, autojunk=False).get_matching_blocks()
     for start, place, count in blocks:
-        for number, result in zip(flat[start:][:count], outputs[place:][:count], strict=True):
+        for number, result in enumerate(outputs[place:][:count], start):
             one = inputs[number]
             named[number] = dataclasses.replace(one, path=result.path, role=result.role)
     return tuple(named)
