@@ -11,6 +11,7 @@ import pytest
 
 import zerojax
 from zerojax.collectives import OPTIONS, _options, compiler_options
+from zerojax.layout import OFFLOADS
 
 GPU = [
     f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter", "all_reduce")
@@ -37,7 +38,11 @@ def layout_on(platform, stage):
 
 
 def options_of(platform, stage):
-    rows = [row for row in OPTIONS.values() if row["platform"] == platform]
+    rows = [
+        row
+        for row in OPTIONS.values()
+        if row["platform"] == platform and "TPU v5p" in row.get("device_kinds", ["TPU v5p"])
+    ]
     kept = [row["options"] for row in rows if stage == 3 or "partitions" not in row]
     return dict(pair for options in kept for pair in options.items())
 
@@ -65,6 +70,10 @@ def test_every_set_says_for_whom_whence_and_what_it_changes():
     for row in OPTIONS.values():
         assert asked <= set(row) <= asked | {"device_kinds", "partitions"}
         assert all(isinstance(value, str) for value in row["options"].values())
+
+
+def test_layouts_and_options_mean_the_same_chips():
+    assert frozenset(OPTIONS["tpu_sparse_cores"]["device_kinds"]) == OFFLOADS
 
 
 @pytest.mark.parametrize("variable", _options._VARIABLES)

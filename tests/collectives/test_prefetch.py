@@ -318,6 +318,6 @@ def test_a_loop_that_counts_down_gathers_ahead(mesh8):
 
 def test_a_cpu_and_whole_parameters_gather_nothing_ahead():
     recipe = zerojax.Recipe()
-    assert recipe.lookahead({"parameter"}, "gpu") == 1
+    assert recipe.lookahead({"parameter"}, "gpu") == recipe.lookahead({"parameter"}, "tpu") == 1
     assert recipe.lookahead({"parameter"}, "cpu") == recipe.lookahead({"gradient"}, "gpu") == 0
     assert zerojax.Recipe(prefetch=0.5).lookahead({"parameter"}, "cpu") == 0.5

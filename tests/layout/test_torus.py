@@ -184,6 +184,23 @@ def test_phases_compute_the_same(cube, kind, stage, options):
     assert not moves.unread
 
 
+@pytest.mark.parametrize(("kind", "dims"), [(V5P, (8, 8, 16)), (V6E, (16, 16))])
+def test_sparse_cores_move_whole_tiles_at_once(kind, dims):
+    """By compiler options, which a train step has: shards of 8 rows, or of 128 columns."""
+    mesh = torus(kind, dims, {"data": math.prod(dims)})
+    shapes = {"kernel": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
+    bare = zerojax.make_layout(shapes, mesh, stage=3)
+    step = dataclasses.replace(bare, has_options=True)
+    assert step == bare
+    for shape in ((8 * mesh.size, 256), (256, 128 * mesh.size), (2, 8 * mesh.size, 256)):
+        dim = shape.index(max(shape))
+        assert len(bare.phases_of(shape, dim).axes) == 2
+        assert step.phases_of(shape, dim).axes == (("data",),)
+    assert len(step.phases_of((4 * mesh.size, 256), 0).axes) == 2
+    stage2 = zerojax.make_layout(shapes, mesh, stage=2)
+    assert not dataclasses.replace(stage2, has_options=True).offloads
+
+
 def test_the_table_tells_of_phases(cube):
     mesh = zerojax.make_mesh({"data": 8})
     shapes = jax.eval_shape(init, jax.random.key(0))

@@ -169,7 +169,8 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
         return None
     layout, shape, own = opening.layout, box.value.shape, box.entries[box.dim]
     is_padded = not own and opening.padding(box) > 0
-    is_phased = eqn.primitive.name == "gather" and layout.phases.reduces(shape, box.dim)
+    phases = layout.phases_of(shape, box.dim)
+    is_phased = eqn.primitive.name == "gather" and phases.reduces(shape, box.dim)
     if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
         return None
     if box.dtype.itemsize > box.value.dtype.itemsize and opening.reduce_dtype is None:

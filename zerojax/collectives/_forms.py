@@ -113,7 +113,8 @@ def shard_spec(layout: Layout, leaf: Placed, kind: Kind) -> P:
 
 def gather(x: jax.Array, layout: Layout, leaf: Placed, kind: Kind = "parameter") -> jax.Array:
     """Gather stored shards of a kind of tensor over the axes that ZeRO partitions over."""
-    for sharding in reversed(layout.phases.between(leaf, layout.axes[kind])):
+    phases = layout.phases_of(x.shape, leaf.dim)
+    for sharding in reversed(phases.between(leaf, layout.axes[kind])):
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
     return constrain(x, layout, as_spec(leaf.entries))
@@ -145,7 +146,7 @@ def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
     dim = leaf.dim
     if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
         x = in_tiles(x, layout, dim)
-    is_phased = dim is not None and layout.phases.reduces(x.shape, dim)
+    is_phased = dim is not None and layout.phases_of(x.shape, dim).reduces(x.shape, dim)
     if not is_phased and (dim is None or {*layout.batch_axes} <= {*layout.axes["gradient"]}):
         # Asked for shards alone, the partitioner may gather activations instead and compute each
         # shard's gradient from all examples; asked for the whole sum first, it reduces, and the
@@ -159,7 +160,8 @@ def cut(
     x: jax.Array, layout: Layout, leaf: Placed, kind: Kind, *, in_phases: bool = False
 ) -> jax.Array:
     """Cut a leaf into the shards of a kind of tensor; partial sums may be summed in phases."""
-    for sharding in layout.phases.between(leaf, layout.axes[kind]) if in_phases else ():
+    phases = layout.phases_of(x.shape, leaf.dim)
+    for sharding in phases.between(leaf, layout.axes[kind]) if in_phases else ():
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
     return constrain(x, layout, shard_spec(layout, leaf, kind))

@@ -10,11 +10,21 @@ from zerojax.layout._optimizer import WRAPPED, OptimizerLayout, as_transformatio
 from zerojax.layout._regions import Region, Regions
 from zerojax.layout._rule import Rule
 from zerojax.layout._stages import STAGES, check_stage
-from zerojax.layout._torus import DIMS, SPANS, Digit, Phases, group_digits, in_order, scatters_tiles
+from zerojax.layout._torus import (
+    DIMS,
+    OFFLOADS,
+    SPANS,
+    Digit,
+    Phases,
+    group_digits,
+    in_order,
+    scatters_tiles,
+)
 
 __all__ = [
     "DIMS",
     "MIN_SIZE",
+    "OFFLOADS",
     "SPANS",
     "STAGES",
     "WRAPPED",

@@ -179,7 +179,8 @@ def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> 
     if padding:
         notes.append(f"padding takes {padding:,} B per device")
     if layout.kinds and str(layout.phases):
-        notes.append(str(layout.phases))
+        at_once = "; whole tiles at once, by SparseCores" if layout.offloads else ""
+        notes.append(f"{layout.phases}{at_once}")
     unmatched = (*layout.unmatched_rules, *of_optimizer)
     notes += [f"rule {rule.path!r} of kind {rule.kind!r} matched no leaf" for rule in unmatched]
     return tuple(notes)

@@ -57,6 +57,10 @@ SPANS: dict[str, Span] = {
     "TPU7x": Span(3),
 }
 
+#: Kinds of chips whose SparseCores gather and scatter along any dims at once, where shards are
+#: whole tiles, by the options of `collectives/options.toml`.
+OFFLOADS = frozenset({"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"})
+
 
 @dataclasses.dataclass(frozen=True)
 class Digit:
@@ -135,6 +139,12 @@ def scatters_tiles(shape: Sequence[int], dim: int, num_devices: int) -> bool:
     """
     is_minor = dim == len(shape) - 1 and len(shape) > 1
     return not is_minor or shape[dim] % (num_devices * LANES) == 0
+
+
+def fills_tiles(shape: Sequence[int], dim: int, num_shards: int) -> bool:
+    """Return whether the shards of a dim are whole tiles: 8 rows of `LANES`, along minor dims."""
+    tile = {1: LANES, 2: 8}.get(len(shape) - dim, 1)
+    return shape[dim] % (tile * num_shards) == 0
 
 
 def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:

@@ -22,7 +22,7 @@ from zerojax.layout._choice import choose_cut
 from zerojax.layout._leaf import Cut, Entries, LeafLayout
 from zerojax.layout._rule import Rule
 from zerojax.layout._stages import STAGES
-from zerojax.layout._torus import Phases, find_phases
+from zerojax.layout._torus import OFFLOADS, Phases, fills_tiles, find_phases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -37,6 +37,8 @@ class TreeLayout:
     structure: TreeDef
     rules: tuple[Rule, ...]
     min_size: int
+    #: whether the program is compiled with `collectives.compiler_options`, as a train step is
+    has_options: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def axis(self) -> Axes:
@@ -150,6 +152,18 @@ class TreeLayout:
     def phases(self) -> Phases:
         """The phases in which leaves are gathered and gradients reduced."""
         return find_phases(self.mesh, *self.groups)
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether SparseCores gather weights and scatter gradients, by compiler options."""
+        kind = None if isinstance(self.mesh, AbstractMesh) else self.devices.flat[0].device_kind
+        return self.has_options and self.partitions("parameter") and kind in OFFLOADS
+
+    def phases_of(self, shape: Shape, dim: int | None) -> Phases:
+        """Return the phases of one leaf: SparseCores move whole tiles along all dims at once."""
+        if self.offloads and dim is not None and fills_tiles(shape, dim, self.num_shards):
+            return Phases(self.auto_mesh, self.groups)
+        return self.phases
 
     @property
     def devices(self) -> np.ndarray:

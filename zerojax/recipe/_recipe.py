@@ -153,9 +153,8 @@ class Recipe:
     def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
         """Return how much of the next layer is gathered while one computes.
 
-        The default is 1 on a GPU where parameters are partitioned. A CPU's collectives always wait.
-        libtpu merges gathers into products, which by its own estimates costs more than it hides on
-        v6e and less on v5p (docs/benchmarks.md), so that it is for the user to ask there.
+        The default is 1 where parameters are partitioned, but on a CPU, whose collectives always
+        wait (docs/benchmarks.md).
 
         Args:
             kinds: `Layout.kinds`.
@@ -163,7 +162,7 @@ class Recipe:
         """
         if "parameter" not in kinds:
             return 0
-        return float(platform == "gpu") if self.prefetch is None else self.prefetch
+        return float(platform != "cpu") if self.prefetch is None else self.prefetch
 
     @property
     def skips(self) -> bool:

@@ -55,7 +55,7 @@ class TrainStep(Shown):
     def __init__(
         self, loss: Loss, tx: Any, layout: Layout, recipe: Recipe, model_state: PyTree
     ) -> None:
-        self.layout = layout
+        self.layout = layout = dataclasses.replace(layout, has_options=True)
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
         self._gather_dtype = recipe.gather_dtype(layout.kinds)
