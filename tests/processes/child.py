@@ -282,7 +282,7 @@ def waits(folder):
             raise RuntimeError("the corpus is gone")
         if what == "leave":
             return
-        time.sleep(8 if what == "slow" else 600)
+        time.sleep(10 if what == "slow" else 600)
     multihost_utils.sync_global_devices("a step")
 
 

@@ -60,7 +60,7 @@ def test_processes_find_each_other_on_a_cluster(tmp_path, cluster):
 
 def test_a_process_that_is_slow_is_waited_for(tmp_path):
     (tmp_path / "fault").write_text("slow 1")
-    started = start(child.__file__, tmp_path, "waits", 4.0)
+    started = start(child.__file__, tmp_path, "waits", PATIENCE)
     assert end(started, 100) == [0] * COUNT, logs(tmp_path)
 
 
