@@ -48,7 +48,7 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on(tmp_path, monkeypat
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[0] mesh  4 virtual CPU devices" in done.stdout
+    assert "[0] mesh  4 x virtual CPU (data=4)" in done.stdout
     assert not re.findall(r"^\[1\]", done.stdout, re.MULTILINE), "process 0 alone prints"
     train = ["train", *MODEL, "--devices", "4", "--stage", "2", "--steps", "4"]
     assert main([*train, "--out", "one"]) == 0

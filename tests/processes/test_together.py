@@ -105,7 +105,7 @@ def test_a_mesh_of_one_process_is_its_own_affair(found):
 
 def test_rows_that_cannot_be_placed_are_refused(found):
     for one in found:
-        assert "'x' has 6 examples; 4 devices" in one["uneven"][1]
+        assert "'x' has 6 examples, and needs a multiple of 4" in one["uneven"][1]
         assert "step(state, step.place(batch))" in one["not placed"][1]
 
 
