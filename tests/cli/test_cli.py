@@ -141,7 +141,7 @@ def test_a_resumed_run_equals_the_one_that_was_not_interrupted(folder, capsys):
     assert "--resume" in capsys.readouterr().err
     assert main(["train", "--steps", "6", "--resume", "--seed", "1", "--out", "run"]) == 2
     assert "seed" in capsys.readouterr().err
-    assert main(["train", "--steps", "6", "--resume", "--optimizer", "lion", "--out", "run"]) == 2
+    assert main(["train", "--steps", "6", "--resume", "--optimizer", "muon", "--out", "run"]) == 2
     assert "opt_state/" in capsys.readouterr().err
 
     assert main(["train", "--steps", "6", "--resume", "--out", "run", *QUICK]) == 0
@@ -204,7 +204,7 @@ def test_ctrl_c_finishes_the_step_and_writes_what_there_is(folder):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder, capsys):
-    wild = ["--optimizer", "sgd", "--lr", "1e30", "--clip-norm", "0", "--warmup", "0"]
+    wild = ["--lr", "1e30", "--clip-norm", "0", "--warmup", "0"]
     assert main(["train", "--steps", "20", "--out", "run", *wild, *SMALL]) == 1
     err = capsys.readouterr().err
     assert "diverged" in err

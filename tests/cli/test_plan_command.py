@@ -113,13 +113,13 @@ def test_a_plan_is_the_planner_s_own():
     config = dataclasses.replace(gpt.PRESETS["tiny"], context=32)
     asked = question(
         devices=16, shards=4, model_axis=2, batch_size=48, accumulate=2, hardware="v5e",
-        optimizer="lion", precision="fp32", context=32,
+        optimizer="adamw", precision="fp32", context=32,
     )  # fmt: skip
     assert asked.options.stages == (0, 1, 2, 3)
     for stage in asked.options.stages:
         wanted = zerojax.plan(
             jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0)),
-            optax.lion(optax.constant_schedule(1e-3)),
+            optax.adamw(optax.constant_schedule(1e-3)),
             stage=stage,
             num_devices=16,
             hardware="v5e",

@@ -69,6 +69,7 @@ OPERATIONS = {
     "split": (lambda w: jnp.split(w, 2)[0], ""),
     "squeeze": (lambda w: w[:1].squeeze(0), "dimensions"),
     "stack": (lambda w: jnp.stack([w, w]), "axis"),
+    "stop_gradient": (lax.stop_gradient, ""),
     "transpose": (jnp.transpose, "permutation"),
     "while": (lambda w: lax.while_loop(lambda w: w[0, 0] < 1, lambda w: w + 1, w), "body_jaxpr"),
 }  # fmt: skip

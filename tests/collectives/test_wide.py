@@ -18,7 +18,7 @@ BF16, SIZE = jnp.bfloat16, 16
 USES = {
     "rms norm": lambda w, s, x: x * (1 + jnp.expand_dims(s, 0)),
     "flat": lambda w, s, x: w.reshape(-1) * 0.5,
-    "outer": lambda w, s, x: s[:, None] * 0.5 * w,
+    "outer": lambda w, s, x: x @ (s[:, None] * 0.5 * w),
     "sigmoid": lambda w, s, x: jax.nn.sigmoid(s[None]) * 2,
     "clip": lambda w, s, x: jnp.clip(s.reshape(4, 4), -1, 1),
     "scatter": lambda w, s, x: w.at[jnp.array([1, 2])].add(s),

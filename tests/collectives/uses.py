@@ -78,6 +78,13 @@ def lookup(layers, x):
     return x
 
 
+def recurrent(layers, x):
+    """Use the same weights in every turn of a loop, as a recurrence over tokens does."""
+    for p in layers:
+        x = jax.lax.scan(lambda h, _, p=p: (layer(h, p["w"], p["v"]), None), x, length=3)[0]
+    return x
+
+
 @jax.custom_vjp
 def scaled(x, w):
     return x @ w * 2
@@ -108,6 +115,8 @@ LISTS = {
     "cast": through(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)),
     "flipped": through(lambda w: w[::-1] * 0.5),
     "standardised": through(standardised),
+    "normalised": through(lambda w: w / jnp.linalg.norm(w, axis=-1, keepdims=True)),
+    "recurrent": recurrent,
     "low rank": low_rank,
     "joined": joined,
     "dropped": through(lambda w: w * jax.random.bernoulli(jax.random.key(0), 0.5, w.shape)),

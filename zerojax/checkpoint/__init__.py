@@ -1,7 +1,7 @@
 """Model states on disk: saved whole or not at all, restored to the bit on any mesh."""
 
 from zerojax.checkpoint._export import export_safetensors, import_safetensors
-from zerojax.checkpoint._files import DamagedCheckpointError, FileDigest
+from zerojax.checkpoint._files import DamagedCheckpointError
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
 from zerojax.checkpoint._leaves import KINDS, SavedLeaf, check_placement, logical_shapes
 from zerojax.checkpoint._manifest import Manifest, parts, read_manifest, verify
@@ -14,7 +14,6 @@ __all__ = [
     "KINDS",
     "Checkpoints",
     "DamagedCheckpointError",
-    "FileDigest",
     "IncompatibleCheckpointError",
     "Manifest",
     "PendingSave",

@@ -32,19 +32,11 @@ INDEX_SUFFIX = f"{SUFFIX}.index.json"
 
 #: The format's name of a dtype to JAX's. 4 and 6 bits to an element are no dtype in memory.
 DTYPES = {
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     "BOOL": "bool",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F16": "float16",
     "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
     "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",

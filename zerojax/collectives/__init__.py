@@ -17,7 +17,6 @@ from zerojax.collectives._forms import (
     shard_tree,
     store,
     to_logical,
-    to_stored,
     view,
 )
 from zerojax.collectives._narrow import BLOCK, block_dim, num_blocks
@@ -57,7 +56,6 @@ __all__ = [
     "shard_tree",
     "store",
     "to_logical",
-    "to_stored",
     "unmarked",
     "view",
     "warn_unless_mean",

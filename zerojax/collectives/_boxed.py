@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, opened
-from zerojax.collectives._forms import cut, gather, scatter, to_logical
+from zerojax.collectives._forms import constrain, cut, gather, scatter, to_logical
 from zerojax.collectives._narrow import gather_narrow
 from zerojax.collectives._wide import bind_wide
-from zerojax.layout import Entries, Layout, LeafLayout
+from zerojax.layout import Entries, Layout, LeafLayout, as_spec
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["eqn"])
@@ -143,16 +143,29 @@ class Opening:
         """
         if not self.gathers or boxed.dim is None:
             return boxed
-        place = functools.partial(cut, layout=self.layout, leaf=boxed)
+        place = functools.partial(cut, layout=self.layout, leaf=boxed, kind="parameter")
         if self.layout.axes["parameter"] == self.layout.axes["gradient"]:
-            return dataclasses.replace(boxed, value=place(boxed.value, kind="parameter"))
+            return dataclasses.replace(boxed, value=place(boxed.value))
+        return self._placed_by(place, boxed)
 
-        @jax.custom_vjp
-        def placed(x: jax.Array) -> jax.Array:
-            return place(x, kind="parameter")
+    def uncut(self, x: jax.Array, like: Boxed) -> jax.Array:
+        """Keep an operand or the result of `w / norm(w)` whole below stage 3, in the shape of `w`.
 
-        # The constraint's own transpose would gather the gradient's shards.
-        placed.defvjp(lambda x: (placed(x), None), lambda _, g: (place(g, kind="gradient"),))
+        The partitioner would cut them as their gradients are cut, and gather the norms, broadcast,
+        or the quotient.
+        """
+        is_float = jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)
+        if self.gathers or like.dim is None or not is_float or self.widens(x.dtype):
+            return x
+        boxed = dataclasses.replace(like, value=jnp.broadcast_to(x, like.value.shape))
+        whole = as_spec(like.entries)
+        return self._placed_by(lambda x: constrain(x, self.layout, whole), boxed).value
+
+    def _placed_by(self, place: Callable[[jax.Array], jax.Array], boxed: Boxed) -> Boxed:
+        """Place a box's value; its gradient becomes shards, where a constraint would gather it."""
+        placed = jax.custom_vjp(place)
+        shards = functools.partial(cut, layout=self.layout, leaf=boxed, kind="gradient")
+        placed.defvjp(lambda x: (place(x), None), lambda _, g: (shards(g),))
         return dataclasses.replace(boxed, value=placed(boxed.value))
 
     def num_parts(self, boxed: Boxed, dim: int) -> int:
@@ -224,7 +237,8 @@ REDUCED = "zerojax_reduced"
 #: What stands between a gather and the use of a weight; cheap to do again.
 FROM_GATHERED = frozenset(
     """
-    broadcast_in_dim convert_element_type copy reshape sharding_constraint slice squeeze transpose
+    broadcast_in_dim convert_element_type copy reshape sharding_constraint slice squeeze
+    stop_gradient transpose
     """.split()
 )
 

@@ -8,13 +8,15 @@ weight's own gather, and the gradients of all copies go to one array that nothin
     x = copies(w, sums)[ids]                                   each device its own, [8,2,32,64]
 
 The gradient of `sums` is what each device has added up. It is summed over devices once and straight
-into shards. That is done for weights that are looked up and used again, and for two kinds of single
-uses:
+into shards. That is done for weights that are looked up and used again, and for three kinds
+of others:
 
 - a lookup whose gradient is reduced in phases: the partitioner may gather the activations'
   gradients instead, or sum whole tables over all devices;
 - each use of a padded weight: the partitioner sums over devices at once, and compilers make no
-  reduce-scatter of a sum, a pad and a cut. What a device has added up is padded first.
+  reduce-scatter of a sum, a pad and a cut. What a device has added up is padded first;
+- products with examples in all turns of a loop, as a recurrence has them, where the partitioner
+  would sum over devices in each turn. The weight is gathered before the loop.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from zerojax.layout import as_spec
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["box", "origin", "sums"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["box", "origin", "sums", "whole"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class Copied:
@@ -49,11 +51,23 @@ class Copied:
         origin: the parameter, and all equations between it and `box` as recorded ones.
         sums: zeros whose gradient is that of the copies: [devices along the batch axes, *shape of
             the parameter].
+        whole: the parameter's copies, if they are gathered already; like `sums`, and linked to it.
     """
 
     box: Boxed
     origin: Boxed
     sums: jax.Array
+    whole: jax.Array | None = None
+
+    def gathered(self, opening: Opening) -> Copied:
+        """Gather it now, for all turns of a loop."""
+        whole = _with_gradient_of(self._broadcast(self.box, opening), self.sums)
+        return dataclasses.replace(self, whole=checkpoint_name(whole, GATHERED))
+
+    def _broadcast(self, box: Boxed, opening: Opening) -> jax.Array:
+        whole = opening.open_box(jax.lax.stop_gradient(box))
+        whole = jnp.broadcast_to(whole, (len(self.sums), *whole.shape))
+        return checkpoint_name(_one_each(whole, box, opening), GATHERED)
 
     def copies(self, opening: Opening) -> jax.Array:
         """Open the box for a use: [devices along the batch axes, *shape of the box].
@@ -62,19 +76,16 @@ class Copied:
         gather once for uses that follow on each other.
         """
 
-        def broadcast(box: Boxed) -> jax.Array:
-            whole = opening.open_box(jax.lax.stop_gradient(box))
-            whole = jnp.broadcast_to(whole, (len(self.sums), *whole.shape))
-            return checkpoint_name(_one_each(whole, box, opening), GATHERED)
-
         def each(eqn: Any, operands: list[Any]) -> list[Any]:
             axes = [0 if jnp.ndim(x) else None for x in operands]
             return jax.vmap(lambda *operands: bind_wide(eqn, operands), axes)(*operands)
 
-        parameter = dataclasses.replace(self.origin, recorded=())
-        own = self.origin.replayed(_with_gradient_of(broadcast(parameter), self.sums), each)
-        is_cast = self.box.value.dtype.itemsize < parameter.value.dtype.itemsize
-        return _with_gradient_of(broadcast(self.box), own) if is_cast else own
+        if self.whole is not None:
+            return self.origin.replayed(self.whole, each)
+        whole = self._broadcast(dataclasses.replace(self.origin, recorded=()), opening)
+        own = self.origin.replayed(_with_gradient_of(whole, self.sums), each)
+        is_cast = self.box.value.dtype.itemsize < whole.dtype.itemsize
+        return _with_gradient_of(self._broadcast(self.box, opening), own) if is_cast else own
 
 
 @jax.custom_vjp
@@ -136,10 +147,8 @@ def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
     same in each of its turns is used where its body reads it.
     """
     jaxpr, _ = opened(program)
-    var = jaxpr.invars[index]
-    places = [(eqn, i) for eqn in jaxpr.eqns for i, atom in enumerate(eqn.invars) if atom is var]
     found = []
-    for eqn, place in places:
+    for eqn, place in _places(jaxpr, jaxpr.invars[index]):
         if eqn.primitive.name in PLAIN_CALLS | {REMATERIALISED}:
             found += uses_of(called(eqn), place, in_loops)
         elif eqn.primitive.name == "scan" and in_loops:
@@ -151,6 +160,32 @@ def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
         else:
             found.append(eqn)
     return found
+
+
+def _places(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
+    return [(eqn, i) for eqn in jaxpr.eqns for i, atom in enumerate(eqn.invars) if atom is var]
+
+
+def multiplies_examples(program: Any, index: int, parts: int) -> bool:
+    """Return whether a program uses an input in products with examples alone, in calls too.
+
+    A cast or a transpose may stand between; `parts` devices divide the examples.
+    """
+    jaxpr, _ = opened(program)
+
+    def only(var: Any) -> bool:
+        places = _places(jaxpr, var)
+        return bool(places) and var not in jaxpr.outvars and all(fits(*place) for place in places)
+
+    def fits(eqn: Any, place: int) -> bool:
+        if eqn.primitive.name in PLAIN_CALLS | {REMATERIALISED}:
+            return multiplies_examples(called(eqn), place, parts)
+        if eqn.primitive.name in ("convert_element_type", "transpose"):
+            return only(eqn.outvars[0])
+        dims = _example_dims(eqn, place) if eqn.primitive.name == "dot_general" else None
+        return dims is not None and eqn.invars[1 - place].aval.shape[dims[0]] % parts == 0
+
+    return only(jaxpr.invars[index])
 
 
 def _is_lookup(eqn: Any) -> bool:
@@ -200,7 +235,8 @@ def use_copies(
         if kept is None or len(kept) != 1 or not isinstance(kept[0], Boxed):
             return None
         operands = [*others[:place], None, *others[place:]]
-        return [Copied(kept[0], weight.origin.record(eqn, operands), weight.sums)]
+        origin = weight.origin.record(eqn, operands)
+        return [dataclasses.replace(weight, box=kept[0], origin=origin)]
     dims = _example_dims(eqn, place)
     parts = opening.layout.num_batch_parts
     if dims is None or others[0].shape[dims[0]] % parts:

@@ -41,7 +41,15 @@ from zerojax._jaxpr import (
 from zerojax._tree import leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, never_saves_gathered
-from zerojax.collectives._copies import Copied, copied_if_tied, use_copies, use_own_copies, uses_of
+from zerojax.collectives._copies import (
+    Copied,
+    copied,
+    copied_if_tied,
+    multiplies_examples,
+    use_copies,
+    use_own_copies,
+    uses_of,
+)
 from zerojax.collectives._forms import auto_region
 from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
 from zerojax.layout import Layout, check_layout
@@ -156,11 +164,14 @@ class _Retracer:
         return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Scan with boxed slices: layers are gathered inside the loop."""
+        """Scan with boxed slices: layers are gathered inside the loop.
+
+        What all turns use, as those of a recurrence do, is gathered before the loop, and again
+        before the one of the backward pass.
+        """
         num_consts, num_carry = scan_parts(eqn.params)
-        first = num_consts + num_carry
-        program = eqn.params["jaxpr"]
-        consts = [self._constant(program, i, v) for i, v in enumerate(values[:num_consts])]
+        first, program = num_consts + num_carry, eqn.params["jaxpr"]
+        is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(values[:num_consts])]
         carry = map(self.opening.opened, values[num_consts:first])
         stacks = [self._sliceable(v) for v in values[first:]]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
@@ -174,31 +185,51 @@ class _Retracer:
             ]
             return [*map(self.opening.opened, inner.run(program, [*values[:first], *layer]))]
 
-        arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
-        return run_scan(eqn, [*consts, *carry, *arrays], body)
+        def loop(*given: Any) -> list[Any]:
+            consts = enumerate(given[:num_consts])
+            opened = [v if is_sliced[i] else self._constant(program, i, v) for i, v in consts]
+            return run_scan(eqn, [*opened, *given[num_consts:]], body)
 
-    def _constant(self, program: Any, index: int, value: Any) -> Any:
-        """Keep a constant of a loop boxed if the body reads slices of it, else open it before.
+        arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
+        given = [*values[:num_consts], *carry, *arrays]
+        if any(
+            isinstance(v, Boxed) and not sliced for v, sliced in zip(given, is_sliced, strict=False)
+        ):
+            loop = self._again(loop, never_saves_gathered(None))
+        return loop(*given)
+
+    def _constant(self, program: Any, index: int, boxed: Boxed) -> Any:
+        """Gather what all turns of a loop use; of a matrix of products each device has its copy."""
+        parts = self.opening.layout.num_batch_parts
+        is_plain = boxed.value.ndim > 1 and not boxed.recorded and parts > 1
+        if is_plain and multiplies_examples(program, index, parts):
+            return copied(boxed, self.opening).gathered(self.opening)
+        return self.opening.opened(boxed)
+
+    def _is_sliced(self, program: Any, index: int, value: Any) -> bool:
+        """Return whether the body of a loop reads slices of a constant, so that it stays boxed.
 
         Of `h @ dynamic_index_in_dim(stack, i)` a layer is gathered, inside the loop.
         """
         if not isinstance(value, Boxed):
-            return value
+            return True
         slices = uses_of(program, index, in_loops=True)
         if not all(map(is_slice, slices)):
-            return self.opening.opened(value)
+            return False
         if all(dims_after(eqn, value, self.opening) is not None for eqn in slices):
-            return value
-        return self._gathered_before(value)
+            return True
+        self._warn_gathered(value)
+        return False
 
     def _sliceable(self, value: Any) -> Any:
         """Open a box whose leading dim can't be sliced while it is partitioned."""
         if not isinstance(value, Boxed) or not (0 in value.held or not waits_elementwise(value)):
             return value
-        return self._gathered_before(value)
+        self._warn_gathered(value)
+        return self.opening.opened(value)
 
-    def _gathered_before(self, value: Boxed) -> jax.Array:
-        """Open a stack ahead of the loop that slices it, with a warning."""
+    def _warn_gathered(self, value: Boxed) -> None:
+        """Warn that a stack is gathered ahead of the loop that slices it."""
         if self.opening.gathers and value.dim is not None:
             why = "the loss computes with the whole stack; do that in the scanned layer"
             if value.dim == 0:
@@ -210,7 +241,6 @@ class _Retracer:
                 f"all layers of leaf {value.path!r} are gathered before the loop, because {why}",
                 stacklevel=2,
             )
-        return self.opening.opened(value)
 
     def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Enter the branches with boxes: only the branch that is taken gathers."""

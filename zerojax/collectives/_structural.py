@@ -54,10 +54,18 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
     """
     if eqn.primitive.name == "optimization_barrier":
         return list(jax.lax.optimization_barrier(values))
-    if sum(isinstance(v, Boxed) for v in values) > 1:
-        # A scalar parameter costs nothing to open, and what it scales stays boxed.
-        values = [opening.opened(v) if _is_scalar(v) else v for v in values]
-    boxes = [v for v in values if isinstance(v, Boxed)]
+    boxes = sorted((v for v in values if isinstance(v, Boxed)), key=lambda box: -box.value.size)
+    if len(boxes) > 1:
+        # A scalar costs nothing to open, and what it scales stays boxed. Below stage 3 a vector
+        # costs nothing either: were `g` of `g * v / norm(v)` to wait, `v` would be opened with it.
+        small, largest = 1, boxes[0]
+        if is_elementwise(eqn) and not opening.gathers and not opening.widens(largest.dtype):
+            small = max(largest.value.size // opening.layout.num_shards, 1)
+        values = [
+            opening.opened(v) if isinstance(v, Boxed) and v.value.size <= small else v
+            for v in values
+        ]
+        boxes = [box for box in boxes if box.value.size > small]
     if not boxes:
         return bind(eqn, values)
     kept = _on_shards(eqn, values, boxes, opening)
@@ -85,10 +93,6 @@ def is_slice(eqn: Any) -> bool:
     return not numbers.operand_batching_dims and (is_part or indices.ndim == 1)
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Boxed) and value.value.ndim == 0
-
-
 def _on_shards(
     eqn: Any, values: list[Any], boxes: list[Boxed], opening: Opening
 ) -> list[Any] | None:
@@ -102,8 +106,13 @@ def _on_shards(
         widens = result.dtype.itemsize > first.value.dtype.itemsize
         if len(boxes) == 1 and (widens or first.recorded) and not any(map(jnp.ndim, others)):
             return None
-        (out,) = bind(eqn, opening.settled(values))
-        return [opening.placed(dataclasses.replace(first, value=out, recorded=()))]
+        operands, like = opening.settled(values), dataclasses.replace(first, recorded=())
+        if len(boxes) > 1 or any(map(jnp.ndim, others)):
+            (out,) = bind(eqn, [opening.uncut(x, like) for x in operands])
+            out = opening.uncut(out, like)
+        else:
+            (out,) = bind(eqn, operands)
+        return [opening.placed(dataclasses.replace(like, value=out))]
     if not others and all(var.aval.shape == () for var in eqn.outvars):
         return bind(eqn, opening.settled(values))
     dims = dims_after(eqn, first, opening)
@@ -120,9 +129,15 @@ def _on_shards(
 
 
 def _lies_as(one: Boxed, other: Boxed) -> bool:
-    """Whether two boxes are cut alike, and what was recorded for the second can run on shards."""
+    """Whether two boxes are cut alike, and what was recorded for the second can run on shards.
+
+    `[128, 1]` lies as `[128, 64]` where both are cut along dim 0: a norm of each row, for instance.
+    """
     alike = (one.entries, one.dim) == (other.entries, other.dim)
-    return alike and one.value.shape == other.value.shape and waits_elementwise(other)
+    if not alike or one.value.ndim != other.value.ndim or not waits_elementwise(other):
+        return False
+    sizes = enumerate(zip(one.value.shape, other.value.shape, strict=True))
+    return all(a == b or (b == 1 and d not in one.held) for d, (a, b) in sizes)
 
 
 def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | None:

@@ -2,7 +2,6 @@
 
 from zerojax.layout._describe import Description
 from zerojax.layout._dims import has_matrices
-from zerojax.layout._holders import Holders
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
 from zerojax.layout._leaf import Entries, LeafLayout, Placed, as_spec
 from zerojax.layout._mesh import make_mesh
@@ -15,7 +14,6 @@ from zerojax.layout._torus import (
     OFFLOADS,
     SPANS,
     Digit,
-    Phases,
     group_digits,
     in_order,
     scatters_tiles,
@@ -31,11 +29,9 @@ __all__ = [
     "Description",
     "Digit",
     "Entries",
-    "Holders",
     "Layout",
     "LeafLayout",
     "OptimizerLayout",
-    "Phases",
     "Placed",
     "Region",
     "Regions",

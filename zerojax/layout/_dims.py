@@ -117,26 +117,15 @@ class Dims:
     def _tied(self, eqn: Any) -> Iterator[Sequence[Any]]:
         """Yield the equations that one holds, their inputs and results tied to its own."""
         name, ins, outs = eqn.primitive.name, list(eqn.invars), list(eqn.outvars)
-        programs, skipped, first, carried = list(bodies(eqn)), 0, 0, 0
+        programs, first, carried = list(bodies(eqn)), 0, 0
         if (program := called(eqn)) is not None and name != "shard_map":
             programs = [program]
         elif name == "cond":
             ins = ins[1:]
         elif name == "scan":
             first, carried = scan_parts(eqn.params)
-        elif name == "while":
-            skipped, first, carried = (
-                eqn.params["cond_nconsts"],
-                eqn.params["body_nconsts"],
-                len(outs),
-            )
-            self._tie(eqn, ins[skipped + first :], outs)
-            test = opened(eqn.params["cond_jaxpr"])[0]
-            self._tie(eqn, [*ins[:skipped], *outs], test.invars)
-            # How often it runs may differ from row to row.
-            self._mixed[id(eqn)].update(*map(self.labels, ins))
-            yield test.eqns
-        ins = ins[skipped:]
+        elif name == "while":  # how often it runs may differ from row to row: it mixes all
+            return
         self._tie(eqn, ins[first : first + carried], outs[:carried])
         for program in programs:
             jaxpr = opened(program)[0]

@@ -1,13 +1,12 @@
 """The optax wrapper."""
 
-from zerojax.optim._offloaded import Hosted, OffloadedUpdate, hosted_leaves
+from zerojax.optim._offloaded import OffloadedUpdate, hosted_leaves
 from zerojax.optim._quantized import quantized
 from zerojax.optim._rate import learning_rate
 from zerojax.optim._sharded import apply_updates, as_params, sharded, store_state
 from zerojax.optim._whole import update_whole
 
 __all__ = [
-    "Hosted",
     "OffloadedUpdate",
     "apply_updates",
     "as_params",

@@ -9,9 +9,8 @@ cond that gives owners different matrices the branch with the most products coun
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +25,11 @@ from zerojax.optim import sharded
 from zerojax.recipe import Recipe
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrices:
+class Matrices(NamedTuple):
     """What a device moves and multiplies in an update."""
 
-    elements: Mapping[Axes, float] = dataclasses.field(default_factory=dict)  # by mesh axes
-    num_bytes: Mapping[Axes, float] = dataclasses.field(default_factory=dict)  # the same in bytes
+    elements: Mapping[Axes, float] = {}  # by mesh axes
+    num_bytes: Mapping[Axes, float] = {}  # the same in bytes
     flops: float = 0.0  # of products
     is_wide: bool = False  # whether these are in fp32 or wider
 
@@ -46,11 +44,9 @@ def multiplies(tx: optax.GradientTransformation, params: Any) -> bool:
 
 def matrices_of(tx: optax.GradientTransformation, layout: Layout, recipe: Recipe) -> Matrices:
     """Count what an update that `multiplies` moves and multiplies on a device."""
-    params = layout.map_leaves(
-        lambda _, x: jax.ShapeDtypeStruct(
-            x.shape, floating_dtype(x.dtype, recipe.precision.updated)
-        ),
-        layout.shapes,
+    wide = recipe.precision.updated
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, floating_dtype(x.dtype, wide)), layout.shapes
     )
     elements: dict[Axes, float] = {}
     num_bytes: dict[Axes, float] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property
 
 import jax
 import optax
@@ -49,11 +48,7 @@ class Model:
     tx: optax.GradientTransformation  # the optimizer
     recipe: Recipe  # how a step is computed
     workload: Workload  # what devices compute
-
-    @cached_property
-    def multiplies(self) -> bool:
-        """Whether the optimizer's update has operations of matrices."""
-        return multiplies(self.tx, as_shapes(self.params))
+    multiplies: bool  # whether the optimizer's update has operations of matrices
 
 
 def read_model(
@@ -71,4 +66,4 @@ def read_model(
             "params must be a pytree of arrays or shapes; zerojax.model_state_bytes counts the "
             "states of a number"
         )
-    return Model(params, tx, as_recipe(recipe), load)
+    return Model(params, tx, as_recipe(recipe), load, multiplies(tx, as_shapes(params)))

@@ -16,14 +16,15 @@ def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
     """Check that no loop carries whole gradients where the stage partitions them.
 
     A loop over microbatches carries the sum of their gradients, one over layers the stack of
-    theirs. Of a gradient [512, 64] that 8 devices cut by rows, both should hold [64, 64].
+    theirs. Of a gradient [512, 64] that 8 devices cut by rows, both should hold [64, 64]. The
+    sums of a backward pass are of weights that all turns use: whole as long as those of any layer.
     """
     if not evidence.layout.partitions("gradient"):
         return
     found = [
         (index, carry)
         for index, carry in whole_carries(evidence)
-        if carry.is_sum or ("transpose(" in carry.op_name and carry.written != "all-gather")
+        if carry.is_sum != ("transpose(" in carry.op_name) and carry.written != "all-gather"
     ]
     elements = sum(carry.tensor.elements for _, carry in found)
     if not found or elements < SHARE * evidence.partitioned_elements:

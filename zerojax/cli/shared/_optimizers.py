@@ -24,16 +24,12 @@ class NamedOptimizer:
 
     Attributes:
         make: from schedule and weight decay to the transformation.
-        rate: the learning rate that suits a model of `BASE_WIDTH`.
-        by_width: whether wider models want a rate that is smaller in proportion, as Adam's kind
-            does (arXiv 2203.03466, table 3).
-        elementwise: whether it computes every element for itself, so that a host can do it.
+        rate: the learning rate that suits a model of `BASE_WIDTH`; wider ones want one that is
+            smaller in proportion (arXiv 2203.03466, table 3).
     """
 
     make: Callable[[optax.Schedule, float], optax.GradientTransformation]
     rate: float
-    by_width: bool = False
-    elementwise: bool = False
 
     def schedule(self, rate: float | None, warmup: int, steps: int, width: int) -> Any:
         """Make the schedule: a linear warmup, then half a cosine down to a tenth of the peak.
@@ -41,7 +37,7 @@ class NamedOptimizer:
         `rate` is the peak; None is what suits a model of that width.
         """
         if rate is None:
-            rate = self.rate * (BASE_WIDTH / width if self.by_width else 1.0)
+            rate = self.rate * BASE_WIDTH / width
         if not warmup < steps:
             raise ValueError(
                 f"--warmup {warmup} leaves none of --steps {steps}; give a smaller warmup"
@@ -74,15 +70,6 @@ def _adamw_8bit(rate: optax.Schedule, decay: float) -> optax.GradientTransformat
     return zerojax.quantized(_adamw(rate, decay))
 
 
-def _lion(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    return optax.lion(rate, weight_decay=decay, mask=_decayed)
-
-
-def _sgd(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    decayed = optax.add_decayed_weights(decay, mask=_decayed)
-    return optax.chain(decayed, optax.sgd(rate, momentum=0.9))
-
-
 def _adafactor(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     # optax adds adafactor's decay after the learning rate, so it would not follow the schedule.
     return optax.chain(
@@ -106,12 +93,10 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     )
 
 
-Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
 OPTIMIZERS: dict[Optimizer, NamedOptimizer] = {
-    "adamw": NamedOptimizer(_adamw, 3e-3, by_width=True, elementwise=True),
-    "adamw_8bit": NamedOptimizer(_adamw_8bit, 3e-3, by_width=True),
-    "adafactor": NamedOptimizer(_adafactor, 3e-3, by_width=True),
-    "lion": NamedOptimizer(_lion, 5e-4, by_width=True, elementwise=True),
-    "muon": NamedOptimizer(_muon, 3e-3, by_width=True),
-    "sgd": NamedOptimizer(_sgd, 1e-1, elementwise=True),
+    "adamw": NamedOptimizer(_adamw, 3e-3),
+    "adamw_8bit": NamedOptimizer(_adamw_8bit, 3e-3),
+    "adafactor": NamedOptimizer(_adafactor, 3e-3),
+    "muon": NamedOptimizer(_muon, 3e-3),
 }

@@ -89,10 +89,10 @@ class StepOptions(CommandOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.offload if name not in OFFLOADS]:
             raise ValueError(f"--offload {unknown[0]}: the host can keep {' and '.join(OFFLOADS)}")
-        if "optimizer" in self.offload and not self.chosen_optimizer.elementwise:
+        if "optimizer" in self.offload and self.optimizer != "adamw":
             raise ValueError(
                 f"--offload optimizer: the host updates element by element, and {self.optimizer} "
-                "does not; ask for --optimizer adamw, lion or sgd, or leave --offload optimizer out"
+                "does not; ask for --optimizer adamw, or leave --offload optimizer out"
             )
         if self.partition_activations and self.model_axis == 1:
             raise ValueError(

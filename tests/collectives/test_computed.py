@@ -1,0 +1,107 @@
+"""Weights that are computed of weights, or used in every turn of a loop, move as plain ones do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+
+WIDTH = 64
+
+
+def normal(number, *shape):
+    return 0.1 * jax.random.normal(jax.random.key(number), shape)
+
+
+def normalised(w, axis):
+    return w / jnp.linalg.norm(w, axis=axis, keepdims=True)
+
+
+def standardised(w):
+    """Standardise the weights of each output, as BiT's and NFNets' convolutions do."""
+    axes = tuple(range(w.ndim - 1))
+    return (w - w.mean(axes, keepdims=True)) * jax.lax.rsqrt(w.var(axes, keepdims=True) + 1e-3)
+
+
+#: What becomes of a matrix, a vector and a kernel: each is used once.
+USES = {
+    "rows of length one": lambda w, g, k: (normalised(w, 1), k),
+    "columns of length one": lambda w, g, k: (normalised(w, 0), k),
+    "weight norm": lambda w, g, k: (g * w / jnp.linalg.norm(w, axis=0), k),
+    "gates": lambda w, g, k: (w * jax.nn.sigmoid(g)[:, None] * g, k),
+    "standardised kernels": lambda w, g, k: (w * g, standardised(k) * g),
+    "transposed after": lambda w, g, k: (normalised(w, 1).T, k),
+}
+
+
+def init():
+    return {
+        name: {"w": normal(1, WIDTH, WIDTH), "g": jnp.ones(WIDTH), "k": normal(2, 3, WIDTH, WIDTH)}
+        for name in USES
+    }
+
+
+def loss_fn(params, x):
+    """Return the loss of all uses one after another, on x [B, T, WIDTH]."""
+    for name, use in USES.items():
+        w, k = use(*(params[name][leaf] for leaf in "wgk"))
+        x = x + jnp.tanh(x @ w)
+        dims = ("NWC", "WIO", "NWC")
+        x = x + jnp.tanh(jax.lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=dims))
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_computed_of_weights_moves_no_more(stage, mesh8):
+    layout = zerojax.make_layout(jax.eval_shape(init), mesh8, stage=stage)
+    step = zerojax.make_train_step(loss_fn, optax.adam(1e-2), layout)
+    x = normal(3, 16, 4, WIDTH)
+    report = step.audit(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    report.raise_if_problems()
+    assert report.judged_volume <= 1.02 * report.theory_volume  # norms and vectors are summed too
+    _, metrics = step(step.init(init), x)
+    want, grads = jax.jit(jax.value_and_grad(loss_fn))(init(), x)
+    assert metrics["loss"] == pytest.approx(float(want), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+
+
+def turns(params, tokens):
+    """Go through time-major embeddings, with each weight used in every turn, one of them twice."""
+
+    def turn(h, x):
+        update, new = jnp.split(x @ params["x"] + h @ params["h"].astype(x.dtype), 2, axis=-1)
+        out = params["out"].T
+        return h + jax.nn.sigmoid(update @ out) * jnp.tanh(new @ out), None
+
+    x = params["table"][tokens.T]
+    return jnp.mean(jax.lax.scan(turn, jnp.zeros(x.shape[1:]), x)[0] ** 2)
+
+
+def rematerialised(params, tokens):
+    """Use the same layer several times, as models that share their layers do."""
+    layer = jax.checkpoint(lambda h, _: (h + jnp.tanh(h @ params["x"]) @ params["h"].T, None))
+    return jnp.mean(jax.lax.scan(layer, params["table"][tokens], length=3)[0] ** 2)
+
+
+@pytest.mark.parametrize("loss_fn", [turns, rematerialised])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_of_all_turns_are_reduced_once(loss_fn, stage, mesh8):
+    """Left to the partitioner, their gradients would be reduced over devices in each turn."""
+    shapes = {"table": (512, 64), "x": (64, 256), "h": (64, 256), "out": (64, 128)}
+
+    def init():
+        return {name: normal(len(name), *shape) for name, shape in shapes.items()}
+
+    layout = zerojax.make_layout(jax.eval_shape(init), mesh8, stage=stage)
+    step = zerojax.make_train_step(loss_fn, optax.adam(1e-2), layout)
+    tokens = jax.random.randint(jax.random.key(1), (16, 6), 0, 512)
+    report = step.audit(jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
+    report.raise_if_problems()
+    assert report.judged_volume <= 1.02 * report.theory_volume
+    _, metrics = step(step.init(init), tokens)
+    want, grads = jax.jit(jax.value_and_grad(loss_fn))(init(), tokens)
+    assert metrics["loss"] == pytest.approx(float(want), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
