@@ -64,7 +64,15 @@ def test_where_nothing_is_partitioned_every_device_multiplies_all():
     assert plan.volume == plan_of(optax.adamw(1e-3), 0).volume
 
 
-@pytest.mark.parametrize("tx", [optax.adafactor(1e-3), optax.lbfgs(), optax.polyak_sgd()])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adafactor(1e-3),
+        optax.lbfgs(),
+        optax.polyak_sgd(),
+        contrib.sophia(1e-3),
+    ],
+)
 def test_other_optimizers_move_what_the_stage_does(tx):
     """L-BFGS asks for a function of the loss, and Polyak's rate for its value."""
     plan = plan_of(tx, 2)

@@ -50,6 +50,7 @@ class Layout(Shown, TreeLayout):
         structure: the tree structure of the parameters.
         rules: the user's rules.
         min_size: leaves with fewer elements stay whole.
+        has_options: whether a program of it is compiled with the options of a train step.
     """
 
     def optimizer(self, tx: Any, dtype: Any = None) -> OptimizerLayout:

@@ -37,7 +37,6 @@ class TreeLayout:
     structure: TreeDef
     rules: tuple[Rule, ...]
     min_size: int
-    #: whether the program is compiled with `collectives.compiler_options`, as a train step is
     has_options: bool = dataclasses.field(default=False, compare=False)
 
     @property

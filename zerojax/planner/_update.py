@@ -38,7 +38,7 @@ def multiplies(tx: optax.GradientTransformation, params: Any) -> bool:
     """Return whether an optimizer's update has operations of matrices."""
     try:
         return has_matrices(jax.make_jaxpr(_update(tx))(params).eqns)
-    except TypeError:  # it asks for functions of the loss (`value_fn`), which a plan does not have
+    except (TypeError, ValueError):  # it asks for functions of the loss, which a plan does not have
         return False
 
 
