@@ -1,7 +1,5 @@
 """The `zerojax` command, also as `python -m zerojax`; without its packages, one line says so."""
 
-from __future__ import annotations
-
 import sys
 
 from zerojax._extras import MissingExtra, extra

@@ -1,7 +1,5 @@
 """Refuse arguments that count or measure nothing, or are of another class, in one line."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from typing import Any, TypeVar

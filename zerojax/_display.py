@@ -4,8 +4,6 @@ A result yields texts and tables of rich once. A terminal prints them, `str` ren
 columns, and a notebook shows that text in colours that suit light and dark pages alike.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Packages that only some calls need: which extra brings them, said when one is missing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

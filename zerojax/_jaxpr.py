@@ -10,8 +10,6 @@ is a program of two equations. `dot_general` and `jit` are their primitives, wha
 their parameters. `jit` is a call: it holds a program that runs once, in its place.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Import jax without the lines that CUDA's libraries write to stderr where no GPU is."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

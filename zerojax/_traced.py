@@ -1,7 +1,5 @@
 """Updates as equations, and the slices of one that some of its results need."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Leaf paths, byte counts, dtypes and path-aware maps over pytrees."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -13,8 +13,6 @@ Note: forms of a leaf
 the number of shards. Bytes are bytes; GB = 1e9 and GiB = 2**30, and output says which.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """Compile a step for hardware that you don't have."""
 
-from __future__ import annotations
-
 from zerojax.aot._cache import DoesNotFit
 from zerojax.aot._compile import compile_step
 from zerojax.aot._plugin import MissingCompiler, has_accelerators, version_of

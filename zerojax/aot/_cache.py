@@ -1,7 +1,5 @@
 """Compiled programs that are kept, so that the same question is answered at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Chips that a step can be compiled for without having one, by the names that compilers know."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from importlib import resources

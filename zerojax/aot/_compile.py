@@ -1,7 +1,5 @@
 """Compile a lowered step to a `Program`, through the cache."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

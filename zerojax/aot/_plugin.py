@@ -1,7 +1,5 @@
 """The compilers for hardware that you don't have: found, loaded and kept quiet."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Meshes of devices that you don't have."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

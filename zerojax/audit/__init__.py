@@ -1,7 +1,5 @@
 """What a compiled program really moves and keeps."""
 
-from __future__ import annotations
-
 from zerojax.audit._audit import AuditError, AuditReport, audit
 from zerojax.audit._evidence import Problem
 from zerojax.audit._memory import MemoryReport

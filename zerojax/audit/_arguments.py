@@ -1,7 +1,5 @@
 """What each argument of a program is to ZeRO, and how large the layout wants its shard."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Sequence

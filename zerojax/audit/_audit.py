@@ -1,7 +1,5 @@
 """`audit`: what a compiled step moves and keeps, compared with its layout and its recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ and not 0, which comparing each with the work beside it would give. A collective
 from its issue on, also beside what libtpu did not fuse with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

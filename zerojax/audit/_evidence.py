@@ -1,7 +1,5 @@
 """What a check returns, a `Problem`; and everything that it may look at, worked out once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -76,7 +74,7 @@ class Evidence:
     unread: tuple[str, ...]  # lines with a collective that could not be read
 
     @classmethod
-    def gather(cls, program: Program, layout: Layout, recipe: Recipe | None) -> Evidence:
+    def gather(cls, program: Program, layout: Layout, recipe: Recipe | None) -> "Evidence":
         """Read a program; without a recipe it is taken for one of the default's."""
         has_recipe, recipe = recipe is not None, as_recipe(recipe)
         module = parse_module(program.text)

@@ -1,7 +1,5 @@
 """What a step moves between a device and its host, beside what the host's update has to move."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which leaf of the layout a collective moves, told by the dims of its tensor. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

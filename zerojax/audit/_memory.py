@@ -1,7 +1,5 @@
 """What a program takes on one device, by kind, beside the stage's formula. Pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which values of a program are made of a device's own examples."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable
 

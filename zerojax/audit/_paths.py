@@ -1,7 +1,5 @@
 """Key paths of leaves, also of those that flax nnx hands to jit as a flat list."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

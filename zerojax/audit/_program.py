@@ -1,7 +1,5 @@
 """`Program`: the facts of a compiled step, taken once, so that it can be kept and audited again."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json
@@ -57,7 +55,7 @@ class Program:
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> Program:
+    def of(cls, compiled: jax.stages.Compiled) -> "Program":
         """Take the facts from a compiled step.
 
         Raises:
@@ -121,7 +119,7 @@ class Program:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Program:
+    def from_json(cls, text: str) -> "Program":
         """Read what `to_json` of the same version wrote."""
         held = json.loads(text)
         for key in ("inputs", "outputs"):

@@ -4,8 +4,6 @@ Work is libtpu's own estimate, and on a GPU a roofline of each kernel; how long 
 the planner's. Both leave latency out and take every rate at its peak: they are lower bounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

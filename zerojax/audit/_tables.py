@@ -1,7 +1,5 @@
 """How a report is laid out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

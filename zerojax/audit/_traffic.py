@@ -1,7 +1,5 @@
 """What a step moves, along which axes of the mesh, of which leaf, with what padding. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """`Bar`: what a plan, a report or a description holds on one device, to be drawn."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -36,7 +34,7 @@ class Bar:
         """The height of all parts together, or of the line where that is higher."""
         return max(sum(self.parts.values()), self.theory or 0)
 
-    def within(self, available: float) -> Bar:
+    def within(self, available: float) -> "Bar":
         """Return the same bar, which fits only where its parts do."""
         fits = self.fits and sum(self.parts.values()) <= available
         return dataclasses.replace(self, fits=fits)

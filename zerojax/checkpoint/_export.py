@@ -1,7 +1,5 @@
 """Weights between checkpoints and safetensors files, a tensor at a time."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of a checkpoint: callers' paths, digests, and names that survive a power cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

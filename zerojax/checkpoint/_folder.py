@@ -1,7 +1,5 @@
 """A run's checkpoints: one folder per step, the newest that is whole, and which to keep."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -80,7 +78,7 @@ class Checkpoints:
         self._pending: PendingSave | None = None
         self._damaged: set[Path] = set()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -12,8 +12,6 @@ Of the others those that are cut may be padded. Of them an error asks for `tx`: 
 drop values, or keep zeros.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """The manifest: what a checkpoint holds, as JSON that is written last and so proves it whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ Chunks are not compressed: weights and moments shrink by 7%, and compressing tak
 long as writing (docs/benchmarks.md).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

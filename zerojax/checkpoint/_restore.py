@@ -1,7 +1,5 @@
 """Restoring: each device reads what it will hold; processes agree on what they found."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor

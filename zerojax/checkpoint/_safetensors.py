@@ -12,8 +12,6 @@ process.
 Source: https://github.com/huggingface/safetensors, section Format.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Saving: every array by the devices that hold it, the manifest last."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import datetime as dt
@@ -49,7 +47,7 @@ from zerojax.processes import agree, check_copies, gather_texts, together
 
 #: The name of the arrays while they are written.
 UNFINISHED = f"{ARRAYS}.unfinished"
-_unwaited: weakref.WeakSet[PendingSave] = weakref.WeakSet()
+_unwaited: weakref.WeakSet["PendingSave"] = weakref.WeakSet()
 
 
 def _end_all() -> None:

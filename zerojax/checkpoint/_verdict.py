@@ -4,8 +4,6 @@ Stage, mesh and padding never matter. A precision matters only where values woul
 may be read from the masters that it is a cast of, and masters from parameters of their own dtype.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path

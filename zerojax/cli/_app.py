@@ -1,7 +1,5 @@
 """The `zerojax` command, and how every one of its commands ends."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`zerojax check` and `zerojax diff`: a step against its lock, and one lock against another."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """`zerojax checkpoint`: look at checkpoints, check them, turn them into weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`zerojax doctor`: look at what is here, then try what zerojax does with it."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -1,7 +1,5 @@
 """`zerojax launch`: several processes of one run on this machine, for development."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

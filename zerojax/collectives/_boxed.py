@@ -11,8 +11,6 @@ on) the value and runs what was recorded; its transpose sends the gradient strai
 is a reduce-scatter where the gradient is born.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -78,7 +76,7 @@ class Boxed:
         own = (dim for dim, axes in enumerate(self.entries) if axes)
         return frozenset(own) if self.dim is None else frozenset({*own, self.dim})
 
-    def moved(self, value: jax.Array, dims: tuple[int | None, ...]) -> Boxed:
+    def moved(self, value: jax.Array, dims: tuple[int | None, ...]) -> "Boxed":
         """Return a box with the result of a structural operation.
 
         Args:
@@ -89,7 +87,7 @@ class Boxed:
         dim = None if self.dim is None else dims.index(self.dim)
         return dataclasses.replace(self, value=value, entries=entries, dim=dim)
 
-    def record(self, eqn: Any, operands: list[Any]) -> Boxed:
+    def record(self, eqn: Any, operands: list[Any]) -> "Boxed":
         """Return a box for which one more equation waits."""
         return dataclasses.replace(self, recorded=(*self.recorded, Recorded(eqn, tuple(operands))))
 

@@ -19,8 +19,6 @@ of others:
   would sum over devices in each turn. The weight is gathered before the loop.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -59,7 +57,7 @@ class Copied:
     sums: jax.Array
     whole: jax.Array | None = None
 
-    def gathered(self, opening: Opening) -> Copied:
+    def gathered(self, opening: Opening) -> "Copied":
         """Gather it now, for all turns of a loop."""
         whole = _with_gradient_of(self._broadcast(self.box, opening), self.sums)
         return dataclasses.replace(self, whole=checkpoint_name(whole, GATHERED))

@@ -1,7 +1,5 @@
 """Which arrays of a batch hold examples, and which part of them a device or microbatch gets."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

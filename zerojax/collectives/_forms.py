@@ -7,8 +7,6 @@ Gathers and reductions go in the phases that the layout has found. Between two p
 barrier: without it the compiler would make one collective of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one operation does with values of single examples, and with those made of all."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Gathers of weights in one byte an element, with a scale per block."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -8,8 +8,6 @@ means the weights of several layers at once, gathered long before they are used.
 fewer collectives and more memory (CB, arXiv 1910.02054, section 6.2).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -24,8 +24,6 @@ What is computed again for the backward pass stands behind a barrier of all that
 that are tied pass by it: they need not wait for the gradient of this layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

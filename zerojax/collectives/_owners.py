@@ -10,8 +10,6 @@ smaller ones on 8 devices:
     slot 3   a   a   a   a   b   b   b   b     what is left shares a slot
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -22,8 +22,6 @@ the last reductions have the links for themselves.
 Layers that stand in no loop are put in an order (`_order`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -173,7 +171,7 @@ class _Prefetch:
 
 
 def _run_ahead(
-    eqn: Any, values: list[Any], halves: _Halves, empty: Callable[..., Any]
+    eqn: Any, values: list[Any], halves: "_Halves", empty: Callable[..., Any]
 ) -> list[Any]:
     """Run a scan whose iterations gather for the next one; the last one stands behind the loop."""
     num_consts, num_carry = scan_parts(eqn.params)

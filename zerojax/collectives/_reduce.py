@@ -1,7 +1,5 @@
 """Gradients from microbatches, and when they are summed over devices."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable

@@ -16,8 +16,6 @@ is rematerialised alone: the backward pass gathers again instead of keeping the 
 Source: arXiv 1910.02054, section 7.2.2 (stage 3 gathers in the forward and the backward pass).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

@@ -11,8 +11,6 @@ constant that differs depends on how many there are. With 4 and 8 examples:
 A pooled value goes through linear operations alone, and none that mixes examples is allowed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

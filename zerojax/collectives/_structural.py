@@ -13,8 +13,6 @@ right whatever it is; the rules here say which of them need no other device's pa
 | any other                                       | opens                                     |
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

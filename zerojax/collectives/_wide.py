@@ -7,8 +7,6 @@ are rounded as the program has it, and only values:
     w:f32, holding what bf16 holds       (1 + w) in f32, its value rounded to bf16; the gradient not
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -10,8 +10,6 @@ by reading the buffer assignment of compiled steps:
   only an in-place update does, and one update of the whole leaf is folded away; two halves are not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Read text as tokens and hand it out in batches: a held-out part, a resumable iterator."""
 
-from __future__ import annotations
-
 from ._batches import BatchIterator, make_batches
 from ._corpus import Corpus, load_corpus
 from ._tokenizer import Tokenizer

@@ -1,7 +1,5 @@
 """Hand out shuffled windows of text in batches, for one process of many, resumable to the step."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens of text: found in files, and split into a training and a held-out part."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """What a model reads text as: bytes, or the tokens of a tokenizer's file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

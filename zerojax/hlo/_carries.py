@@ -1,7 +1,5 @@
 """What loops carry from turn to turn that grows there: sums, and stacks written layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

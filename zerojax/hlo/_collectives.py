@@ -1,7 +1,5 @@
 """Collectives of a compiled program: what one moves, how often, and between which devices."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

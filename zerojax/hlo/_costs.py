@@ -1,7 +1,5 @@
 """What a scheduled instruction costs: the compiler's own estimate, or its products and bytes."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ lie; a copy has its source in one memory and its result in the other; a slice is
 written into, a tensor that the host's memory holds. The memory stands in the layout: `S(5)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

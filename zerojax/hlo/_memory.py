@@ -1,7 +1,5 @@
 """The results of a program in memory: the largest, and how much of some lies there at one time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """HLO text as a structure: computations, their instructions and what those call. Pure."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

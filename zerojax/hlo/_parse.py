@@ -1,7 +1,5 @@
 """`parse_collectives`: from the text of a program to its collectives, and to what was not read."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

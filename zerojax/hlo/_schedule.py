@@ -1,7 +1,5 @@
 """What a scheduled program does, in its order: work, loops, and where collectives begin and end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +31,7 @@ class Operation:
     ends: str = ""  # the operation whose collectives it waits for; its own name where it blocks
     times: int = 1  # how often `bodies` run
     # what a loop or a call runs, or what each branch of a conditional does
-    bodies: tuple[tuple[Operation, ...], ...] = ()
+    bodies: "tuple[tuple[Operation, ...], ...]" = ()
 
 
 @dataclass(frozen=True, kw_only=True)

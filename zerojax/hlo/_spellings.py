@@ -4,8 +4,6 @@ Marks are what one compiler leaves where HLO has no word of its own; `OPCODES` a
 Lines are shortened; libtpu 0.0.42 and the CUDA 12 plugin are those of jax 0.10.2.
 """
 
-from __future__ import annotations
-
 import re
 
 # A reduce-scatter: the computation all-reduces, and keeps one part (libtpu, v6e:2x4).

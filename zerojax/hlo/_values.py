@@ -1,7 +1,5 @@
 """Where a value of a program comes from and who uses it: through copies, casts and fusions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -27,9 +25,9 @@ class Frame:
 
     computation: Computation
     caller: Instruction | None = None
-    parent: Frame | None = None
+    parent: "Frame | None" = None
 
-    def enter(self, module: Module, caller: Instruction) -> Frame | None:
+    def enter(self, module: Module, caller: Instruction) -> "Frame | None":
         """Step into what a fusion or a call of this computation runs; None where it runs none."""
         callee = module.callee(caller)
         return callee and Frame(computation=callee, caller=caller, parent=self)
@@ -41,6 +39,26 @@ class Use:
 
     instruction: Instruction
     casts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """Hold an instruction's result, or one part of a tuple, and the casts on the way to it."""
+
+    frame: Frame
+    name: str
+    index: int | None
+    casts: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """Return what tells values apart."""
+        return self.frame.computation.name, self.name, self.index
+
+    @property
+    def line(self) -> Instruction:
+        """Return the instruction."""
+        return self.frame.computation.by_name[self.name]
 
 
 def source_of(
@@ -154,26 +172,6 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
     else:
         part = index if line.opcode in _WHOLE else None
         yield from (Value(frame, operand, part) for operand in line.operands)
-
-
-@dataclass(frozen=True)
-class Value:
-    """Hold an instruction's result, or one part of a tuple, and the casts on the way to it."""
-
-    frame: Frame
-    name: str
-    index: int | None
-    casts: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> tuple[str, str, int | None]:
-        """Return what tells values apart."""
-        return self.frame.computation.name, self.name, self.index
-
-    @property
-    def line(self) -> Instruction:
-        """Return the instruction."""
-        return self.frame.computation.by_name[self.name]
 
 
 def uses_of(

@@ -3,8 +3,6 @@
 GPUs and CPUs print how often a loop runs; of a TPU its condition and body show it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Which dim of a leaf is partitioned, and how far it is padded."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from zerojax._tree import num_elements

@@ -1,7 +1,5 @@
 """What a layout places where, and why, as a table beside the theory."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -11,8 +11,6 @@ labels of rows and columns *meet*, since it needs whole matrices. With `x` of la
 Nothing mixes a: each of its rows is a matrix of its own, and may be computed anywhere.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Who holds what of a leaf: a row per device, a bar per kind of tensor."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools

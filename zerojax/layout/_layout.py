@@ -1,7 +1,5 @@
 """`Layout`: where every leaf lives, decided once from shapes and a mesh, as plain data."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """One leaf's placement: which dim is cut, over which axes, and for which kinds of tensor."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Meshes: how they are made and what ZeRO asks of their axes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizer states: which parameter a leaf of the state belongs to, and where it lives."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which parameter a leaf of an optimizer's state was made from, and from which of its dims."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -5,8 +5,6 @@ the Newton-Schulz products need whole matrices. The equations from the first pro
 are a *region*: its inputs go to the devices that own whole matrices, its results come back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`Rule`: what a user says of the leaves whose paths match."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Literal

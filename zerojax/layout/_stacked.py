@@ -5,8 +5,6 @@ give whole layers to single devices: a layer's gradient would be reduced to one 
 being reduce-scattered, and its weights broadcast from one instead of gathered from all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from zerojax._types import Shape

@@ -3,8 +3,6 @@
 Source: arXiv 1910.02054, section 5 (Pos, Pos+g, Pos+g+p).
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from zerojax._types import Kind

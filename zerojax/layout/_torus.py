@@ -10,8 +10,6 @@ compiles them again). How an axis of the mesh lies on the torus is read off the 
 TPU devices carry, present or absent alike.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """`TreeLayout`: where parameters live as data, and the questions that need nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

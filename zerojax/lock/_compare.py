@@ -1,7 +1,5 @@
 """What differs between two records of a step: what grew, what moved, what began to block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`StepRecord`: what a compiled step holds and moves on one device; a lock file is JSON of them."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json
@@ -78,7 +76,7 @@ class StepRecord:
         compiled: jax.stages.Compiled | Program,
         devices: Sequence[Any],
         versions: Mapping[str, str] = MappingProxyType({}),
-    ) -> StepRecord:
+    ) -> "StepRecord":
         """Read a step that was compiled for some devices.
 
         Args:

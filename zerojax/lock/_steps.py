@@ -1,7 +1,5 @@
 """Functions that give the step to be checked, found in a file of the user's."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence

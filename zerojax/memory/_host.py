@@ -1,7 +1,5 @@
 """The memory of the host that devices reach."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

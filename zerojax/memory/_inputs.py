@@ -1,7 +1,5 @@
 """A layer's input, the activation checkpoint: cut over an axis of the mesh while it waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

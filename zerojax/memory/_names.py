@@ -1,7 +1,5 @@
 """Layers of a traced function, what is carried from one to the next, and the names inside."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ is a layer's input, the paper's activation checkpoint.
 Source: arXiv 1910.02054, section 6.1 (Pa, Pa+cpu).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A plain JAX model: nothing in here imports zerojax, so a user's model needs no change."""
 
-from __future__ import annotations
-
 from . import gpt
 
 __all__ = ["gpt"]

@@ -1,7 +1,5 @@
 """What a GPT is made of: sizes and choices, presets by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

@@ -11,8 +11,6 @@ so that the same model runs on one device.
 Source: Megatron-LM, arXiv 1909.08053 section 3.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

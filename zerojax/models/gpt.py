@@ -9,8 +9,6 @@ activations are placed wherever a mesh with that axis is set: by `jax.set_mesh`,
 zerojax.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

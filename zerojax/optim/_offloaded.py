@@ -7,8 +7,6 @@ copies.
 Source: ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

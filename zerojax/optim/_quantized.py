@@ -5,8 +5,6 @@ row. The codes are of the moment's shape and the scales of its shape without the
 layout cuts both as it cuts the moment.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

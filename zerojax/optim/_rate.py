@@ -11,8 +11,6 @@ the traced update, as one of the scalars that its result is multiplied with last
       in (e,) }
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The optax wrapper: states on shards, updates computed on shards, for a loop of the user's own."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

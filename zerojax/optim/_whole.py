@@ -1,7 +1,5 @@
 """Updates whose optimizer needs whole matrices, on devices that own whole ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

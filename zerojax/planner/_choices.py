@@ -1,7 +1,5 @@
 """What a search goes through, and what it found."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 

@@ -3,8 +3,6 @@
 A traced loss tells. Of shapes alone nothing is counted but parameters and gradients, which is said.
 """
 
-from __future__ import annotations
-
 import functools
 
 from zerojax.planner._setting import Setting

@@ -1,7 +1,5 @@
 """How devices are shared out: shards, groups of shards, model parallelism."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`plan`: what a training step will hold, move and take, before anything runs."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

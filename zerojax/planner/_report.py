@@ -1,7 +1,5 @@
 """`Plan`: what a step will hold, move and take; it prints as tables."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`search_plans`: every way to lay a step out on some devices, ranked by time under a limit."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The setting of a step: model states on a mesh that has sizes and no devices, and its recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from functools import cached_property

@@ -9,8 +9,6 @@ max(6, 2) = 6 ms; with half of it hidden, the step takes 13 ms.
 Source: Williams et al., "Roofline", CACM 52(4), 2009.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import tomllib

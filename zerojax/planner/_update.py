@@ -7,8 +7,6 @@ Example: an all-to-all of fp32 [8, 1000] over 8 devices moves 7,000 elements, 28
 cond that gives owners different matrices the branch with the most products counts: the busiest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

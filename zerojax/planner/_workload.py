@@ -1,7 +1,5 @@
 """What is planned: a model, and what devices compute of it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Do all processes do the same, and end before the same step? What differs is named on all."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 So they meet at the coordinator's address before jax listens there; process 0 counts who has come.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

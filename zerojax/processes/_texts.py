@@ -3,8 +3,6 @@
 Collectives of devices can do neither: they wait for ever, and must run in one order everywhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
@@ -16,7 +14,7 @@ import jax
 
 #: Seconds to wait for the others, who may still read data, trace a program or write to a disk.
 WORK = 20 * 60.0
-_rounds: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+_rounds: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
 class ProcessError(RuntimeError):

@@ -5,8 +5,6 @@ writes a sign of life to the coordinator every few seconds, and reads there whet
 failed. Whoever learns so says it in one line and ends, whatever its main thread waits for.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

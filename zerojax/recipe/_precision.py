@@ -1,7 +1,5 @@
 """Dtypes of mixed-precision training, and the scale of an fp16 loss."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import MappingProxyType
@@ -119,7 +117,7 @@ class Precision:
         return {name: x.name if isinstance(x, jnp.dtype) else x for name, x in held.items()}
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Precision:
+    def from_dict(cls, given: dict[str, Any]) -> "Precision":
         """Read what `to_dict` returned."""
         scale = given.get("loss_scale")
         return cls(**given | {"loss_scale": scale and DynamicLossScale(**scale)})

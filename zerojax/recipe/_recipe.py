@@ -1,7 +1,5 @@
 """`Recipe`: how a step is computed, decided once as plain data."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal, get_args
@@ -179,7 +177,7 @@ class Recipe:
         return dataclasses.asdict(self) | {"precision": self.precision.to_dict()}
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Recipe:
+    def from_dict(cls, given: dict[str, Any]) -> "Recipe":
         """Read what `to_dict` returned, from JSON or not.
 
         Raises:

@@ -1,7 +1,5 @@
 """What the backward pass computes again, keeps, partitions or fetches from the host."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal, get_args
 

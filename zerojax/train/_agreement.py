@@ -1,7 +1,5 @@
 """What the processes of a run compare before the first state is made, and before a first step."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import zlib

@@ -1,7 +1,5 @@
 """What a step refuses, each with what is expected: states, batches, and what a loss returns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The first state of a training: born sharded, or as shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The user's loss as the step calls it: what it asks for, and what it returns."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -52,7 +50,7 @@ class Loss:
             raise ValueError(f"the model_state that loss_fn returns is not as it was given: {text}")
         return loss, aux, new
 
-    def without_noise(self) -> Loss:
+    def without_noise(self) -> "Loss":
         """Return the loss that does not ask for a key where it can do without one."""
         parameters = _parameters(self.function) if "key" in self.asks else {}
         if "key" not in parameters or parameters["key"].default is inspect.Parameter.empty:

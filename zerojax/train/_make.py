@@ -1,7 +1,5 @@
 """What makes a train step of a loss, and refuses what can't be one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

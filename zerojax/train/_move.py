@@ -1,7 +1,5 @@
 """A train state from one layout to another, in memory, leaf by leaf."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

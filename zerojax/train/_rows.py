@@ -1,7 +1,5 @@
 """Which rows of a batch a process hands to the step, and how they become global arrays."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What scales gradients: casts, norms and clipping, and the loss scale of one step and the next."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """The train state, and the logical leaves in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -47,7 +45,7 @@ class Stored:
         return ((UNNAMED, self._tree),), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Stored:
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Stored":
         """Hold a tree again."""
         return cls(children[0])
 

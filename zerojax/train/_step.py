@@ -1,7 +1,5 @@
 """The compiled train step."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The optimizer's part of a step, whether its states live on the device or with the host."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

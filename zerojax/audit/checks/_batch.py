@@ -1,7 +1,5 @@
 """Checks of examples: every device has its own, and every leaf learns of those of all devices."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks of the dtypes in which weights are gathered and gradients reduced."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax.numpy as jnp

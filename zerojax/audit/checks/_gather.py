@@ -1,7 +1,5 @@
 """Checks of when stage 3 gathers: layer by layer, and again for the backward pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks of what loops carry whole: sums and stacks of gradients."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

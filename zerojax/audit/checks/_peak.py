@@ -1,7 +1,5 @@
 """Check of the peak: how many layers' weights and gradients are whole at one time."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

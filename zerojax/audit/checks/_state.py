@@ -1,7 +1,5 @@
 """Checks of the states: where they live, in which dtype, whose buffers they take and give."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any

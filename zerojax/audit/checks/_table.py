@@ -1,7 +1,5 @@
 """The table of checks, and that of notes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Checks of what moves: whether ZeRO needs it, and whether the step waits for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks of how much moves, beside the stage's formula."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

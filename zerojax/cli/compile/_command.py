@@ -1,7 +1,5 @@
 """`zerojax compile`: compile, audit, show."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -32,7 +30,7 @@ class CompileResult:
     shortage: DoesNotFit | None
 
     @classmethod
-    def of(cls, request: CompileRequest, program: Program) -> CompileResult:
+    def of(cls, request: CompileRequest, program: Program) -> "CompileResult":
         """Audit a compiled program and hold it against the memory of a device."""
         step, memory = request.step, request.memory
         report = audit(program, step.layout, step.recipe)

@@ -1,7 +1,5 @@
 """What `zerojax compile` was asked, checked before anything is compiled."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`zerojax plan`: ask the planner, show."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

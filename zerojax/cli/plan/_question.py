@@ -1,7 +1,5 @@
 """What `zerojax plan` was asked, checked, and put to the planner."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

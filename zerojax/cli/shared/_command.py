@@ -4,8 +4,6 @@ What reads a request raises ValueError or OSError where the user asked for what 
 one line with the remedy; `refusing` ends the command with it.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """The devices that a command runs on, and the files that it reads and writes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The optimizers that the command line names, as optax makes them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Container
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The options of a step: the model, what is partitioned and how it is computed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Literal

@@ -1,7 +1,5 @@
 """What the screens of the commands have in common: facts, titles, long tasks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

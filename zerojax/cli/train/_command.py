@@ -1,7 +1,5 @@
 """`zerojax train`: the loop of steps, evaluations and checkpoints, and an orderly end."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

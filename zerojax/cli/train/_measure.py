@@ -1,7 +1,5 @@
 """What a run takes of its devices, where they say."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The options of `zerojax train`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path
@@ -126,7 +124,7 @@ class TrainOptions(BuiltStepOptions):
         """Return what a checkpoint keeps, fit for JSON."""
         return self.to_dict(*OF_ONE_RUN)
 
-    def taking_up(self, kept: dict[str, Any]) -> TrainOptions:
+    def taking_up(self, kept: dict[str, Any]) -> "TrainOptions":
         """Take the options of an earlier run, apart from those that were given now."""
         open_ = self.kept().keys() - self.given
         taken = {name: x for name, x in kept.items() if name in open_}

@@ -1,7 +1,5 @@
 """What a run of `zerojax train` is made of, checked before anything is computed."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

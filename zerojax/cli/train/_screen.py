@@ -1,7 +1,5 @@
 """What `zerojax train` shows, and what it keeps in metrics.jsonl."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The signals that end a run: at once, or in order and on all of its processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from types import FrameType
@@ -43,7 +41,7 @@ class Signals:
         told = gather_texts("signals", " ".join(map(str, self.seen)))
         return {int(number) for number in " ".join(told).split()}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         caught = MESSAGES.keys() - ({signal.SIGHUP} if under_nohup else set())
         self._before = {number: signal.signal(number, self._handle) for number in caught}

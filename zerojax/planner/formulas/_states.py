@@ -4,8 +4,6 @@ Where the formula meets a real model (leaves that no shard divides, other optimi
 layout counts, or a plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from zerojax._arguments import as_count

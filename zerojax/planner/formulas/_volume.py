@@ -8,8 +8,6 @@ Source: arXiv 1910.02054, section 7; a ring moves (n-1)/n of a tensor for a gath
 reduce-scatter over n devices, and twice that for an all-reduce (Patarasuk and Yuan, 2009).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Collection

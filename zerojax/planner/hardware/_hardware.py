@@ -4,8 +4,6 @@
 What a program reaches of them is for a plan to say, not for this table.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import tomllib

@@ -4,8 +4,6 @@ Latency is left out, so what is said of small tensors is too good. A device of e
 receives at the same time, as all of a mesh does in a step of ZeRO.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -27,11 +25,11 @@ class Seconds:
     fast: float = 0.0  # those within a domain: a node, a slice
     slow: float = 0.0  # those between domains
 
-    def __add__(self, other: Seconds) -> Seconds:
+    def __add__(self, other: "Seconds") -> "Seconds":
         """Add the times of one collective after another."""
         return Seconds(self.fast + other.fast, self.slow + other.slow)
 
-    def __mul__(self, times: float) -> Seconds:
+    def __mul__(self, times: float) -> "Seconds":
         """Multiply, as the time of a tensor so many times as large."""
         return Seconds(self.fast * times, self.slow * times)
 

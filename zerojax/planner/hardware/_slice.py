@@ -1,7 +1,5 @@
 """The slice of a torus: its shape, and how mesh axes lie along its dims."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -4,8 +4,6 @@ A `Network` knows the mesh that a plan is made for. A compiled program names the
 group, and devices know their places: node and number, or coordinates on a torus.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

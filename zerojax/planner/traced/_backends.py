@@ -1,7 +1,5 @@
 """The few ways in which compilers depart from the plain rules, read off compiled programs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

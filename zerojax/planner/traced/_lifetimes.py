@@ -13,8 +13,6 @@ Example: `y = x @ w; z = sin(y) + 1; u = z @ v` runs as three launches on a GPU:
 On a TPU the second one is merged into the third, which then reads y.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -35,7 +33,7 @@ class Part(NamedTuple):
     leaf: int  # which parameter, in flattening order
     share: float = 1.0  # of its elements
 
-    def sliced(self, outer: Value, inner: Value) -> Part:
+    def sliced(self, outer: Value, inner: Value) -> "Part":
         """Return what one iteration sees of a value."""
         elements = self.share * math.prod(inner.shape)
         return Part(self.leaf, elements / max(math.prod(outer.shape), 1))
@@ -54,10 +52,10 @@ class Launch(NamedTuple):
     dies: tuple[int, ...]  # values that are freed after it
     takes_over: tuple[int, ...]  # those of them whose buffers its results may take
     reads: frozenset[int]  # buffers and parameters that it reads
-    bodies: tuple[Lifetimes, ...]  # of a loop, or the branches of a cond
+    bodies: "tuple[Lifetimes, ...]"  # of a loop, or the branches of a cond
 
 
-def lifetimes_of(program: Operations, num_leaves: int, platform: str) -> Lifetimes:
+def lifetimes_of(program: Operations, num_leaves: int, platform: str) -> "Lifetimes":
     """Analyse `loss, *gradients = f(*parameters, *batch)` as a platform runs it."""
     outputs = program.outputs[1 : 1 + num_leaves]
     parameters = {v: Part(n) for n, v in enumerate(program.inputs[:num_leaves])}
@@ -130,7 +128,7 @@ class Lifetimes:
             launches.append(Launch(t, op, results, gone + unread, taken, read, bodies))
         return tuple(launches)
 
-    def _bodies(self, op: Op) -> Iterator[Lifetimes]:
+    def _bodies(self, op: Op) -> "Iterator[Lifetimes]":
         """Go into a loop, or the branches of a cond, with what of a parameter is seen there."""
         values = self.program.values
         for body in op.bodies:

@@ -14,8 +14,6 @@ Example: `w -> sum(sin(x @ w))` for x of n rows of 4 fp32 numbers, w of 4 x 2:
     4      []       4         reduce_sum, a reduction
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -53,7 +51,7 @@ class Op:
     kind: str
     inputs: tuple[int | None, ...]  # indices of values; None for a literal
     outputs: tuple[int, ...]  # indices of values
-    bodies: tuple[Operations, ...] = ()  # of a scan, a while loop or the branches of a cond
+    bodies: "tuple[Operations, ...]" = ()  # of a scan, a while loop or the branches of a cond
     length: Line = Line(1.0)  # how often a scan runs; of a while loop nobody knows, and 1 is taken
     num_consts: int = 0  # of a scan
     num_carry: int = 0

@@ -6,8 +6,6 @@ logits' gradient waits for the end of the backward pass; and a layer's softmax i
 behind the gradient of the scores, which lie there twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 

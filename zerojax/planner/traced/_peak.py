@@ -13,8 +13,6 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
     dw = x.T @ dy              w, x, loss, dy, dw                  388    the peak
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Reads a jaxpr, traced for two numbers of examples, into `Operations`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

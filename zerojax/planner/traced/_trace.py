@@ -1,7 +1,5 @@
 """A loss traced for planning: its gradient as `Operations`, for any number of examples."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cached_property
 from typing import Any

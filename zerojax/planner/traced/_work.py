@@ -1,7 +1,5 @@
 """What operations do: products, traffic with the memory, and the time of both. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,7 +24,7 @@ class Work(NamedTuple):
     @classmethod
     def of(
         cls, flops: float, hbm_bytes: float, hardware: Hardware, *, is_wide: bool = False
-    ) -> Work:
+    ) -> "Work":
         """Make the work of one operation; `is_wide` where its products are in fp32."""
         computing = flops / (hardware.flops_fp32 if is_wide else hardware.flops)
         moving = hbm_bytes / hardware.hbm_bandwidth
@@ -34,11 +32,11 @@ class Work(NamedTuple):
         return cls(flops, computing, moving, longer + hardware.launch * (longer > 0))
 
     @classmethod
-    def total(cls, parts: Iterable[Work]) -> Work:
+    def total(cls, parts: Iterable["Work"]) -> "Work":
         """Add up the work of operations one after another."""
         return cls(*map(sum, zip(*parts, strict=True)))
 
-    def times(self, count: float) -> Work:
+    def times(self, count: float) -> "Work":
         """Multiply, as for a loop."""
         return Work(*(count * part for part in self))
 
