@@ -20,13 +20,7 @@ from zerojax.planner import (
     search_plans,
 )
 from zerojax.recipe import DynamicLossScale, Precision, Recipe, RematPolicy
-from zerojax.train import (
-    TrainState,
-    TrainStep,
-    make_train_step,
-    move,
-    unpad,
-)
+from zerojax.train import TrainState, TrainStep, make_train_step, move, unpad
 
 __all__ = [
     "AuditError",

@@ -9,15 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.audit.audit_programs import (
-    WIDTH,
-    compile_step,
-    kinds,
-    mse,
-    only,
-    pair_loss,
-    shapes_of,
-)
+from tests.audit.audit_programs import WIDTH, compile_step, kinds, mse, only, pair_loss, shapes_of
 from zerojax.audit import audit
 
 SHAPES = {

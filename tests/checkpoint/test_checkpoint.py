@@ -16,13 +16,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax import Precision
 from zerojax._tree import unwrapped
-from zerojax.checkpoint import (
-    Checkpoints,
-    find_checkpoints,
-    read_manifest,
-    restore,
-    save,
-)
+from zerojax.checkpoint import Checkpoints, find_checkpoints, read_manifest, restore, save
 from zerojax.train import TrainState
 
 MIXED = Precision(params=jnp.bfloat16, master=jnp.float32)

@@ -14,11 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from tests.cli.running import COMMAND
-from zerojax.checkpoint import (
-    IncompatibleCheckpointError,
-    import_safetensors,
-    save,
-)
+from zerojax.checkpoint import IncompatibleCheckpointError, import_safetensors, save
 from zerojax.cli import main
 
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)

@@ -15,10 +15,9 @@ from jax.sharding import AxisType
 
 from zerojax import aot
 from zerojax.aot import _compile as compile_module
+from zerojax.cli import _compile as command
 from zerojax.cli import main
-from zerojax.cli.compile import _command as command
-from zerojax.cli.compile import _request as request
-from zerojax.cli.compile._request import CompileOptions, read_requests
+from zerojax.cli._compile import CompileOptions, read_requests
 from zerojax.models import _gpt_config, gpt
 from zerojax.planner import find_hardware
 
@@ -39,7 +38,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        request,
+        command,
         "topology_mesh",
         lambda name, axes: jax.make_mesh(
             tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
@@ -116,7 +115,7 @@ def test_a_topology_has_to_be_named(capfd):
     importlib.util.find_spec("libtpu") is not None, reason="the compiler is installed here"
 )
 def test_a_missing_compiler_names_the_pip_command(monkeypatch, capfd):
-    monkeypatch.setattr(request, "topology_mesh", aot.topology_mesh)
+    monkeypatch.setattr(command, "topology_mesh", aot.topology_mesh)
     assert main(["compile", "--topology", "v6e:2x4"]) == 2
     err = capfd.readouterr().err
     assert 'pip install "jax[tpu]==' in err
@@ -176,7 +175,7 @@ def zerojax_problem():
 
 
 def test_the_exit_status_is_1_where_the_program_does_not_fit_with_the_figure(monkeypatch, capsys):
-    monkeypatch.setattr(request, "find_hardware", lambda chip: with_memory(2**20 // 8))
+    monkeypatch.setattr(command, "find_hardware", lambda chip: with_memory(2**20 // 8))
     assert main(ASKED) == 1
     out, err = capsys.readouterr()
     needs = r"does not fit: it needs [\d.]+ GiB of a device's 0.00 GiB, [\d.]+ GiB too much"
@@ -239,7 +238,7 @@ def test_a_program_that_a_device_does_not_hold_is_short_of_memory(monkeypatch):
     peak = command.CompileResult.of(read_requests(options())[0], program).peak or 0
     for memory in (2 * peak, peak - 1):
         monkeypatch.setattr(
-            request, "find_hardware", lambda chip, memory=memory: with_memory(memory)
+            command, "find_hardware", lambda chip, memory=memory: with_memory(memory)
         )
         answer = command.CompileResult.of(read_requests(options())[0], program)
         assert (answer.shortage is None) == (memory >= peak)

@@ -14,7 +14,7 @@ from tests.cli.running import NUM_BYTES, QUICK
 from tests.texts import prose, save_tokenizer
 from zerojax.checkpoint import read_manifest
 from zerojax.cli import main
-from zerojax.cli.train._measure import measure
+from zerojax.cli.train._screen import measure
 from zerojax.data import Tokenizer
 from zerojax.models import gpt
 from zerojax.planner import HARDWARE

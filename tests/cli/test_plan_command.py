@@ -22,7 +22,7 @@ from tests.cli.plan_requests import FIGURE_1, TINY
 from tests.planner import paper
 from zerojax._display import BINARY, DECIMAL, amount, binary, unit_for
 from zerojax.cli import main
-from zerojax.cli.plan._question import PlanOptions, PlanQuestion
+from zerojax.cli._plan import PlanOptions, PlanQuestion
 from zerojax.cli.shared._optimizers import OPTIMIZERS
 from zerojax.models import gpt
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.plan_requests import TINY
 from zerojax.cli import main
-from zerojax.cli.plan._question import PlanOptions, PlanQuestion
+from zerojax.cli._plan import PlanOptions, PlanQuestion
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 from tests.cli.running import TEXT, enter
 from tests.texts import roundings
 from zerojax.checkpoint import read_manifest
-from zerojax.cli import main
-from zerojax.cli.compile import _request as request
+from zerojax.cli import _compile, main
 from zerojax.cli.shared._options import BuiltStepOptions as options
 from zerojax.cli.train._options import TrainOptions
 from zerojax.memory import _host
@@ -34,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     folder = enter(tmp_path, monkeypatch)
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        request,
+        _compile,
         "topology_mesh",
         lambda name, axes: jax.make_mesh(
             tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)

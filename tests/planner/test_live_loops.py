@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.planner.live_programs import WIDE, N, handmade, peak, shape
-from zerojax.planner.traced import (
-    Sharing,
-    Trace,
-    checkpoint_bytes,
-    lifetimes_of,
-)
+from zerojax.planner.traced import Sharing, Trace, checkpoint_bytes, lifetimes_of
 
 
 def layers(params, x):

@@ -5,15 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from tests.planner.plans import (
-    PA,
-    TOKENS,
-    WIDTH,
-    first_word,
-    plan_mix,
-    plan_shapes,
-    shape,
-)
+from tests.planner.plans import PA, TOKENS, WIDTH, first_word, plan_mix, plan_shapes, shape
 from zerojax import RematPolicy
 
 

@@ -20,27 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
-from zerojax.checkpoint._files import (
-    REMOVED,
-    FileDigest,
-    digest_files,
-    local_path,
-    remove,
-    sync,
-)
-from zerojax.checkpoint._leaves import (
-    check_placement,
-    named_tuples,
-    placed_leaves,
-    saved_leaves,
-)
-from zerojax.checkpoint._manifest import (
-    ARRAYS,
-    MANIFEST,
-    Manifest,
-    to_text,
-    write_manifest,
-)
+from zerojax.checkpoint._files import REMOVED, FileDigest, digest_files, local_path, remove, sync
+from zerojax.checkpoint._leaves import check_placement, named_tuples, placed_leaves, saved_leaves
+from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, to_text, write_manifest
 from zerojax.checkpoint._orbax import Writing, require_orbax
 from zerojax.layout import Layout, check_layout
 from zerojax.processes import agree, check_copies, gather_texts, together

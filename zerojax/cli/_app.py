@@ -10,10 +10,10 @@ from zerojax._extras import MissingExtra
 from zerojax._version import __version__
 from zerojax.cli._check import check, diff
 from zerojax.cli._checkpoint import checkpoint
+from zerojax.cli._compile import compile_
 from zerojax.cli._doctor import doctor
 from zerojax.cli._launch import launch
-from zerojax.cli.compile._command import compile_
-from zerojax.cli.plan._command import plan
+from zerojax.cli._plan import plan
 from zerojax.cli.shared._command import INTERRUPTED, Failure
 from zerojax.cli.train._command import train
 from zerojax.processes import fail

@@ -16,8 +16,15 @@ from zerojax._display import binary
 from zerojax.aot import DoesNotFit, compile_step, parse_topology
 from zerojax.aot import topology_mesh as make_topology_mesh
 from zerojax.audit import Problem, Program, audit
-from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
-from zerojax.cli.shared._screen import Screen
+from zerojax.cli.shared._command import (
+    CommandOptions,
+    Failure,
+    Screen,
+    argument,
+    command,
+    option,
+    refusing,
+)
 from zerojax.lock import (
     CheckedStep,
     Difference,

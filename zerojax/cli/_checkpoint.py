@@ -11,16 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import make_table
-from zerojax.checkpoint import (
-    Manifest,
-    export_safetensors,
-    parts,
-    read_manifest,
-    verify,
+from zerojax.checkpoint import Manifest, export_safetensors, parts, read_manifest, verify
+from zerojax.cli.shared._command import (
+    CommandOptions,
+    Failure,
+    Screen,
+    argument,
+    command,
+    option,
+    refusing,
 )
-from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option, refusing
 from zerojax.cli.shared._machine import find_checkpoint, list_checkpoints
-from zerojax.cli.shared._screen import Screen
 
 #: Columns where there is no terminal to say how many.
 WIDTH = 120

@@ -17,9 +17,8 @@ from rich.text import Text
 
 import zerojax
 from zerojax.aot import has_accelerators, version_of
-from zerojax.cli.shared._command import CommandOptions, Failure, command
+from zerojax.cli.shared._command import CommandOptions, Failure, Screen, command
 from zerojax.cli.shared._machine import find_devices, memory_per_device
-from zerojax.cli.shared._screen import Screen
 from zerojax.models import gpt
 
 PACKAGES = (

@@ -12,16 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import (
-    CALLS,
-    bind_here,
-    bodies,
-    depending,
-    opened,
-    run,
-    run_bodies,
-    variables,
-)
+from zerojax._jaxpr import CALLS, bind_here, bodies, depending, opened, run, run_bodies, variables
 from zerojax._traced import Slice, Traced
 from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape

@@ -5,16 +5,7 @@ from collections.abc import Callable, Iterator
 
 from zerojax.audit import _host
 from zerojax.audit._evidence import Evidence, Problem
-from zerojax.audit.checks import (
-    _batch,
-    _dtype,
-    _gather,
-    _memory,
-    _peak,
-    _state,
-    _traffic,
-    _volume,
-)
+from zerojax.audit.checks import _batch, _dtype, _gather, _memory, _peak, _state, _traffic, _volume
 
 #: Every kind of problem and the function that looks for it.
 CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {

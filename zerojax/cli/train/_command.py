@@ -15,10 +15,9 @@ from zerojax import charts
 from zerojax.checkpoint import PendingSave
 from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
 from zerojax.cli.shared._machine import CHECKPOINTS
-from zerojax.cli.train._measure import measure
 from zerojax.cli.train._options import TrainOptions
 from zerojax.cli.train._run import TrainRun, evaluate, sole_run, take_up
-from zerojax.cli.train._screen import Metrics, TrainScreen
+from zerojax.cli.train._screen import Metrics, TrainScreen, measure
 from zerojax.cli.train._signals import LOSSES, Signals
 from zerojax.processes import ProcessError, agree, has_started, initialize, leave
 

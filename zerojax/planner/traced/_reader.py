@@ -6,15 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from zerojax._jaxpr import (
-    OPAQUE,
-    bodies,
-    called,
-    num_products,
-    num_summed,
-    opened,
-    scan_parts,
-)
+from zerojax._jaxpr import OPAQUE, bodies, called, num_products, num_summed, opened, scan_parts
 from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
 #: Kinds of operations by how their primitives' names begin.

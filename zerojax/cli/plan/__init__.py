@@ -1,1 +1,0 @@
-"""`zerojax plan`."""
