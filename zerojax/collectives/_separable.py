@@ -100,9 +100,13 @@ def _constant(one: Any, two: Any) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Goes through the two traces side by side."""
+    """Goes through the two traces side by side.
 
-    num_examples: int  # of the first
+    Attributes:
+        num_examples: of the first.
+    """
+
+    num_examples: int
 
     def run(self, one: Any, two: Any, values: Sequence[Value]) -> list[Value]:
         """Return what is known of a program's results, from what is known of its inputs."""

@@ -40,16 +40,23 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Description(Shown):
-    """The placement of every leaf."""
+    """The placement of every leaf.
 
-    title: str  # stage, mesh and axis in one line
-    # one per parameter; leaves of the optimizer that belong to none are a row of their own
+    Attributes:
+        title: stage, mesh and axis in one line.
+        rows: one per parameter; leaves of the optimizer that belong to none are a row of their own.
+        bytes: bytes per device by kind, and their total.
+        theory: the same by the stage's formula, whole / N for what the stage partitions.
+        padding: bytes per device that padding adds.
+        notes: rules that matched nothing, leaves that stay whole.
+    """
+
+    title: str
     rows: tuple[Row, ...]
-    bytes: dict[str, int]  # bytes per device by kind, and their total
-    # the same by the stage's formula, whole / N for what the stage partitions
+    bytes: dict[str, int]
     theory: dict[str, int]
-    padding: int  # bytes per device that padding adds
-    notes: tuple[str, ...]  # rules that matched nothing, leaves that stay whole
+    padding: int
+    notes: tuple[str, ...]
 
     @property
     def _summary(self) -> str:

@@ -77,6 +77,8 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     check_layout(layout, "apply_updates(params, updates, layout)")
 
     def add(params: PyTree, updates: PyTree) -> PyTree:
+        if layout.platform == "cpu":  # XLA gathers the updates there, whatever is made of them
+            return in_layout_of_params(optax.apply_updates(params, updates), layout)
         sums = optax.apply_updates(shard_tree(params, layout), shard_tree(updates, layout))
         if layout.partitions("parameter"):
             return in_layout_of_params(sums, layout)
