@@ -22,17 +22,11 @@ from zerojax._jaxpr import (
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """The equations that some results need.
+    """The equations that some results need."""
 
-    Attributes:
-        inputs: what has to be given: inputs of the whole, and shared scalars.
-        eqns: in order.
-        outputs: the results; literals may be among them.
-    """
-
-    inputs: tuple[Any, ...]
-    eqns: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    inputs: tuple[Any, ...]  # what has to be given: inputs of the whole, and shared scalars
+    eqns: tuple[Any, ...]  # in order
+    outputs: tuple[Any, ...]  # the results; literals may be among them
 
     def run(self, values: Sequence[Any], step: EquationRunner = bind) -> list[Any]:
         """Run the equations; `step(eqn, operands)` runs one."""

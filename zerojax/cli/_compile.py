@@ -94,15 +94,12 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
 
 @dataclasses.dataclass(frozen=True)
 class CompileResult:
-    """The answer for one stage.
-
-    Attributes:
-        report: the audit of the program; None where the compiler refused it for its memory.
-        shortage: what the program lacks, by the compiler or by its peak; None where it fits.
-    """
+    """The answer for one stage."""
 
     request: CompileRequest
+    # the audit of the program; None where the compiler refused it for its memory
     report: AuditReport | None
+    # what the program lacks, by the compiler or by its peak; None where it fits
     shortage: DoesNotFit | None
 
     @classmethod

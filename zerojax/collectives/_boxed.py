@@ -31,15 +31,10 @@ from zerojax.layout import Entries, Layout, LeafLayout, as_spec
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["eqn"])
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """An equation that waits for the gather.
+    """An equation that waits for the gather."""
 
-    Attributes:
-        eqn: the equation, of one result.
-        operands: its inputs: scalars, other boxes, and None in the place of the box.
-    """
-
-    eqn: Any
-    operands: tuple[Any, ...]
+    eqn: Any  # the equation, of one result
+    operands: tuple[Any, ...]  # its inputs: scalars, other boxes, and None in the place of the box
 
 
 @functools.partial(
@@ -49,21 +44,14 @@ class Recorded:
 )
 @dataclasses.dataclass(frozen=True)
 class Boxed:
-    """A parameter that has not been used yet; a pytree, so that it passes every boundary of JAX.
+    """A parameter that has not been used yet; a pytree, so that it passes every boundary of JAX."""
 
-    Attributes:
-        value: the logical array, in global view; where parameters are partitioned, cut along `dim`.
-        entries: the user's mesh axes per dim.
-        dim: the partitioned dim; None where the leaf stays whole.
-        path: for messages.
-        recorded: equations that wait for the gather, in order.
-    """
-
+    # the logical array, in global view; where parameters are partitioned, cut along `dim`
     value: jax.Array
-    entries: Entries
-    dim: int | None
-    path: str
-    recorded: tuple[Recorded, ...] = ()
+    entries: Entries  # the user's mesh axes per dim
+    dim: int | None  # the partitioned dim; None where the leaf stays whole
+    path: str  # for messages
+    recorded: tuple[Recorded, ...] = ()  # equations that wait for the gather, in order
 
     @property
     def dtype(self) -> Any:
@@ -101,16 +89,11 @@ class Boxed:
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """How parameters are boxed and opened.
+    """How parameters are boxed and opened."""
 
-    Attributes:
-        layout: the placement.
-        reduce_dtype: dtype in which gradients are summed over devices; None is their own.
-        gather_dtype: int8 or float8_e4m3fn, in which weights are gathered; None is their own.
-    """
-
-    layout: Layout
-    reduce_dtype: Any = None
+    layout: Layout  # the placement
+    reduce_dtype: Any = None  # dtype in which gradients are summed over devices; None is their own
+    # int8 or float8_e4m3fn, in which weights are gathered; None is their own
     gather_dtype: Any = None
 
     @property

@@ -42,19 +42,14 @@ from zerojax.layout import as_spec
 )
 @dataclasses.dataclass(frozen=True)
 class Copied:
-    """A weight of which uses that take examples read a copy per device.
+    """A weight of which uses that take examples read a copy per device."""
 
-    Attributes:
-        box: for any other use.
-        origin: the parameter, and all equations between it and `box` as recorded ones.
-        sums: zeros whose gradient is that of the copies: [devices along the batch axes, *shape of
-            the parameter].
-        whole: the parameter's copies, if they are gathered already; like `sums`, and linked to it.
-    """
-
-    box: Boxed
-    origin: Boxed
+    box: Boxed  # for any other use
+    origin: Boxed  # the parameter, and all equations between it and `box` as recorded ones
+    # zeros whose gradient is that of the copies: [devices along the batch axes, *shape of the
+    # parameter]
     sums: jax.Array
+    # the parameter's copies, if they are gathered already; like `sums`, and linked to it
     whole: jax.Array | None = None
 
     def gathered(self, opening: Opening) -> "Copied":

@@ -43,24 +43,18 @@ _PICKS = frozenset(f"{_SAME} {_MOVES} add concatenate gather lt select_n".split(
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        outer: parts more major than examples in their dim, 1 for [examples * tokens]; None where
-            any would do.
-        degree: the power of the number of examples that it grows with.
-        pooled: whether it was made of all examples.
-        fresh: whether it comes from a key of the batch, of which each device has its own.
-        column: of an array of indices, the column that counts 0, 1, 2, ... examples; or None.
-        zero: whether it is nothing but zeros.
-    """
-
+    # parts more major than examples in their dim, 1 for [examples * tokens]; None where any would
+    # do
     outer: int | None = None
-    degree: float = 0.0
-    pooled: bool = False
+    degree: float = 0.0  # the power of the number of examples that it grows with
+    pooled: bool = False  # whether it was made of all examples
+    # whether it comes from a key of the batch, of which each device has its own
     fresh: bool = False
+    # of an array of indices, the column that counts 0, 1, 2, ... examples; or None
     column: int | None = None
-    zero: bool = False
+    zero: bool = False  # whether it is nothing but zeros
 
 
 class Refused(Exception):

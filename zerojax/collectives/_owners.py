@@ -29,16 +29,11 @@ OWNERS = "matrices_to_owners"
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How one row of a value is cut: [1009, 64] in 8 along dim 0, padded to [1016, 64].
+    """How one row of a value is cut: [1009, 64] in 8 along dim 0, padded to [1016, 64]."""
 
-    Attributes:
-        shape: of the row.
-        dtype: of its elements.
-        cuts: per mesh axis its name, its size and the dim that it cuts, in the order of the owners.
-    """
-
-    shape: Shape
-    dtype: Any
+    shape: Shape  # of the row
+    dtype: Any  # of its elements
+    # per mesh axis its name, its size and the dim that it cuts, in the order of the owners
     cuts: tuple[tuple[str, int, int], ...]
 
     @property
@@ -88,21 +83,14 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Matrices of one kind, on which the same is computed.
+    """Matrices of one kind, on which the same is computed."""
 
-    Attributes:
-        run: `run(values, shared)` computes some rows whole.
-        ins: how the values that move are cut.
-        outs: how the results are.
-        values: what moves, `[rows, *shape]` each.
-        shared: what all rows need, and every device has.
-    """
-
+    # `run(values, shared)` computes some rows whole
     run: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]]
-    ins: tuple[Spread, ...]
-    outs: tuple[Spread, ...]
-    values: tuple[jax.Array, ...]
-    shared: tuple[jax.Array, ...]
+    ins: tuple[Spread, ...]  # how the values that move are cut
+    outs: tuple[Spread, ...]  # how the results are
+    values: tuple[jax.Array, ...]  # what moves, `[rows, *shape]` each
+    shared: tuple[jax.Array, ...]  # what all rows need, and every device has
 
     @property
     def dtype(self) -> Any:

@@ -205,19 +205,13 @@ def _run_ahead(
 
 @dataclasses.dataclass(frozen=True)
 class _Halves:
-    """The body of a loop, cut where weights come out of their gathers.
+    """The body of a loop, cut where weights come out of their gathers."""
 
-    Attributes:
-        body: the program.
-        steps: the equation that counts each carried value on, `add i 1`; None for others.
-        gathers: the equations that gather what the next iteration uses.
-        barrier: the product before which they end; None where the loop reduces nothing.
-    """
-
-    body: Any
+    body: Any  # the program
+    # the equation that counts each carried value on, `add i 1`; None for others
     steps: Sequence[Any]
-    gathers: Sequence[Any]
-    barrier: Any
+    gathers: Sequence[Any]  # the equations that gather what the next iteration uses
+    barrier: Any  # the product before which they end; None where the loop reduces nothing
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
         """Return what the next iteration is given of what only counts."""

@@ -110,18 +110,14 @@ def gather_where_used(
 
 @dataclasses.dataclass(frozen=True)
 class _Retracer:
-    """Runs programs whose inputs may be boxes.
+    """Runs programs whose inputs may be boxes."""
 
-    Attributes:
-        opening: how boxes are opened.
-        saved: whether a function that the user rematerialises is around, so that what is gathered
-            here is not kept anyway.
-        looped: whether a scan is around; its forward and backward pass are loops of their own, so
-            that nothing of the one can be merged into the other.
-    """
-
-    opening: Opening
+    opening: Opening  # how boxes are opened
+    # whether a function that the user rematerialises is around, so that what is gathered here is
+    # not kept anyway
     saved: bool = False
+    # whether a scan is around; its forward and backward pass are loops of their own, so that
+    # nothing of the one can be merged into the other
     looped: bool = False
 
     def run(self, program: Any, args: Sequence[Any]) -> list[Any]:

@@ -100,13 +100,9 @@ def _constant(one: Any, two: Any) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Goes through the two traces side by side.
+    """Goes through the two traces side by side."""
 
-    Attributes:
-        num_examples: of the first.
-    """
-
-    num_examples: int
+    num_examples: int  # of the first
 
     def run(self, one: Any, two: Any, values: Sequence[Value]) -> list[Value]:
         """Return what is known of a program's results, from what is known of its inputs."""

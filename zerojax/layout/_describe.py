@@ -40,23 +40,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Description(Shown):
-    """The placement of every leaf.
+    """The placement of every leaf."""
 
-    Attributes:
-        title: stage, mesh and axis in one line.
-        rows: one per parameter; leaves of the optimizer that belong to none are a row of their own.
-        bytes: bytes per device by kind, and their total.
-        theory: the same by the stage's formula, whole / N for what the stage partitions.
-        padding: bytes per device that padding adds.
-        notes: rules that matched nothing, leaves that stay whole.
-    """
-
-    title: str
+    title: str  # stage, mesh and axis in one line
+    # one per parameter; leaves of the optimizer that belong to none are a row of their own
     rows: tuple[Row, ...]
-    bytes: dict[str, int]
+    bytes: dict[str, int]  # bytes per device by kind, and their total
+    # the same by the stage's formula, whole / N for what the stage partitions
     theory: dict[str, int]
-    padding: int
-    notes: tuple[str, ...]
+    padding: int  # bytes per device that padding adds
+    notes: tuple[str, ...]  # rules that matched nothing, leaves that stay whole
 
     @property
     def _summary(self) -> str:

@@ -23,15 +23,10 @@ MAX_DEVICES = 32
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Holders(Shown):
-    """What each device holds of some leaves.
+    """What each device holds of some leaves."""
 
-    Attributes:
-        axes: the mesh's sizes by axis.
-        leaves: in the layout's order.
-    """
-
-    axes: Mapping[str, int]
-    leaves: tuple[LeafLayout, ...]
+    axes: Mapping[str, int]  # the mesh's sizes by axis
+    leaves: tuple[LeafLayout, ...]  # in the layout's order
 
     def part(self, leaf: LeafLayout, kind: Kind, place: Mapping[str, int]) -> tuple[slice, ...]:
         """Return what the device at a place on the mesh, `{"data": 3}`, holds of a stored leaf."""

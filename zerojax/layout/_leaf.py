@@ -41,34 +41,25 @@ class LeafLayout:
     Example: `[1009, 64]` over eight devices along "data" is stored as `[1016, 64]`: `dim=0,
     axes={"optimizer": ("data",), ...}, parts={"optimizer": 8, ...}, stored_size=1016`, and a shard
     is `[127, 64]`.
-
-    Attributes:
-        path: the leaf's path, slash separated.
-        shape: logical shape.
-        dtype: dtype of the logical leaf.
-        entries: the user's own mesh axes per dim.
-        own_parts: the parts that the user's own axes cut the leaf into.
-        dim: the dim that ZeRO cuts; None where the leaf stays whole for every kind of tensor.
-        axes: the mesh axes that ZeRO adds to `dim`, major first, by the kinds of tensor that are
-            cut; the others have the user's axes alone.
-        parts: the parts that they cut it into, by the same kinds.
-        stored_size: the size of `dim`, padded to a multiple of all parts where that is needed.
-        stacked: number of leading layer dims.
-        reason: why the leaf is placed so, for people.
-        parameter: for a leaf of an optimizer state, the index of the parameter it belongs to.
     """
 
-    path: str
-    shape: Shape
-    dtype: Any
-    entries: Entries
-    reason: str
-    own_parts: int = 1
+    path: str  # the leaf's path, slash separated
+    shape: Shape  # logical shape
+    dtype: Any  # dtype of the logical leaf
+    entries: Entries  # the user's own mesh axes per dim
+    reason: str  # why the leaf is placed so, for people
+    own_parts: int = 1  # the parts that the user's own axes cut the leaf into
+    # the dim that ZeRO cuts; None where the leaf stays whole for every kind of tensor
     dim: int | None = None
+    # the mesh axes that ZeRO adds to `dim`, major first, by the kinds of tensor that are cut; the
+    # others have the user's axes alone
     axes: Mapping[Kind, Axes] = dataclasses.field(default_factory=dict, hash=False)
+    # the parts that they cut it into, by the same kinds
     parts: Mapping[Kind, int] = dataclasses.field(default_factory=dict, hash=False)
+    # the size of `dim`, padded to a multiple of all parts where that is needed
     stored_size: int = 0
-    stacked: int = 0
+    stacked: int = 0  # number of leading layer dims
+    # for a leaf of an optimizer state, the index of the parameter it belongs to
     parameter: int | None = None
 
     def spec(self, kind: Kind) -> P:

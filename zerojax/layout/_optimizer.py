@@ -22,16 +22,11 @@ _KINDS: frozenset[Kind] = frozenset({"optimizer"})
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerLayout:
-    """The placement of every leaf of an optimizer's state.
+    """The placement of every leaf of an optimizer's state."""
 
-    Attributes:
-        structure: the tree structure of `tx.init(params)`.
-        leaves: one `LeafLayout` per leaf of the state, in flattening order.
-        unmatched_rules: rules for the optimizer that matched no leaf of the state.
-    """
-
-    structure: TreeDef
-    leaves: tuple[LeafLayout, ...]
+    structure: TreeDef  # the tree structure of `tx.init(params)`
+    leaves: tuple[LeafLayout, ...]  # one `LeafLayout` per leaf of the state, in flattening order
+    # rules for the optimizer that matched no leaf of the state
     unmatched_rules: tuple[Rule, ...] = ()
 
     @property

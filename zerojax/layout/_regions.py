@@ -27,24 +27,16 @@ _SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """A part of an update that needs whole matrices.
+    """A part of an update that needs whole matrices."""
 
-    Attributes:
-        owner: the parameter whose update it is.
-        slice: its equations, inputs and results.
-        dims: the labels of all dims.
-        axes: the mesh axes that cut the leaf, those of ZeRO last.
-        names: the labels of dims that are cut, and the axes that cut them.
-        rows: the label along which rows are matrices of their own; None where the leaf is one.
-        moved: the inputs that are cut, or that rows differ in; the others are the same for all.
-    """
-
-    owner: int
-    slice: Slice
-    dims: Dims
-    axes: Axes
-    names: dict[int, Axes]
+    owner: int  # the parameter whose update it is
+    slice: Slice  # its equations, inputs and results
+    dims: Dims  # the labels of all dims
+    axes: Axes  # the mesh axes that cut the leaf, those of ZeRO last
+    names: dict[int, Axes]  # the labels of dims that are cut, and the axes that cut them
+    # the label along which rows are matrices of their own; None where the leaf is one
     rows: int | None
+    # the inputs that are cut, or that rows differ in; the others are the same for all
     moved: tuple[Any, ...]
 
     @property

@@ -30,14 +30,10 @@ LANES = 128  #: elements of a TPU tile along the minor dim
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What one collective may span on a kind of chip without becoming an all-reduce.
+    """What one collective may span on a kind of chip without becoming an all-reduce."""
 
-    Attributes:
-        num_dims: number of torus dims that it may always span.
-        sizes: devices along more dims than that, sorted, which were seen to work too.
-    """
-
-    num_dims: int
+    num_dims: int  # number of torus dims that it may always span
+    # devices along more dims than that, sorted, which were seen to work too
     sizes: frozenset[tuple[int, ...]] = frozenset()
 
 
@@ -62,37 +58,25 @@ OFFLOADS = frozenset({"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"})
 
 @dataclasses.dataclass(frozen=True)
 class Digit:
-    """A part of a mesh axis that runs along one torus dim.
+    """A part of a mesh axis that runs along one torus dim."""
 
-    Attributes:
-        axis: the mesh axis.
-        dim: the torus dim, of `DIMS`.
-        size: devices along it.
-        stride: places along the dim from one to the next, where a plan asks.
-    """
-
-    axis: str
-    dim: str
-    size: int
-    stride: int = 1
+    axis: str  # the mesh axis
+    dim: str  # the torus dim, of `DIMS`
+    size: int  # devices along it
+    stride: int = 1  # places along the dim from one to the next, where a plan asks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phases:
-    """In which phases shards are gathered and gradients reduced.
+    """In which phases shards are gathered and gradients reduced."""
 
-    Attributes:
-        mesh: the layout's mesh with Auto axes, cut so that every phase has axes of its own.
-        axes: axes of that mesh per phase, in the order of a reduction; gathers go the other way.
-        dims: the torus dims of each phase, where there are several: `(("x", "y"), ("z",))`.
-        reason: why there are several, or why there should be and are not.
-        cut: into which axes of `mesh` an axis of the layout's mesh was cut.
-    """
-
-    mesh: AnyMesh
+    mesh: AnyMesh  # the layout's mesh with Auto axes, cut so that every phase has axes of its own
+    # axes of that mesh per phase, in the order of a reduction; gathers go the other way
     axes: tuple[Axes, ...]
+    # the torus dims of each phase, where there are several: `(("x", "y"), ("z",))`
     dims: tuple[Axes, ...] = ()
-    reason: str = ""
+    reason: str = ""  # why there are several, or why there should be and are not
+    # into which axes of `mesh` an axis of the layout's mesh was cut
     cut: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
 
     def expand(self, axes: Iterable[str]) -> Axes:

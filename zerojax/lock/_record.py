@@ -49,25 +49,19 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What a compiled step holds and moves on one device.
+    """What a compiled step holds and moves on one device."""
 
-    Attributes:
-        versions: of what compiled it.
-        mesh: its axes and their sizes, those of one device left out.
-        leaves: arguments by path, layer numbers written as *.
-        moved: collectives by what they do: "all-gather bf16[1024,4096] over data".
-        totals: bytes of the peak, of arguments and of host memory, that are moved along each axis,
-            and of those that block; and the exposed share of the scheduled step. What
-            the compiler does not tell is left out.
-        theory: what ZeRO moves for arguments that lie as these, beside what is moved; in words. A
-            lock file leaves it out.
-    """
-
-    versions: Mapping[str, str]
-    mesh: Mapping[str, int]
-    leaves: Mapping[str, Leaf]
+    versions: Mapping[str, str]  # of what compiled it
+    mesh: Mapping[str, int]  # its axes and their sizes, those of one device left out
+    leaves: Mapping[str, Leaf]  # arguments by path, layer numbers written as *
+    # collectives by what they do: "all-gather bf16[1024,4096] over data"
     moved: Mapping[str, Moved]
+    # bytes of the peak, of arguments and of host memory, that are moved along each axis, and of
+    # those that block; and the exposed share of the scheduled step. What the compiler does not tell
+    # is left out
     totals: Mapping[str, float]
+    # what ZeRO moves for arguments that lie as these, beside what is moved; in words. A lock file
+    # leaves it out
     theory: str = ""
 
     @classmethod

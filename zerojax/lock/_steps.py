@@ -20,17 +20,11 @@ _TARGETS = "__zerojax_targets__"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedStep:
-    """A step for one target.
+    """A step for one target."""
 
-    Attributes:
-        name: of the function and the target, "train_step @ h100:1x8".
-        target: "cpu:8", or a topology as `topology_mesh` takes it.
-        make: `make(devices)` gives the step.
-    """
-
-    name: str
-    target: str
-    make: Callable[[Sequence[Any]], Any]
+    name: str  # of the function and the target, "train_step @ h100:1x8"
+    target: str  # "cpu:8", or a topology as `topology_mesh` takes it
+    make: Callable[[Sequence[Any]], Any]  # `make(devices)` gives the step
 
     def lower(self, devices: Sequence[Any]) -> tuple[Any, Layout | None, Recipe | None]:
         """Return the lowered or compiled step, and what it is to be audited with, if anything.

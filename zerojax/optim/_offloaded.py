@@ -34,14 +34,10 @@ class Hosted:
 
     Scalars, leaves that the layout keeps whole for their size, and padded leaves stay on the
     device.
-
-    Attributes:
-        masters: per parameter.
-        state: per leaf of the optimizer's state.
     """
 
-    masters: tuple[bool, ...]
-    state: tuple[bool, ...]
+    masters: tuple[bool, ...]  # per parameter
+    state: tuple[bool, ...]  # per leaf of the optimizer's state
 
     def __bool__(self) -> bool:
         return any(self.masters) or any(self.state)
@@ -86,21 +82,15 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OffloadedUpdate:
-    """Runs an update whose states live in the host's memory.
+    """Runs an update whose states live in the host's memory."""
 
-    Attributes:
-        function: `function(gradients, held, state, loss)` of lists of logical leaves gives
-            `(scalars, updated, low, state)`: any number of scalars, what the optimizer updates, the
-            same in the parameters' dtype (an empty list where that is no other), and the new state.
-        layout: the placement.
-        placed: the placement of the state.
-        hosted: the leaves that live on the host.
-    """
-
+    # `function(gradients, held, state, loss)` of lists of logical leaves gives `(scalars, updated,
+    # low, state)`: any number of scalars, what the optimizer updates, the same in the parameters'
+    # dtype (an empty list where that is no other), and the new state
     function: Callable[..., tuple[Any, list[Any], list[Any], list[Any]]]
-    layout: Layout
-    placed: OptimizerLayout
-    hosted: Hosted
+    layout: Layout  # the placement
+    placed: OptimizerLayout  # the placement of the state
+    hosted: Hosted  # the leaves that live on the host
 
     def __call__(
         self, grads: list[Any], held: list[Any], state: list[Any], loss: Any

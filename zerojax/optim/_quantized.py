@@ -26,15 +26,11 @@ _CODES, _POWER = 127, 4
 
 
 class Quantized(NamedTuple):
-    """A leaf in few bits.
+    """A leaf in few bits."""
 
-    Attributes:
-        codes: int8 or bfloat16, of the leaf's shape.
-        scales: the largest magnitude of each row, of the leaf's shape without the last dim and in
-            the leaf's dtype.
-    """
-
-    codes: jax.Array
+    codes: jax.Array  # int8 or bfloat16, of the leaf's shape
+    # the largest magnitude of each row, of the leaf's shape without the last dim and in the leaf's
+    # dtype
     scales: jax.Array
 
 

@@ -26,17 +26,11 @@ from zerojax.train._update import Update
 
 @dataclasses.dataclass(frozen=True)
 class InitialState:
-    """Makes the first state of a step.
+    """Makes the first state of a step."""
 
-    Attributes:
-        update: knows the optimizer, the layout, the recipe and where states live.
-        has_key: whether the state has a PRNG key.
-        model_state: arrays or shapes; None where there is none.
-    """
-
-    update: Update
-    has_key: bool
-    model_state: PyTree
+    update: Update  # knows the optimizer, the layout, the recipe and where states live
+    has_key: bool  # whether the state has a PRNG key
+    model_state: PyTree  # arrays or shapes; None where there is none
 
     def make(
         self, given: Callable[..., PyTree] | PyTree, args: tuple[Any, ...], key: Any

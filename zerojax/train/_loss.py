@@ -18,17 +18,11 @@ ASKABLE = ("key", "step", "model_state")
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss of parameters, of what the step gives, and of the model's state.
+    """A loss of parameters, of what the step gives, and of the model's state."""
 
-    Attributes:
-        function: the user's.
-        has_aux: whether it returns more than the loss.
-        asks: what it asks for, a part of `ASKABLE`.
-    """
-
-    function: LossFn
-    has_aux: bool
-    asks: tuple[str, ...]
+    function: LossFn  # the user's
+    has_aux: bool  # whether it returns more than the loss
+    asks: tuple[str, ...]  # what it asks for, a part of `ASKABLE`
 
     def __call__(
         self, params: PyTree, given: dict[str, Any], model_state: PyTree

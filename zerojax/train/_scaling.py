@@ -11,15 +11,10 @@ from zerojax.recipe import DynamicLossScale
 
 
 class LossScale(NamedTuple):
-    """Hold what a dynamic loss scale carries from step to step.
+    """Hold what a dynamic loss scale carries from step to step."""
 
-    Attributes:
-        scale: float32 scalar, what the next loss is multiplied by.
-        good_steps: int32 scalar, finite steps since the scale last changed.
-    """
-
-    scale: Any
-    good_steps: Any
+    scale: Any  # float32 scalar, what the next loss is multiplied by
+    good_steps: Any  # int32 scalar, finite steps since the scale last changed
 
 
 def first_loss_scale(policy: DynamicLossScale | None) -> LossScale | None:

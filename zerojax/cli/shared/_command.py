@@ -60,12 +60,9 @@ PARAMETER = "parameter"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """What a command was asked for; the fields of subclasses that `option` makes are its options.
+    """What a command was asked for; its options are the fields that `option` makes."""
 
-    Attributes:
-        given: the fields that stood on the command line, and were not left out.
-    """
-
+    # the fields that stood on the command line, and were not left out
     given: frozenset[str] = frozenset()
 
     def to_dict(self, *left_out: str) -> dict[str, Any]:

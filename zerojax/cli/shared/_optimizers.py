@@ -18,15 +18,12 @@ DECAYED = ("embed", "positions", "kernel")
 
 @dataclasses.dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer that the command line names.
+    """An optimizer that the command line names."""
 
-    Attributes:
-        make: from schedule and weight decay to the transformation.
-        rate: the learning rate that suits a model of `BASE_WIDTH`; wider ones want one that is
-            smaller in proportion (arXiv 2203.03466, table 3).
-    """
-
+    # from schedule and weight decay to the transformation
     make: Callable[[optax.Schedule, float], optax.GradientTransformation]
+    # the learning rate that suits a model of `BASE_WIDTH`; wider ones want one that is smaller in
+    # proportion (arXiv 2203.03466, table 3)
     rate: float
 
     def schedule(self, rate: float | None, warmup: int, steps: int, width: int) -> Any:
