@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from zerojax.planner.traced import HeldLeaf, Sharing, Trace, lifetimes_of, peak_of
+from zerojax.planner._demand import Trace
+from zerojax.planner.traced import HeldLeaf, Sharing, lifetimes_of, peak_of
 from zerojax.planner.traced._reader import read_operations
 
 N = 4  # shards

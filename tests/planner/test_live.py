@@ -11,7 +11,8 @@ import pytest
 
 from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
 from zerojax.models import gpt
-from zerojax.planner.traced import HeldLeaf, Trace, lifetimes_of, peak_of
+from zerojax.planner._demand import Trace
+from zerojax.planner.traced import HeldLeaf, lifetimes_of, peak_of
 
 
 def test_the_example_above_the_clock():

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.planner.live_programs import WIDE, N, handmade, peak, shape
-from zerojax.planner.traced import Sharing, Trace, checkpoint_bytes, lifetimes_of
+from zerojax.planner._demand import Trace
+from zerojax.planner.traced import Sharing, checkpoint_bytes, lifetimes_of
 
 
 def layers(params, x):

@@ -13,9 +13,9 @@ from tests import mlp
 from tests.planner.live_programs import shape
 from zerojax._jaxpr import CALLS
 from zerojax.models import gpt
+from zerojax.planner._demand import Trace
 from zerojax.planner.traced._operations import Line
 from zerojax.planner.traced._reader import read_operations
-from zerojax.planner.traced._trace import Trace
 
 GPT = {"num_layers": 3, "width": 16, "num_heads": 2, "vocab_size": 40, "context": 8}
 

@@ -14,7 +14,8 @@ from tests.planner import live_programs
 from tests.planner.live_programs import shape
 from zerojax import rematerialised
 from zerojax.models import gpt
-from zerojax.planner.traced import Trace, lifetimes_of
+from zerojax.planner._demand import Trace
+from zerojax.planner.traced import lifetimes_of
 from zerojax.recipe import as_remat
 
 REMATS = ("none", "dots", "full")

@@ -10,7 +10,8 @@ import pytest
 
 from tests.planner.live_programs import leaves_of, shape
 from zerojax.planner import find_hardware
-from zerojax.planner.traced import Trace, Work, lifetimes_of, work_of
+from zerojax.planner._demand import Trace
+from zerojax.planner.traced import Work, lifetimes_of, work_of
 
 ONE = dataclasses.replace(find_hardware("h100"), flops=1.0, flops_fp32=1.0, hbm_bandwidth=1.0)
 

@@ -1,22 +1,29 @@
 """What one microbatch asks of a device: memory, products and traffic.
 
-A traced loss tells. Of shapes alone nothing is counted but parameters and gradients, which is said.
+A loss is traced into `Operations`, for any number of examples. Of shapes alone nothing is counted
+but parameters and gradients, which is said.
 """
 
+import dataclasses
 import functools
+from functools import cached_property
+from typing import Any
 
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from zerojax._tree import as_shapes, floating_dtype, path_name
+from zerojax._types import LossFn, PyTree
+from zerojax.collectives import has_examples, is_whole, resized, unmarked
+from zerojax.memory import has_layers, rematerialised
+from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import Model
-from zerojax.planner.formulas import ring_share
-from zerojax.planner.traced import (
-    Lifetimes,
-    Trace,
-    Work,
-    checkpoint_bytes,
-    lifetimes_of,
-    peak_of,
-    work_of,
-)
+from zerojax.planner.traced import Lifetimes, Work, checkpoint_bytes, lifetimes_of, peak_of, work_of
+from zerojax.planner.traced._operations import Operations
+from zerojax.planner.traced._reader import read_operations
+from zerojax.recipe import RematPolicy
 
 
 class Demand:
@@ -97,3 +104,82 @@ class Demand:
     def _analyse(self, num_leaves: int, platform: str) -> Lifetimes:
         assert self.trace is not None
         return lifetimes_of(self.trace.operations, num_leaves, platform)
+
+
+class Trace:
+    """The gradient of a loss as operations on shapes.
+
+    Attributes:
+        num_examples: of the batch; the leading dim of each of its leaves.
+        remat: what is computed again in the backward pass; None is as the model has it.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        dtype: Any = None,
+        remat: RematPolicy | None = None,
+        has_aux: bool = False,
+    ) -> None:
+        """Check that batch and remat suit the loss; `dtype` is that of the parameters it reads."""
+        pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
+        sizes = {path_name(path): x.shape[0] for path, x in pairs if has_examples(x)}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(
+                "the leading dim of every leaf of the batch counts its examples, and these differ: "
+                + (", ".join(f"{name} has {n}" for name, n in sizes.items()) or "there is none")
+                + "; mark what all examples share: zerojax.Whole(array)"
+            )
+        self.num_examples, self.remat = next(iter(sizes.values())), remat
+        self._loss_fn = lambda params, batch: loss_fn(params, unmarked(batch))
+        self._params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, floating_dtype(x.dtype, dtype)),
+            as_shapes(params),
+        )
+        self._batch, self._has_aux = as_shapes(batch), has_aux
+        if remat is not None and remat.recompute != "none" and not self.has_layers:
+            raise ValueError(
+                f"remat={remat.recompute!r} needs to know what a layer is: scan over the layers, "
+                "or wrap one in jax.checkpoint"
+            )
+
+    @cached_property
+    def operations(self) -> Operations:
+        """The operations, sizes as lines over the number of examples."""
+        few = max(self.num_examples, 2)  # a batch of one may be another program
+        sizes = (few, 2 * few)
+        one, two = map(self._jaxpr, sizes)
+        try:
+            return read_operations(one, two, sizes)
+        except ValueError as error:
+            raise ValueError(
+                f"the loss can't be planned, which takes the same operations for {sizes[0]} "
+                f"examples as for {sizes[1]}, on arrays twice as large: {error}; write the loss so"
+            ) from None
+
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether the loss has layers that can be rematerialised otherwise."""
+        return has_layers(jax.make_jaxpr(self._loss_fn)(self._params, self._batch))
+
+    def _jaxpr(self, examples: int) -> Any:
+        loss_fn = self._loss_fn
+        if self.remat is not None:
+            # Where layer inputs lie is for the planner to count; a trace has neither mesh nor host.
+            policy = dataclasses.replace(self.remat, partition=None, offload=())
+            loss_fn = rematerialised(loss_fn, policy)
+        gradient = jax.value_and_grad(loss_fn, has_aux=self._has_aux)
+
+        def flat(params: PyTree, batch: PyTree) -> list[Any]:
+            value, grads = gradient(params, batch)
+            loss, *aux = jax.tree.leaves(value)
+            return [loss, *jax.tree.leaves(grads), *aux]
+
+        closed = jax.make_jaxpr(flat)(self._params, resized(self._batch, examples))
+        # What nobody reads, in loops too, no compiler computes.
+        wanted = [True] * len(closed.jaxpr.outvars)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+        return core.ClosedJaxpr(jaxpr, closed.consts)

@@ -8,11 +8,10 @@ import optax
 from zerojax._arguments import as_given
 from zerojax._types import Axes, PyTree
 from zerojax.planner._demand import Demand
-from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._setting import Setting, check_recipe, place
 from zerojax.planner._time import step_time
-from zerojax.planner._workload import Workload, read_model
+from zerojax.planner._workload import MODEL, Devices, Placement, Workload, read_model, share_out
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import Recipe
 

@@ -18,9 +18,9 @@ from zerojax._display import (
     unit_for,
 )
 from zerojax._types import Axes
-from zerojax.planner._devices import MODEL
 from zerojax.planner._setting import hosts_inputs
 from zerojax.planner._time import NAMES, StepTime
+from zerojax.planner._workload import MODEL
 from zerojax.planner.hardware import Hardware
 from zerojax.recipe import Recipe, Remat
 

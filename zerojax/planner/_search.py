@@ -13,11 +13,18 @@ from zerojax._types import PyTree
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand
-from zerojax.planner._devices import MODEL, Devices, Placement, share_out
 from zerojax.planner._plan import estimate
 from zerojax.planner._report import Plan
 from zerojax.planner._setting import Setting, check_recipe, place
-from zerojax.planner._workload import Model, Workload, read_model
+from zerojax.planner._workload import (
+    MODEL,
+    Devices,
+    Model,
+    Placement,
+    Workload,
+    read_model,
+    share_out,
+)
 from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
 

@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives import BLOCK
 from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
-from zerojax.planner._devices import DATA, MODEL, REPLICA, Devices, Placement
+from zerojax.planner._formulas import Theory, theory_of
 from zerojax.planner._update import Matrices, matrices_of
-from zerojax.planner._workload import Model
-from zerojax.planner.formulas import Theory, theory_of
+from zerojax.planner._workload import DATA, MODEL, REPLICA, Devices, Model, Placement
 from zerojax.planner.hardware import Hardware, Network
 from zerojax.planner.traced import HeldLeaf, Sharing
 from zerojax.recipe import LAYER_INPUT, Recipe

@@ -18,8 +18,8 @@ from typing import Any
 
 from zerojax._types import Axes
 from zerojax.planner._demand import Demand
-from zerojax.planner._devices import MODEL
 from zerojax.planner._setting import Setting
+from zerojax.planner._workload import MODEL
 from zerojax.planner.hardware import Collective, Seconds
 from zerojax.planner.traced import Work
 

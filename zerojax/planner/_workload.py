@@ -1,13 +1,15 @@
-"""What is planned: a model, and what devices compute of it."""
+"""What is planned: a model, what devices compute of it, and how they are shared out."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import optax
 
-from zerojax._arguments import as_given
+from zerojax._arguments import as_count, as_given
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
+from zerojax.layout import MIN_SIZE, Rule
 from zerojax.planner._update import multiplies
 from zerojax.recipe import Recipe, as_recipe
 
@@ -65,3 +67,87 @@ def read_model(
             "states of a number"
         )
     return Model(params, tx, as_recipe(recipe), load, multiplies(tx, as_shapes(params)))
+
+
+#: Mesh axes of a plan, major first: copies of the shard group, shards, model parallelism.
+REPLICA, DATA, MODEL = "replica", "data", "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Choose how a plan shares devices out, and how parameters lie on them.
+
+    Attributes:
+        num_shards: N, the devices that share one copy of the model states; fewer than all is hybrid
+            sharding: copies of the group split the batch between them. None is all that the model
+            axis leaves.
+        wide_optimizer: whether gradients and optimizer states are partitioned over the groups too:
+            `make_layout(axis={"parameter": "data", "optimizer": ("replica", "data"), ...})`.
+        model_axis: devices of model parallelism, which cut layers between them.
+        specs: PartitionSpecs over the axis "model", as a tree like the parameters. None cuts every
+            matrix along the larger of its last two dims that the axis divides, as Megatron-LM cuts
+            most of them.
+        rules, min_size: as for `make_layout`.
+    """
+
+    num_shards: int | None = None
+    wide_optimizer: bool = False
+    model_axis: int = 1
+    specs: PyTree = None
+    rules: Sequence[Rule] = ()
+    min_size: int = MIN_SIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """How devices are shared out."""
+
+    num_devices: int  # all of them
+    num_shards: int  # N, devices that ZeRO partitions over
+    model_axis: int  # devices that model parallelism cuts over
+
+    @property
+    def num_replicas(self) -> int:
+        """The groups of shards that hold the same."""
+        return self.num_devices // (self.num_shards * self.model_axis)
+
+    @property
+    def num_batch_parts(self) -> int:
+        """The parts of the batch."""
+        return self.num_devices // self.model_axis
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh."""
+        sizes = {REPLICA: self.num_replicas, DATA: self.num_shards, MODEL: self.model_axis}
+        return {name: size for name, size in sizes.items() if size > 1 or name == DATA}
+
+
+def share_out(num_devices: int, placement: Placement) -> Devices:
+    """Check how devices are shared out."""
+    devices = as_count("num_devices", num_devices)
+    model = as_count("model_axis", placement.model_axis)
+    if devices % model:
+        raise ValueError(
+            f"model_axis={model} does not divide num_devices={devices}; "
+            f"these do: {_divisors(devices)}"
+        )
+    data = devices // model
+    wanted = data if placement.num_shards is None else placement.num_shards
+    shards = as_count("num_shards", wanted)
+    if data % shards:
+        left = f" that model_axis={model} leaves of {devices}" if model > 1 else ""
+        raise ValueError(
+            f"num_shards={shards} does not divide the {data} devices{left}; "
+            f"these do: {_divisors(data)}"
+        )
+    if placement.wide_optimizer and shards == data:
+        raise ValueError(
+            f"wide_optimizer partitions over groups, and num_shards={shards} leaves one; give fewer"
+        )
+    return Devices(devices, shards, model)
+
+
+def _divisors(number: int) -> str:
+    found = [d for d in range(1, number + 1) if number % d == 0]
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", *found[-3:]]))

@@ -2,14 +2,12 @@
 
 from zerojax.planner.traced._lifetimes import Lifetimes, lifetimes_of
 from zerojax.planner.traced._peak import HeldLeaf, Sharing, checkpoint_bytes, peak_of
-from zerojax.planner.traced._trace import Trace
 from zerojax.planner.traced._work import Work, work_of
 
 __all__ = [
     "HeldLeaf",
     "Lifetimes",
     "Sharing",
-    "Trace",
     "Work",
     "checkpoint_bytes",
     "lifetimes_of",

@@ -17,9 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from zerojax.planner.traced._backends import BACKENDS, Backend
-from zerojax.planner.traced._operations import Op, Operations, Value
-from zerojax.planner.traced._order import run_late
+from zerojax.planner.traced._operations import BACKENDS, Backend, Op, Operations, Value, run_late
 
 #: Elements of a GPU's output tile.
 _TILE = 128 * 128

@@ -12,10 +12,14 @@ Example: `w -> sum(sin(x @ w))` for x of n rows of 4 fp32 numbers, w of 4 x 2:
     2      [n, 2]   8 n       dot_general, a kernel: 16 n FLOPs
     3      [n, 2]   8 n       sin, fused with what reads it
     4      []       4         reduce_sum, a reduction
+
+`BACKENDS` has the few ways in which compilers depart from the plain rules, and `run_late` the order
+in which one runs operations, read off compiled programs.
 """
 
 import dataclasses
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -95,3 +99,70 @@ class Operations:
         found = {self.values[v].shape for op in scans for v in op.outputs[: op.num_carry]}
         inner = (body.carried_shapes() for op in self.ops for body in op.bodies)
         return frozenset(shape for shape in found if len(shape) > 1).union(*inner)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """How a compiler departs from the plain rules."""
+
+    #: whether elementwise operations and slices are merged into the one dot product that reads
+    #: them, and reductions into the one that makes what they read (TPU); else operands of a dot
+    #: product lie in memory, and what a gather reads is merged into it (GPU, CPU)
+    fuses_operands: bool = False
+    #: output tiles below which a dot product is split along what it sums over to keep all cores
+    #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
+    #: elsewhere)
+    splits_contraction: int = 0
+    #: whether the gather of the next weight is under way while one is used
+    prefetches: bool = False
+    #: whether operations run as late as possible (GPU); else in their order
+    runs_late: bool = False
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "gpu": Backend(splits_contraction=132, prefetches=True, runs_late=True),
+    "tpu": Backend(fuses_operands=True, prefetches=True),
+    "cpu": Backend(),
+}
+
+
+def run_late(program: Operations, gradients: Collection[int], *, is_loss: bool) -> Operations:
+    """Return the operations as late as possible, as XLA's scheduler runs them on a GPU.
+
+    It goes backwards from the results, and puts each operation right before the first that reads
+    it; those that wait for the same one keep their order. Seen in compiled programs: a tied
+    embedding's gradient is a sum with the look-up's part, so that the logits' gradient waits for
+    the end of the backward pass; and a layer's softmax is computed again behind the gradient of the
+    scores, which lie there twice.
+
+    What the loss is made of (the first output, where there is one) comes in its place, and so does
+    a gradient that one product makes: it is reduced beside the next product.
+    """
+    end, made = len(program.ops), {v: op for op in program.ops for v in op.outputs}
+    readers: dict[int, set[int]] = {}
+    for t, op in enumerate(program.ops):
+        for v in op.read:
+            readers.setdefault(v, set()).add(t)
+    reduced = set(gradients)
+    for v in gradients:  # and what they are only views of
+        while (op := made.get(v)) is not None and op.kind == "fused" and len(op.read) == 1:
+            v = op.read[0]
+            reduced.add(v)
+    loss = set(program.outputs[:1] if is_loss else ())
+    for op in reversed(program.ops):
+        if not loss.isdisjoint(op.outputs):
+            loss.update(op.read)
+    order, waits, product = [end], {}, end  # what each waits for; the first product
+    for t in reversed(range(end)):
+        op = program.ops[t]
+        found = {end}.union(*(readers.get(v, ()) for v in op.outputs))
+        if not (loss | reduced).isdisjoint(op.outputs):
+            found.add(product)
+        at = min(map(order.index, found))
+        waits[t] = order[at]
+        while at and waits[order[at - 1]] == waits[t]:
+            at -= 1
+        order.insert(at, t)
+        if op.kind == "kernel" and reduced.isdisjoint(op.outputs) and at < order.index(product):
+            product = t
+    return dataclasses.replace(program, ops=tuple(program.ops[t] for t in order[:-1]))

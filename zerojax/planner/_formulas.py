@@ -1,4 +1,4 @@
-"""How many elements a stage has to move, leaf by leaf. Pure arithmetic.
+"""The paper's arithmetic: bytes of model states, and how many elements a stage has to move.
 
 Example: one leaf of 8 x 4 elements, stage 2, 4 devices, one microbatch. Its gradient is
 reduce-scattered, of which each device sends 3/4 of 32 elements: 24. The updated parameter is
@@ -10,12 +10,39 @@ reduce-scatter over n devices, and twice that for an all-reduce (Patarasuk and Y
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from zerojax._arguments import as_count
 from zerojax._types import Axes
-from zerojax.layout import Layout, LeafLayout
+from zerojax.layout import STAGES, Layout, LeafLayout, check_stage
 from zerojax.recipe import Recipe
+
+#: Bytes of one parameter by kind; K is 12, an fp32 master and two fp32 moments.
+MIXED_ADAM: Mapping[str, int] = {"parameter": 2, "gradient": 2, "optimizer": 12}
+
+
+def model_state_bytes(num_params: float, *, stage: int, num_shards: int) -> float:
+    """Return the bytes of model states per device: parameters, gradients, optimizer and master.
+
+    They are (4+K) Psi at stage 0, 4 Psi + K Psi/N at 1, 2 Psi + (2+K) Psi/N at 2, (4+K) Psi/N at 3,
+    with K = 12. Source: ZeRO, arXiv 1910.02054, section 5, figure 1 and table 1.
+
+    Args:
+        num_params: Psi, a whole number; a float such as 7.5e9 too.
+        stage: 0 to 3.
+        num_shards: N, the devices over which a stage partitions.
+
+    Raises:
+        ValueError: a count is not whole and positive, or no such stage.
+    """
+    num_params = as_count("num_params", num_params)
+    num_shards = as_count("num_shards", num_shards)
+    partitioned = STAGES[check_stage(stage)]
+    return sum(
+        width * num_params / (num_shards if kind in partitioned else 1)
+        for kind, width in MIXED_ADAM.items()
+    )
 
 
 def ring_share(num_parts: int) -> float:
