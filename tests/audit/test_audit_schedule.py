@@ -17,10 +17,9 @@ from rich.console import Console
 import zerojax
 from tests.hlo.programs import text_of
 from zerojax.audit import Program
-from zerojax.audit._clock import Clock
+from zerojax.audit._audit import schedule_table
 from zerojax.audit._evidence import TOOLS, Evidence
-from zerojax.audit._schedule import schedule_of
-from zerojax.audit._tables import schedule_table
+from zerojax.audit._schedule import Clock, schedule_of
 from zerojax.audit.checks._traffic import check_exposed
 from zerojax.hlo import Cost, Operation
 from zerojax.planner import HARDWARE, Transfer

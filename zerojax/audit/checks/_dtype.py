@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, whose
 from zerojax.audit._traffic import Move
-from zerojax.audit.checks._gather import users
+from zerojax.audit.checks._whole import users
 from zerojax.hlo import is_widened, sum_moved
 
 

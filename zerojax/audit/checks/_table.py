@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from zerojax.audit import _host
 from zerojax.audit._evidence import Evidence, Problem
-from zerojax.audit.checks import _batch, _dtype, _gather, _memory, _peak, _state, _traffic, _volume
+from zerojax.audit._memory import check_host_traffic
+from zerojax.audit.checks import _batch, _dtype, _state, _traffic, _volume, _whole
 
 #: Every kind of problem and the function that looks for it.
 CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
@@ -16,7 +16,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "unread": _traffic.check_unread,
     "reduce-scatter": _traffic.check_scatter,
     "reduction": _batch.check_reduction,
-    "accumulator": _memory.check_accumulator,
+    "accumulator": _whole.check_accumulator,
     "volume": _volume.check_volume,
     "slow links": _volume.check_far,
     "activation": _traffic.check_activation,
@@ -24,10 +24,10 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "dtype": _dtype.check_dtype,
     "precision": _state.check_precision,
     "offload": _state.check_offload,
-    "hoisted gather": _gather.check_hoisted,
-    "kept gather": _gather.check_kept,
-    "peak": _peak.check_peak,
-    "host traffic": _host.check_host_traffic,
+    "hoisted gather": _whole.check_hoisted,
+    "kept gather": _whole.check_kept,
+    "peak": _whole.check_peak,
+    "host traffic": check_host_traffic,
     "exposed": _traffic.check_exposed,
     "recompile": _state.check_recompile,
 }

@@ -1,0 +1,278 @@
+"""Checks of what is made whole: what loops carry, what stage 3 gathers and when, and the peak."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from zerojax._types import Shape
+from zerojax.audit._arguments import shard_of
+from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint
+from zerojax.audit._match import Key, Match, key_of
+from zerojax.audit._traffic import Move
+from zerojax.collectives import BUCKET
+from zerojax.hlo import Carry, Use, most_alive, source_of, uses_of
+from zerojax.layout import LeafLayout
+
+
+def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
+    """Check that no loop carries whole gradients where the stage partitions them.
+
+    A loop over microbatches carries the sum of their gradients, one over layers the stack of
+    theirs. Of a gradient [512, 64] that 8 devices cut by rows, both should hold [64, 64]. The
+    sums of a backward pass are of weights that all turns use: whole as long as those of any layer.
+    """
+    if not evidence.layout.partitions("gradient"):
+        return
+    found = [
+        (index, carry)
+        for index, carry in whole_carries(evidence)
+        if carry.is_sum != ("transpose(" in carry.op_name) and carry.written != "all-gather"
+    ]
+    elements = sum(carry.tensor.elements for _, carry in found)
+    if not found or elements < SHARE * evidence.partitioned_elements:
+        return
+    largest = max((carry for _, carry in found), key=lambda carry: carry.tensor.bytes)
+    sums = [carry for _, carry in found if carry.is_sum]
+    what = "a sum over microbatches" if sums else "a stack over layers"
+    yield Problem(
+        where=f"{evidence.paths(i for i, _ in found)}: {largest.loop} ({largest.op_name})",
+        expected=f"shards of gradients, 1 / {evidence.layout.num_shards} of each on a device, as "
+        f"stage {evidence.layout.stage} has them",
+        seen=f"{what} holds whole gradients on every device: "
+        f"{sum(carry.tensor.bytes for _, carry in found):,} B in {len(found)} tensor(s)",
+        remedy=_accumulator_remedy(evidence),
+    )
+
+
+def whole_carries(evidence: Evidence) -> list[tuple[int, Carry]]:
+    """List what loops carry that looks like a partitioned leaf made whole, with the leaf's index.
+
+    A shard of one leaf can look like another leaf: so many of them are left out.
+    """
+    layout = evidence.layout
+    leaves: dict[Key, int] = {}
+    shards: Counter[Key] = Counter()
+    for index, leaf in enumerate(layout.leaves):
+        shards[key_of(shard_of(leaf, leaf.stored_shape, layout, "gradient"))] += 1
+        for shape in (leaf.shape, leaf.stored_shape) if leaf.dim is not None else ():
+            leaves[key_of(layout.local_shape(leaf, shape))] = index
+    found: dict[tuple[str, Key], list[Carry]] = {}
+    for carry in evidence.carries:
+        key: Shape = key_of(carry.tensor.dims)
+        is_float = carry.tensor.dtype.startswith(("f", "bf"))
+        if is_float and key in leaves and carry.tensor.elements >= evidence.floor:
+            found.setdefault((carry.loop, key), []).append(carry)
+    return [
+        (leaves[key], carry)
+        for (_, key), carries in found.items()
+        for carry in carries[: max(len(carries) - shards[key], 0)]
+    ]
+
+
+def _accumulator_remedy(evidence: Evidence) -> str:
+    layout, recipe = evidence.layout, evidence.recipe
+    if recipe.reduction(layout.kinds) == "once":
+        return "Recipe(reduce='each') sums into shards; a whole sum is the memory of stage 1"
+    return (
+        "constrain the gradients to layout.grads within the loop, where they are made, and start "
+        f"the sum from shards{hint(evidence, 'make_train_step', 'gather_where_used')}"
+    )
+
+
+#: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
+#: the first of the backward pass, and keeping those costs nothing.
+KEPT_SHARE = 0.1
+HOISTED_SHARE = 0.01
+
+
+def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
+    """Check that weights are gathered within the loop over layers, not all of them before."""
+    found = _whole_stacks(evidence) if evidence.layout.partitions("parameter") else []
+    total = sum(move.record.elements for move in found)
+    # Libtpu gathers a small leaf along a new dim, which can look like a stack of layers.
+    if not found or total < HOISTED_SHARE * evidence.partitioned_elements:
+        return
+    largest = max(found, key=lambda move: move.record.elements)
+    leaf = evidence.layout.leaves[largest.match.leaves[0]]
+    size = sum(move.record.elements * move.record.item_bits // 8 for move in found)
+    yield Problem(
+        where=f"{evidence.leaf_names(largest)}: {describe_move(largest)}",
+        expected=f"one layer gathered at a time, {list(leaf.shape[leaf.stacked :])}",
+        seen=f"all {leaf.shape[0]} layers gathered at once: {size:,} B of temporaries",
+        remedy="gather within the scanned, rematerialised layer, and don't compute with the whole "
+        f"stack outside of it{hint(evidence, 'make_train_step', 'gather_where_used')}",
+    )
+
+
+def check_kept(evidence: Evidence) -> Iterator[Problem]:
+    """Check that gathered weights are given up after the forward pass and gathered again."""
+    if not evidence.layout.partitions("parameter") or not evidence.is_step:
+        return
+    kept: list[tuple[Move, int]] = []
+    stacked, sure = _stacks(evidence)
+    for key, moves in gathers_by_leaf(evidence).items():
+        match = moves[0].match
+        stored = evidence.gathered_elements(match.leaves)
+        gathered = sum(move.handled for move in moves)
+        if sure.intersection(match.leaves):
+            kept.append((moves[0], stored))
+        elif gathered > 1.5 * stored * evidence.recipe.accumulate:
+            continue
+        elif match.form == "layer":
+            kept += [(moves[0], stored)] if stacked.intersection(match.leaves) else []
+        elif _is_reduced(evidence, match):
+            both = [move for move in moves if _is_used_in_both(evidence, move)]
+            kept += [(move, math.prod(key)) for move in both]
+    largest, most = max(kept, key=lambda pair: pair[1], default=(None, 0))
+    stays = 0 if largest is None or largest.match.form == "layer" else most
+    total = sum(size for _, size in kept)
+    if largest is None or total - stays < KEPT_SHARE * evidence.partitioned_elements:
+        return
+    yield Problem(
+        where=f"{evidence.leaf_names(*(move for move, _ in kept))}: {describe_move(largest)}",
+        expected="two gathers per microbatch, for the forward and for the backward pass",
+        seen=f"weights gathered once and kept for the backward pass: {total:,} elements stay whole "
+        "on every device",
+        remedy="rematerialise the function in which the weight is gathered (jax.checkpoint around "
+        f"the layer, gathering inside of it){hint(evidence, 'make_train_step')}",
+    )
+
+
+def users(evidence: Evidence, move: Move) -> list[Use]:
+    """List the first real consumers of what a collective gives."""
+    return list(uses_of(evidence.module, move.record.result))
+
+
+def _gathers(evidence: Evidence) -> list[Move]:
+    """List the gathers of weights for the loss, or of new parameters that stay whole."""
+    near = {*evidence.layout.axes["parameter"]}
+    found = (move for move in evidence.large if move.role == "gather" and move.match.leaves)
+    return [move for move in found if near.intersection(move.axes)]
+
+
+def _whole_stacks(evidence: Evidence) -> list[Move]:
+    """List the gathers that give all layers of a stacked leaf, and can be of no other leaf."""
+    leaves = evidence.layout.leaves
+    stacks = {i for i, leaf in enumerate(leaves) if leaf.stacked and leaf.shape[0] > 1}
+    return [
+        move
+        for move in _gathers(evidence)
+        if move.match.form == "leaf" and stacks.issuperset(move.match.leaves)
+    ]
+
+
+def gathers_by_leaf(evidence: Evidence) -> dict[Key, list[Move]]:
+    """Group the gathers of single leaves and layers by what they give."""
+    found: dict[Key, list[Move]] = {}
+    stacks = _whole_stacks(evidence)
+    for move in _gathers(evidence):
+        if move.match.form in ("leaf", "layer") and move not in stacks:
+            found.setdefault(move.match.key, []).append(move)
+    return found
+
+
+def _is_reduced(evidence: Evidence, match: Match) -> bool:
+    """Return whether gradients of the leaves are reduced, so that there is a backward pass."""
+    reduced = sum(
+        move.handled
+        for move in evidence.large
+        if move.role in ("scatter", "sliced", "reduce")
+        and set(move.match.leaves) & set(match.leaves)
+    )
+    return reduced >= 0.5 * evidence.gathered_elements(match.leaves)
+
+
+def _stacks(evidence: Evidence) -> tuple[set[int], set[int]]:
+    """Return leaves that a loop may stack whole, layer by layer, and those of which it is sure."""
+    stacks = [(index, carry) for index, carry in whole_carries(evidence) if not carry.is_sum]
+    sure = {index for index, carry in stacks if carry.written == "all-gather"}
+    return {index for index, _ in stacks}, sure
+
+
+def _is_used_in_both(evidence: Evidence, move: Move) -> bool:
+    """Return whether one gathered weight is used in the forward and in the backward pass."""
+    names = [use.instruction.op_name for use in users(evidence, move) if use.instruction.op_name]
+    backward = ["transpose(" in name for name in names]
+    return any(backward) and not all(backward)
+
+
+#: How many times the layers that a recipe asks for may be whole at one time.
+SLACK = 2
+
+
+def check_peak(evidence: Evidence) -> Iterator[Problem]:
+    """Check that no more layers are whole at one time than the stage and the recipe ask for.
+
+    Beside its activations a step needs the states, the gradients of a layer or of a bucket and, at
+    stage 3, the weights of a layer and of what is gathered ahead. How large the activations are is
+    not known, so weights are counted from their gathers to their last uses, and gradients from
+    where they are made to their reductions. Twice the layers are let pass, for compilers gather
+    early and reduce late, and the two largest leaves outside of layers: a model has an embedding at
+    either end. A CPU is not judged: its compiler drops the barriers that order a list's layers.
+
+    Of 12 layers of 40 MB between embeddings of 50 MB, one layer ahead, 260 MB of weights
+    (2 * 2 * 40 + 2 * 50) are let pass, and 180 MB of gradients (2 * 40 + 2 * 50); of layers that
+    are smaller than a bucket, twice the bucket instead.
+    """
+    layout, recipe = evidence.layout, evidence.recipe
+    if evidence.program.platform == "cpu" or not layout.layers:
+        return
+    if layout.partitions("parameter"):
+        gathers = [move for moves in gathers_by_leaf(evidence).values() for move in moves]
+        ahead = recipe.lookahead(layout.kinds, evidence.program.platform)
+        yield from _beyond(evidence, "weights", gathers, 1 + ahead)
+    if layout.partitions("gradient"):
+        roles = ("scatter", "sliced", "reduce")
+        reductions = [move for move in evidence.large if move.role in roles and move.match.leaves]
+        yield from _beyond(evidence, "gradients", reductions, 1)
+
+
+def _beyond(
+    evidence: Evidence, what: str, moves: Sequence[Move], layers: float
+) -> Iterator[Problem]:
+    """Compare what is whole at one time, in bytes, with the layers that are asked for."""
+    if not moves:
+        return
+    sizes, gathers = Counter[tuple[str, str]](), what == "weights"
+    for move in moves:
+        record = move.record
+        name = record.name if gathers else source_of(evidence.module, record)
+        sizes[record.computation, name] += record.elements * record.item_bits // 8
+    largest = max(moves, key=lambda move: move.record.elements)
+    layer, other = (size * largest.record.item_bits // 8 for size in _largest(evidence))
+    least = 0 if gathers else evidence.recipe.bucket_bytes or BUCKET
+    alive = most_alive(evidence.module, sizes)
+    if alive <= SLACK * max(layers * layer, least) + other:
+        return
+    yield Problem(
+        where=f"{len(sizes)} {'gathers' if gathers else 'reductions'}; the largest, of "
+        f"{evidence.leaf_names(largest)}: {describe_move(largest)}",
+        expected=f"{what} of {layers:g} layer(s) of {layer:,} B whole at one time, beside "
+        f"{other:,} B outside of layers",
+        seen=f"{alive:,} B of {what} at one time, {(alive - other) / layer:.1f} layers",
+        remedy=f"scan over the layers, or {_remedy(evidence, what, layers)}",
+    )
+
+
+def _remedy(evidence: Evidence, what: str, layers: float) -> str:
+    """Say what orders the layers of a list; a train step orders them as its recipe says."""
+    if "make_train_step" in evidence.tools:
+        if what == "weights":
+            return "set Recipe(prefetch=1)" if layers == 1 else "lower Recipe(prefetch=)"
+        return "lower Recipe(bucket_bytes=)"
+    waits = "weights to its input" if what == "weights" else "input to the gradients made before"
+    return (
+        f"tie each layer's {waits} with an optimization_barrier{hint(evidence, 'make_train_step')}"
+    )
+
+
+def _largest(evidence: Evidence) -> tuple[int, int]:
+    """Count the elements of the largest layer, and of the two largest leaves of no layer."""
+    layout = evidence.layout
+
+    def size(leaf: LeafLayout) -> int:
+        return math.prod(layout.local_shape(leaf, leaf.stored_shape)[leaf.stacked :])
+
+    within = {leaf.path for layer in layout.layers for leaf in layer}
+    others = sorted(size(leaf) for leaf in layout.leaves if leaf.path not in within)
+    return max(sum(map(size, layer)) for layer in layout.layers), sum(others[-2:])
