@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from zerojax._quiet import quiet_stderr
 from zerojax.aot import MissingCompiler, known_topologies, parse_topology, topology_mesh
 from zerojax.aot import _plugin as plugin
-from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, gpu_target_config
+from zerojax.aot._topology import GPU_CHIPS, TPU_CHIPS, gpu_target_config
 from zerojax.planner import find_hardware
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import aot
 from zerojax.aot import DoesNotFit, compile_step
-from zerojax.aot import _cache as cache
 from zerojax.aot import _compile as compile_module
-from zerojax.aot._chips import TPU_CHIPS
+from zerojax.aot._topology import TPU_CHIPS
 from zerojax.audit import Program
 from zerojax.planner import find_hardware
 
@@ -102,10 +101,10 @@ def test_all_that_decides_a_program_is_in_its_key(mesh8, monkeypatch):
             patch.setenv(name, value)
             keys.append(compile_module._key(steps[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "version_of", lambda package: "0")
+        patch.setattr(compile_module, "version_of", lambda package: "0")
         keys.append(compile_module._key(steps[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(compile_module, "_SOURCES", ("aot/_cache.py",))
+        patch.setattr(compile_module, "_SOURCES", ("aot/_plugin.py",))
         keys.append(compile_module._key(steps[0]))
     assert len(set(keys)) == len(keys), keys
     with monkeypatch.context() as patch:
@@ -214,16 +213,16 @@ def test_the_folder_is_the_users_unless_a_variable_says_otherwise(monkeypatch, v
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert cache._path("key") == Path(expected) / "key.json.gz"
+    assert compile_module._path("key") == Path(expected) / "key.json.gz"
 
 
 def test_what_is_kept_comes_back(folder):
     refusal = aot.DoesNotFit(needed=2, available=1, message="no")
-    cache.keep("program", program())
-    cache.keep("refusal", refusal)
-    assert cache.find("program") == program()
-    assert cache.find("refusal") == refusal
-    assert cache.find("nothing") is None
+    compile_module.keep("program", program())
+    compile_module.keep("refusal", refusal)
+    assert compile_module.find("program") == program()
+    assert compile_module.find("refusal") == refusal
+    assert compile_module.find("nothing") is None
 
 
 def spoil_torn(path):
@@ -282,7 +281,7 @@ def test_an_entry_appears_whole_or_not_at_all(folder, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        cache.keep("program", program())
+        compile_module.keep("program", program())
     assert list(folder.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from zerojax.aot._chips import GPU_CHIPS
+from zerojax.aot._topology import GPU_CHIPS
 from zerojax.layout import SPANS
 from zerojax.planner import HARDWARE, Hardware, find_hardware
 

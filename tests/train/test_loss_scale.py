@@ -16,7 +16,7 @@ import pytest
 import zerojax
 from zerojax.layout import STAGES
 from zerojax.models import gpt
-from zerojax.train._scaling import first_loss_scale, next_loss_scale
+from zerojax.train._update import first_loss_scale, next_loss_scale
 
 WIDTH, BATCH = 16, 16
 SCALE = zerojax.DynamicLossScale(initial=2.0**10, growth_interval=2)

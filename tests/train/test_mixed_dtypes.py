@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.train._scaling import global_norm
+from zerojax.train._update import global_norm
 
 TX = optax.adamw(1e-2)
 X = jax.random.normal(jax.random.key(1), (32, 64))

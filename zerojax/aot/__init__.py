@@ -1,7 +1,6 @@
 """Compile a step for hardware that you don't have."""
 
-from zerojax.aot._cache import DoesNotFit
-from zerojax.aot._compile import compile_step
+from zerojax.aot._compile import DoesNotFit, compile_step
 from zerojax.aot._plugin import MissingCompiler, has_accelerators, version_of
 from zerojax.aot._topology import Topology, known_topologies, parse_topology, topology_mesh
 

@@ -1,11 +1,14 @@
-"""Meshes of devices that you don't have."""
+"""Meshes of devices that you don't have, and the chips that compilers know by name."""
 
 import difflib
 import functools
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,10 +16,38 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from zerojax.aot._chips import GPU_CHIPS, TPU_CHIPS, gpu_target_config
 from zerojax.aot._plugin import gpu_devices, tpu_devices
 from zerojax.layout import in_order
-from zerojax.planner import find_hardware
+from zerojax.planner import Hardware, find_hardware
+
+_FILES = resources.files("zerojax.aot")
+#: What XLA asks of a GPU beside what the planner knows of it; see chips.toml.
+GPU_CHIPS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    tomllib.loads(_FILES.joinpath("chips.toml").read_text(encoding="utf-8"))
+)
+#: libtpu knows TPUs itself; memory and slices are the planner's.
+TPU_CHIPS: Mapping[str, Hardware] = MappingProxyType(
+    {name: find_hardware(name) for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")}
+)
+#: A GPU as XLA's GpuTargetConfigProto; limits that no chip differs in are CUDA's own.
+_TARGET_CONFIG = _FILES.joinpath("target_config.pbtxt").read_text(encoding="utf-8")
+
+
+def gpu_target_config(chip: str) -> str:
+    """Return a GPU as the text of XLA's GpuTargetConfigProto."""
+    figures, hardware = GPU_CHIPS[chip], find_hardware(chip)
+    capability: str = figures["compute_capability"]
+    major, minor = capability.removesuffix("a").split(".")
+    features = "ACCELERATED_FEATURES" if capability.endswith("a") else "NONE"
+    return _TARGET_CONFIG.format(
+        **figures,
+        major=major,
+        minor=minor,
+        features=features,
+        memory=hardware.memory,
+        name=hardware.device_kinds[0],
+    )
+
 
 _NAME = re.compile(r"(?P<chip>[a-z0-9]+):(?P<dims>\d+(?:x\d+)*?)(?:x(?P<slices>\d+)slices?)?")
 

@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from zerojax._display import DECIMAL, unit_for
 from zerojax.audit import AuditReport, ScheduledCollective
-from zerojax.charts._bars import Holding, bytes_of, volume_of
-from zerojax.charts._drawing import PLAIN, ROOM, STRONG, TOO_MUCH, draw_bars, make_figure
+from zerojax.charts._bars import (
+    PLAIN,
+    ROOM,
+    STRONG,
+    TOO_MUCH,
+    Holding,
+    bytes_of,
+    draw_bars,
+    make_figure,
+    volume_of,
+)
 from zerojax.planner import Choices, Plan
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ import optax
 
 from zerojax._tree import floating_dtype, leaves_like, named_tuples, num_elements, path_name
 from zerojax._types import Kind, PyTree, Shape, TreeDef
-from zerojax.layout._leaf import Cut, LeafLayout
+from zerojax.layout._leaf import Cut, LeafLayout, Rule
 from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
-from zerojax.layout._rule import Rule
 from zerojax.layout._tree_layout import TreeLayout
 
 #: The attribute of a wrapper's `init` that holds the optimizer inside.

@@ -16,12 +16,10 @@ from zerojax._types import PyTree
 from zerojax.collectives import auto_region, constrain, shard_tree, store
 from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY
-from zerojax.train._agreement import agree_on
 from zerojax.train._checks import check_key, difference
-from zerojax.train._rows import place_whole
-from zerojax.train._scaling import LossScale, cast_floating, first_loss_scale
+from zerojax.train._processes import agree_on, place_whole
 from zerojax.train._state import TrainState, hold
-from zerojax.train._update import Update
+from zerojax.train._update import LossScale, Update, cast_floating, first_loss_scale
 
 
 @dataclasses.dataclass(frozen=True)

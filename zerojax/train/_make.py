@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe, as_recipe
-from zerojax.train._checks import check_trainable
-from zerojax.train._loss import make_loss
+from zerojax.train._checks import check_trainable, make_loss
 from zerojax.train._step import TrainStep
 
 

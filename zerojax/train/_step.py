@@ -31,14 +31,11 @@ from zerojax.layout import Layout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._agreement import agree_on
-from zerojax.train._checks import check_batch, check_placement, check_state, check_usable
+from zerojax.train._checks import Loss, check_batch, check_placement, check_state, check_usable
 from zerojax.train._initial import InitialState
-from zerojax.train._loss import Loss
-from zerojax.train._rows import batch_part, place_rows
-from zerojax.train._scaling import global_norm, kept_unless, next_loss_scale, scaled
+from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
-from zerojax.train._update import Update
+from zerojax.train._update import Update, global_norm, kept_unless, next_loss_scale, scaled
 
 
 class TrainStep(Shown):
