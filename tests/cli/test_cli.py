@@ -24,7 +24,7 @@ from tests.texts import bits_per_byte, prose
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
 from zerojax.cli.shared._machine import find_devices
-from zerojax.cli.shared._optimizers import OPTIMIZERS
+from zerojax.cli.shared._options import OPTIMIZERS
 from zerojax.cli.train._run import evaluate, held_out_batches
 from zerojax.cli.train._screen import Metrics
 from zerojax.data import make_batches

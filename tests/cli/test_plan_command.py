@@ -23,7 +23,7 @@ from tests.planner import paper
 from zerojax._display import BINARY, DECIMAL, amount, binary, unit_for
 from zerojax.cli import main
 from zerojax.cli._plan import PlanOptions, PlanQuestion
-from zerojax.cli.shared._optimizers import OPTIMIZERS
+from zerojax.cli.shared._options import OPTIMIZERS
 from zerojax.models import gpt
 
 ROOT = Path(__file__).resolve().parents[2]

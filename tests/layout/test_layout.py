@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.layout import STAGES
-from zerojax.layout._choice import choose_cut
+from zerojax.layout._leaf import choose_cut
 
 
 def shapes(**leaves):

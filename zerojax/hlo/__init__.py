@@ -1,14 +1,19 @@
 """The text of compiled programs as records; it knows nothing of ZeRO."""
 
-from zerojax.hlo._carries import Carry, find_carries
 from zerojax.hlo._collectives import Collective, Collectives, Groups, mesh_axes, sum_moved
-from zerojax.hlo._costs import Cost
-from zerojax.hlo._host import find_host_moves, host_parameters
-from zerojax.hlo._memory import Result, largest_results, most_alive, source_of
+from zerojax.hlo._memory import (
+    Result,
+    find_host_moves,
+    host_parameters,
+    largest_results,
+    most_alive,
+    source_of,
+)
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import is_collective, parse_collectives
-from zerojax.hlo._schedule import Operation, Schedule, parse_schedule
+from zerojax.hlo._schedule import Cost, Operation, Schedule, parse_schedule
 from zerojax.hlo._values import Frame, Use, Value, arguments_of, is_widened, uses_of
+from zerojax.hlo._walk import Carry, find_carries
 
 __all__ = [
     "Carry",

@@ -16,9 +16,8 @@ from zerojax._display import Shown, decimal
 from zerojax._tree import leaves_by_path
 from zerojax._types import AnyMesh, PyTree, Shape
 from zerojax.layout import _mesh
-from zerojax.layout._choice import stacked_from_shapes
 from zerojax.layout._describe import Description, Holders, describe, holders
-from zerojax.layout._leaf import Entries, LeafLayout, Rule, as_entries
+from zerojax.layout._leaf import Entries, LeafLayout, Rule, as_entries, stacked_from_shapes
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout, optimizer_leaves
 from zerojax.layout._regions import why_whole
 from zerojax.layout._stages import check_stage

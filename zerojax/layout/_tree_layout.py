@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._tree import leaves_like, num_elements, path_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
-from zerojax.layout._choice import choose_cut
-from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule
+from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
 from zerojax.layout._stages import STAGES
 from zerojax.layout._torus import OFFLOADS, Phases, fills_tiles, find_phases
 

@@ -6,8 +6,14 @@ from typing import Any, Literal, get_args
 
 from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._types import Kind
-from zerojax.recipe._precision import PRECISIONS, Precision, as_precision
-from zerojax.recipe._remat import Remat, RematPolicy, as_remat
+from zerojax.recipe._policies import (
+    PRECISIONS,
+    Precision,
+    Remat,
+    RematPolicy,
+    as_precision,
+    as_remat,
+)
 
 #: When gradients are summed over devices: once a step, or once a microbatch.
 Reduce = Literal["once", "each"]
