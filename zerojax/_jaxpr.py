@@ -218,11 +218,8 @@ def run_equations(
     Each runs in the named scopes and with the source line that it was traced with, so that
     profilers, HLO and errors still name the user's model. A value is dropped after its last use.
 
-    Args:
-        eqns: in order.
-        inputs: the values of the variables that the equations read and do not make.
-        outputs: variables and literals.
-        step: as `run` has it.
+    `inputs` has the values of the variables that the equations read and do not make; `outputs` are
+    variables and literals; `step` is as `run` has it.
     """
     values = dict(inputs)
     dead = _dead_after(eqns, outputs)
@@ -257,12 +254,9 @@ def run_bodies(
 
 
 def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """Run a scan again with another body.
+    """Run a scan again with another body, on constants, carried values and what is sliced.
 
-    Args:
-        eqn: the scan.
-        values: its inputs: constants, what is carried, and what is sliced.
-        body: from constants, carried values and slices to carried values and what is stacked.
+    The body takes constants, carried values and slices to carried values and what is stacked.
     """
     num_consts, num_carry = scan_parts(eqn.params)
     first = num_consts + num_carry

@@ -51,10 +51,8 @@ class Matcher:
     def match(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match:
         """Return what a tensor is, `UNMATCHED` where it is no part of a leaf.
 
-        Args:
-            shape: of the tensor.
-            trips: lengths of the loops that it moves in; in a loop as long as a stack of layers is
-                high, a layer is likelier than a leaf that looks like one.
+        `trips` are the lengths of the loops that it moves in; in a loop as long as a stack of
+        layers is high, a layer is likelier than a leaf that looks like one.
         """
         in_layers = bool(self._heights.intersection(trips))
         if (shape, in_layers) not in self._found:

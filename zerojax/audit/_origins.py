@@ -10,13 +10,7 @@ from zerojax.hlo import Module, Value, arguments_of, is_collective
 
 
 class Origins:
-    """Follow values back to the batch, as far as the collectives that they come through.
-
-    Args:
-        module: the program.
-        held: its arguments.
-        moves: its collectives.
-    """
+    """Follow values of a program back to its batch, as far as the collectives on their way."""
 
     def __init__(self, module: Module, held: Iterable[Held], moves: Collection[Move]) -> None:
         self._module = module

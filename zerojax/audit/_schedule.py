@@ -189,14 +189,9 @@ def schedule_of(
 ) -> ScheduleReport | None:
     """Run the clock over a program; None on a CPU, whose collectives always wait, or another chip.
 
-    Another chip is one whose figures `HARDWARE` does not have.
-
-    Args:
-        program: what was compiled.
-        module: its text.
-        records: its collectives.
-        devices: of the mesh; the program's own order of them counts, where it tells it.
-        leaves_of: paths of the leaves that a collective may move.
+    Another chip is one whose figures `HARDWARE` does not have. `devices` are the mesh's; the
+    program's own order of them counts, where it tells it. `leaves_of` gives the paths of the leaves
+    that a collective may move.
     """
     hardware = _hardware_of(devices[0])
     found = None if program.platform == "cpu" else parse_schedule(module)

@@ -148,13 +148,9 @@ def make_figure(
 def draw_bars(
     axes: Axes, bars: Mapping[str, Bar], unit: float = 1.0, words: Callable[[float], str] = str
 ) -> None:
-    """Draw bars with their labels and lines.
+    """Draw bars, by the names that stand below, with their labels and lines.
 
-    Args:
-        axes: where.
-        bars: by the name that stands below.
-        unit: what 1 on the axis is.
-        words: writes the size of a bar that has no label.
+    `unit` is what 1 on the axis is; `words` writes the size of a bar that has no label.
     """
     places, bottoms = range(len(bars)), [0.0] * len(bars)
     names = dict.fromkeys(name for bar in bars.values() for name in bar.parts)

@@ -188,11 +188,8 @@ def find_checkpoints(
     """Find the checkpoints in folders that are named by a step, in the order of steps.
 
     A folder without a manifest is a save that was cut short. It is passed over, and so is one that
-    lacks files, or has files of another size; what is in the files is not read here.
-
-    Args:
-        directory: where the folders are.
-        passed_over: called with the folder and the reason.
+    lacks files, or has files of another size; what is in the files is not read here. Each is told
+    to `passed_over(folder, reason)`.
     """
     found = {}
     for step, path in _folders(local_path(directory)).items():

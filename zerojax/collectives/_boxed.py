@@ -67,9 +67,7 @@ class Boxed:
     def moved(self, value: jax.Array, dims: tuple[int | None, ...]) -> "Boxed":
         """Return a box with the result of a structural operation.
 
-        Args:
-            value: the result.
-            dims: for each of its dims, the old dim that it is, or None: (1, 0) of a transpose.
+        `dims` has for each of its dims the old one that it is, or None: (1, 0) of a transpose.
         """
         entries = tuple(() if dim is None else self.entries[dim] for dim in dims)
         dim = None if self.dim is None else dims.index(self.dim)

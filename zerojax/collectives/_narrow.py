@@ -23,13 +23,8 @@ def gather_narrow(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any) -> jax
     without such a dim, biases and norms, are gathered as they are.
 
     With blocks of 2 and int8, `[127.0, -38.1, 2.54, 1.27]` is scales `[1.0, 0.02]` and codes
-    `[127, -38, 127, 64]`, and arrives as `[127.0, -38.0, 2.54, 1.28]`.
-
-    Args:
-        x: stored shards, in global view.
-        layout: the placement.
-        leaf: how they are cut.
-        dtype: int8 or float8_e4m3fn.
+    `[127, -38, 127, 64]`, and arrives as `[127.0, -38.0, 2.54, 1.28]`. The other dtype is
+    float8_e4m3fn.
     """
     held = {dim for dim, axes in enumerate(leaf.entries) if axes or dim == leaf.dim}
     along = block_dim(x.shape, held)

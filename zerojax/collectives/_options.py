@@ -48,11 +48,8 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
 
     They are the sets of `options.toml` for the layout's devices, without those that `XLA_FLAGS` or
     `LIBTPU_INIT_ARGS` sets: a user's own value holds. An option that the installed compiler does
-    not know is left out with a warning, for it would refuse the program.
-
-    Args:
-        layout: the placement; a CPU has no options.
-        bucket_bytes: most bytes of a collective that is made of several; None for the table's.
+    not know is left out with a warning, for it would refuse the program. A CPU has none.
+    `bucket_bytes` are the most of a collective that is made of several; None for the table's.
     """
     user = {
         flag for name in _VARIABLES for flag in re.findall(r"--(\w+)", os.environ.get(name, ""))

@@ -109,12 +109,7 @@ class _Part:
 
 
 def compute_by_owners(jobs: Sequence[Job], layout: Layout, axes: Axes) -> list[list[jax.Array]]:
-    """Compute each job's rows on devices that own them whole.
-
-    Args:
-        jobs: what to compute.
-        layout: gives the mesh.
-        axes: of the mesh, along which devices are owners.
+    """Compute each job's rows on devices that own them whole, which are those along some axes.
 
     Returns:
         Per job its results, `[rows, *shape]` each.

@@ -43,12 +43,7 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
     """Carry boxes through one equation, or return None where they have to be opened.
 
     Of `b = transpose a; c = mul b 0.5; d = add c x`, a and b and c stay on shards; d, where x is an
-    array, is a real use.
-
-    Args:
-        eqn: the equation.
-        values: its inputs; at least one is `Boxed`.
-        opening: how boxes are opened.
+    array, is a real use. At least one of the inputs is `Boxed`.
     """
     if eqn.primitive.name == "optimization_barrier":
         return list(jax.lax.optimization_barrier(values))

@@ -130,12 +130,9 @@ def fills_tiles(shape: Sequence[int], dim: int, num_shards: int) -> bool:
 
 
 def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
-    """Decide the phases of collectives over some axes of a mesh.
+    """Decide the phases of collectives over the axes that ZeRO partitions over, major first.
 
-    Args:
-        mesh: the layout's mesh; without devices it lies on no torus.
-        axes: the axes that ZeRO partitions over, major first.
-        *further: axes of the phases after these; what moves along them is shards.
+    A mesh without devices lies on no torus. Along `further` axes shards move, in later phases.
     """
     flat = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     at_once = Phases(flat, (axes, *further))

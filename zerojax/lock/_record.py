@@ -71,12 +71,9 @@ class StepRecord:
         devices: Sequence[Any],
         versions: Mapping[str, str] = MappingProxyType({}),
     ) -> "StepRecord":
-        """Read a step that was compiled for some devices.
+        """Read a step, what `jax.jit(step).lower(...).compile()` returns or a kept `Program`.
 
-        Args:
-            compiled: what `jax.jit(step).lower(...).compile()` returns, or a kept `Program`.
-            devices: that it was compiled for, in any order.
-            versions: of what compiled it.
+        The devices that it was compiled for are given in any order, with versions of the compiler.
         """
         program = compiled if isinstance(compiled, Program) else Program.of(compiled)
         module = parse_module(program.text)

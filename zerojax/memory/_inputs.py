@@ -40,12 +40,8 @@ def check_axis(axis: str, mesh: Any) -> None:
 def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
     """Name a device's part of a layer's input, and return the whole that is made of the parts.
 
-    What is no activation (whole numbers, scalars) stays as it is; what no dim divides is named
-    whole.
-
-    Args:
-        x: [B, ...], whole along the axis.
-        axis: mesh axis; None cuts nothing.
+    It is [B, ...], whole along the axis; None cuts nothing. What is no activation (whole numbers,
+    scalars) stays as it is; what no dim divides is named whole.
     """
     if not _is_activation(x):
         return x

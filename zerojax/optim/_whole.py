@@ -18,11 +18,7 @@ def update_whole(
 ) -> tuple[PyTree, PyTree]:
     """Run an update; what of it needs whole matrices runs on devices that own them.
 
-    Args:
-        traced: `update(grads, state, params, extra)` of logical leaves, as shards.
-        args: its arguments.
-        placed: the placement of the state.
-        layout: that of the parameters.
+    It is traced as `update(grads, state, params, extra)` of logical leaves, as shards.
     """
     if not layout.partitions("optimizer") or not has_matrices(traced.eqns):
         return traced.run(*args)

@@ -124,10 +124,7 @@ class Recipe:
         """Return when gradients are summed over devices, where these kinds are partitioned.
 
         The default is "once" for several microbatches where gradients stay whole (stages 0 and 1),
-        else "each".
-
-        Args:
-            kinds: `Layout.kinds`.
+        else "each". `kinds` are `Layout.kinds`, here and below.
 
         Raises:
             ValueError: `reduce` is "once" where parameters are partitioned.
@@ -159,10 +156,6 @@ class Recipe:
 
         The default is 1 where parameters are partitioned, but on a CPU, whose collectives always
         wait (docs/benchmarks.md).
-
-        Args:
-            kinds: `Layout.kinds`.
-            platform: `Layout.platform`.
         """
         if "parameter" not in kinds:
             return 0

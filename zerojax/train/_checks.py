@@ -33,9 +33,7 @@ def check_usable(state: TrainState) -> None:
 def check_state(state: TrainState, like: TrainState) -> None:
     """Refuse a state of another structure, or with leaves of another shape, dtype or placement.
 
-    Args:
-        state: arrays, traced or not; placements of traced ones are not looked at.
-        like: shapes with shardings.
+    `like` has shapes with shardings; placements of traced arrays are not looked at.
     """
     if text := difference(state, like):
         raise ValueError(

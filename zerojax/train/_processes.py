@@ -36,16 +36,8 @@ def agree_on(
 ) -> bool:
     """Compare what a program is made of between processes, the seed of a first state above all.
 
-    Args:
-        name: of the call, for errors.
-        layout: the placement.
-        recipe: how the step is computed.
-        state: arrays or shapes.
-        lower: lowers the program.
-        given: what it is called with, as the user gave it.
-
-    Returns:
-        Whether there are others to agree with.
+    `name` is the call's, for errors; `given` is what it is called with, as the user gave it.
+    Returns whether there are others to agree with.
     """
     if all(device.process_index == jax.process_index() for device in layout.devices.flat):
         return False

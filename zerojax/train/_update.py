@@ -144,12 +144,9 @@ class Update:
     ) -> tuple[tuple[Any, Any], list[Any], list[Any], list[Any]]:
         """Compute an update; results are asked for as shards, unless the host computes them.
 
-        Args:
-            before: the state, for its loss scale and the dtypes of its parameters.
-            grads: logical gradients of the scaled loss; the rest is logical too.
-            held: what the optimizer updates.
-            leaves: of its state.
-            loss: a scalar, for optimizers that ask for it.
+        The state `before` has the loss scale and the dtypes of the parameters. The gradients are
+        those of the scaled loss; `held` is what the optimizer updates, `leaves` its state. All are
+        logical.
 
         Returns:
             The gradients' norm and the learning rate, what the optimizer updated, with the host

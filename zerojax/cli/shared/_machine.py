@@ -63,11 +63,9 @@ def memory_per_device(devices: list[Any]) -> int | None:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Check that a file can be made and written, and leave nothing behind; `--plot` is a drawing.
+    """Check that the file of an option can be written, and leave nothing behind.
 
-    Args:
-        option: that names the file.
-        path: None where nobody asked for it.
+    `--plot` is a drawing; the path is None where nobody asked for it.
     """
     if path is None:
         return

@@ -225,9 +225,8 @@ class StepOptions(CommandOptions):
     def examples(self, num_groups: int, default: int = 1) -> int:
         """Return the examples per step, which groups and microbatches divide.
 
-        Args:
-            num_groups: groups of devices with examples of their own: devices / model axis.
-            default: the least number where none was asked for.
+        Groups of devices have examples of their own: devices / model axis. `default` is the least
+        number where none was asked for.
         """
         multiple = num_groups * self.accumulate
         asked = self.batch_size or default

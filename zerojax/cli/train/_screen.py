@@ -98,11 +98,8 @@ def bytes_table(run: TrainRun) -> Table:
 class Metrics:
     """The metrics of a run; a line is on disk when `add` returns.
 
-    Args:
-        path: the file.
-        first_step: lines up to this step are kept, as a resumed run needs; others are dropped.
-        is_kept: whether to write them, as one of several processes does.
-        tensorboard: whether to write them for TensorBoard as well.
+    Lines up to `first_step` are kept, as a resumed run needs. Of several processes one writes
+    (`is_kept`).
     """
 
     def __init__(

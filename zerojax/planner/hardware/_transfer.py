@@ -25,9 +25,7 @@ class Transfer:
 class Places:
     """Where the devices of a program stand: a slice or node, and a place there along each dim.
 
-    Args:
-        hardware: the chip.
-        devices: of jax, in the order in which the program counts them.
+    They are given in the order in which the program counts them.
     """
 
     def __init__(self, hardware: Hardware, devices: Iterable[Any]) -> None:
@@ -40,12 +38,8 @@ class Places:
 
         As `Network.seconds` has it, for devices that stand anywhere: a gather of S bytes between n
         devices brings each of them S (n - 1) / n, over all torus dims that the group extends along
-        at once. An all-reduce brings twice that.
-
-        Args:
-            op: of HLO.
-            groups: of devices, by their numbers; of a permute (source, target) pairs.
-            num_bytes: of the whole tensor.
+        at once. An all-reduce brings twice that. Groups of a permute are (source, target) pairs,
+        and `num_bytes` those of the whole tensor.
         """
         if op == "collective-permute":
             return self._permute([(s, t) for s, t in groups if s != t], num_bytes)
