@@ -46,15 +46,17 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     Raises:
         ValueError: the paths of two leaves read alike: `{"a/b": x, "a": {"b": y}}`.
     """
-    found: dict[str, tuple[Any, Any]] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        other, _ = found.setdefault(path_name(path), (path, leaf))
-        if other is not path:
-            raise ValueError(
-                f"two leaves have the path {path_name(path)!r}: {jax.tree_util.keystr(other)} and "
-                f"{jax.tree_util.keystr(path)}; rename a key of one"
-            )
-    return {name: leaf for name, (_, leaf) in found.items()}
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = {path_name(path): leaf for path, leaf in pairs}
+    if len(found) < len(pairs):
+        alike: dict[str, list[str]] = {}
+        for path, _ in pairs:
+            alike.setdefault(path_name(path), []).append(jax.tree_util.keystr(path))
+        name, (one, other) = next((name, keys[:2]) for name, keys in alike.items() if keys[1:])
+        raise ValueError(
+            f"two leaves have the path {name!r}: {one} and {other}; rename a key of one"
+        )
+    return found
 
 
 def leaves_like(tree: PyTree, structure: TreeDef, *, within: bool = False) -> list[Any]:

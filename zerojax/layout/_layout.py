@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -236,7 +237,7 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
     matching = [rule for rule in layout.rules if rule.kind == "parameter" and rule.matches(path)]
     stacked = next((r.stacked for r in matching if r.stacked is not None), stacked)
     rule = next((r for r in matching if r.whole or r.dim is not None), None)
-    taken = sorted({name for names in entries for name in names} & set(layout.axis))
+    taken = sorted({name for name in itertools.chain(*entries) if name in layout.axis})
     cut = None
     if not layout.kinds:
         reason = f"whole: stage {layout.stage} partitions nothing"

@@ -1,5 +1,6 @@
 """Meshes: how they are made and what ZeRO asks of their axes."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -109,6 +110,7 @@ def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
     return found, as_axes(axis["optimizer"], mesh, "axis")
 
 
-def num_devices(mesh: AnyMesh, axes: Sequence[str]) -> int:
+@functools.lru_cache
+def num_devices(mesh: AnyMesh, axes: Axes) -> int:
     """Count the devices along some axes."""
     return math.prod(mesh.shape[name] for name in axes)

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from zerojax._tree import floating_dtype, leaves_like, named_tuples, num_elements, path_name
-from zerojax._types import Kind, PyTree, Shape, TreeDef
+from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout._leaf import Cut, LeafLayout, Rule
 from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
+from zerojax.layout._stages import STATES
 from zerojax.layout._tree_layout import TreeLayout
 
 #: The attribute of a wrapper's `init` that holds the optimizer inside.
 WRAPPED = "zerojax_wrapped"
-#: What the leaves of an optimizer's state are.
-_KINDS: frozenset[Kind] = frozenset({"optimizer"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +184,7 @@ def _inherit(path: str, leaf: Any, owner: int, way: Way, layout: TreeLayout) -> 
     elif source.dim is not None:
         cut, why = layout.cut(leaf.shape, entries)
         reason = f"{relation}; {why}"
-    return layout.placed(path, leaf, reason, entries, cut, _KINDS, parameter=owner)
+    return layout.placed(path, leaf, reason, entries, cut, STATES, parameter=owner)
 
 
 def _by_own_shape(
@@ -202,4 +201,4 @@ def _by_own_shape(
     wanted, stacked = (None, 0) if rule is None else (rule.dim_of(path, leaf.shape), rule.stacked)
     free = ((),) * len(leaf.shape)
     cut, reason = layout.cut(leaf.shape, free, stacked=stacked or 0, wanted=wanted)
-    return layout.placed(path, leaf, f"{why}; {reason}", free, cut, _KINDS)
+    return layout.placed(path, leaf, f"{why}; {reason}", free, cut, STATES)

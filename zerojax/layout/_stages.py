@@ -16,6 +16,8 @@ STAGES: MappingProxyType[int, frozenset[Kind]] = MappingProxyType(
         3: frozenset({"optimizer", "master", "gradient", "parameter"}),
     }
 )
+#: What a leaf of an optimizer's state is cut for.
+STATES: frozenset[Kind] = frozenset({"optimizer"})
 
 
 def check_stage(stage: int) -> int:

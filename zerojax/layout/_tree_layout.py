@@ -17,7 +17,7 @@ from zerojax._tree import leaves_like, num_elements, path_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
-from zerojax.layout._stages import STAGES
+from zerojax.layout._stages import STAGES, STATES
 from zerojax.layout._torus import OFFLOADS, Phases, fills_tiles, find_phases
 
 
@@ -40,7 +40,7 @@ class TreeLayout:
         """The mesh axes that ZeRO partitions over: all that optimizer states are cut along."""
         return self.axes["optimizer"]
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         """N: the parts that the axis cuts a leaf into."""
         return self.num_parts(self.axis)
@@ -106,18 +106,26 @@ class TreeLayout:
         """Describe a leaf that is placed so; `leaf` has its shape and dtype."""
         entries = ((),) * len(leaf.shape) if entries is None else entries
         if cut is not None:
-            axes = {kind: self.axes[kind] for kind in kinds}
-            parts = {kind: self.num_parts(names) for kind, names in axes.items()}
-            fields |= {**cut._asdict(), "axes": axes, "parts": parts}
+            axes, parts = self._along[kinds]
+            fields |= {"dim": cut.dim, "stored_size": cut.stored_size, "axes": axes, "parts": parts}
         return LeafLayout(
             path=path,
             shape=leaf.shape,
             dtype=leaf.dtype,
             reason=reason,
             entries=entries,
-            own_parts=self.num_parts([name for names in entries for name in names]),
+            own_parts=math.prod(map(self.num_parts, entries)),
             **fields,
         )
+
+    @cached_property
+    def _along(self) -> dict[frozenset[Kind], tuple[dict[Kind, Axes], dict[Kind, int]]]:
+        """The axes of the kinds that a leaf is cut for, and their parts; leaves share them."""
+        found = {}
+        for kinds in (self.kinds, STATES):
+            axes = {kind: self.axes[kind] for kind in kinds}
+            found[kinds] = axes, {kind: self.num_parts(names) for kind, names in axes.items()}
+        return found
 
     def local_shape(self, leaf: LeafLayout, shape: Shape) -> Shape:
         """Return the part of a leaf that the user's own axes leave to a device."""
