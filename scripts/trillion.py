@@ -56,8 +56,8 @@ def main() -> None:
     seconds = time.monotonic() - start
     report = zerojax.audit(compiled, layout, RECIPE)
     console.print(report)
-    if str(layout.phases):
-        console.print(str(layout.phases), style="dim")
+    if layout.torus_note:
+        console.print(layout.torus_note, style="dim")
     console.print(
         f"{layout.num_params:.4g} parameters on {args.topology} ({num_devices} chips): traced and "
         f"compiled in {seconds:.0f} s, {report.volume:.3f} Psi moved per chip and step, peak "

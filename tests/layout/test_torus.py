@@ -201,6 +201,20 @@ def test_sparse_cores_move_whole_tiles_at_once(kind, dims):
     assert not dataclasses.replace(stage2, has_options=True).offloads
 
 
+def test_the_table_tells_which_leaves_sparse_cores_move_at_once():
+    mesh = torus(V5P, (4, 4, 4), {"data": 64})
+    shapes = {
+        "odd": jax.ShapeDtypeStruct((25 * 64, 256), jnp.bfloat16),
+        "tiles": jax.ShapeDtypeStruct((8 * 64, 256), jnp.bfloat16),
+    }
+    layout = zerojax.make_layout(shapes, mesh, stage=3)
+    said = layout.torus_note
+    assert "SparseCores gather and reduce 1 of 2 leaves over the whole torus at once" in said
+    assert "; of odd, whose shards are no whole tiles, gradients are reduced in 2 phases" in said
+    assert said in layout.describe(optax.adam(1e-3)).notes
+    assert "SparseCores" not in zerojax.make_layout(shapes, mesh, stage=2).torus_note
+
+
 def test_the_table_tells_of_phases(cube):
     mesh = zerojax.make_mesh({"data": 8})
     shapes = jax.eval_shape(init, jax.random.key(0))

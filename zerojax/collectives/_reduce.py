@@ -36,6 +36,7 @@ def accumulate(
     count: int,
     dtype: Any,
     transform: Callable[..., Any] = lambda gradient: gradient,
+    is_tpu: bool = False,
 ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.
 
@@ -50,19 +51,26 @@ def accumulate(
         count: number of microbatches.
         dtype: dtype of the running sum of gradients; None is their own.
         transform: what is made of the gradient's function before it is run.
+        is_tpu: whether the backward pass waits for the loss.
 
     Returns:
         `(loss, aux, carried), gradients`.
     """
-    gradient = transform(jax.value_and_grad(loss_fn, has_aux=True))
+
+    def differentiated(params: PyTree, batch: PyTree, carried: PyTree) -> tuple[Any, PyTree]:
+        scalar, pull, value = jax.vjp(lambda p: loss_fn(p, batch, carried), params, has_aux=True)
+        seed = jnp.ones_like(scalar)
+        # Nothing but the metrics reads the loss: libtpu computes it at the end of the step, and
+        # keeps fp32 logits for it through the backward pass.
+        seed = jax.lax.optimization_barrier((seed, scalar))[0] if is_tpu else seed
+        return value, pull(seed)[0]
+
+    gradient = transform(differentiated)
     if count == 1:
-        (_, value), grads = gradient(params, batch, carried)
-        return value, grads
+        return gradient(params, batch, carried)
 
     def one(index: Any, carried: PyTree) -> tuple[Any, PyTree]:
-        (_, (loss, aux, carried)), grads = gradient(
-            params, microbatch(batch, index, count), carried
-        )
+        (loss, aux, carried), grads = gradient(params, microbatch(batch, index, count), carried)
         grads = jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
         return (loss, grads), (aux, carried)
 
@@ -200,7 +208,9 @@ def reduce_once(
                 f"{refused}; write Recipe(reduce='each'), or {REMEDY}"
             ) from refused.__cause__
         batch = fold_keys(batch, jax.lax.axis_index(axes))
-        (loss, aux, _), grads = accumulate(loss_fn, params, batch, None, count, dtype)
+        (loss, aux, _), grads = accumulate(
+            loss_fn, params, batch, None, count, dtype, is_tpu=layout.platform == "tpu"
+        )
         is_row[:] = row_leaves(loss_fn, params, batch, None, aux)
         leaves, structure = jax.tree.flatten(aux)
         aux = [x if row else x[None] for x, row in zip(leaves, is_row, strict=True)]

@@ -171,9 +171,8 @@ def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> 
         notes.append(f"{leaves} whole, {elements:,} elements (reasons above)")
     if padding:
         notes.append(f"padding takes {padding:,} B per device")
-    if layout.kinds and str(layout.phases):
-        at_once = "; whole tiles at once, by SparseCores" if layout.offloads else ""
-        notes.append(f"{layout.phases}{at_once}")
+    if layout.torus_note:
+        notes.append(layout.torus_note)
     unmatched = (*layout.unmatched_rules, *of_optimizer)
     notes += [f"rule {rule.path!r} of kind {rule.kind!r} matched no leaf" for rule in unmatched]
     return tuple(notes)

@@ -123,8 +123,10 @@ def scatters_tiles(shape: Sequence[int], dim: int, num_devices: int) -> bool:
     return not is_minor or shape[dim] % (num_devices * LANES) == 0
 
 
-def fills_tiles(shape: Sequence[int], dim: int, num_shards: int) -> bool:
+def fills_tiles(shape: Sequence[int], dim: int | None, num_shards: int) -> bool:
     """Return whether the shards of a dim are whole tiles: 8 rows of `LANES`, along minor dims."""
+    if dim is None:
+        return False
     tile = {1: LANES, 2: 8}.get(len(shape) - dim, 1)
     return shape[dim] % (tile * num_shards) == 0
 

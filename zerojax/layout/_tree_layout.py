@@ -158,15 +158,31 @@ class TreeLayout:
 
     @cached_property
     def offloads(self) -> bool:
-        """Whether SparseCores gather weights and scatter gradients, by compiler options."""
+        """Whether SparseCores gather weights and scatter gradients in a train step of it."""
         kind = None if isinstance(self.mesh, AbstractMesh) else self.devices.flat[0].device_kind
-        return self.has_options and self.partitions("parameter") and kind in OFFLOADS
+        return self.partitions("parameter") and kind in OFFLOADS
 
     def phases_of(self, shape: Shape, dim: int | None) -> Phases:
         """Return the phases of one leaf: SparseCores move whole tiles along all dims at once."""
-        if self.offloads and dim is not None and fills_tiles(shape, dim, self.num_shards):
+        if self.has_options and self.offloads and fills_tiles(shape, dim, self.num_shards):
             return Phases(self.auto_mesh, self.groups)
         return self.phases
+
+    @property
+    def torus_note(self) -> str:
+        """How a train step moves leaves over a whole torus; empty where that is nothing special."""
+        phases = str(self.phases) if self.kinds else ""
+        if not phases or not self.offloads:
+            return phases
+        cut = [leaf for leaf in self.leaves if leaf.dim is not None]
+        shards = self.num_shards
+        left = [x.path for x in cut if not fills_tiles(x.stored_shape, x.dim, shards)]
+        few = ", ".join(left[:3]) + ", ..." * bool(left[3:])
+        rest = f"; of {few}, whose shards are no whole tiles, {phases}" if left else ""
+        return (
+            f"in a train step SparseCores gather and reduce {len(cut) - len(left)} of {len(cut)} "
+            f"leaves over the whole torus at once{rest}"
+        )
 
     @property
     def devices(self) -> np.ndarray:

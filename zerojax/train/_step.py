@@ -297,7 +297,14 @@ class TrainStep(Shown):
             gather_dtype=self._gather_dtype,
         )
         return accumulate(
-            _scaled(loss_fn), params, given, state.model_state, count, dtype, self._ahead
+            _scaled(loss_fn),
+            params,
+            given,
+            state.model_state,
+            count,
+            dtype,
+            self._ahead,
+            is_tpu=layout.platform == "tpu",
         )
 
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
