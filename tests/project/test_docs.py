@@ -140,11 +140,62 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == pages
 
 
-def test_every_public_docstring_says_what_is_taken_and_refused():
-    """Each parameter of a function, each field of data, and the errors that it raises itself."""
+NAMES = [*zerojax.__all__, *(f"charts.{name}" for name in charts.__all__)]
+PUBLIC = {name: operator.attrgetter(name)(zerojax) for name in NAMES}
+#: What holds arrays, by the names that arguments and fields have, and the words for their shapes:
+#: the forms of a leaf (docs/architecture.md), or dims.
+HOLDS_ARRAYS = re.compile(r"^(params|updates|grads|state|masters|opt_state|batch|tree|like|value)$")
+SHAPES = re.compile(
+    r"\b(shapes?|logical|stored|scalars?|shards?|dims?|rows|structure|dtype)\b|\[|^as for `"
+)
+#: What is measured (bytes have their unit in their name), and the words for its unit.
+IS_MEASURED = re.compile(r"memory|bandwidth|time|volume|flops|traffic|clock|launch|_share")
+UNITS = re.compile(r"\b(bytes|seconds|elements|FLOP/s|cycles/s|shares|products)\b", re.IGNORECASE)
+REFUSES = re.compile(r"\bRaises\b|\braises\b|\w+Error\b")
+
+
+def entries(doc: str) -> dict[str, str]:
+    """Return what sections of a docstring say, by name: that of `rules, min_size:` for both."""
+    found = {}
+    pattern = r"^    (\*?\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)"
+    for names, text in re.findall(pattern, doc, re.MULTILINE):
+        found |= dict.fromkeys(names.lstrip("*").split(", "), " ".join(text.split()))
+    return found
+
+
+def methods(found: Any) -> dict[str, Any]:
+    """Return the functions of a public name: itself, or a class's methods and properties."""
+    if inspect.isfunction(found):
+        return {"": found}
+    if not inspect.isclass(found):
+        return {}
+    own = inspect.getmembers_static(found, lambda x: not inspect.isclass(x))
+    made = {
+        f".{name}": getattr(x, "fget", None) or getattr(x, "func", None) or x
+        for name, x in own
+        if not name.startswith("_")
+    }
+    return {name: x for name, x in made.items() if _is_own(x)}
+
+
+def _is_own(x: Any) -> bool:
+    return inspect.isfunction(x) and (x.__module__ or "").startswith("zerojax")
+
+
+def refuses(function: Any) -> bool:
+    """Whether a function raises, or one of the package's that it calls by name and that checks."""
+    called = re.findall(r"\b(_?check\w*|as_\w+)\(", inspect.getsource(function))
+    others = [x for name in called if _is_own(x := function.__globals__.get(name))]
+    return any(" raise " in inspect.getsource(one) for one in (function, *others))
+
+
+FUNCTIONS = {f"{name}{of}": x for name, found in PUBLIC.items() for of, x in methods(found).items()}
+
+
+def test_every_public_docstring_says_what_is_taken():
+    """Each parameter of a function and each field of data."""
     unsaid = []
-    for name in [*zerojax.__all__, *(f"charts.{name}" for name in charts.__all__)]:
-        found = operator.attrgetter(name)(zerojax)
+    for name, found in PUBLIC.items():
         if inspect.isfunction(found):
             wanted = inspect.signature(found).parameters
         elif dataclasses.is_dataclass(found):
@@ -153,8 +204,36 @@ def test_every_public_docstring_says_what_is_taken_and_refused():
             wanted = ()
         words = set(re.findall(r"\w+", inspect.getdoc(found) or ""))
         unsaid += [f"{name}: {one}" for one in wanted if one not in words]
-        if inspect.isfunction(found) and " raise " in inspect.getsource(found):
-            unsaid += [f"{name}: errors"] if "Raises" not in words else []
+    assert unsaid == []
+
+
+def test_every_public_docstring_says_what_is_refused():
+    unsaid = [
+        name
+        for name, function in FUNCTIONS.items()
+        if refuses(function) and not REFUSES.search(inspect.getdoc(function) or "")
+    ]
+    assert unsaid == []
+
+
+def test_every_public_docstring_says_shapes_and_units():
+    """Of arguments and fields that hold arrays and measures, and of functions that return them."""
+    unsaid = []
+    for name, found in (*PUBLIC.items(), *FUNCTIONS.items()):
+        for entry, text in entries(inspect.getdoc(found) or "").items():
+            unsaid += [
+                f"{name}: {entry} has no {what}"
+                for what, is_asked, words in (
+                    ("shape", HOLDS_ARRAYS, SHAPES),
+                    ("unit", IS_MEASURED, UNITS),
+                )
+                if is_asked.search(entry) and not words.search(text)
+            ]
+    for name, function in FUNCTIONS.items():
+        returned = function.__annotations__.get("return")
+        is_number = returned in (int, float, "int", "float", dict[str, int])
+        if is_number and IS_MEASURED.search(name) and not UNITS.search(function.__doc__ or ""):
+            unsaid.append(f"{name}: its unit")
     assert unsaid == []
 
 

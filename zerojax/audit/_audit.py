@@ -162,13 +162,13 @@ class AuditReport(Shown):
 
     Attributes:
         title: stage, mesh and platform in one line.
-        volume: what the program moves.
-        judged_volume: the same without the compiler's padding, and where the backend has no
-            reduce-scatters (a CPU), with all-reduces of which a part is kept counted as such.
-        padding_volume: what the compiler adds to fit its tiles.
-        theory_volume: what the layout has to move, leaf by leaf: leaves that stay whole, padding,
-            microbatches and further batch axes included.
-        volume_by_axis: seen and theory by mesh axis, "data" or "data x model" for one collective
+        volume: the elements that the program moves.
+        judged_volume: the same elements without the compiler's padding, and where the backend has
+            no reduce-scatters (a CPU), with all-reduces of which a part is kept counted as such.
+        padding_volume: the elements that the compiler adds to fit its tiles.
+        theory_volume: the elements that the layout has to move, leaf by leaf: leaves that stay
+            whole, padding, microbatches and further batch axes included.
+        volume_by_axis: elements, seen and theory, by mesh axis, "data" or "data x model" for one collective
             along both.
         memory: bytes on one device by kind.
         host_traffic: bytes between one device and its host in a step.

@@ -19,7 +19,7 @@ class Whole:
     Every device and every microbatch gets all of it. The loss sees the plain value.
 
     Attributes:
-        value: an array, or a tree of arrays.
+        value: an array of any shape, or a tree of them.
 
     >>> batch = {"x": x, "labels": labels, "weights": zerojax.Whole(class_weights)}
     """

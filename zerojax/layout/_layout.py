@@ -170,7 +170,7 @@ def make_layout(
     """Decide where every leaf lives.
 
     Args:
-        params: the parameters as arrays or `ShapeDtypeStruct`s, in any pytree.
+        params: the logical parameters, arrays or `ShapeDtypeStruct`s in any pytree.
         mesh: devices, with Auto or Explicit axes; an `AbstractMesh` to place and count without.
         stage: 0 to 3, arXiv 1910.02054 section 5.
         axis: mesh axis that ZeRO partitions over, or several, major first; or for hybrid sharding

@@ -277,7 +277,7 @@ class TreeLayout:
         """Return the leaves of a tree like the parameters, in the layout's order.
 
         Args:
-            tree: holds them, maybe in other nodes (`leaves_like`).
+            tree: holds them, logical or `stored`, maybe in other nodes (`leaves_like`).
             what: names the tree in errors.
             within: whether it may hold other floating leaves too.
             stored: whether its leaves may be padded.

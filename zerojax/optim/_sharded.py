@@ -71,8 +71,11 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
 
     Args:
         params: logical parameters, or an equinox model that holds them.
-        updates: as `sharded(...).update` returns them.
+        updates: as `sharded(...).update` returns them, logical too.
         layout: the placement.
+
+    Raises:
+        ValueError: a leaf is missing, too many or of another shape; it is named.
     """
     check_layout(layout, "apply_updates(params, updates, layout)")
 

@@ -34,7 +34,7 @@ def move(
     that is returned, which a step of the other layout takes.
 
     Args:
-        state: from a step; donated.
+        state: from a step, its leaves as stored; donated.
         layout: the placement that it lives under: `step.layout`.
         other: the placement that it is to have, made from the same parameters.
         tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of its state can

@@ -149,6 +149,9 @@ def unpad(tree: PyTree, layout: Layout) -> PyTree:
 
     Returns:
         The tree with logical shapes. A leaf that was padded comes back whole on every device.
+
+    Raises:
+        ValueError: a leaf is missing, too many or of another shape; it is named.
     """
     check_layout(layout, "unpad(state.params, layout)")
     given = layout.flatten(unwrapped(tree), "leaves of unpad(state.params, layout)", stored=True)

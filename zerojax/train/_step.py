@@ -148,7 +148,12 @@ class TrainStep(Shown):
         return batch_part(self.layout)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Lower the step for arrays or shapes, as `jax.jit(...).lower` does."""
+        """Lower the step for arrays or shapes, as `jax.jit(...).lower` does.
+
+        Raises:
+            TypeError: the state is no `TrainState`.
+            ValueError: it was donated, or it is not of this step's layout, recipe and optimizer.
+        """
         check_usable(state)
         check_state(state, self.abstract_state())
         return self._jitted("step", batch).lower(state, batch)
