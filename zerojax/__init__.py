@@ -1,6 +1,6 @@
 """ZeRO for JAX: model states partitioned over a device mesh."""
 
-import zerojax._quiet  # noqa: F401  # the first to import jax
+import zerojax._quiet  # the first to import jax
 from zerojax._version import __version__
 from zerojax.aot import topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit

@@ -119,14 +119,14 @@ def drifted(*, other):
 
 
 def versions(*, other):
-    from zerojax.train import _agreement
+    from zerojax.train import _processes
 
-    before = _agreement.importlib.metadata.version
-    _agreement.importlib.metadata.version = lambda name: "0.9.9" if other else before(name)
+    before = _processes.importlib.metadata.version
+    _processes.importlib.metadata.version = lambda name: "0.9.9" if other else before(name)
     try:
         go()
     finally:
-        _agreement.importlib.metadata.version = before
+        _processes.importlib.metadata.version = before
 
 
 def chained(rate):

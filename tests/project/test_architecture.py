@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import json
@@ -21,6 +22,11 @@ import zerojax
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [name for _, name, _ in pkgutil.iter_modules(zerojax.__path__) if name[0] != "_"]
 MENUS = ["zerojax", *(f"zerojax.{name}" for name in ROOMS)]
+#: Packages that users import from; the others are read by rooms above them.
+USERS = ["zerojax"] + [
+    f"zerojax.{room}"
+    for room in "aot audit charts checkpoint cli data lock models planner processes".split()
+]
 MAX_IMPORT_SECONDS = 2.0
 
 LINT_IMPORTS = (
@@ -159,18 +165,48 @@ def test_a_users_model_and_hlo_know_nothing_of_zerojax(room):
             assert not strangers, f"{module} imports {strangers}: it should need nothing of zerojax"
 
 
-@pytest.mark.parametrize("menu", MENUS)
-def test_all_names_what_a_package_offers(menu):
-    module = importlib.import_module(menu)
-    offered = {
+def offered_by(menu: ModuleType) -> set[str]:
+    """Return a package's public namespace."""
+    listed = getattr(menu, "__all__", ())
+    return {
         name
-        for name, value in vars(module).items()
-        if (not name.startswith("_") or name == "__version__") and name != "annotations"
+        for name, value in vars(menu).items()
+        if not name.startswith("_") or name == "__version__"
         # Submodules stand in a package's namespace by being imported; they count where listed.
-        if not isinstance(value, ModuleType) or name in module.__all__
+        if not isinstance(value, ModuleType) or name in listed
     }
-    assert offered == set(module.__all__)
-    assert len(module.__all__) == len(offered), "a name is listed twice"
+
+
+@pytest.mark.parametrize("menu", USERS)
+def test_all_names_what_users_import(menu):
+    module = importlib.import_module(menu)
+    assert offered_by(module) == set(module.__all__)
+    assert len(module.__all__) == len(offered_by(module)), "a name is listed twice"
+
+
+@functools.cache
+def imports_from_packages() -> set[tuple[str, str, str]]:
+    """List what modules, tests and scripts import: from which package, which name, and where."""
+    found = set()
+    for folder in ("zerojax", "tests", "scripts"):
+        for path in (ROOT / folder).rglob("*"):
+            place = str(path.relative_to(ROOT).parent).replace("/", ".")
+            text = path.read_text() if path.suffix in ("", ".py") and path.is_file() else ""
+            is_python = path.suffix == ".py" or "python" in text.partition("\n")[0]
+            for node in ast.walk(ast.parse(text if is_python else "")):
+                if isinstance(node, ast.ImportFrom):
+                    found |= {(node.module or "", one.name, place) for one in node.names}
+    return found
+
+
+@pytest.mark.parametrize("menu", sorted({*MENUS} - {*USERS}))
+def test_what_a_room_offers_to_others_is_read_there(menu):
+    """Its menu is its imports, and no list says them once more."""
+    module = importlib.import_module(menu)
+    found = imports_from_packages()
+    read = {name for package, name, place in found if package == menu != place}
+    assert not hasattr(module, "__all__")
+    assert offered_by(module) - read == set(), "nothing outside imports these"
 
 
 @pytest.mark.parametrize("menu", MENUS)

@@ -11,37 +11,6 @@ from zerojax.hlo._memory import (
 )
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import is_collective, parse_collectives
-from zerojax.hlo._schedule import Cost, Operation, Schedule, parse_schedule
+from zerojax.hlo._schedule import Cost, Operation, parse_schedule
 from zerojax.hlo._values import Frame, Use, Value, arguments_of, is_widened, uses_of
 from zerojax.hlo._walk import Carry, find_carries
-
-__all__ = [
-    "Carry",
-    "Collective",
-    "Collectives",
-    "Cost",
-    "Frame",
-    "Groups",
-    "Module",
-    "Operation",
-    "Result",
-    "Schedule",
-    "Use",
-    "Value",
-    "arguments_of",
-    "element_bits",
-    "find_carries",
-    "find_host_moves",
-    "host_parameters",
-    "is_collective",
-    "is_widened",
-    "largest_results",
-    "mesh_axes",
-    "most_alive",
-    "parse_collectives",
-    "parse_module",
-    "parse_schedule",
-    "source_of",
-    "sum_moved",
-    "uses_of",
-]

@@ -2,10 +2,3 @@
 
 from zerojax.memory._host import check_host_memory
 from zerojax.memory._remat import check_policy, has_layers, rematerialised
-
-__all__ = [
-    "check_host_memory",
-    "check_policy",
-    "has_layers",
-    "rematerialised",
-]

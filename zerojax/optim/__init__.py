@@ -5,15 +5,3 @@ from zerojax.optim._quantized import quantized
 from zerojax.optim._rate import learning_rate
 from zerojax.optim._sharded import apply_updates, as_params, sharded, store_state
 from zerojax.optim._whole import update_whole
-
-__all__ = [
-    "OffloadedUpdate",
-    "apply_updates",
-    "as_params",
-    "hosted_leaves",
-    "learning_rate",
-    "quantized",
-    "sharded",
-    "store_state",
-    "update_whole",
-]

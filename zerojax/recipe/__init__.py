@@ -11,17 +11,3 @@ from zerojax.recipe._policies import (
     as_remat,
 )
 from zerojax.recipe._recipe import Recipe, Reduce, as_recipe
-
-__all__ = [
-    "HOST_MEMORY",
-    "LAYER_INPUT",
-    "PRECISIONS",
-    "DynamicLossScale",
-    "Precision",
-    "Recipe",
-    "Reduce",
-    "Remat",
-    "RematPolicy",
-    "as_recipe",
-    "as_remat",
-]

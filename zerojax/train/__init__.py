@@ -4,14 +4,4 @@ from zerojax.train._make import make_train_step
 from zerojax.train._move import move
 from zerojax.train._state import TrainState, unpad
 from zerojax.train._step import TrainStep
-from zerojax.train._update import LossScale, first_loss_scale
-
-__all__ = [
-    "LossScale",
-    "TrainState",
-    "TrainStep",
-    "first_loss_scale",
-    "make_train_step",
-    "move",
-    "unpad",
-]
+from zerojax.train._update import first_loss_scale

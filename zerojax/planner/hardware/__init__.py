@@ -3,14 +3,3 @@
 from zerojax.planner.hardware._hardware import HARDWARE, Hardware, find_hardware
 from zerojax.planner.hardware._links import Collective, Network, Seconds
 from zerojax.planner.hardware._transfer import Places, Transfer
-
-__all__ = [
-    "HARDWARE",
-    "Collective",
-    "Hardware",
-    "Network",
-    "Places",
-    "Seconds",
-    "Transfer",
-    "find_hardware",
-]

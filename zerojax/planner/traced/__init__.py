@@ -3,14 +3,3 @@
 from zerojax.planner.traced._lifetimes import Lifetimes, lifetimes_of
 from zerojax.planner.traced._peak import HeldLeaf, Sharing, checkpoint_bytes, peak_of
 from zerojax.planner.traced._work import Work, work_of
-
-__all__ = [
-    "HeldLeaf",
-    "Lifetimes",
-    "Sharing",
-    "Work",
-    "checkpoint_bytes",
-    "lifetimes_of",
-    "peak_of",
-    "work_of",
-]
