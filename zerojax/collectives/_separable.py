@@ -39,13 +39,8 @@ def why_no_mean(
 ) -> Refused | None:
     """Return why the loss of a microbatch is not the mean of those of its parts; None if it is.
 
-    Args:
-        loss_fn: `loss_fn(params, microbatch, None)` returns the loss and whatever else.
-        params, batch: arrays or shapes.
-        count: microbatches of the batch.
-
-    Returns:
-        What says the operation, and where it stands.
+    `loss_fn(params, microbatch, None)` returns the loss and whatever else, of `count` microbatches
+    of the batch. What refuses it says the operation, and where it stands.
     """
     batch = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
     few = max(num_examples(batch) or 0, 2)

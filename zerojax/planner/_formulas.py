@@ -26,7 +26,8 @@ def model_state_bytes(num_params: float, *, stage: int, num_shards: int) -> floa
     """Return the bytes of model states per device: parameters, gradients, optimizer and master.
 
     They are (4+K) Psi at stage 0, 4 Psi + K Psi/N at 1, 2 Psi + (2+K) Psi/N at 2, (4+K) Psi/N at 3,
-    with K = 12. Source: ZeRO, arXiv 1910.02054, section 5, figure 1 and table 1.
+    with K = 12. Source: ZeRO, arXiv 1910.02054, section 5, figure 1 and table 1. Leaves that no
+    shard divides, other optimizers and dtypes are for a layout to count, or a plan.
 
     Args:
         num_params: Psi, a whole number; a float such as 7.5e9 too.
