@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from zerojax.hlo import parse_collectives
-from zerojax.layout import _torus, in_order
+from zerojax.layout import _torus, fills_tiles, in_order
 from zerojax.layout._torus import SPANS, find_phases, read_digits
 
 V5P, V6E, TPU7X = "TPU v5", "TPU v6 lite", "TPU7x"
@@ -244,3 +244,19 @@ def test_reduced_once_beside_model_parallelism_nothing_is_made_whole(dims):
     assert [c.elements for c in gathers] == [64 * 64]
     weights = [c.moved_elements for c in found.records if c.elements > 1024]
     assert sum(weights) == pytest.approx(64 * 64 * 3 / 4 * 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "fills"),
+    [
+        ((512, 100), 0, True),  # 64 rows each: 8 tiles
+        ((480, 100), 0, False),  # 60 rows each
+        ((100, 1024), 1, True),  # a lane tile each
+        ((100, 512), 1, False),
+        ((1024,), 0, True),
+        ((12, 64, 100), 0, False),  # 8 parts do not divide it
+        ((16, 64, 100), 0, True),  # no minor dim: any rows are whole tiles
+    ],
+)
+def test_shards_of_whole_tiles_are_known(shape, dim, fills):
+    assert fills_tiles(shape, dim, 8) == fills
