@@ -118,6 +118,35 @@ def depending(eqns: Iterable[Any], given: Iterable[Any]) -> set[Any]:
     return found
 
 
+def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
+    """Return the variables of a program, and of all that it holds, that depend on some inputs.
+
+    Of a loop or branch that reads one, everything that is carried or returned counts as such.
+
+    Args:
+        program: a jaxpr, closed over its constants or without any.
+        given: for each of its inputs, whether it is one of them.
+    """
+    jaxpr, _ = opened(program)
+    found = {var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given}
+    for eqn in jaxpr.eqns:
+        flags = [is_variable(x) and x in found for x in eqn.invars]
+        if not any(flags):
+            continue
+        found.update(eqn.outvars)
+        if eqn.primitive.name == "scan":
+            first, num_carry = scan_parts(eqn.params)
+            flags[first : first + num_carry] = [True] * num_carry
+        for inner in core.jaxprs_in_params(eqn.params):
+            num = len(inner.invars)
+            is_alike = eqn.primitive.name != "while" and num <= len(flags)
+            # A cond has the branch's number in front.
+            found |= depending_within(
+                inner, flags[len(flags) - num :] if is_alike else [True] * num
+            )
+    return found
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Run one equation on arrays."""
     with eqn.ctx.manager:

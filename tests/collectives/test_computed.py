@@ -105,3 +105,83 @@ def test_weights_of_all_turns_are_reduced_once(loss_fn, stage, mesh8):
     want, grads = jax.jit(jax.value_and_grad(loss_fn))(init(), tokens)
     assert metrics["loss"] == pytest.approx(float(want), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+
+
+HEADS, LENGTH = 4, 32
+DISTANCES = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None] + LENGTH
+#: How models make biases [HEADS, LENGTH, LENGTH] of a table [2 * LENGTH, HEADS] of distances.
+BIASES = {
+    "looked up": lambda table: table[DISTANCES].transpose(2, 0, 1),
+    "multiplied": lambda table: jnp.einsum(
+        "qkd,dh->hqk", jax.nn.one_hot(DISTANCES, 2 * LENGTH), table
+    ),
+    "masked": lambda table: jnp.where(
+        DISTANCES >= LENGTH, table[DISTANCES].transpose(2, 0, 1) * 0.5, -1e9
+    ),
+}
+
+
+def attention(x, layer, bias):
+    q, k, v = jnp.split((x @ layer["qkv"]).reshape(*x.shape[:2], 3 * HEADS, -1), 3, axis=2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+    return x + mixed.reshape(x.shape) @ layer["out"]
+
+
+def in_each_layer(bias_of, params, x):
+    """Each layer of a scan has a table of its own, as in Swin."""
+
+    def layer(x, weights):
+        return attention(x, weights, bias_of(weights["table"])), None
+
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+def in_all_layers(bias_of, params, x):
+    """All layers share the first one's table, as in T5."""
+
+    def layer(x, weights):
+        return attention(x, weights, bias_of(params["table"][0])), None
+
+    weights = {name: params[name] for name in ("qkv", "out")}
+    return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+
+def before_all_layers(bias_of, params, x):
+    """Biases are computed once, before a scan of layers."""
+    bias = bias_of(params["table"][0])
+    weights = {name: params[name] for name in ("qkv", "out")}
+    return jnp.mean(jax.lax.scan(lambda x, w: (attention(x, w, bias), None), x, weights)[0] ** 2)
+
+
+def in_a_list(bias_of, params, x):
+    """Biases are computed once, before a list of layers."""
+    bias = bias_of(params["table"][0])
+    for i in range(2):
+        x = attention(x, {name: params[name][i] for name in ("qkv", "out")}, bias)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("loss_fn", [in_each_layer, in_all_layers, before_all_layers, in_a_list])
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_biases_of_a_table_are_reduced_as_the_table(bias, loss_fn, stage, mesh8):
+    """Left to the partitioner, the gradient of [HEADS, LENGTH, LENGTH] would be summed."""
+    shapes = {"table": (2, 2 * LENGTH, HEADS), "qkv": (2, 64, 192), "out": (2, 64, 64)}
+
+    def init():
+        return {name: normal(len(name), *shape) for name, shape in shapes.items()}
+
+    def loss(params, x):
+        return loss_fn(BIASES[bias], params, x)
+
+    layout = zerojax.make_layout(jax.eval_shape(init), mesh8, stage=stage)
+    step = zerojax.make_train_step(loss, optax.adam(1e-2), layout)
+    x = normal(3, 16, LENGTH, 64)
+    report = step.audit(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    report.raise_if_problems()
+    assert report.judged_volume <= 1.02 * report.theory_volume
+    _, metrics = step(step.init(init), x)
+    want, grads = jax.jit(jax.value_and_grad(loss))(init(), x)
+    assert metrics["loss"] == pytest.approx(float(want), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)

@@ -109,7 +109,8 @@ class Opening:
 
     def box(self, stored: jax.Array, leaf: LeafLayout) -> Any:
         """Return a box with a stored parameter, or the parameter where opening would do nothing."""
-        if leaf.dim is None and self.gathers and not self.widens(stored.dtype):
+        is_whole = leaf.dim is None and self.gathers and not self.widens(stored.dtype)
+        if is_whole and stored.ndim < 2:  # no copies are made of it
             return stored
         value = to_logical(stored, leaf) if stored.shape != leaf.shape else stored
         return self.placed(Boxed(value, leaf.entries, leaf.dim, leaf.path))

@@ -8,7 +8,7 @@ weight's own gather, and the gradients of all copies go to one array that nothin
     x = copies(w, sums)[ids]                                   each device its own, [8,2,32,64]
 
 The gradient of `sums` is what each device has added up. It is summed over devices once and straight
-into shards. That is done for weights that are looked up and used again, and for three kinds
+into shards. That is done for weights that are looked up and used again, and for four kinds
 of others:
 
 - a lookup whose gradient is reduced in phases: the partitioner may gather the activations'
@@ -16,7 +16,9 @@ of others:
 - each use of a padded weight: the partitioner sums over devices at once, and compilers make no
   reduce-scatter of a sum, a pad and a cut. What a device has added up is padded first;
 - products with examples in all turns of a loop, as a recurrence has them, where the partitioner
-  would sum over devices in each turn. The weight is gathered before the loop.
+  would sum over devices in each turn. The weight is gathered before the loop;
+- what is computed of a weight and of constants and is larger, as the biases `[heads, n, n]` of a
+  table of relative positions are: the partitioner would sum the gradient of the larger one.
 """
 
 import dataclasses
@@ -29,12 +31,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zerojax._jaxpr import PLAIN_CALLS, REMATERIALISED, called, opened, scan_parts
+from zerojax._jaxpr import (
+    PLAIN_CALLS,
+    REMATERIALISED,
+    called,
+    is_elementwise,
+    opened,
+    scan_parts,
+    variables,
+)
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, longer
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import as_spec
+
+#: Operations whose result may be larger than a weight that they take together with constants.
+ENLARGE = frozenset({"dot_general", "gather"})
 
 
 @functools.partial(
@@ -53,9 +66,10 @@ class Copied:
     whole: jax.Array | None = None
 
     def gathered(self, opening: Opening) -> "Copied":
-        """Gather it now, for all turns of a loop."""
-        whole = _with_gradient_of(self._broadcast(self.box, opening), self.sums)
-        return dataclasses.replace(self, whole=checkpoint_name(whole, GATHERED))
+        """Gather it now, with all that is recorded, for all turns of a loop."""
+        whole = checkpoint_name(self.copies(opening), GATHERED)
+        origin = dataclasses.replace(self.origin, recorded=())
+        return dataclasses.replace(self, origin=origin, whole=whole)
 
     def _broadcast(self, box: Boxed, opening: Opening) -> jax.Array:
         whole = opening.open_box(jax.lax.stop_gradient(box))
@@ -70,7 +84,10 @@ class Copied:
         """
 
         def each(eqn: Any, operands: list[Any]) -> list[Any]:
-            axes = [0 if jnp.ndim(x) else None for x in operands]
+            avals = [x.aval for x in eqn.invars]
+            axes = [
+                0 if jnp.ndim(x) > y.ndim else None for x, y in zip(operands, avals, strict=True)
+            ]
             return jax.vmap(lambda *operands: bind_wide(eqn, operands), axes)(*operands)
 
         if self.whole is not None:
@@ -159,10 +176,11 @@ def _places(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
     return [(eqn, i) for eqn in jaxpr.eqns for i, atom in enumerate(eqn.invars) if atom is var]
 
 
-def multiplies_examples(program: Any, index: int, parts: int) -> bool:
-    """Return whether a program uses an input in products with examples alone, in calls too.
+def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -> bool:
+    """Return whether a program uses an input only where use_copies can, in calls too.
 
-    A cast or a transpose may stand between; `parts` devices divide the examples.
+    These are products with examples, and sums with biases that are computed of the input and of
+    constants. A cast or a transpose may stand between; `parts` devices divide the examples.
     """
     jaxpr, _ = opened(program)
 
@@ -171,11 +189,13 @@ def multiplies_examples(program: Any, index: int, parts: int) -> bool:
         return bool(places) and var not in jaxpr.outvars and all(fits(*place) for place in places)
 
     def fits(eqn: Any, place: int) -> bool:
-        if eqn.primitive.name in PLAIN_CALLS | {REMATERIALISED}:
-            return multiplies_examples(called(eqn), place, parts)
-        if eqn.primitive.name in ("convert_element_type", "transpose"):
+        name = eqn.primitive.name
+        if name in PLAIN_CALLS | {REMATERIALISED}:
+            return meets_examples(called(eqn), place, parts, from_batch)
+        is_fixed = from_batch.isdisjoint(variables(eqn.invars))
+        if is_fixed and name in ENLARGE | {"broadcast_in_dim", "convert_element_type", "transpose"}:
             return only(eqn.outvars[0])
-        dims = _example_dims(eqn, place) if eqn.primitive.name == "dot_general" else None
+        dims = None if name == "gather" else _example_dims(eqn, place)
         return dims is not None and eqn.invars[1 - place].aval.shape[dims[0]] % parts == 0
 
     return only(jaxpr.invars[index])
@@ -184,6 +204,17 @@ def multiplies_examples(program: Any, index: int, parts: int) -> bool:
 def _is_lookup(eqn: Any) -> bool:
     """Whether an equation looks up rows of its first operand: many, or it would be an index."""
     return eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 1
+
+
+def is_enlarged(eqn: Any, values: list[Any], opening: Opening) -> bool:
+    """Return whether a lookup or product of a box with constants is larger than the box."""
+    boxes = [v for v in values if isinstance(v, Boxed)]
+    if eqn.primitive.name not in ENLARGE or len(boxes) != 1:
+        return False
+    (box,) = boxes
+    is_larger = eqn.outvars[0].aval.size > box.value.size
+    is_alone = not any(isinstance(v, Copied) for v in values) and waits_elementwise(box)
+    return is_larger and is_alone and box.value.ndim > 1 and opening.layout.num_batch_parts > 1
 
 
 def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | None:
@@ -209,7 +240,11 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
 
 
 def use_copies(
-    eqn: Any, values: list[Any], opening: Opening, again: Callable[..., Any] = lambda use: use
+    eqn: Any,
+    values: list[Any],
+    opening: Opening,
+    is_fixed: bool = False,
+    again: Callable[..., Any] = lambda use: use,
 ) -> list[Any] | None:
     """Run an equation on each device's copy of a weight; None where it is not one of examples.
 
@@ -217,17 +252,22 @@ def use_copies(
         eqn: the equation.
         values: its inputs; at least one is `Copied`.
         opening: how boxes are opened.
+        is_fixed: whether no input depends on examples.
         again: makes a use gather again for its backward pass.
     """
     place = next(i for i, v in enumerate(values) if isinstance(v, Copied))
     weight, others = values[place], [*values[:place], *values[place + 1 :]]
     if any(isinstance(v, Boxed | Copied) for v in others):
         return None
+    operands = [*others[:place], None, *others[place:]]
+    is_cheap = eqn.primitive.name in ENLARGE or is_elementwise(eqn)
+    if is_fixed and is_cheap and any(map(jnp.ndim, others)):  # relative positions, a mask
+        box, origin = (x.record(eqn, operands) for x in (weight.box, weight.origin))
+        return [dataclasses.replace(weight, box=box, origin=origin)]
     if not any(map(jnp.ndim, others)):  # a transpose, a cast
         kept = keep_boxed(eqn, [v.box if v is weight else v for v in values], opening)
         if kept is None or len(kept) != 1 or not isinstance(kept[0], Boxed):
             return None
-        operands = [*others[:place], None, *others[place:]]
         origin = weight.origin.record(eqn, operands)
         return [dataclasses.replace(weight, box=kept[0], origin=origin)]
     dims = _example_dims(eqn, place)
@@ -256,9 +296,9 @@ def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
     Of a product it is the first that is neither summed nor shared with the weight. None where an
     equation takes no examples.
     """
-    weight, other = eqn.invars[place].aval, eqn.invars[1 - place].aval
-    if len(eqn.invars) != 2 or other.ndim < 2:
+    if len(eqn.invars) != 2 or eqn.invars[1 - place].aval.ndim < 2:
         return None
+    weight, other = eqn.invars[place].aval, eqn.invars[1 - place].aval
     numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name == "gather":
         takes = place == 0 and 0 not in numbers.offset_dims and not numbers.operand_batching_dims
@@ -268,6 +308,11 @@ def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
         free = [dim for dim in range(other.ndim) if dim not in shared[1 - place]]
         before = len(numbers[1][0]) + (0 if place else weight.ndim - len(shared[0]))
         return (free[0], before) if free else None
+    if (
+        is_elementwise(eqn) and weight.ndim == other.ndim
+    ):  # [1, heads, n, n] on [examples, heads, n, n]
+        longer = [dim for dim, size in enumerate(weight.shape) if size < other.shape[dim]]
+        return (longer[0], longer[0]) if longer else None
     return None
 
 

@@ -29,12 +29,14 @@ from zerojax._jaxpr import (
     REMATERIALISED,
     bind,
     called,
+    depending_within,
     has_inside,
     run,
     run_bodies,
     run_scan,
     runs_in_place,
     scan_parts,
+    variables,
 )
 from zerojax._tree import leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
@@ -43,7 +45,8 @@ from zerojax.collectives._copies import (
     Copied,
     copied,
     copied_if_tied,
-    multiplies_examples,
+    is_enlarged,
+    meets_examples,
     use_copies,
     use_own_copies,
     uses_of,
@@ -102,8 +105,11 @@ def gather_where_used(
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
         boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
-        flat = _Retracer(opening).run(traced, [*boxes, *jax.tree.leaves(args)])
-        return jax.tree.unflatten(jax.tree.structure(out), map(opening.opened, flat))
+        examples = jax.tree.leaves(args)
+        from_batch = depending_within(traced, [False] * len(boxes) + [True] * len(examples))
+        retracer = _Retracer(opening, from_batch)
+        flat = retracer.run(traced, [*boxes, *examples])
+        return jax.tree.unflatten(jax.tree.structure(out), map(retracer.opened, flat))
 
     return wrapped
 
@@ -113,6 +119,7 @@ class _Retracer:
     """Runs programs whose inputs may be boxes."""
 
     opening: Opening  # how boxes are opened
+    from_batch: set[Any]  # variables computed from the batch; others are of weights and constants
     # whether a function that the user rematerialises is around, so that what is gathered here is
     # not kept anyway
     saved: bool = False
@@ -124,6 +131,10 @@ class _Retracer:
         """Run a program; results may be boxes."""
         return run(program, args, self._step)
 
+    def opened(self, value: Any) -> Any:
+        """Open a box, in the dtype that the program gave it; pass arrays on."""
+        return self.opening.opened(_uncopied(value))
+
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         """Run one equation, whose inputs may be boxes."""
         if not any(isinstance(v, Boxed | Copied) for v in values):
@@ -133,13 +144,16 @@ class _Retracer:
             return self.run(called(eqn), values)
         if name == REMATERIALISED:
             return self._remat(eqn, values)
-        if any(isinstance(v, Copied) for v in values):
-            used = use_copies(eqn, values, self.opening, self._again)
-            if used is not None:
-                return used
-            values = [v.box if isinstance(v, Copied) else v for v in values]
         if name == "scan":
             return self._scan(eqn, values)
+        is_fixed = self.from_batch.isdisjoint(variables(eqn.invars))
+        if is_fixed and is_enlarged(eqn, values, self.opening):
+            values = [copied(v, self.opening) if isinstance(v, Boxed) else v for v in values]
+        if any(isinstance(v, Copied) for v in values):
+            used = use_copies(eqn, values, self.opening, is_fixed, self._again)
+            if used is not None:
+                return used
+            values = [*map(_uncopied, values)]
         if name == "cond":
             return self._cond(eqn, values)
         kept = keep_boxed(eqn, values, self.opening)
@@ -165,8 +179,12 @@ class _Retracer:
         """
         num_consts, num_carry = scan_parts(eqn.params)
         first, program = num_consts + num_carry, eqn.params["jaxpr"]
+        values = [
+            v if i < num_consts and self._meets_examples(program, i) else _uncopied(v)
+            for i, v in enumerate(values)
+        ]
         is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(values[:num_consts])]
-        carry = map(self.opening.opened, values[num_consts:first])
+        carry = map(self.opened, values[num_consts:first])
         stacks = [self._sliceable(v) for v in values[first:]]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
@@ -177,7 +195,7 @@ class _Retracer:
                 v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
                 for v, x in zip(stacks, values[first:], strict=True)
             ]
-            return [*map(self.opening.opened, inner.run(program, [*values[:first], *layer]))]
+            return [*map(self.opened, inner.run(program, [*values[:first], *layer]))]
 
         def loop(*given: Any) -> list[Any]:
             consts = enumerate(given[:num_consts])
@@ -187,18 +205,24 @@ class _Retracer:
         arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
         given = [*values[:num_consts], *carry, *arrays]
         if any(
-            isinstance(v, Boxed) and not sliced for v, sliced in zip(given, is_sliced, strict=False)
+            isinstance(v, Boxed | Copied) and not sliced
+            for v, sliced in zip(given, is_sliced, strict=False)
         ):
             loop = self._again(loop, never_saves_gathered(None))
         return loop(*given)
 
-    def _constant(self, program: Any, index: int, boxed: Boxed) -> Any:
-        """Gather what all turns of a loop use; of a matrix of products each device has its copy."""
+    def _constant(self, program: Any, index: int, value: Boxed | Copied) -> Any:
+        """Gather what all turns of a loop use; where it meets examples each device has its copy."""
+        if isinstance(value, Copied):
+            return value.gathered(self.opening)
+        is_plain = value.value.ndim > 1 and not value.recorded
+        if is_plain and self._meets_examples(program, index):
+            return copied(value, self.opening).gathered(self.opening)
+        return self.opened(value)
+
+    def _meets_examples(self, program: Any, index: int) -> bool:
         parts = self.opening.layout.num_batch_parts
-        is_plain = boxed.value.ndim > 1 and not boxed.recorded and parts > 1
-        if is_plain and multiplies_examples(program, index, parts):
-            return copied(boxed, self.opening).gathered(self.opening)
-        return self.opening.opened(boxed)
+        return parts > 1 and meets_examples(program, index, parts, self.from_batch)
 
     def _is_sliced(self, program: Any, index: int, value: Any) -> bool:
         """Return whether the body of a loop reads slices of a constant, so that it stays boxed.
@@ -206,7 +230,7 @@ class _Retracer:
         Of `h @ dynamic_index_in_dim(stack, i)` a layer is gathered, inside the loop.
         """
         if not isinstance(value, Boxed):
-            return True
+            return not isinstance(value, Copied)
         slices = uses_of(program, index, in_loops=True)
         if not all(map(is_slice, slices)):
             return False
@@ -220,7 +244,7 @@ class _Retracer:
         if not isinstance(value, Boxed) or not (0 in value.held or not waits_elementwise(value)):
             return value
         self._warn_gathered(value)
-        return self.opening.opened(value)
+        return self.opened(value)
 
     def _warn_gathered(self, value: Boxed) -> None:
         """Warn that a stack is gathered ahead of the loop that slices it."""
@@ -242,9 +266,9 @@ class _Retracer:
         def branch(program: Any, values: Sequence[Any]) -> list[Any]:
             # What a branch keeps for its backward pass is a result of it, and would lie whole.
             placed = [self.opening.placed(v) if isinstance(v, Boxed) else v for v in values]
-            return [*map(self.opening.opened, self.run(program, placed))]
+            return [*map(self.opened, self.run(program, placed))]
 
-        return run_bodies(eqn, [self.opening.opened(values[0]), *values[1:]], branch)
+        return run_bodies(eqn, [self.opened(values[0]), *values[1:]], branch)
 
     def _use(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open an equation's boxes and run it; alone, it gathers again for its backward pass."""
@@ -266,6 +290,11 @@ class _Retracer:
         if self.saved or not self.opening.gathers:
             return use
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
+
+
+def _uncopied(value: Any) -> Any:
+    """Return the box of what other uses read copies of; pass anything else on."""
+    return value.box if isinstance(value, Copied) else value
 
 
 def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:
