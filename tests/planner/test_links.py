@@ -151,6 +151,16 @@ def test_the_phases_of_a_flat_torus_gain_nothing_over_its_all_reduce():
     assert scatter.fast == pytest.approx(whole.fast) == S * 255 / 256 / L
 
 
+def test_sparse_cores_move_what_is_cut_over_all_dims_at_once():
+    axes = {"data": 1024}
+    network = Network(find_hardware("v5p"), axes, is_cut=True)
+    for collective in ("all-gather", "reduce-scatter"):
+        found = network.seconds(("data",), S, collective)
+        assert found.fast == pytest.approx(S * 1023 / 1024 / (3 * L))
+    assert not Network(find_hardware("v5e"), axes, is_cut=True).offloads
+    assert not network_of("v5p", axes).offloads
+
+
 def test_groups_between_each_others_members_share_the_links():
     axes = {"data": 32, "model": 2}  # v5p:4x4x4: the model axis takes neighbours along x
     network = network_of("v5p", axes)

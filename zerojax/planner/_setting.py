@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives import BLOCK
-from zerojax.layout import Description, Layout, LeafLayout, make_layout, scatters_tiles
+from zerojax.layout import Description, Layout, LeafLayout, fills_tiles, make_layout, scatters_tiles
 from zerojax.planner._formulas import Theory, theory_of
 from zerojax.planner._update import Matrices, matrices_of
 from zerojax.planner._workload import DATA, MODEL, REPLICA, Devices, Model, Placement
@@ -168,7 +168,8 @@ def place(
     )
     states, leaves = layout.count(model.tx, recipe), _held_leaves(layout, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
-    return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe, matrices)
+    network = Network(hardware, axes, is_cut=layout.partitions("parameter"))
+    return Setting(devices, network, layout, states, leaves, recipe, matrices)
 
 
 def hosts_inputs(recipe: Recipe) -> bool:
@@ -230,4 +231,6 @@ def _scatters(leaf: LeafLayout, network: Network) -> bool:
     phases = network.phases((DATA,), "reduce-scatter")
     if leaf.dim is None or len(phases) < 2:
         return network.hardware.platform != "cpu"
+    if network.offloads and fills_tiles(leaf.stored_shape, leaf.dim, leaf.num_shards):
+        return True
     return scatters_tiles(leaf.stored_shape, leaf.dim, phases[0].num_devices)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from zerojax._types import Axes
-from zerojax.layout import DIMS, SPANS, Digit, group_digits
+from zerojax.layout import DIMS, OFFLOADS, SPANS, Digit, group_digits
 from zerojax.planner.hardware._hardware import Hardware
 from zerojax.planner.hardware._slice import lay_axes, torus_shape
 
@@ -48,10 +48,16 @@ class Network:
     Devices are numbered row by row over the axes, major first, and a domain (a node, a slice) takes
     consecutive ones: minor axes lie within it, major ones cross. Where an axis does both, each
     domain takes the largest divisor of it that fits, so 12 devices are two nodes' 6 of 8.
+
+    `is_cut` says whether parameters are: then SparseCores move them, where chips have such.
     """
 
-    def __init__(self, hardware: Hardware, axes: Mapping[str, int]) -> None:
+    def __init__(
+        self, hardware: Hardware, axes: Mapping[str, int], *, is_cut: bool = False
+    ) -> None:
         self.hardware, self.axes = hardware, axes
+        #: whether collectives run on SparseCores, by the compiler options of a step
+        self.offloads = is_cut and not OFFLOADS.isdisjoint(hardware.device_kinds)
         #: how many devices along each axis a domain has, and how many domains the axis crosses
         self.within = _within(hardware.domain, axes)
         self.across = {name: size // self.within[name] for name, size in axes.items()}
@@ -73,10 +79,10 @@ class Network:
         S (n - 1) / n / m each (nccl-tests, doc/PERFORMANCE.md). On a torus a phase over p devices
         takes S (p - 1) / p over the bandwidth of its dims together (`gather_time`) and leaves S / p
         to the next; the network between slices has what the last one leaves. An all-reduce is both,
-        a reduce-scatter and a gather, and on a torus needs no phases. `num_bytes` is S, the whole
-        tensor.
+        a reduce-scatter and a gather, and on a torus needs no phases, as nothing does on
+        SparseCores. `num_bytes` is S, the whole tensor.
         """
-        phases = self.phases(axes, collective)
+        phases = self.phases(axes, "all-reduce" if self.offloads else collective)
         within = math.prod(self.within[name] for name in axes)
         across = math.prod(self.across[name] for name in axes)
         slow = self.hardware.slow_bandwidth
