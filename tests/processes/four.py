@@ -88,6 +88,16 @@ def own_loop(name):
     return {"losses": losses, "held": [held(params), held(opt_state)]}
 
 
+def kept_programs():
+    """Name the programs that comparing the copies of a state leaves in memory."""
+    _, _, state = train("stage 0")
+    client = jax.devices()[0].client
+    before = client.live_executables()
+    processes.check_copies("a test", {"state": state})
+    kept = [one for one in client.live_executables() if one not in before]
+    return [one.hlo_modules()[0].name for one in kept]
+
+
 def go_on(step, state):
     """Do the step after those of `train`, and give its loss."""
     _, metrics = step(state, step.place(rows_of(step, STEPS)))
@@ -150,6 +160,7 @@ def find(folder):
         "own loop": {name: own_loop(name) for name in ("stage 2", "stage 3", "hybrid")},
         "going on": save_and_move(folder),
         "near": save_near(folder),
+        "kept": kept_programs(),
     }
 
 

@@ -241,6 +241,21 @@ def test_reduced_once_means_once(mesh8):
     assert " reduce-scatter(" in once, "an explicit reduce-scatter, on the CPU too"
 
 
+def test_between_processes_on_cpus_a_norm_is_one_message(mesh8, monkeypatch):
+    """XLA sums the squares of each leaf by itself, and gloo sends a message for each."""
+
+    def num_scalars():
+        _, text = compiled_text(mesh8, 2)
+        results = re.findall(r"= (.*) all-reduce(?:-start)?\(", text)
+        return sum(len(re.findall(r"f32\[\]", result)) for result in results)
+
+    monkeypatch.setattr("zerojax.train._update.uses_gloo", lambda layout: True)
+    assert (
+        num_scalars() == 5
+    )  # the loss; of gradients and of parameters, a padded leaf and the rest
+    test_clipping_equals_optax(mesh8)
+
+
 def test_clipping_equals_optax(mesh8):
     limit = 0.05
     params, tx = (

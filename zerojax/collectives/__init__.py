@@ -17,6 +17,7 @@ from zerojax.collectives._forms import (
     shard_tree,
     store,
     to_logical,
+    uses_gloo,
     view,
 )
 from zerojax.collectives._narrow import BLOCK, block_dim, num_blocks

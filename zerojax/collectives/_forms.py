@@ -165,6 +165,11 @@ def cut(
     return constrain(x, layout, shard_spec(layout, leaf, kind))
 
 
+def uses_gloo(layout: Layout) -> bool:
+    """Whether a mesh spans CPUs of several processes, where each array that moves is a message."""
+    return layout.platform == "cpu" and len({d.process_index for d in layout.devices.flat}) > 1
+
+
 class PerDevice:
     """Sums of what devices compute each for itself, under `shard_map` over the batch axes.
 
@@ -225,16 +230,11 @@ class PerDevice:
         Between processes on CPUs a reduce-scatter took 8 times as long as an all-reduce: gloo polls
         without a pause for what has arrived before this process asks for it.
         """
-        if not self._is_gloo:
+        if not uses_gloo(self._layout):
             return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         rows = x.shape[dim] // jax.lax.axis_size(axes)
         start = jax.lax.axis_index(axes) * rows
         return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axes), start, rows, dim)
-
-    @property
-    def _is_gloo(self) -> bool:
-        layout = self._layout
-        return layout.platform == "cpu" and len({d.process_index for d in layout.devices.flat}) > 1
 
     def spec(self, dim: int) -> P:
         """Return the spec of what `sum_over` returns."""

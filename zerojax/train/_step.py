@@ -252,7 +252,7 @@ class TrainStep(Shown):
         """Compute gradients as shards, update shards, write the parameters back."""
         (loss, aux, model_state), grads = self._gradients(state, batch)
         norm, rate, params, new_state = self._update(state, grads, loss)
-        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(params)}
+        metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(params, self.layout)}
         finite = jnp.isfinite(norm)
         if self.recipe.skips:
             metrics["skipped"] = ~finite

@@ -13,7 +13,7 @@ import optax
 from zerojax._traced import Traced
 from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
-from zerojax.collectives import shard, store, view
+from zerojax.collectives import shard, store, uses_gloo, view
 from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate, update_whole
 from zerojax.recipe import DynamicLossScale, Recipe
@@ -69,11 +69,23 @@ def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
     return jax.tree.map(lambda x: x.astype(floating_dtype(x.dtype, dtype)), tree)
 
 
-def global_norm(tree: PyTree) -> jax.Array:
-    """Compute the L2 norm over all leaves, in fp32; padding is zero and adds nothing."""
-    wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree))
-    squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in wide]
-    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+def global_norm(tree: PyTree, layout: Layout) -> jax.Array:
+    """Compute the L2 norm over all leaves, in fp32; padding is zero and adds nothing.
+
+    The compiler sums each leaf over devices by itself. Between processes on CPUs that is a message
+    per leaf, so there the devices add up what they hold of all leaves first. Of `[8, 3]`, cut into
+    4 parts along dim 0, rows are summed to `[8]` and to `[4]`, a number per device.
+    """
+    joins = uses_gloo(layout)
+    total = held = jnp.zeros((), jnp.float32)
+    for leaf, x in zip(layout.leaves, layout.structure.flatten_up_to(tree), strict=True):
+        squares = jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+        if not joins or leaf.num_shards == 1 or leaf.is_padded or any(leaf.entries):
+            total += jnp.sum(squares)
+        else:
+            rows = jnp.sum(squares, [dim for dim in range(x.ndim) if dim != leaf.dim])
+            held += jnp.sum(rows.reshape(leaf.num_shards, -1), 1)
+    return jnp.sqrt(total + jnp.sum(held))
 
 
 def clip(grads: PyTree, norm: jax.Array, clip_norm: float | None) -> PyTree:
@@ -165,7 +177,7 @@ class Update:
             return [shard(x, leaf, layout) for x, leaf in zip(found, layout.leaves, strict=True)]
 
         wide = unscaled(cast_floating(grads, precision.updated), before.loss_scale)
-        norm = global_norm(wide)
+        norm = global_norm(layout.structure.unflatten(wide), layout)
         tree = layout.structure.unflatten(clip(wide, norm, clip_norm))
         params = layout.structure.unflatten(held)
         old = self.placed.structure.unflatten(leaves)
