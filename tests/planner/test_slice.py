@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zerojax.layout import DIMS, Digit
 from zerojax.planner import HARDWARE
-from zerojax.planner.hardware._slice import lay_axes, torus_shape
+from zerojax.planner.hardware._links import lay_axes, torus_shape
 
 
 @pytest.mark.parametrize("name", [name for name, one in HARDWARE.items() if one.torus])

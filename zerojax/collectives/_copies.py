@@ -248,12 +248,8 @@ def use_copies(
 ) -> list[Any] | None:
     """Run an equation on each device's copy of a weight; None where it is not one of examples.
 
-    Args:
-        eqn: the equation.
-        values: its inputs; at least one is `Copied`.
-        opening: how boxes are opened.
-        is_fixed: whether no input depends on examples.
-        again: makes a use gather again for its backward pass.
+    At least one of the inputs is `Copied`. `is_fixed` says whether none depends on examples;
+    `again` makes a use gather again for its backward pass.
     """
     place = next(i for i, v in enumerate(values) if isinstance(v, Copied))
     weight, others = values[place], [*values[:place], *values[place + 1 :]]

@@ -47,13 +47,9 @@ def run_in_order(
 ) -> tuple[list[Any], int]:
     """Run a program whose calls are in place, one group of gathers after another.
 
-    Args:
-        program: a differentiated program.
-        args: its inputs.
-        ahead: elements that may be gathered ahead of a product: two groups; a weight that is larger
-            than one is a group of its own; 0 leaves gathers as they are.
-        waiting: bytes of gradients that may wait for their reduction: two groups; 0 does not order
-            them.
+    `ahead` elements may be gathered ahead of a product: two groups; a weight that is larger than
+    one is a group of its own; 0 leaves gathers as they are. `waiting` bytes of gradients may wait
+    for their reduction: two groups; 0 does not order them.
 
     Returns:
         Its results, and how many gathers wait for something.

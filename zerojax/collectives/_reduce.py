@@ -43,15 +43,10 @@ def accumulate(
     Of aux, rows of examples come back in the order of the batch, and whole numbers are counts:
     they are summed.
 
-    Args:
-        loss_fn: what is run on a microbatch.
-        params: its first argument.
-        batch: `count` microbatches together.
-        carried: its third argument for the first microbatch.
-        count: number of microbatches.
-        dtype: dtype of the running sum of gradients; None is their own.
-        transform: what is made of the gradient's function before it is run.
-        is_tpu: whether the backward pass waits for the loss.
+    The batch is `count` microbatches together, and `carried` the loss's third argument for the
+    first. `dtype` is that of the running sum of gradients, None their own. `transform` makes
+    another function of the gradient's before it is run. On a TPU the backward pass waits for the
+    loss.
 
     Returns:
         `(loss, aux, carried), gradients`.
@@ -107,10 +102,7 @@ def row_leaves(
 ) -> list[bool]:
     """Return which leaves of aux have a row per example: the dim that grows with the batch.
 
-    Args:
-        loss_fn: the loss.
-        params, batch, carried: its arguments, or their shapes.
-        aux: what it returns of them.
+    `params`, `batch` and `carried` are the loss's arguments, or their shapes.
 
     Raises:
         ValueError: examples are counted by another dim, or by one dim together with others.
@@ -134,14 +126,9 @@ def row_leaves(
 def warn_unless_mean(
     loss_fn: StepLoss, layout: Layout, params: PyTree, batch: PyTree, count: int
 ) -> None:
-    """Warn where the average over microbatches is not the loss of the batch.
+    """Warn where the average over `count` microbatches is not the loss of the global batch.
 
-    Args:
-        loss_fn: of logical parameters.
-        layout: knows their shapes.
-        params: logical or stored parameters.
-        batch: the global batch.
-        count: microbatches per step.
+    The loss is of logical parameters; those that are given may be stored ones.
     """
     logical = layout.map_leaves(lambda leaf, x: jax.ShapeDtypeStruct(leaf.shape, x.dtype), params)
     # A loss may place its activations along axes of the mesh.

@@ -26,12 +26,9 @@ def write_back(old: PyTree, new: PyTree, layout: Layout, bucket_bytes: int | Non
 
     The shards are cast to the parameters' dtype before they move.
 
-    Args:
-        old: whole logical parameters, as stages 0 to 2 keep them.
-        new: logical leaves cut into shards, possibly in a wider dtype.
-        layout: the placement.
-        bucket_bytes: most bytes of stacked layers that are gathered together; None gathers one
-            layer at a time.
+    The old ones are whole logical parameters, as stages 0 to 2 keep them, the new ones logical
+    leaves cut into shards, possibly in a wider dtype. `bucket_bytes` are the most of stacked layers
+    that are gathered together; None gathers one layer at a time.
     """
     olds, news = layout.structure.flatten_up_to(old), layout.structure.flatten_up_to(new)
     out = list(olds)
