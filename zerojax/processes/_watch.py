@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import jax
 
 from zerojax.processes._meeting import meet
+from zerojax.processes._relay import relay
 from zerojax.processes._texts import ProcessError, connection, gather_texts
 
 #: Seconds without a sign of life after which a process counts as lost, and seconds to start in.
@@ -73,14 +74,18 @@ def initialize(
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
+    found = given
     if not has_started():  # which jax refuses
         find = ClusterEnv.auto_detect_unset_distributed_params
         address, count, index, _ = find(*given, None, None, int(wait))
         if address is not None and count is not None and index is not None:
             meet(address, count, index, listens, wait)
+            # Mutual TLS checks the name of the host that is connected to.
+            if index and not getattr(jax.config, "jax_mtls_cert_file", None):
+                found = relay(address, _lose_coordinator), count, index
     try:
         jax.distributed.initialize(
-            *given,
+            *found,
             initialization_timeout=int(wait),
             coordinator_bind_address=listens,
             heartbeat_timeout_seconds=late,
@@ -189,9 +194,12 @@ class _Watch:
     def _miss_coordinator(self) -> None:
         while not self.is_over.wait(self.interval):
             if time.monotonic() - self._answered > self.patience:
-                told = f"process 0, the coordinator, did not answer for {self.patience:.0f} s"
-                if self._says(told + _CAUSES):
-                    os._exit(1)
+                self.lose_coordinator(f"did not answer for {self.patience:.0f} s")
+
+    def lose_coordinator(self, how: str) -> None:
+        """End this process, unless it is about to end by itself."""
+        if self._says(f"process 0, the coordinator, {how}{_CAUSES}"):
+            os._exit(1)
 
     def _says(self, message: str) -> bool:
         """Write why this process ends, unless it is about to end by itself."""
@@ -205,6 +213,11 @@ class _Watch:
 _CAUSES = ": it was killed or stopped, or has lost its network"
 #: The watch of this process, if there is one.
 _watches: list[_Watch] = []
+
+
+def _lose_coordinator() -> None:
+    for watch in _watches:
+        watch.lose_coordinator("is gone")
 
 
 def fail(message: str, status: int = 1) -> None:
