@@ -59,8 +59,8 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on(tmp_path, monkeypat
     assert len(losses(work / "two")) == 5
 
 
-def interrupted(environment, arguments, until, number):
-    """Launch a long run and send a signal to its second process alone; give status and output."""
+def interrupted(environment, arguments, until, number, victim=1):
+    """Launch a long run and send a signal to one of its processes; give status and output."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     command = [*LAUNCH, *MODEL, "--steps", "100000", *arguments]
     with subprocess.Popen(
@@ -73,7 +73,7 @@ def interrupted(environment, arguments, until, number):
                 assert line, told
                 told += line
             children = Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
-            os.kill(int(children[1]), number)
+            os.kill(int(children[victim]), number)
             told += launch.communicate(timeout=PATIENCE)[0]
         finally:
             launch.terminate()
@@ -94,12 +94,19 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, monkeyp
 
 
 @LINUX
-def test_a_process_that_is_killed_ends_all_and_one_goes_on(tmp_path, monkeypatch, environment):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_ends_all_and_one_goes_on(
+    tmp_path, monkeypatch, environment, victim
+):
     work = enter(tmp_path, monkeypatch)
     arguments = ["--stage", "2", "--save-every", "2", "--out", "run"]
-    status, told = interrupted(environment, arguments, "saved run/", signal.SIGKILL)
+    status, told = interrupted(environment, arguments, "saved run/", signal.SIGKILL, victim)
     assert status == 128 + signal.SIGKILL, told
-    assert "process 1 ended by SIGKILL" in told
+    assert f"process {victim} ended by SIGKILL" in told
+    # Between "whole" and "saved" the others know the folder, and not yet that it has been told.
+    go_on = "(start again to go on from|step \\d+ is saved; go on with: zerojax train --resume)"
+    told_of = re.search(f"process 0, the coordinator, is gone: .*; {go_on}", told)
+    assert bool(told_of) == (victim == 0)
     step = max(Checkpoints(work / "run/checkpoints").steps())
     resume = ["train", *MODEL, "--resume", "--devices", "2", "--steps", str(step + 1)]
     assert main([*resume, "--out", "run"]) == 0

@@ -24,7 +24,7 @@ from zerojax.checkpoint._orbax import require_orbax
 from zerojax.checkpoint._restore import read_state
 from zerojax.checkpoint._save import PendingSave, check_step, start_save
 from zerojax.layout import Layout
-from zerojax.processes import gather_texts, together
+from zerojax.processes import gather_texts, set_remedy, together
 
 #: Errors that tell of one checkpoint and not of what is wanted.
 DAMAGE = (DamagedCheckpointError, OSError)
@@ -109,7 +109,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self._make_room(path)
         self._damaged.discard(path)
-        then = functools.partial(self._clean_up, path)
+        then = functools.partial(self._end_save, path)
         self._pending = start_save(
             path, state, layout, tx=self._tx, step=step, data=data, metadata=metadata, then=then
         )
@@ -141,6 +141,7 @@ class Checkpoints:
                 passed_over[path] = str(error) if _is_saved(path) else _cut_short(path)
                 self._damaged |= {path} if _is_saved(path) else set()
                 continue
+            set_remedy(f"start again to go on from {path}")
             return Restored(state=state, manifest=manifest, path=path, passed_over=passed_over)
         if self._damaged & passed_over.keys():
             raise DamagedCheckpointError(self.directory, passed_over.values())
@@ -161,12 +162,13 @@ class Checkpoints:
             aside = aside.with_name(f"{aside.name}+")
         path.rename(aside)
 
-    def _clean_up(self, saved: Path) -> None:
+    def _end_save(self, saved: Path) -> None:
         """Remove old checkpoints, and what an earlier removal has left.
 
         What was just saved stays: who went back to an older step saves below newer ones. What goes
         wrong here is no failure of the save.
         """
+        set_remedy(f"start again to go on from {saved}")
         if self._keep is None or jax.process_index():
             return
         try:

@@ -85,11 +85,11 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
     while None in (codes := [process.poll() for process in started]) and time.monotonic() < until:
         if failed is None and any(codes):
             failed, until = next(filter(None, codes)), time.monotonic() + GRACE
-            if failed < 0:
-                name = signal.Signals(-failed).name
-                sys.stderr.write(f"zerojax: process {codes.index(failed)} ended by {name}\n")
         time.sleep(0.05)
     status = failed or next(filter(None, codes), 0)
+    if status < 0:
+        name = signal.Signals(-status).name
+        sys.stderr.write(f"zerojax: process {codes.index(status)} ended by {name}\n")
     return status if status >= 0 else 128 - status
 
 

@@ -2,7 +2,15 @@
 
 from zerojax.processes._agreement import CommonStop, agree, check_copies
 from zerojax.processes._texts import ProcessError, ProcessesDifferError, gather_texts, together
-from zerojax.processes._watch import PATIENCE, WAIT, fail, has_started, initialize, leave
+from zerojax.processes._watch import (
+    PATIENCE,
+    WAIT,
+    fail,
+    has_started,
+    initialize,
+    leave,
+    set_remedy,
+)
 
 __all__ = [
     "PATIENCE",
@@ -17,5 +25,6 @@ __all__ = [
     "has_started",
     "initialize",
     "leave",
+    "set_remedy",
     "together",
 ]

@@ -6,8 +6,6 @@ jax's client aborts its process as soon as its connection closes, with a stack o
 on from there. When the coordinator closes its end, the client's end stays open.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

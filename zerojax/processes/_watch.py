@@ -116,7 +116,7 @@ class _Watch:
     def __init__(self, patience: float) -> None:
         self.patience, self.interval = patience, patience / 25
         self.index, self.count = connection().process_id, connection().num_processes
-        self.is_over = threading.Event()
+        self.is_over, self.remedy = threading.Event(), ""
         self._answered = time.monotonic()
         self._signs: dict[int, tuple[str, float]] = {}  # the last of each process, and since when
         for run in (self._exchange, self._miss_coordinator):
@@ -142,8 +142,8 @@ class _Watch:
     def exit(self, status: int) -> NoReturn:
         """End this process when the others have learned why, and not by a collective that broke.
 
-        jax aborts each process whose coordinator has gone: process 0 goes when the others that live
-        have taken their signs of life back.
+        Process 0 is the coordinator: it goes when the others that live have taken their signs of
+        life back, and so have read why.
         """
         time.sleep(2 * self.interval)
         until = time.monotonic() + self.patience
@@ -206,7 +206,7 @@ class _Watch:
         if self.is_over.is_set():
             return False
         self.is_over.set()
-        os.write(2, f"zerojax: {message}\n".encode())
+        os.write(2, f"zerojax: {message}{self.remedy}\n".encode())
         return True
 
 
@@ -218,6 +218,12 @@ _watches: list[_Watch] = []
 def _lose_coordinator() -> None:
     for watch in _watches:
         watch.lose_coordinator("is gone")
+
+
+def set_remedy(text: str) -> None:
+    """Say how to go on, for the last line of this process, should it end because of another."""
+    for watch in _watches:
+        watch.remedy = f"; {text}"
 
 
 def fail(message: str, status: int = 1) -> None:

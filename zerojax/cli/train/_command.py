@@ -19,7 +19,7 @@ from zerojax.cli.train._options import TrainOptions
 from zerojax.cli.train._run import TrainRun, evaluate, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen, measure
 from zerojax.cli.train._signals import LOSSES, Signals
-from zerojax.processes import ProcessError, agree, has_started, initialize, leave
+from zerojax.processes import ProcessError, agree, has_started, initialize, leave, set_remedy
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
 #: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
@@ -91,6 +91,7 @@ class _Training:
     ) -> None:
         self.run, self.options = run, run.options
         self.screen, self.signals, self.queued_steps = screen, signals, queued_steps
+        self.how = f"go on with: zerojax train --resume --out {self.options.out}"
         self.first_step = 0
         with refusing():
             self.state, restored = run.start()
@@ -98,6 +99,7 @@ class _Training:
         if restored is not None:
             self.first_step = restored.manifest.step or 0
             screen.restored(restored, self.first_step)
+            set_remedy(self.how)
         self.number = self.saved = self.first_step
         self.saving: PendingSave | None = None
         self.is_first = jax.process_index() == 0  # which alone prints and writes
@@ -133,8 +135,7 @@ class _Training:
         options, preempted = self.options, not LOSSES.isdisjoint(seen)
         word, status = ("preempted", PREEMPTED) if preempted else ("interrupted", INTERRUPTED)
         stopped = f"{word} after step {self.number} of {options.steps}"
-        how = f"; go on with: zerojax train --resume --out {options.out}" if self.saved else ""
-        raise Failure(stopped + how, status)
+        raise Failure(stopped + (f"; {self.how}" if self.saved else ""), status)
 
     def train(self) -> None:
         """Do the steps that are left."""
@@ -253,6 +254,7 @@ class _Training:
             with _saving():
                 saving.wait()
             self.screen.say(f"saved {self.options.out / CHECKPOINTS / saving.path.name}")
+            set_remedy(f"step {saving.path.name} is saved; {self.how}")
 
     def draw(self) -> None:
         """Draw what was learned, and say what was written."""
