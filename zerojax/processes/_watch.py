@@ -64,8 +64,6 @@ def initialize(
         ValueError: some of the three are missing, and can't be found.
         ProcessError: the processes did not find each other; those that did not start are named.
     """
-    from jax._src.clusters import ClusterEnv
-
     given = coordinator, num_processes, process_id
     if num_processes == 1:
         return 1
@@ -74,18 +72,9 @@ def initialize(
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
-    found = given
-    if not has_started():  # which jax refuses
-        find = ClusterEnv.auto_detect_unset_distributed_params
-        address, count, index, _ = find(*given, None, None, int(wait))
-        if address is not None and count is not None and index is not None:
-            meet(address, count, index, listens, wait)
-            # Mutual TLS checks the name of the host that is connected to.
-            if index and not getattr(jax.config, "jax_mtls_cert_file", None):
-                found = relay(address, _lose_coordinator), count, index
     try:
         jax.distributed.initialize(
-            *found,
+            *_meet(given, listens, wait),
             initialization_timeout=int(wait),
             coordinator_bind_address=listens,
             heartbeat_timeout_seconds=late,
@@ -108,6 +97,26 @@ def initialize(
         atexit.register(leave)  # before jax's own end, which waits longer and says less
         sys.excepthook = _end_on_exception
     return count
+
+
+Place = tuple[str | None, int | None, int | None]
+
+
+def _meet(given: Place, listens: str | None, wait: float) -> Place:
+    """Wait for the others, where jax finds them, and return what to connect with."""
+    from jax._src.clusters import ClusterEnv
+
+    if has_started():
+        return given  # which jax refuses
+    find = ClusterEnv.auto_detect_unset_distributed_params
+    address, count, index, _ = find(*given, None, None, int(wait))
+    if address is None or count is None or index is None:
+        return given
+    meet(address, count, index, listens, wait)
+    # Mutual TLS checks the name of the host that is connected to.
+    if index == 0 or getattr(jax.config, "jax_mtls_cert_file", None):
+        return given
+    return relay(address, _lose_coordinator), count, index
 
 
 class _Watch:
