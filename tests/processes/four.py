@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
+from jax.experimental.multihost_utils import sync_global_devices
 
 import zerojax
-from tests.processes.child import ROWS, STEPS, batch, init, loss, rows_of
+from tests.processes.child import ROWS, STEPS, batch, caught, init, loss, rows_of
 from zerojax import processes
 
 WIDE = ("host", "data")
@@ -25,6 +26,7 @@ TX = optax.adamw(1e-2)
 LAYOUTS = {
     **{f"stage {stage}": ({"data": 4}, {"stage": stage}) for stage in range(4)},
     "hybrid": ({"host": 2, "data": 2}, {"stage": 3, "batch_axes": WIDE}),
+    "hybrid 2": ({"host": 2, "data": 2}, {"stage": 2, "batch_axes": WIDE}),
     "wide": (
         {"host": 2, "data": 2},
         {"stage": 3, "axis": {"parameter": "data", "gradient": WIDE, "optimizer": WIDE}},
@@ -115,42 +117,71 @@ def save_and_move(folder):
     return found
 
 
-def save_near(folder):
-    """Save with orbax's emergency manager, as docs/deploy.md says, and go on from a local copy."""
-    from absl import flags
-    from orbax.checkpoint import args
-    from orbax.checkpoint._src.multihost import multihost
-    from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
-
-    flags.FLAGS.mark_as_parsed()
-    multihost.initialize_runtime_to_distributed_ids()
-    multihost.initialize_distributed_to_device_ids()
-    _, step, state = train("hybrid")
-    near, far = folder / f"near.{jax.process_index()}", folder / "far"
-    near.mkdir()
-    far.mkdir(exist_ok=True)
-    with emergency.CheckpointManager(
-        near,
-        far,
-        step.layout.mesh,
-        step.abstract_state(),
-        options=emergency.CheckpointManagerOptions(
-            local=emergency.LocalCheckpointOptions(save_interval_steps=1),
-            persistent=emergency.PersistentCheckpointOptions(save_interval_steps=100),
-            replica_axis_index=0,
-        ),
-    ) as manager:
-        for number in (1, 2):  # the first is saved in both places
-            manager.save(number, args.Composite(state=args.PyTreeSave(state)))
-        manager.wait_until_finished()
-        back = manager.restore(2).state
-    copies = sorted(path.name for path in (*near.iterdir(), *far.iterdir()))
-    same = zip(*map(jax.tree.leaves, (back, state)), strict=True)
-    is_same = all(
-        x.sharding == y.sharding and np.array_equal(x.addressable_data(0), y.addressable_data(0))
-        for x, y in same
+def checkpoints(folder, name, **options):
+    """Give checkpoints with a folder of each process's own."""
+    return zerojax.Checkpoints(
+        folder / name, local=folder / f"{name}.{jax.process_index()}", **options
     )
-    return {"copies": copies, "is_same": is_same, "loss": go_on(step, back)}
+
+
+def restored(folder, name, step, **options):
+    """Start again: give what is gone on from, what is passed over, and the loss of a step."""
+    with checkpoints(folder, name, **options) as saved:
+        back = saved.restore_latest(step.layout, step.abstract_state())
+    told = [back.manifest.step, back.manifest.data, back.manifest.metadata, back.path.parent.name]
+    return [told, list(back.passed_over.values()), go_on(step, back.state)]
+
+
+def lose(folder, name, *hosts):
+    """Remove the folders of some processes."""
+    sync_global_devices("losing")
+    if jax.process_index() in hosts:
+        shutil.rmtree(folder / f"{name}.{jax.process_index()}")
+    sync_global_devices("lost")
+
+
+def start(name, recipe=None):
+    step = make_step(name, recipe)
+    return step, step.init(init, jax.random.key(0))
+
+
+def save_near(folder):
+    """Save copies on the hosts; start again with them, without some, with another layout."""
+    step, state = start("hybrid")
+    with checkpoints(folder, "near") as saved:
+        saved.save(1, state, step.layout)
+        saved.save_local(2, state, step.layout, data={"next": 2}, metadata={"by": "me"})
+        go_on(step, state)  # donates it
+        late = caught(lambda: saved.save_local(2, start("hybrid")[1], step.layout))
+    other, wide = start("wide")
+    with checkpoints(folder, "wide") as saved:
+        found = {"late": late, "wide": caught(lambda: saved.save_local(1, wide, other.layout))}
+    found["hosts"] = sorted(path.name for path in folder.glob("near.*/*"))
+    found["whole"] = restored(folder, "near", step)
+    found["other"] = restored(folder, "near", make_step("hybrid 2"))
+    lose(folder, "near", 2, 3)
+    found["lost"] = restored(folder, "near", step)
+    return found
+
+
+def save_replicated(folder):
+    """Save what a service would copy; start again with it, with a peer's folder, without one."""
+    service, found = {"replicator": True}, {}
+    step, state = start("hybrid")
+    with checkpoints(folder, "tiers", **service) as saved:
+        for number in (1, 2):
+            saved.save_local(number, state, step.layout)
+    found["whole"] = restored(folder, "tiers", step, **service)
+    lose(folder, "tiers", 3)
+    if jax.process_index() == 3:  # as the service does: process 1 holds the same
+        shutil.copytree(folder / "tiers.1", folder / "tiers.3")
+    sync_global_devices("copied")
+    found["copied"] = restored(folder, "tiers", step, **service)
+    lose(folder, "tiers", 3)
+    with checkpoints(folder, "tiers", **service) as saved:
+        saved.save(1, state, step.layout)
+    found["lost"] = restored(folder, "tiers", step, **service)
+    return found
 
 
 def find(folder):
@@ -159,15 +190,18 @@ def find(folder):
         "recipes": {name: train("stage 3", recipe)[0] for name, recipe in RECIPES.items()},
         "own loop": {name: own_loop(name) for name in ("stage 2", "stage 3", "hybrid")},
         "going on": save_and_move(folder),
-        "near": save_near(folder),
         "kept": kept_programs(),
     }
 
 
-def main(port, index, count, folder):
+def main(port, index, count, what, folder):
     processes.initialize(f"127.0.0.1:{port}", int(count), int(index))
     assert (jax.device_count(), jax.local_device_count()) == (4, 1)
-    found = find(Path(folder))
+    folder = Path(folder)
+    if what == "copies":
+        found = {"near": save_near(folder), "tiers": save_replicated(folder)}
+    else:
+        found = find(folder)
     Path(folder, f"result.{index}.json").write_text(json.dumps(found))
 
 

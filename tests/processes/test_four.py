@@ -13,12 +13,17 @@ from zerojax.checkpoint import restore
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return once(tmp_path_factory, "four", lambda folder: run(four.__file__, folder, count=4))
+    return once(tmp_path_factory, "four", lambda x: run(four.__file__, x, "learn", count=4))
 
 
 @pytest.fixture
 def found(made):
     return made[1]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    return once(tmp_path_factory, "copies", lambda x: run(four.__file__, x, "copies", count=4))[1]
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +72,42 @@ def test_four_go_on_from_a_checkpoint_and_from_a_state_that_is_moved(found):
         assert np.allclose(list(one["going on"].values()), own, rtol=1e-6)
 
 
-def test_orbaxs_emergency_manager_takes_the_state_as_it_is(found):
-    """The second node has a newer copy than the folder that all share."""
-    _, step, state = four.train("stage 2")
-    own = four.go_on(step, state)
-    assert [one["near"]["copies"] for one in found] == [["1"], ["1"], ["1", "2"], ["1", "2"]]
-    for one in found:
-        assert one["near"]["is_same"]
-        assert np.allclose(one["near"]["loss"], own, rtol=1e-6)
+@pytest.fixture(scope="module")
+def first_loss():
+    return four.go_on(*four.start("stage 2"))
+
+
+def test_copies_on_the_hosts_are_gone_on_from_until_their_hosts_are_lost(copies, first_loss):
+    """The second host of a hybrid layout has them; what all share is older."""
+    for index, one in enumerate(copies):
+        near = one["near"]
+        assert near["hosts"] == ["2", "2"]
+        assert near["whole"][:2] == [[2, {"next": 2}, {"by": "me"}, f"near.{index}"], []]
+        assert near["lost"][:2] == [[1, None, {}, "near"], []]
+        for case in ("whole", "lost", "other"):
+            assert np.allclose(near[case][-1], first_loss, rtol=1e-6)
+
+
+def test_copies_on_the_hosts_that_can_not_be_right_are_refused(copies):
+    for one in copies:
+        near = one["near"]
+        assert "has a copy of step 2, and takes none of step 2" in near["late"][1]
+        assert "no axis of the mesh {'host': 2, 'data': 2} holds copies" in near["wide"][1]
+        (told, (passed_over,), _) = near["other"]
+        assert told[0] == 1
+        assert "was saved under another layout" in passed_over
+
+
+def test_a_service_may_bring_a_host_what_its_peer_has_saved(copies, first_loss):
+    """Multi-tier checkpointing: each host has its own part, and all are needed."""
+    for index, one in enumerate(copies):
+        tiers = one["tiers"]
+        for case in ("whole", "copied"):
+            assert tiers[case][:2] == [[2, None, {}, f"tiers.{index}"], []]
+        assert tiers["lost"][0] == [1, None, {}, "tiers"]
+        assert len(tiers["lost"][1]) == 2 * (index != 3)  # of those that some have
+        for case in ("whole", "copied", "lost"):
+            assert np.allclose(tiers[case][-1], first_loss, rtol=1e-6)
 
 
 def test_one_process_restores_what_four_saved(made):

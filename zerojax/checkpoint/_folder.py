@@ -10,22 +10,28 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
+from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._files import (
     REMOVED,
     DamagedCheckpointError,
+    digest_text,
     local_path,
     remove,
     wrong_sizes,
 )
-from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest
+from zerojax.checkpoint._local import Arrays, LocalCopies, cuts
+from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, to_text, write_manifest
 from zerojax.checkpoint._orbax import require_orbax
-from zerojax.checkpoint._restore import read_state
-from zerojax.checkpoint._save import PendingSave, check_step, start_save
+from zerojax.checkpoint._restore import as_stored, read_agreed, read_state, rebuilt
+from zerojax.checkpoint._save import PendingSave, check_step, describe, prepare, start_save
 from zerojax.layout import Layout
 from zerojax.processes import gather_texts, set_remedy, together
 
+#: Within a run's folder: what the copies on the hosts hold, with a manifest for each.
+LOCAL = "local"
 #: Errors that tell of one checkpoint and not of what is wanted.
 DAMAGE = (DamagedCheckpointError, OSError)
 
@@ -53,6 +59,10 @@ class Checkpoints:
         keep: how many of the newest to keep; None keeps all. Others are removed when one is whole,
             but never what was saved last. What can't be removed is left with a warning.
         tx: the optimizer, as `save` and `restore` take it.
+        local: a folder on each host's own disk or in its memory, for `save_local`.
+        replicator: whether a service of the cluster brings hosts what others have saved in `local`,
+            as GKE's multi-tier checkpointing does. Without one, several hosts have to hold copies
+            of the whole state: `make_layout(axis="data", batch_axes=("host", "data"))`.
     """
 
     def __init__(
@@ -61,8 +71,14 @@ class Checkpoints:
         *,
         keep: int | None = None,
         tx: optax.GradientTransformation | None = None,
+        local: str | os.PathLike[str] | None = None,
+        replicator: bool = False,
     ) -> None:
         require_orbax()
+        if replicator and local is None:
+            raise ValueError(
+                "replicator=True copies the folders of hosts; give local=, where they are"
+            )
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep is {keep!r}; give at least 1, or None to keep all")
         self.directory = local_path(directory)
@@ -75,6 +91,9 @@ class Checkpoints:
             )
         self._keep = keep
         self._tx = tx
+        self._local = None if local is None else local_path(local)
+        self._replicator = replicator
+        self._copies: LocalCopies | None = None
         self._pending: PendingSave | None = None
         self._damaged: set[Path] = set()
 
@@ -83,6 +102,8 @@ class Checkpoints:
 
     def __exit__(self, *error: object) -> None:
         self.wait()
+        if self._copies is not None:
+            self._copies.close()
 
     def save(
         self,
@@ -115,14 +136,69 @@ class Checkpoints:
         )
         return self._pending
 
+    def save_local(
+        self,
+        step: int,
+        state: PyTree,
+        layout: Layout,
+        *,
+        data: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start to save a copy of a step in the folders `local` of the hosts, for the one before.
+
+        It takes what writing to the host takes, so it can be done every few steps. A run that
+        starts again on the same mesh goes on from it (`restore_latest`) where `save` has nothing
+        newer. Orbax writes and reads it, without digests.
+
+        Raises:
+            ValueError: there is no `local`, no other host holds a copy of some leaf, or the folders
+                have a copy of this step or a newer one.
+        """
+        if self._local is None:
+            raise ValueError(
+                "save_local needs Checkpoints(..., local=), a folder of each host's own"
+            )
+        given = {"tx": self._tx, "step": check_step(step), "data": data, "metadata": metadata}
+        folder = str(self.directory)
+        manifest, arrays = prepare("save_local", state, layout, folder=folder, **given)
+        copies = self._open_copies(layout, arrays)
+        copies.save(step, arrays)
+        with together("save_local"):
+            if jax.process_index() == 0:
+                described = self._described(step)
+                described.mkdir(parents=True, exist_ok=True)
+                more = {"fits": _fits(manifest, arrays), "metadata": manifest.metadata}
+                write_manifest(described, dataclasses.replace(manifest, metadata=more))
+                kept = {str(number) for number in copies.steps[-2:]}
+                for path in described.parent.iterdir():
+                    if path.name.isdecimal() and path.name not in kept:
+                        remove(path)
+
+    def _open_copies(self, layout: Layout, arrays: Arrays) -> LocalCopies:
+        assert self._local is not None
+        assert isinstance(layout.mesh, Mesh)  # where arrays are, there are devices
+        if self._copies is None:
+            shared, more = self.directory / LOCAL / "orbax", {"replicator": self._replicator}
+            self._copies = LocalCopies(self._local, shared, layout.mesh, arrays, **more)
+        return self._copies
+
+    def _described(self, step: int) -> Path:
+        """Return the folder, which all see, of the manifest of a copy on the hosts."""
+        return self.directory / LOCAL / str(step)
+
     def wait(self) -> None:
-        """Wait for the save that is under way; raises what went wrong with it, once."""
+        """Wait for the saves that are under way; raises what went wrong with them, once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+        if self._copies is not None:
+            self._copies.wait()
 
     def restore_latest(self, layout: Layout, like: PyTree) -> Restored | None:
         """Restore the newest checkpoint that is whole, as `zerojax.restore` does; None without any.
+
+        With `local` that may be a copy on the hosts, for the same layout alone.
 
         Raises:
             DamagedCheckpointError: there are checkpoints, and all are damaged.
@@ -131,9 +207,10 @@ class Checkpoints:
         self.wait()
         passed_over: dict[Path, str] = {}
         names = " ".join(path.name for path in _folders(self.directory).values())
-        for name in reversed(
-            gather_texts("restore", names)[0].split()
-        ):  # as the first process sees them
+        named = gather_texts("restore", names)[0].split()  # as the first process sees them
+        if restored := self._restore_local(layout, like, int([-1, *named][-1]), passed_over):
+            return restored
+        for name in reversed(named):
             path = self.directory / name
             try:
                 manifest, state = read_state(path, layout, like, tx=self._tx)
@@ -146,6 +223,32 @@ class Checkpoints:
         if self._damaged & passed_over.keys():
             raise DamagedCheckpointError(self.directory, passed_over.values())
         return None
+
+    def _restore_local(
+        self, layout: Layout, like: PyTree, saved: int, passed_over: dict[Path, str]
+    ) -> Restored | None:
+        """Restore the newest copy on the hosts that is newer than what was saved."""
+        if self._local is None:
+            return None
+        wanted = {path: as_stored(x, layout) for path, x in leaves_by_path(like).items()}
+        wanted = {path: x for path, x in wanted.items() if x.size}
+        copies = self._open_copies(layout, wanted)
+        passed_over.update(copies.passed_over)
+        if not copies.steps or copies.steps[-1] <= saved:
+            return None
+        step = copies.steps[-1]
+        path = self._local / str(step)
+        try:
+            manifest = read_agreed(self._described(step))
+        except (ValueError, OSError) as error:
+            passed_over[path] = str(error)
+            return None
+        if manifest.metadata["fits"] != _fits(describe(like, layout, self._tx), wanted):
+            passed_over[path] = f"{path} was saved under another layout, and fits that alone"
+            return None
+        manifest = dataclasses.replace(manifest, metadata=manifest.metadata["metadata"])
+        state = rebuilt(copies.restore(step, wanted), like)
+        return Restored(state=state, manifest=manifest, path=path, passed_over=passed_over)
 
     def steps(self) -> dict[int, Path]:
         """Find the checkpoints that seem whole, without reading their arrays, by step in order."""
@@ -203,6 +306,13 @@ def find_checkpoints(
         except (ValueError, OSError) as error:
             passed_over(path, str(error) if _is_saved(path) else _cut_short(path))
     return found
+
+
+def _fits(manifest: Manifest, arrays: Arrays) -> str:
+    """Return a digest of what has to be as it was for a copy on the hosts to fit."""
+    plain = dataclasses.replace(manifest, step=None, data=None, metadata={}, written="")
+    placed = {path: (x.shape, str(x.dtype), cuts(x)) for path, x in arrays.items()}
+    return digest_text(to_text(plain) + str(placed))
 
 
 def _cut_short(path: Path) -> str:

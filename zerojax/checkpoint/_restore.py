@@ -68,7 +68,7 @@ def restore(
     return read_state(root, layout, like, tx=tx, partial=partial)[1]
 
 
-def _read_agreed(root: Path) -> Manifest:
+def read_agreed(root: Path) -> Manifest:
     """Read the manifest; raises on every process where one can't read it, or reads another."""
     manifest, error = None, None
     try:
@@ -91,7 +91,7 @@ def read_state(
     partial: bool = False,
 ) -> tuple[Manifest, PyTree]:
     """Read what `restore` does, and the manifest with it."""
-    manifest = _read_agreed(root)
+    manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial)
     _agree(root, wrong_sizes(root, manifest.files).values())
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
@@ -104,13 +104,18 @@ def read_state(
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
             failure = error
     _agree(root, wrong.result(), failure)
+    return manifest, rebuilt(found, like)
+
+
+def rebuilt(found: Mapping[str, jax.Array], like: PyTree) -> PyTree:
+    """Put arrays that were read, by path, into the structure of `like`."""
     leaves = [
         jax.random.wrap_key_data(found[path], impl=x.dtype)
         if path in found and is_key(x)
         else found.get(path, x)
         for path, x in leaves_by_path(like).items()
     ]
-    return manifest, jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> None:
@@ -131,7 +136,7 @@ def _read(
 ) -> dict[str, jax.Array]:
     """Read every wanted leaf from its source; of an empty one nothing is stored."""
     leaves = leaves_by_path(like)
-    wanted = {path: _as_stored(leaves[path], layout) for path in sources}
+    wanted = {path: as_stored(leaves[path], layout) for path in sources}
     found = {
         path: jnp.zeros(x.shape, x.dtype, device=x.sharding)
         for path, x in wanted.items()
@@ -144,7 +149,7 @@ def _read(
     return found
 
 
-def _as_stored(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+def as_stored(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and place that a leaf is read in; of keys, those of their data."""
     wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
     if is_key(x):

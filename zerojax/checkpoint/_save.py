@@ -116,6 +116,57 @@ def _files_of(arrays: Path, index: int) -> list[Path]:
     return [x for x in found if own in x.parents or (not index and not others & {*x.parents})]
 
 
+def prepare(
+    name: str,
+    state: PyTree,
+    layout: Layout,
+    *,
+    tx: optax.GradientTransformation | None,
+    step: int | None,
+    data: Any,
+    metadata: Mapping[str, Any] | None,
+    folder: str,
+) -> tuple[Manifest, dict[str, jax.Array]]:
+    """Describe a state that all processes hold alike, and return its arrays as they are stored."""
+    with together(name):
+        check_layout(layout, f"{name}(directory, state, layout)")
+        given, state = state, placed_leaves(state, layout.sharding(P()))
+        leaves = leaves_by_path(state)
+        number = _step_of(leaves) if step is None else check_step(step)
+        manifest = describe(state, layout, tx, step=number, data=data, metadata=metadata)
+        text = to_text(manifest)  # refuses what is not JSON
+        check_placement(given, layout)
+        arrays = {
+            path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
+            for path, x in leaves.items()
+            if x.size
+        }
+    agree(name, {"folder": folder, "checkpoint": text})
+    return manifest, arrays
+
+
+def describe(
+    state: PyTree,
+    layout: Layout,
+    tx: optax.GradientTransformation | None,
+    *,
+    step: int | None = None,
+    data: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Say what a state of arrays or shapes is and lies under."""
+    return Manifest(
+        stage=layout.stage,
+        axis=layout.axis,
+        mesh=dict(layout.mesh.shape),
+        optimizer=named_tuples(state),
+        leaves=saved_leaves(state, layout, tx),
+        step=step,
+        data=data,
+        metadata=dict(metadata or {}),
+    )
+
+
 def start_save(
     directory: str | os.PathLike[str],
     state: PyTree,
@@ -133,27 +184,12 @@ def start_save(
     in the background before that.
     """
     require_orbax()
-    check_layout(layout, "save(directory, state, layout)")
     with together("save"):
         root = local_path(directory)
         if (root / MANIFEST).exists():
             raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-        given, state = state, placed_leaves(state, layout.sharding(P()))
-        leaves = leaves_by_path(state)
-        manifest = Manifest(
-            stage=layout.stage,
-            axis=layout.axis,
-            mesh=dict(layout.mesh.shape),
-            optimizer=named_tuples(state),
-            leaves=saved_leaves(state, layout, tx),
-            step=_step_of(leaves) if step is None else check_step(step),
-            data=data,
-            metadata=dict(metadata or {}),
-        )
-        text = to_text(manifest)  # refuses what is not JSON
-        check_placement(given, layout)
-        arrays = {path: x for path, x in leaves.items() if x.size}
-    agree("save", {"folder": str(root), "checkpoint": text})
+    given = {"tx": tx, "step": step, "data": data, "metadata": metadata}
+    manifest, arrays = prepare("save", state, layout, folder=str(root), **given)
     check_copies("save", arrays)
     with together("save"):
         if jax.process_index() == 0:
@@ -161,11 +197,7 @@ def start_save(
             _clear(root)
             (root / UNFINISHED).mkdir()
     with together("save"):
-        stored = {
-            path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
-            for path, x in arrays.items()
-        }
-        writing = Writing(root / UNFINISHED, stored)
+        writing = Writing(root / UNFINISHED, arrays)
 
     def finish() -> None:
         _finish(root, manifest, writing)
