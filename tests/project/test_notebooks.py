@@ -150,6 +150,7 @@ def check_pod(text):
 
 def check_paper(text):
     assert "54 of 54 cells agree" in text
+    assert "51 of 51 runs fit a V100" in text
     for line in re.findall(r"^stage \d: printed (\S+), ours (\S+)$", text, re.MULTILINE):
         assert line[0] == line[1], "section 7"
     assert re.findall(r"^ +(\S+): .*<- does not fit its name", text, re.MULTILINE) == ["40B", "60B"]
