@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.collectives import _narrow
+from zerojax.collectives import _forms
 from zerojax.models import gpt
 
 GATHERS = ("int8", "float8_e4m3fn")
@@ -39,12 +39,12 @@ def test_an_error_is_within_the_bound_of_the_docstring(along, size):
     x = jax.random.normal(jax.random.key(0), shape) ** 3
     x = x.at[3].set(0).at[4].multiply(1e-7)
     for dtype in map(jnp.dtype, GATHERS):
-        codes, scales = _narrow.encode(x, along, dtype)
+        codes, scales = _forms.encode(x, along, dtype)
         assert codes.shape == x.shape
         assert codes.dtype == dtype
         assert scales.size == x.size // (128 if size % 128 == 0 else size)
-        error = np.abs(_narrow.decode(codes, scales, along, jnp.float32) - x)
-        s = np.repeat(scales, size // scales.shape[along], axis=along) * _narrow._largest(dtype)
+        error = np.abs(_forms.decode(codes, scales, along, jnp.float32) - x)
+        s = np.repeat(scales, size // scales.shape[along], axis=along) * _forms._largest(dtype)
         bound = s / 254 if dtype == jnp.int8 else np.maximum(np.abs(x) / 16, s / 458752)
         assert np.all(error <= bound * (1 + 1e-5))
 
@@ -54,14 +54,14 @@ def test_the_largest_weights_arrive_and_infinite_ones_are_seen(dtype):
     """XLA divided by the largest fp32 numbers as by infinity: such weights arrived as 0."""
     x = jnp.ones((3, 128), dtype).at[0].set(jnp.finfo(dtype).max).at[1, 5].set(jnp.inf)
     for gather in map(jnp.dtype, GATHERS):
-        found = _narrow.decode(*_narrow.encode(x, 1, gather), 1, dtype)
+        found = _forms.decode(*_forms.encode(x, 1, gather), 1, dtype)
         np.testing.assert_allclose(found[::2].astype(float), x[::2].astype(float), rtol=1e-6)
         assert not jnp.isfinite(found[1]).any()
 
 
 def test_a_leaf_without_elements_is_gathered():
     for dtype in map(jnp.dtype, GATHERS):
-        codes, scales = _narrow.encode(jnp.zeros((0, 256)), 1, dtype)
+        codes, scales = _forms.encode(jnp.zeros((0, 256)), 1, dtype)
         assert (codes.shape, scales.shape) == ((0, 256), (0, 2))
 
 

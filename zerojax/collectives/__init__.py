@@ -10,9 +10,12 @@ from zerojax.collectives._examples import (
     unmarked,
 )
 from zerojax.collectives._forms import (
+    BLOCK,
     auto_region,
+    block_dim,
     constrain,
     cut,
+    num_blocks,
     shard,
     shard_tree,
     store,
@@ -20,7 +23,6 @@ from zerojax.collectives._forms import (
     uses_gloo,
     view,
 )
-from zerojax.collectives._narrow import BLOCK, block_dim, num_blocks
 from zerojax.collectives._options import OPTIONS
 from zerojax.collectives._options import compiler_options as compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners

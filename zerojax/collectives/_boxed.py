@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, opened
-from zerojax.collectives._forms import constrain, cut, gather, scatter, to_logical
-from zerojax.collectives._narrow import gather_narrow
+from zerojax.collectives._forms import constrain, cut, gather, gather_narrow, scatter, to_logical
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout, as_spec
 

@@ -1,19 +1,34 @@
-"""`plan`: what a training step will hold, move and take, before anything runs."""
+"""`plan`: what a step will hold, move and take; `search_plans`: every way to lay it out."""
 
+import dataclasses
+import functools
+import itertools
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import get_args
 
 import optax
 
-from zerojax._arguments import as_given
+from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._types import Axes, PyTree
+from zerojax.layout import STAGES, check_stage
+from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._setting import Setting, check_recipe, place
 from zerojax.planner._time import step_time
-from zerojax.planner._workload import MODEL, Devices, Placement, Workload, read_model, share_out
+from zerojax.planner._workload import (
+    MODEL,
+    Devices,
+    Model,
+    Placement,
+    Workload,
+    read_model,
+    share_out,
+)
 from zerojax.planner.hardware import Hardware, find_hardware
-from zerojax.recipe import Recipe
+from zerojax.recipe import LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
 
 
 def plan(
@@ -102,3 +117,190 @@ def _per_microbatch(num_examples: int, devices: Devices, accumulate: int) -> int
             f"multiple of {parts}: devices times microbatches, {parts // accumulate} x {accumulate}"
         )
     return num_examples // parts
+
+
+#: Model parallelism beyond this many devices is not searched unless it is asked for.
+_MODEL_AXES = (1, 2, 4, 8, 16)
+#: The most microbatches per step that are tried.
+_MOST = 1024
+#: What the host keeps, where that is left open: states, and whether layer inputs as well.
+_OFFLOADS = ((False, False), (True, False), (True, True))
+
+
+def search_plans(
+    params: PyTree,
+    tx: optax.GradientTransformation,
+    *,
+    num_devices: int,
+    hardware: str | Hardware,
+    recipe: Recipe | None = None,
+    workload: Workload | None = None,
+    memory_limit: float | None = None,
+    space: Space | None = None,
+) -> Choices:
+    """Search for the fastest way to train under a memory limit.
+
+    Goes through stages, shard groups (all devices, or those of a node or slice), model axes,
+    rematerialisation, what the host keeps, and microbatches. A family is one of each but the
+    microbatches: of each family the fastest microbatch that fits is a choice.
+
+    Args:
+        params, tx, num_devices, hardware: as for `plan`.
+        recipe: what it chooses holds; what it leaves open (remat, offload, microbatches) is
+            searched.
+        workload: as for `plan`.
+        memory_limit: bytes per device that a step may take; the device's memory by default.
+        space: what to go through.
+
+    Raises:
+        ValueError: nothing meets the limit, where the smallest need and how it is met are named, or
+            an option that can't be meant.
+    """
+    one = find_hardware(hardware)
+    limit = one.memory if memory_limit is None else memory_limit
+    space = as_given(Space, space, "zerojax.planner.Space(stages=(2, 3))", Space())
+    model = read_model(params, tx, recipe, workload)
+    num_devices = as_count("num_devices", num_devices)
+    limit = as_amount("memory_limit", limit, above_zero=True)
+    return _Hunt(model, num_devices, one, limit, space).run()
+
+
+class _Hunt:
+    """Goes through a space once; what a rematerialisation and a placement need is found once."""
+
+    def __init__(
+        self, model: Model, num_devices: int, hardware: Hardware, limit: float, space: Space
+    ) -> None:
+        self.model, self.recipe, self.space = model, model.recipe, space
+        self.num_devices, self.hardware, self.limit = num_devices, hardware, limit
+        self._placed, self._traced = functools.cache(self._place), functools.cache(self._trace)
+        self.any = self._demand(self.recipe)
+        self.num_examples = self.any.num_examples
+
+    def run(self) -> Choices:
+        """Plan every family; raise where none fits."""
+        families = [
+            list(self._microbatches(devices, stage, recipe))
+            for devices in self._meshes()
+            for stage, recipe in self._families(devices)
+        ]
+        tried = tuple(itertools.chain.from_iterable(families))
+        if not tried:
+            raise ValueError(self._indivisible())
+        fitting = [[plan for plan in one if plan.bytes.total <= self.limit] for one in families]
+        found = sorted((min(family, key=_rank) for family in fitting if family), key=_rank)
+        if not found:
+            least = min(tried, key=lambda plan: plan.bytes.total)
+            raise ValueError(
+                f"nothing fits {gigabytes(self.limit)} per device; the smallest need is "
+                f"{gigabytes(least.bytes.total)}: {least.title}"
+            )
+        return Choices(tuple(found), tried, self.limit)
+
+    # ------------------------------------------------------------------ what is tried
+
+    def _meshes(self) -> Iterator[Devices]:
+        """List how devices can be shared out."""
+        num_devices, domain = self.num_devices, self.hardware.domain
+        axes = self.space.model_axes
+        if axes is None:
+            top = min(domain, num_devices)
+            axes = [m for m in _MODEL_AXES if m <= top and num_devices % m == 0 and self._cuts(m)]
+        for model_axis in axes:
+            data = self._share_out(None, model_axis).num_shards
+            groups = self.space.num_shards
+            if groups is None:
+                near = domain // model_axis
+                groups = dict.fromkeys([data, near] if near > 1 and data % near == 0 else [data])
+            elif len(axes) > 1:  # a group that was asked for goes with some of them
+                groups = [group for group in groups if data % as_count("num_shards", group) == 0]
+            for group in groups:
+                devices = self._share_out(group, model_axis)
+                if self.num_examples % devices.num_batch_parts == 0:
+                    yield devices
+
+    def _share_out(self, num_shards: int | None, model_axis: int) -> Devices:
+        placement = Placement(num_shards=num_shards, model_axis=model_axis)
+        return share_out(self.num_devices, placement)
+
+    def _cuts(self, model_axis: int) -> bool:
+        """Return whether a model axis can be planned for the model."""
+        # What moves is known of scanned layers alone.
+        return model_axis == 1 or self.any.carried_elements(1) > 0
+
+    def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
+        """List stages and recipes, the microbatches left open."""
+        open_ways = itertools.product(self.space.stages, self._remats(), self._offloads())
+        for stage, remat, (offload, moves) in open_ways:
+            kinds = STAGES[check_stage(stage)]
+            if not kinds and devices.num_replicas > 1:
+                continue  # without shards a shard group is nothing
+            if "parameter" in kinds and self.recipe.reduce == "once":
+                continue  # no gradient is ever whole
+            if remat is not None and remat.partition is not None and devices.model_axis == 1:
+                continue  # over one device nothing is cut
+            if moves:
+                if remat is None or remat.recompute != "full" or remat.offload:
+                    continue  # what is kept between layers is all that goes to the host
+                remat = dataclasses.replace(remat, offload=(LAYER_INPUT,))
+            recipe = dataclasses.replace(self.recipe, remat=remat, offload=offload)
+            check_recipe(recipe, devices.model_axis)
+            yield stage, recipe
+
+    def _remats(self) -> Sequence[RematPolicy | None]:
+        """List what is computed again, where that is left open all that the model knows; and Pa."""
+        ways = [self.recipe.remat]
+        if self.recipe.remat is None and self.any.has_layers:
+            ways = [as_remat(way) for way in get_args(Remat)]
+        whole = [way for way in ways if way and way.recompute == "full" and way.partition is None]
+        return [*ways, *(dataclasses.replace(way, partition=MODEL) for way in whole)]
+
+    def _offloads(self) -> Sequence[tuple[bool, bool]]:
+        is_open = not self.recipe.offload and self.space.offload
+        return _OFFLOADS if is_open else ((self.recipe.offload, False),)
+
+    def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
+        """Plan microbatches from the largest on, to the first that fits and one beyond it."""
+        placed, demand = self._placed(devices, stage), self._demand(recipe)
+        whole, beyond = self.num_examples // devices.num_batch_parts, False
+        for accumulate in self._splits(whole):
+            one = dataclasses.replace(recipe, accumulate=accumulate)
+            plan = estimate(dataclasses.replace(placed, recipe=one), demand, whole // accumulate)
+            yield plan
+            if beyond:
+                return
+            beyond = plan.bytes.total <= self.limit
+
+    def _splits(self, whole: int) -> list[int]:
+        """List numbers of microbatches that leave whole examples in each."""
+        given = self.recipe.accumulate
+        if not whole:  # there is no loss
+            return [given]
+        counts = range(1, min(whole, _MOST) + 1)
+        return [count for count in counts if whole % count == 0 and given in (1, count)]
+
+    # ------------------------------------------------------------------ what is found once
+
+    def _demand(self, recipe: Recipe) -> Demand:
+        """Trace once for all places in which layer inputs may lie."""
+        remat = recipe.remat
+        return self._traced(remat and dataclasses.replace(remat, partition=None, offload=()))
+
+    def _trace(self, remat: RematPolicy | None) -> Demand:
+        recipe = dataclasses.replace(self.recipe, remat=remat, offload=False)
+        return Demand(dataclasses.replace(self.model, recipe=recipe))
+
+    def _place(self, devices: Devices, stage: int) -> Setting:
+        return place(self.model, self.hardware, devices, Placement(), stage)
+
+    def _indivisible(self) -> str:
+        """Return why no mesh takes the batch."""
+        return (
+            f"no mesh that was to be tried divides the batch of {self.num_examples} examples into "
+            f"accumulate={self.recipe.accumulate} microbatches of whole ones; give another "
+            "accumulate, a batch that the devices divide, or other sizes of the axes"
+        )
+
+
+def _rank(plan: Plan) -> tuple[float, int, int]:
+    return plan.step_time, len(plan.offload), plan.bytes.total
