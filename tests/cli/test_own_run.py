@@ -27,19 +27,25 @@ def lines_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_model_and_a_vocabulary_of_ones_own_learn_from_a_file_of_tokens(folder, capsys):
+def test_a_model_and_a_vocabulary_of_ones_own_learn_from_a_file_of_tokens(
+    folder, capsys, monkeypatch
+):
     text = prose(NUM_BYTES)
     tokenizer = Tokenizer(save_tokenizer(folder / "tokenizer.json", text))
     np.save(folder / "tokens.npy", tokenizer.encode([text]))
     read = ["--tokenizer", "tokenizer.json", "--save-every", "4", "--profile", "1", "--tensorboard"]
     run = ["train", *SIZES, *read, "--steps", "4", "--out"]
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([*run, "tokens", "--data", "tokens.npy"]) == 0
     told = capsys.readouterr().out
+    assert_fits(told, 80)
     assert f"tokens=300), {gpt.num_params(CONFIG):,} parameters" in told
     manifest = read_manifest(folder / "tokens/checkpoints/4")
     assert manifest.leaves["params/embed"].shape == (300, 32), "no row for nothing"
     # A text and its tokens are learnt alike; a uniform guess costs log2(300) bits a token.
+    monkeypatch.setenv("COLUMNS", "120")
     assert main([*run, "text", "--data", "../text.txt"]) == 0
+    assert_fits(capsys.readouterr().out, 120)
     found, other = lines_of(folder / "tokens"), lines_of(folder / "text")
     assert [x.get("loss") for x in found] == [x.get("loss") for x in other]
     held_out = tokenizer.encode([text])[-round(0.05 * tokenizer.encode([text]).size) :]
@@ -49,6 +55,14 @@ def test_a_model_and_a_vocabulary_of_ones_own_learn_from_a_file_of_tokens(folder
     assert list((folder / "tokens/profile").rglob("*.xplane.pb"))
     (events,) = (folder / "tokens/tensorboard").iterdir()
     assert scalars(events) == sum(len(line) - 1 for line in found)
+
+
+def assert_fits(told, columns):
+    """See that a terminal shows the table of bytes whole."""
+    table = told[told.index("bytes per device") : told.index("theory: whole / N")]
+    assert "…" not in table
+    assert "parameters " in table
+    assert max(map(len, table.splitlines())) <= columns
 
 
 def scalars(path):
