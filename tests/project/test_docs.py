@@ -124,8 +124,11 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def test_no_page_and_no_layout_counts_one_as_many():
-    one = zerojax.make_layout({"w": jnp.ones((64, 64))}, zerojax.make_mesh({"data": 8}), stage=1)
+    mesh = zerojax.make_mesh({"data": 8})
+    one = zerojax.make_layout({"w": jnp.ones((64, 64))}, mesh, stage=1)
     assert " in 1 leaf, " in repr(one)
+    scalar = zerojax.make_layout({"scale": jnp.ones(())}, mesh, stage=1)
+    assert scalar.leaves[0].reason == "whole: 1 element, min_size 1024"
     nouns = "devices|leaves|files|examples|layers|problems|plans|shards|microbatches|processes"
     many = re.compile(rf"(?<![\d,.x] )(?<![\d,.])1 ({nouns})\b")
     pages = [ROOT / "README.md", *DOCUMENT.PAGES]

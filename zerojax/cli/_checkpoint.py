@@ -96,7 +96,8 @@ def verify_(options: CheckpointOptions) -> None:
             with screen.console.status(f"verify {path}"):
                 manifest = verify(path)
             files = f"{len(manifest.files)} files, {decimal(manifest.num_bytes)}"
-            text = f"{path}: {files}, {len(manifest.leaves)} leaves"
+            leaves = "1 leaf" if len(manifest.leaves) == 1 else f"{len(manifest.leaves)} leaves"
+            text = f"{path}: {files}, {leaves}"
             screen.show(Text.assemble(("whole    ", "bold green"), text))
         except (ValueError, OSError) as error:
             screen.show(Text.assemble(("damaged  ", "bold red"), str(error)))

@@ -282,5 +282,7 @@ def _milliseconds(seconds: float) -> str:
 
 def _model(asked: PlanQuestion) -> str:
     config, name = asked.config, asked.options.model or "a GPT"
-    layers = f"{config.num_layers} layers of width {config.width}"
+    layers = (
+        f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''} of width {config.width}"
+    )
     return f"{name}, {gpt.num_params(config):,} parameters, {layers}"

@@ -244,7 +244,8 @@ def choose_cut(
     if num_shards == 1:
         return None, "whole: there is one shard"
     if wanted is None and num_elements(shape) < min_size:
-        return None, f"whole: {num_elements(shape)} elements, min_size {min_size}"
+        size = num_elements(shape)
+        return None, f"whole: {size} element{'' if size == 1 else 's'}, min_size {min_size}"
     layers = f", after {stacked} layer dim{'s' if stacked > 1 else ''}" if stacked else ""
     most = max(num_shards / 2, MOST_OF_TWO)
     minor = len(shape) - 1

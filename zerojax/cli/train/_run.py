@@ -154,8 +154,8 @@ class TrainRun:
         if there is not None and needed > there:
             raise ValueError(
                 f"{options.model} at stage {options.stage} takes {decimal(needed)} of "
-                f"model states on each of {len(devices)} devices, which have {decimal(there)} "
-                "each; give a higher --stage, more devices or a smaller --model"
+                f"model states on a device, which has {decimal(there)}; give a higher --stage, "
+                "more devices or a smaller --model"
             )
 
 
