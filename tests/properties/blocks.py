@@ -187,6 +187,39 @@ def _with_adapters(key: jax.Array, n: int, D: int, F: int) -> Tree:
     return {"base": _listed(key, n, D, F), "adapters": adapters}
 
 
+def _biased(block: Block, h: jax.Array, layer: Tree) -> jax.Array:
+    """Mix the features by attention with biases that a table has for each distance."""
+    distances = jnp.arange(h.shape[1])[:, None] - jnp.arange(h.shape[1])[None] + h.shape[1]
+    bias = WEIGHTS[block.weight](layer["table"])[distances].transpose(2, 0, 1)
+    wide = h.astype(jnp.float32)
+    scores = 0.2 * wide[:, None, :, None] * wide[:, None, None, :] + bias
+    mixed = jnp.einsum("bhij,bj->bi", jax.nn.softmax(scores), wide).astype(h.dtype)
+    return (h + 0.5 * jnp.tanh(mixed @ layer["mix"])).astype(h.dtype)
+
+
+def _in_list_biased(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    for layer in p:
+        h = _biased(block, h, layer)
+    return h
+
+
+def _scan_biased(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    body = jax.checkpoint(lambda h, layer: (_biased(block, h, layer), None))
+    return jax.lax.scan(body, h, p)[0]
+
+
+def _table(key: jax.Array, D: int, F: int) -> Tree:
+    a, b = jax.random.split(key)
+    return {
+        "table": 0.5 * jax.random.normal(a, (2 * D, 4)),
+        "mix": jax.random.normal(b, (D, D)) * D**-0.5,
+    }
+
+
+def _tables(key: jax.Array, n: int, D: int, F: int) -> Tree:
+    return [_table(k, D, F) for k in jax.random.split(key, n)]
+
+
 def _plain(f: Any) -> Any:
     return f
 
@@ -208,6 +241,8 @@ KINDS: dict[str, tuple[Callable[..., Tree], Callable[..., jax.Array]]] = {
     "norms": (_with_norms, _normed),
     "custom derivative": (_listed, _own_derivative),
     "lora": (_with_adapters, _lora),
+    "tables": (_tables, _in_list_biased),
+    "scan of tables": (_stacked(_table), _scan_biased),
 }
 
 
