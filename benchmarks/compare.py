@@ -51,7 +51,7 @@ Measured = dict[str, Any]
 class Processes:
     """The processes of one way, which wait for orders."""
 
-    def __init__(self, way: str, count: int, logs: Path) -> None:
+    def __init__(self, way: str, count: int, precision: str, logs: Path) -> None:
         is_jax = way.startswith(("zerojax", "jit"))
         python = sys.executable if is_jax else ROOT / ".venv-peers/bin/python"
         program = ROOT / "benchmarks" / ("jax_ways.py" if is_jax else "torch_ways.py")
@@ -61,12 +61,13 @@ class Processes:
         self.logs = [logs / f"{way}.{rank}.txt" for rank in range(count)]
         self.started = [
             subprocess.Popen(
-                list(map(str, (python, program, way, rank, count, port))),
+                list(map(str, (python, program, way, rank, count, port, precision))),
                 env=os.environ | ENVIRONMENT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log.open("w"),
                 text=True,
+                start_new_session=True,
             )
             for rank, log in enumerate(self.logs)
         ]
@@ -85,6 +86,11 @@ class Processes:
                 return json.loads(line.removeprefix(MARK))
         raise RuntimeError(f"process {rank} ended: {self.logs[rank].read_text()[-2000:]}")
 
+    def hurry(self, nice: int) -> None:
+        """Set the priority of the processes: Linux shares the cores between sessions."""
+        for one in self.started:
+            Path(f"/proc/{one.pid}/autogroup").write_text(str(nice))
+
     def end(self) -> None:
         for one in self.started:
             one.kill()
@@ -92,14 +98,16 @@ class Processes:
 
 
 @contextlib.contextmanager
-def living(ways: Sequence[str], count: int) -> Iterator[tuple[dict[str, Processes], Measured]]:
+def living(
+    ways: Sequence[str], count: int, precision: str
+) -> Iterator[tuple[dict[str, Processes], Measured]]:
     """Start ways one after the other; give them, and what their first steps found."""
     alive: dict[str, Processes] = {}
     found: Measured = {}
     with tempfile.TemporaryDirectory() as logs:
         try:
             for way in ways:
-                alive[way] = Processes(way, count, Path(logs))
+                alive[way] = Processes(way, count, precision, Path(logs))
                 try:
                     found[way] = begun(alive[way].do(FIRST))
                     print(f"  {way}: first step after {found[way]['first']:.1f} s", flush=True)
@@ -135,12 +143,14 @@ def measured(ranks: list[Measured]) -> Measured:
     }
 
 
-def compare(ways: Sequence[str], count: int, rounds: int, steps: int) -> Measured:
+def compare(ways: Sequence[str], count: int, precision: str, args: argparse.Namespace) -> Measured:
     """Return what each way of a group took, in rounds that alternate."""
-    with living(ways, count) as (alive, found):
-        for number in range(rounds):
+    with living(ways, count, precision) as (alive, found):
+        for processes in alive.values() if args.nice else ():
+            processes.hurry(args.nice)
+        for number in range(args.rounds):
             for way in sorted(alive, key=list(ways).index, reverse=bool(number % 2)):
-                found[way]["rounds"].append(measured(alive[way].do(1 + steps)))
+                found[way]["rounds"].append(measured(alive[way].do(1 + args.steps)))
     return found
 
 
@@ -166,18 +176,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps of a way in a round")
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
+    parser.add_argument("--precision", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
+    parser.add_argument(
+        "--nice", type=int, default=0, help="of the rounds, where others compute: -15, as root"
+    )
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--write", action="store_true", help="run nothing, write page and plot")
     args = parser.parse_args()
     recorded = json.loads(JSON.read_text()) if JSON.exists() else {}
-    for count in [] if args.write else args.processes:
-        load = os.getloadavg()[0]
-        run = {"about": about() | {"load": f"{load:.1f}"}, "groups": {}}
+    runs = [(count, precision) for count in args.processes for precision in args.precision]
+    for count, precision in [] if args.write else runs:
+        load = f"{os.getloadavg()[0]:.1f} before"
+        run = {"about": about(), "groups": {}}
         for group in args.groups:
-            print(f"{count} processes, stage {group}", flush=True)
+            print(f"{count} processes, {precision}, stage {group}", flush=True)
             ways = [*EVERYWHERE, *GROUPS[group]]
-            run["groups"][group] = compare(ways, count, args.rounds, args.steps)
-        recorded[str(count)] = run
+            run["groups"][group] = compare(ways, count, precision, args)
+        load += f" and {os.getloadavg()[0]:.1f} after"
+        run["about"]["load"] = f"{load}, rounds at nice {args.nice}" if args.nice else load
+        recorded[f"{count} processes, {precision}"] = run
         JSON.write_text(json.dumps(recorded, indent=1) + "\n")
     for text in report.write(recorded):
         print(text)

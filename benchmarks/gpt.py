@@ -34,7 +34,7 @@ def loss(size: Size, params: Any, tokens: jax.Array) -> jax.Array:
         x = x + _dense(block["proj"], _attend(size, _dense(block["qkv"], _norm(block["ln1"], x))))
         hidden = jax.nn.gelu(_dense(block["fc"], _norm(block["ln2"], x)), approximate=True)
         x = x + _dense(block["out"], hidden)
-    logits = _norm(params["lnf"], x) @ embed.T  # [B, T, V]
+    logits = (_norm(params["lnf"], x) @ embed.T).astype(jnp.float32)  # [B, T, V]
     wanted = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - wanted)
 

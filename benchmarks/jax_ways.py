@@ -1,6 +1,6 @@
 """One process of zerojax at a stage, or of plain jit with the same placement written by hand.
 
-    python benchmarks/jax_ways.py WAY RANK PROCESSES PORT    # zerojax2, jit2; reads work.serve
+    python benchmarks/jax_ways.py zerojax2 RANK PROCESSES PORT bf16    # or jit2; reads work.serve
 
 A way `jitN` uses nothing of zerojax: what it shares with `zerojaxN` in slowness is XLA's.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -30,13 +31,14 @@ SIZE = work.Size()
 Way = tuple[Callable[[np.ndarray], float], Callable[[], dict[str, int]]]
 
 
-def zerojax(stage: int) -> Way:
+def zerojax(stage: int, precision: str) -> Way:
     """Return the step of zerojax, and what it holds."""
     import zerojax
 
     mesh = zerojax.make_mesh({"data": jax.device_count()})
     layout = zerojax.make_layout(gpt.init(SIZE), mesh, stage=stage)
-    train_step = zerojax.make_train_step(functools.partial(gpt.loss, SIZE), TX, layout)
+    recipe = zerojax.Recipe(precision=precision)
+    train_step = zerojax.make_train_step(functools.partial(gpt.loss, SIZE), TX, layout, recipe)
     state = train_step.init(gpt.init(SIZE))
 
     def step(batch: np.ndarray) -> float:
@@ -49,12 +51,15 @@ def zerojax(stage: int) -> Way:
     return step, lambda: {
         "params": _held(state.params),
         "grads": grads,
-        "opt": _held(state.opt_state),
+        "opt": _held((state.opt_state, state.masters)),
     }
 
 
-def jit(stage: int) -> Way:
-    """Return a step as people write it: placed states, and constraints on the gradients."""
+def jit(stage: int, precision: str) -> Way:
+    """Return a step as people write it: placed states, and constraints on the gradients.
+
+    Weights are kept in fp32, and cast where they are used.
+    """
     mesh = Mesh(np.array(jax.devices()), ("data",))
     rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
 
@@ -68,10 +73,14 @@ def jit(stage: int) -> Way:
     updated = shards if stage else held
     states = jax.tree.map(cut if stage else lambda _: whole, jax.eval_shape(TX.init, params))
 
+    def in_precision(params: Any, tokens: jax.Array) -> jax.Array:
+        dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
+        return gpt.loss(SIZE, jax.tree.map(lambda x: x.astype(dtype), params), tokens)
+
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=((held, states), None))
     def train_step(state: Any, tokens: jax.Array) -> Any:
         params, opt_state = state
-        loss, grads = jax.value_and_grad(functools.partial(gpt.loss, SIZE))(params, tokens)
+        loss, grads = jax.value_and_grad(in_precision)(params, tokens)
         grads = place(grads, updated)
         mine = place(params, updated)
         updates, opt_state = TX.update(grads, opt_state, mine)
@@ -95,14 +104,14 @@ def _held(tree: Any) -> int:
     return sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
 
 
-def main(way: str, rank: int, processes: int, port: int) -> None:
+def main(way: str, rank: int, processes: int, port: int, precision: str) -> None:
     """Connect with the other processes and serve."""
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     make = {"zerojax": zerojax, "jit": jit}[way[:-1]]
-    work.serve(rank, SIZE, START, *make(int(way[-1])))
+    work.serve(rank, SIZE, START, *make(int(way[-1]), precision))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])

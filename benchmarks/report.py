@@ -10,11 +10,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PLOT = ROOT / "docs/benchmarks.md", ROOT / "docs/pictures/peers.png"
 BEGIN, END = "<!-- written by benchmarks/peers -->\n", "<!-- end -->"
-SAME = 1e-5  #: how far losses may lie apart
+#: How far losses may lie apart.
+SAME = {"fp32": 1e-5, "bf16": 1e-2}
 Group = dict[str, Any]
 
 CAPTION = """
-{count} processes on {machine}, load {load} before; {versions}; commit {commit}, {date}. Medians of
+**{what}**, on {machine}, load {load}; {versions}; commit {commit}, {date}. Medians of
 {rounds} rounds, in parentheses the least and the largest. The first five losses of all ways lie
 within {far:.1e} (aim: {same:.0e}).
 """
@@ -97,11 +98,11 @@ def apart(run: dict[str, Any]) -> float:
 def text(recorded: dict[str, Any]) -> str:
     """Write the section of all runs."""
     parts = []
-    for count, run in recorded.items():
+    for what, run in recorded.items():
         groups = [*run["groups"].values()]
         of, rounds = run["about"], len(groups[0]["ddp"]["rounds"])
         parts += [
-            CAPTION.format(count=count, rounds=rounds, far=apart(run), same=SAME, **of),
+            CAPTION.format(what=what, rounds=rounds, far=apart(run), same=SAME[what[-4:]], **of),
             table(WAYS, rows(run)),
             table(BESIDE, beside(run)),
         ]

@@ -1,6 +1,6 @@
 """One process of torch: DDP, ZeroRedundancyOptimizer, FSDP2 or DeepSpeed, over gloo.
 
-python benchmarks/torch_ways.py WAY RANK PROCESSES PORT    # see WAYS; reads work.serve
+python benchmarks/torch_ways.py WAY RANK PROCESSES PORT fp32    # see WAYS; reads work.serve
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 START = time.perf_counter()
 
 if __name__ == "__main__":
-    rank, world, port = sys.argv[2:5]
+    rank, world, port, precision = sys.argv[2:6]
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
@@ -28,7 +28,7 @@ from torch.nn import functional
 
 import work
 
-SIZE = work.Size()
+SIZE, IS_BF16 = work.Size(), sys.argv[5:] == ["bf16"]
 ADAMW = {"lr": work.LEARNING_RATE, "eps": work.EPS, "weight_decay": work.WEIGHT_DECAY}
 
 
@@ -64,11 +64,16 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = functional.linear(self.lnf(x), self.wte.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Way:
-    """A model and its optimizer, and what they hold; a subclass wraps them."""
+    """A model and its optimizer, and what they hold; a subclass wraps them.
+
+    In bf16 weights are kept in fp32, and cast where they are used.
+    """
+
+    casts = IS_BF16
 
     def __init__(self) -> None:
         dist.init_process_group("gloo")
@@ -78,7 +83,8 @@ class Way:
         raise NotImplementedError
 
     def backward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = self.model(tokens)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.casts):
+            loss = self.model(tokens)
         loss.backward()
         return loss
 
@@ -128,16 +134,16 @@ class Zero1(Ddp):
 
 
 class Fsdp(Way):
-    reshard = True
+    reshard, casts = True, False
 
     def wrapped(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if IS_BF16 else None)
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard, mp_policy=policy)
         return model, torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
 
 
@@ -160,6 +166,7 @@ class DeepSpeed(Way):
             "gradient_accumulation_steps": 1,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": IS_BF16},
             "gradient_clipping": 0.0,  # 1.0 unless told
             "steps_per_print": 10**9,
         }

@@ -37,7 +37,7 @@ def recorded():
     everywhere = {"ddp": way([1.0, 2.0, 4.0]), "zerojax0": way([1.0, 1.0, 4.0], loss=9.000001)}
     stage2 = {"zerojax2": way([1.1, 1.1, 4.4], peak=9e8), "jit2": way([1.0, 1.1, 4.0])}
     peers = {"fsdp2-kept": way([1.0, 2.2, 4.0]), "deepspeed2": way([2.2, 2.2, 8.8])}
-    return {"2": {"about": about, "groups": {"2": everywhere | stage2 | peers}}}
+    return {"2 processes, fp32": {"about": about, "groups": {"2": everywhere | stage2 | peers}}}
 
 
 def test_a_row_has_ratios_of_the_same_round(recorded):
