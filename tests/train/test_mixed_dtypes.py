@@ -60,9 +60,10 @@ def test_masters_begin_with_all_digits_of_the_parameters(mesh8):
     np.testing.assert_array_equal(np.asarray(state.masters["a"]), params["a"])
 
 
-def test_the_norm_of_narrow_leaves_is_computed_wide():
-    leaf = jnp.full(4, 300, jnp.float16)
-    assert float(global_norm({"w": leaf})) == 600, "fp16 has no 300**2"
+def test_the_norm_of_narrow_leaves_is_computed_wide(mesh8):
+    params = {"w": jnp.full(4, 300, jnp.float16)}
+    layout = zerojax.make_layout(params, mesh8, stage=0)
+    assert float(global_norm(params, layout)) == 600, "fp16 has no 300**2"
 
 
 @pytest.mark.parametrize(("stage", "reduce"), [(1, "once"), (2, "each"), (3, "each")])

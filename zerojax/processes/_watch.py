@@ -72,9 +72,10 @@ def initialize(
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
+    found = _meet(given, listens, wait)
     try:
         jax.distributed.initialize(
-            *_meet(given, listens, wait),
+            *found,
             initialization_timeout=int(wait),
             coordinator_bind_address=listens,
             heartbeat_timeout_seconds=late,
