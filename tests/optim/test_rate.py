@@ -42,17 +42,21 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("name", RATES)
-def test_the_rate_is_what_all_leaves_are_multiplied_with_last(name):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(x, "float32") for x in RATES] + [(x, "complex64") for x in ("adamw", "constant", "scaled")],
+)
+def test_the_rate_is_what_all_leaves_are_multiplied_with_last(name, dtype):
     tx, expected = RATES[name]
     tx = optax.with_extra_args_support(tx)
-    grads = jax.tree.map(lambda x: 0.1 * x, PARAMS)
-    _, state = tx.update(grads, tx.init(PARAMS), PARAMS, value=1.0, grad=grads)
+    params = PARAMS | {"kernel": PARAMS["kernel"].astype(dtype)}
+    grads = jax.tree.map(lambda x: 0.1 * x, params)
+    _, state = tx.update(grads, tx.init(params), params, value=1.0, grad=grads)
     traced = Traced(
         lambda grads, state, params, loss: tx.update(grads, state, params, value=loss, grad=grads),
-        (grads, state, PARAMS, jnp.float32(1)),
+        (grads, state, params, jnp.float32(1)),
     )
-    rate = learning_rate(traced, len(PARAMS), jax.tree.leaves(state))
+    rate = learning_rate(traced, len(params), jax.tree.leaves(state))
     assert (rate is None) == (expected is None)
     if expected is not None:
         np.testing.assert_allclose(rate, expected, rtol=1e-6)

@@ -73,7 +73,10 @@ def _factors(traced: Traced, var: Any, moving: set[Any]) -> tuple[tuple[Any, ...
             if factor.aval.size > 1 or not is_variable(var):
                 break
             if not is_variable(factor):
-                constant *= float(factor.val)
+                number = complex(factor.val)  # of complex parameters, with no imaginary part
+                if number.imag:
+                    break
+                constant *= number.real
             elif factor not in moving:
                 scalars.append(_source(traced, factor))
         else:
