@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core, source_info_util
 
 #: Primitives that are kernels of their own: their operands and results lie in memory.
@@ -121,14 +122,16 @@ def depending(eqns: Iterable[Any], given: Iterable[Any]) -> set[Any]:
 def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
     """Return the variables of a program, and of all that it holds, that depend on some inputs.
 
-    Of a loop or branch that reads one, everything that is carried or returned counts as such.
+    Of a loop or branch that reads one, everything that is carried or returned counts as such. So
+    does what is closed over and is still traced, or cut over devices: it may be a batch.
 
     Args:
         program: a jaxpr, closed over its constants or without any.
         given: for each of its inputs, whether it is one of them.
     """
-    jaxpr, _ = opened(program)
+    jaxpr, consts = opened(program)
     found = {var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given}
+    found |= {var for var, x in zip(jaxpr.constvars, consts, strict=False) if not _is_constant(x)}
     for eqn in jaxpr.eqns:
         flags = [is_variable(x) and x in found for x in eqn.invars]
         if not any(flags):
@@ -145,6 +148,13 @@ def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
                 inner, flags[len(flags) - num :] if is_alike else [True] * num
             )
     return found
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether what a program is closed over is the same for all batches, and on all devices."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.sharding.is_fully_replicated
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import zerojax
+from zerojax.collectives import gather_where_used
 
 WIDTH = 64
 
@@ -185,3 +187,33 @@ def test_biases_of_a_table_are_reduced_as_the_table(bias, loss_fn, stage, mesh8)
     want, grads = jax.jit(jax.value_and_grad(loss))(init(), x)
     assert metrics["loss"] == pytest.approx(float(want), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("closed_over", ["traced", "placed"])
+def test_a_batch_that_is_closed_over_is_no_constant(closed_over, stage, mesh8):
+    """Were it one, each device would compute with all examples, and again at each use."""
+    params = {"table": normal(0, 64, 32), "up": normal(1, 32, 128), "down": normal(2, 128, 32)}
+
+    def loss_fn(params, batch):
+        x = params["table"][batch["ids"]] + batch["x"]
+        x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        return jnp.mean((x @ params["table"].T) ** 2)
+
+    layout = zerojax.make_layout(params, mesh8, stage=stage)
+    stored = jax.device_put(params, layout.params)
+    batch = {"ids": np.arange(64 * 8).reshape(64, 8) % 64, "x": normal(3, 64, 8, 32)}
+    batch = jax.device_put(batch, layout.batch)
+
+    def given(params, batch):
+        return jax.value_and_grad(gather_where_used(loss_fn, layout))(params, batch)
+
+    def within(params, given):
+        taken = given if closed_over == "traced" else batch
+        loss = gather_where_used(lambda params: loss_fn(params, taken), layout)
+        return jax.value_and_grad(loss)(params)
+
+    want, got = (jax.jit(f).lower(stored, batch).compile() for f in (given, within))
+    assert got.cost_analysis()["flops"] <= 1.01 * want.cost_analysis()["flops"]
+    value, wanted = (compiled(stored, batch)[0] for compiled in (got, want))
+    assert float(value) == pytest.approx(float(wanted), rel=1e-6)
