@@ -60,6 +60,21 @@ def test_gradients_are_reduced_as_often_as_asked(stage, accumulate, reduce):
 
 
 @pytest.mark.aot("cuda")
+@pytest.mark.parametrize("scan", [True, False])
+def test_weights_that_are_kept_move_once(scan):
+    """2 Psi, as stages 1 and 2; whole weights lie there once, beside their shards."""
+    size = {"num_layers": 8, "width": 1024, "context": 512, "vocab_size": 8192}
+    config = dataclasses.replace(CONFIG, scan=scan, **size)
+    kept = {"reshard_after_forward": False}
+    _, report = audited("h100:1x8", 8, 3, config, **kept)
+    _, stage_2 = audited("h100:1x8", 8, 2, config)
+    report.raise_if_problems()
+    assert report.volume == pytest.approx(2 * 7 / 8, rel=0.001)
+    assert report.memory.peak < stage_2.memory.peak + 1.1 * report.memory.parameters
+    assert report.schedule.exposed_seconds < 0.75 * stage_2.schedule.exposed_seconds
+
+
+@pytest.mark.aot("cuda")
 @pytest.mark.parametrize("prefetch", [0, None])
 def test_layers_of_a_list_are_gathered_in_order(prefetch):
     """Left alone, XLA gathers most of the layers first; by default it may be one ahead."""

@@ -60,6 +60,23 @@ def test_layers_kept_by_a_scan_for_the_backward_pass_are_caught(make, mesh8):
     assert "jax.checkpoint" in problem.remedy
 
 
+@pytest.mark.parametrize("tree", ["list", "stack"])
+def test_weights_that_the_recipe_keeps_are_clean_and_others_are_caught(make, mesh8, tree):
+    layout, recipe = make(3, tree), zerojax.Recipe(reshard_after_forward=False)
+    loss = list_loss(mesh8, remat=True) if tree == "list" else scan_loss(mesh8, inside=True)
+    batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    step = zerojax.make_train_step(loss, TX, layout, recipe)
+    program = Program.of(step.lower(step.abstract_state(), batch).compile())
+    report = audit(program, layout, recipe)
+    assert report.problems == ()
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
+    assert report.memory.theory["gathered"] == layout.num_params * 4
+    assert kinds(audit(program, layout, zerojax.Recipe())) == {"kept gather"}
+    twice = zerojax.make_train_step(loss, TX, layout)
+    compiled = twice.lower(twice.abstract_state(), batch).compile()
+    assert "volume" in kinds(audit(compiled, layout, recipe))
+
+
 def list_loss(mesh, *, remat):
     def loss(params, x):
         def one(w, x):

@@ -28,8 +28,10 @@ ALONE = ("branches", "repeated")
 
 
 @pytest.mark.parametrize("alone", [None, *ALONE])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_model_has_the_numbers_of_plain_jax(stage, alone, mesh8):
+@pytest.mark.parametrize(
+    ("stage", "reshard"), [(2, True), (3, True), (3, False)], ids=["2", "3", "3 kept"]
+)
+def test_every_model_has_the_numbers_of_plain_jax(stage, reshard, alone, mesh8):
     """All models in one loss; nothing divides their sizes, so that shards are uneven."""
     models = {**LISTS, **LOOPS}
     models = {
@@ -45,7 +47,8 @@ def test_every_model_has_the_numbers_of_plain_jax(stage, alone, mesh8):
 
     (_, want), want_grads = jax.jit(jax.value_and_grad(losses, has_aux=True))(params, x)
     stored = jax.jit(lambda p: layout.map_leaves(lambda leaf, w: store(w, leaf, layout), p))(params)
-    run = jax.jit(jax.value_and_grad(gather_where_used(losses, layout), has_aux=True))
+    loss = gather_where_used(losses, layout, reshard_after_forward=reshard)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, got), grads = run(stored, jax.device_put(x, layout.batch))
     for name in models:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, err_msg=name)
@@ -56,11 +59,11 @@ def test_every_model_has_the_numbers_of_plain_jax(stage, alone, mesh8):
         np.testing.assert_allclose(np.asarray(a) / scale, b / scale, atol=1e-4, err_msg=leaf.path)
 
 
-def memory_of(model, name, mesh, function):
+def memory_of(model, name, mesh, function, **options):
     """Compile what `function` makes of a loss; return bytes of all weights, and its memory."""
     params = {name: jax.eval_shape(lambda: params_of(model, WIDE))}
     layout = layout_of(params, 3, mesh)
-    loss = gather_where_used(lambda p, x: loss_of(model, p[name], x), layout)
+    loss = gather_where_used(lambda p, x: loss_of(model, p[name], x), layout, **options)
     x = jax.ShapeDtypeStruct((NUM_DEVICES, WIDE[0]), jnp.float32)
     run = jax.jit(functools.partial(function, loss), in_shardings=(layout.params, layout.batch))
     memory = run.lower(params, x).compile().memory_analysis()
@@ -68,15 +71,26 @@ def memory_of(model, name, mesh, function):
     return 4 * layout.num_params, memory
 
 
+def residuals(loss, params, x):
+    return jax.vjp(lambda p: loss(p, x), params)[1]
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_no_gathered_weight_is_kept_for_the_backward_pass(name, mesh8):
     """What the forward pass hands the backward pass: shards, never one of the two leaves whole."""
-
-    def residuals(loss, params, x):
-        return jax.vjp(lambda p: loss(p, x), params)[1]
-
     weights, memory = memory_of(LISTS[name], name, mesh8, residuals)
     assert memory.output_size_in_bytes < weights / 2
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_where_it_is_asked_for_gathered_weights_are_kept_once(name, mesh8):
+    """Each leaf whole, beside shards and activations, and nothing that was made of it.
+
+    A tied weight is gathered as it is and transposed, and so kept.
+    """
+    kept = {"reshard_after_forward": False}
+    weights, memory = memory_of(LISTS[name], name, mesh8, residuals, **kept)
+    assert memory.output_size_in_bytes < (2 if name == "tied" else 1.5) * weights
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -120,7 +120,7 @@ ALL = LOOPS | ODD | LISTS
 OTHERS = {"branches", "repeated", "pairs"}
 
 
-def gradient_of(names, mesh):
+def gradient_of(names, mesh, **options):
     """Return the gradient of models in one loss, with its arguments."""
     params = {name: params_of(LOOPS["scan"], WIDE) for name in names}
     rules = [zerojax.Rule(path=".", stacked=1)]
@@ -131,7 +131,7 @@ def gradient_of(names, mesh):
         return sum(loss_of(ALL[name], params[name], x) for name in names)
 
     placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
-    return jax.grad(gather_where_used(loss, layout)), layout, placed
+    return jax.grad(gather_where_used(loss, layout, **options)), layout, placed
 
 
 def gathers(program, times=1, looped=False):
@@ -172,6 +172,16 @@ def test_every_layer_is_gathered_once_a_pass(name, mesh8):
     assert sum(times for times, _ in plain) == 2 * passes * NUM_LAYERS
     assert sum(times for times, _ in ahead) == 2 * passes * NUM_LAYERS
     assert sorted(ahead) == 2 * passes * [(1, False)] + 2 * passes * [(NUM_LAYERS - 1, True)]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in OTHERS | ODD.keys()])
+def test_a_layer_that_is_kept_is_gathered_once(name, mesh8):
+    """In the forward pass, the first one ahead; the backward pass gathers nothing."""
+    gradient, layout, args = gradient_of([name], mesh8, reshard_after_forward=False)
+    ahead = list(gathers(needed(prefetched(gradient, 1, layout), args)))
+    assert sum(times for times, _ in ahead) == 2 * NUM_LAYERS
+    if name in LOOPS:
+        assert sorted(ahead) == 2 * [(1, False)] + 2 * [(NUM_LAYERS - 1, True)]
 
 
 def waiting(program):

@@ -62,7 +62,7 @@ def divided(one, accumulate):
 def family(one):
     return (
         one.stage, one.num_shards, one.model_axis, one.remat, one.offload,
-        one.partitions_activations,
+        one.partitions_activations, one.recipe.reshard_after_forward,
     )  # fmt: skip
 
 
@@ -108,10 +108,11 @@ def test_every_combination_is_tried():
             if stage == 0 and group * axis < 16:
                 continue  # without shards a group is nothing
             for pa in (False, True) if axis > 1 and remat == "full" else (False,):
-                one = (stage, group, axis, remat)
-                wanted |= {(*one, (), pa), (*one, ("optimizer",), pa)}
-                if remat == "full":
-                    wanted.add((*one, ("activations", "optimizer"), pa))
+                hosts = [(), ("optimizer",)]
+                hosts += [("activations", "optimizer")] * (remat == "full")
+                reshards = (True, False) if stage == 3 else (True,)
+                ways = itertools.product(hosts, (pa,), reshards)
+                wanted |= {(stage, group, axis, remat, *way) for way in ways}
     assert found == wanted
 
 

@@ -111,6 +111,7 @@ class Program:
     remat: str | None
     beside: str = "nothing"
     prefetch: float | None = None
+    reshard: bool = True
 
     def init(self, key: jax.Array) -> Tree:
         """Draw the parameters."""
@@ -240,15 +241,18 @@ def strategy() -> st.SearchStrategy[Program]:
         remat=st.sampled_from([None, None, "full", "dots"]),
         beside=st.sampled_from(BESIDE),
         prefetch=st.sampled_from([None, 1, 0.5]),
+        reshard=st.sampled_from([True, True, False]),
     ).map(_possible)
 
 
 def _possible(program: Program) -> Program:
     """Replace what zerojax refuses or warns of.
 
-    That is one reduction at stage 3, layers where there are none, and losses that are no mean over
-    examples where devices or microbatches are averaged.
+    That is one reduction at stage 3, weights that are kept gathered below it, layers where there
+    are none, and losses that are no mean over examples where devices or microbatches are averaged.
     """
+    if program.stage != 3:
+        program = dataclasses.replace(program, reshard=True)
     if program.stage == 3 and program.reduce == "once":
         program = dataclasses.replace(program, reduce=None)
     if program.remat == "full" and not any(block.kind in LAYERED for block in program.blocks):

@@ -164,6 +164,7 @@ def check(program: Program) -> None:
         clip_norm=program.clip_norm,
         remat=program.remat,
         prefetch=program.prefetch,
+        reshard_after_forward=program.reshard,
     )
     tx = programs.OPTIMIZERS[program.optimizer]()
     step = zerojax.make_train_step(
@@ -180,7 +181,7 @@ def check(program: Program) -> None:
         masters = jax.tree.map(lambda x: x.astype(recipe.precision.master), start)
     blocks = layout.num_batch_parts if recipe.reduction(layout.kinds) == "once" else 1
     want, told = plain_steps(program, masters, batches, blocks)
-    if program.stage == 3:
+    if program.stage == 3 and program.reshard:
         assert not kept_weights(program, layout)
     state = step.init(start, key=KEY if program.beside == "dropout" else None)
     promised = layout.bytes_per_device(tx, recipe)

@@ -18,6 +18,7 @@ RECIPES = (
     *(Recipe(precision=name) for name in PRECISIONS),
     Recipe(accumulate=4, reduce="once", clip_norm=1.0, bucket_bytes=2**20),
     Recipe(remat="dots"),
+    Recipe(reshard_after_forward=False),
     Recipe(
         precision=zerojax.Precision(params=jnp.bfloat16, master=jnp.float32, reduce=jnp.float32),
         remat=zerojax.RematPolicy(keep=("a",), offload=("layer_input",), partition="model"),
@@ -62,6 +63,7 @@ def test_a_recipe_can_not_be_changed_but_replaced():
         ({"precision": "bfloat16"}, "fp32, bf16, fp16"),
         ({"remat": "most"}, "none, dots, full"),
         ({"offload": "optimizer"}, "offload must be True or False"),
+        ({"reshard_after_forward": None}, "reshard_after_forward must be True or False"),
         ({"clip_norm": True}, "clip_norm must be a number above 0"),
         ({"precision": {}}, "fp32, bf16, fp16"),
     ],
@@ -125,3 +127,11 @@ def test_several_microbatches_are_reduced_once_where_gradients_stay_whole(kinds)
 def test_once_is_refused_where_parameters_are_partitioned():
     with pytest.raises(ValueError, match="stage 3 never holds one"):
         Recipe(reduce="once").reduction(("parameter", "gradient", "optimizer", "master"))
+
+
+@pytest.mark.parametrize("kinds", [(), ("optimizer", "gradient")])
+def test_weights_that_are_whole_can_not_be_kept_gathered(kinds):
+    assert not Recipe().keeps_gathered(kinds)
+    assert Recipe(reshard_after_forward=False).keeps_gathered((*kinds, "parameter"))
+    with pytest.raises(ValueError, match="has them whole; use stage 3"):
+        Recipe(reshard_after_forward=False).keeps_gathered(kinds)

@@ -155,8 +155,13 @@ MESHES = {
 @pytest.mark.parametrize("make_mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(1, {"accumulate": 2, "reduce": "once"}), (2, {"accumulate": 2}), (3, {})],
-    ids=["1 once", "2 each", "3"],
+    [
+        (1, {"accumulate": 2, "reduce": "once"}),
+        (2, {"accumulate": 2}),
+        (3, {}),
+        (3, {"accumulate": 2, "reshard_after_forward": False}),
+    ],
+    ids=["1 once", "2 each", "3", "3 kept"],
 )
 def test_every_mesh_equals_one_device(make_mesh, stage, options, reference):
     mesh, layout_options = make_mesh()
@@ -189,14 +194,16 @@ def test_parameters_are_the_cast_masters_and_bytes_are_as_predicted(stage, mesh8
 
 def test_mixed_precision_stages_learn_the_same(mesh8):
     want = [m["loss"] for m in train(mesh8, 0, precision=MIXED)[0]]
-    for stage, reduce_dtype, accumulate in (
-        (1, None, 2),
-        (2, jnp.float32, 2),
-        (3, None, 1),
-        (3, jnp.float32, 2),
+    for stage, reduce_dtype, accumulate, reshard in (
+        (1, None, 2, True),
+        (2, jnp.float32, 2, True),
+        (3, None, 1, True),
+        (3, jnp.float32, 2, True),
+        (3, jnp.float32, 1, False),
     ):
         precision = dataclasses.replace(MIXED, reduce=reduce_dtype)
-        history, *_ = train(mesh8, stage, precision=precision, accumulate=accumulate)
+        options = {"accumulate": accumulate, "reshard_after_forward": reshard}
+        history, *_ = train(mesh8, stage, precision=precision, **options)
         # bf16 has 8 bits: sums in another order differ by 2**-8 of a logit's size
         np.testing.assert_allclose([m["loss"] for m in history], want, atol=2**-8 * 4)
 

@@ -93,6 +93,8 @@ def memory_table(memory: MemoryReport) -> Table:
         if count := getattr(memory, name):
             add(name, count)
     table.add_row("gradients of a step", "", f"{memory.theory['gradients']:,}")
+    if gathered := memory.theory["gathered"]:
+        table.add_row("gathered, until the backward pass", "", f"{gathered:,}")
     add("temporaries, with gradients", memory.temporaries)
     add("peak", memory.peak, memory.theory["total"])
     if memory.reused:

@@ -105,6 +105,12 @@ class Evidence:
         """Return whether the backend has a reduce-scatter; a CPU's partitioner makes none."""
         return self.program.platform != "cpu"
 
+    @property
+    def gives_up(self) -> bool:
+        """Return whether a pass gathers weights and gives them up again."""
+        kinds = self.layout.kinds
+        return "parameter" in kinds and not self.recipe.keeps_gathered(kinds)
+
     @cached_property
     def ours(self) -> tuple[Move, ...]:
         """Return the moves along the axes of ZeRO and of the batch."""

@@ -37,7 +37,8 @@ class MemoryReport:
     peak: int  # all of it at the worst moment, as the compiler says where it does
     host: int  # what lies in the host's memory
     # the same kinds by the stage's formula, whole / N for what the stage partitions, without what
-    # lives in the host's memory; "gradients" are those of one step, which live while it runs
+    # lives in the host's memory; "gradients" are those of one step, which live while it runs, as
+    # does "gathered", the parameters where the recipe keeps them for the backward pass
     theory: dict[str, int]
     # the largest results of instructions; which of them share a buffer the text does not tell
     largest: tuple[Result, ...]
@@ -71,6 +72,7 @@ def _theory(evidence: Evidence) -> dict[str, int]:
         theory[NAMES[kind]] = round(whole / layout.parts(kind))  # type: ignore[arg-type]
     whole = sum(_whole_bytes(one, evidence) for one in evidence.states("parameter"))
     theory["gradients"] = round(whole / layout.parts("gradient"))
+    theory["gathered"] = round(whole) if evidence.recipe.keeps_gathered(layout.kinds) else 0
     theory["total"] = sum(theory.values())
     return theory
 

@@ -92,11 +92,17 @@ class Opening:
     reduce_dtype: Any = None  # dtype in which gradients are summed over devices; None is their own
     # int8 or float8_e4m3fn, in which weights are gathered; None is their own
     gather_dtype: Any = None
+    # whether what the forward pass gathered is kept for the backward pass
+    keeps: bool = False
 
     @property
     def gathers(self) -> bool:
         """Whether parameters are partitioned, so that opening moves bytes."""
         return self.layout.partitions("parameter")
+
+    def policy(self, own: Any) -> Any:
+        """Wrap a rematerialisation policy so that gathered weights are kept, or never are."""
+        return (always_saves_gathered if self.keeps else never_saves_gathered)(own)
 
     def widens(self, dtype: Any) -> bool:
         """Whether gradients of this dtype are summed in another one."""
@@ -234,6 +240,22 @@ def never_saves_gathered(policy: Any) -> Any:
         if primitive.name in FROM_GATHERED or makes_gathered(primitive.name, params):
             return False
         return True if policy is None else policy(primitive, *avals, **params)
+
+    return wrapped
+
+
+@functools.cache
+def always_saves_gathered(policy: Any) -> Any:
+    """Wrap a rematerialisation policy so that every gathered weight is kept.
+
+    Args:
+        policy: the user's; None saves nothing else.
+    """
+
+    def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if makes_gathered(primitive.name, params):
+            return True
+        return policy is not None and policy(primitive, *avals, **params)
 
     return wrapped
 

@@ -12,6 +12,7 @@ scanned layer's weights are gathered inside the loop, and the gradient leaves th
 
 Outside a function that the user rematerialises, and in every loop, the operation that opens a box
 is rematerialised alone: the backward pass gathers again instead of keeping the gathered weight.
+With `reshard_after_forward=False` it is the inverse: policies always keep what was gathered.
 
 Source: arXiv 1910.02054, section 7.2.2 (stage 3 gathers in the forward and the backward pass).
 """
@@ -40,7 +41,7 @@ from zerojax._jaxpr import (
 )
 from zerojax._tree import leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives._boxed import Boxed, Opening, never_saves_gathered
+from zerojax.collectives._boxed import Boxed, Opening, always_saves_gathered, never_saves_gathered
 from zerojax.collectives._copies import (
     Copied,
     copied,
@@ -60,7 +61,12 @@ _CALL = "gather_where_used(loss_fn, layout)"
 
 
 def gather_where_used(
-    loss_fn: LossFn, layout: Layout, *, reduce_dtype: Any = None, gather_dtype: Any = None
+    loss_fn: LossFn,
+    layout: Layout,
+    *,
+    reduce_dtype: Any = None,
+    gather_dtype: Any = None,
+    reshard_after_forward: bool = True,
 ) -> LossFn:
     """Make `loss_fn(params, *args)` take stored parameters, and gather each where it is used.
 
@@ -70,19 +76,24 @@ def gather_where_used(
         reduce_dtype: dtype in which gradients are summed over devices; None is their own.
         gather_dtype: int8 or float8_e4m3fn, in which weights are gathered, with a scale per block;
             None is their own. See `Precision.gather`.
+        reshard_after_forward: whether the backward pass gathers again; see `Recipe`.
 
     Returns:
         A function of stored parameters, with the same outputs; its gradients are stored shards.
 
     Raises:
-        ValueError: a dtype that `Precision` does not take, or a `gather_dtype` below stage 3.
+        ValueError: a dtype that `Precision` does not take, or a `gather_dtype`, or weights
+            that are to be kept gathered, below stage 3.
     """
     if not callable(loss_fn):
         raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
     check_layout(layout, _CALL)
     precision = Precision(reduce=reduce_dtype, gather=gather_dtype)
-    gather_dtype = Recipe(precision=precision).gather_dtype(layout.kinds)
-    opening = Opening(layout, precision.reduce, gather_dtype)
+    recipe = Recipe(precision=precision, reshard_after_forward=reshard_after_forward)
+    gather_dtype = recipe.gather_dtype(layout.kinds)
+    opening = Opening(
+        layout, precision.reduce, gather_dtype, keeps=recipe.keeps_gathered(layout.kinds)
+    )
 
     def wrapped(params: PyTree, *args: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
@@ -167,8 +178,8 @@ class _Retracer:
             return inner.run(called(eqn), values)
 
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        if policy is not None and self.opening.gathers:
-            policy = never_saves_gathered(policy)
+        if self.opening.gathers and (policy is not None or self.opening.keeps):
+            policy = self.opening.policy(policy)
         return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
@@ -286,9 +297,13 @@ class _Retracer:
         return self._again(use, policy)(*values)
 
     def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
-        """Make a function gather again for its backward pass, where it is not rematerialised."""
+        """Make a function gather again for its backward pass, where it is not rematerialised.
+
+        Where gathered weights are kept, what is made of them is not.
+        """
         if self.saved or not self.opening.gathers:
             return use
+        policy = always_saves_gathered(policy) if self.opening.keeps else policy
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
 
 

@@ -77,7 +77,7 @@ OPCODES = {
     "moves": """all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all
         collective-permute collective-broadcast""",
     # has the same values, in another place, shape or dtype
-    "keeps": "bitcast convert copy copy-start copy-done reshape opt-barrier",
+    "keeps": "bitcast convert copy copy-start copy-done reduce-precision reshape opt-barrier",
     # computes nothing with its operand either
     "selects": "bitcast-convert broadcast slice transpose all-gather-done",
     # hands on a tuple as it is

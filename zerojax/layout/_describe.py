@@ -97,9 +97,12 @@ _Held = tuple[Kind, LeafLayout, Any]
 
 
 def describe(
-    layout: TreeLayout, state: OptimizerLayout, precision: Precision, stored: bool
+    layout: TreeLayout, state: OptimizerLayout, precision: Precision, stored: bool, keeps: bool
 ) -> Description:
-    """Count what every leaf takes on one device and compare it with the stage's formula."""
+    """Count what every leaf takes on one device and compare it with the stage's formula.
+
+    `keeps` says whether gathered weights wait for the backward pass.
+    """
     groups = list(_groups(layout, state, precision))
     rows = tuple(_row(path, held, stored) for path, held in groups)
     total = {key: sum(row.bytes.get(key, 0) for row in rows) for _, key in KINDS}
@@ -110,11 +113,14 @@ def describe(
         if kind in leaf.axes and leaf.is_padded and (stored or kind != "parameter"):
             padding += leaf.bytes_per_device(kind, dtype=dtype)
             padding -= leaf.whole_bytes(dtype) // leaf.parts[kind]
+    whole = theory["parameters"]
     for kind, key in KINDS:
         theory[key] //= layout.parts(kind)
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
     notes = _notes(layout, padding, state.unmatched_rules)
+    if keeps:
+        notes = (*notes, f"until the backward pass, gathered parameters take {whole:,} B beside")
     return Description(layout.title, rows, total, theory, padding, notes)
 
 

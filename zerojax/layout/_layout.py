@@ -110,8 +110,10 @@ class Layout(Shown, TreeLayout):
 
     def count(self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True) -> Description:
         """Describe the placement without where the optimizer computes, which takes a trace."""
-        precision = as_recipe(recipe).precision
-        return describe(self, self.optimizer(tx, precision.updated), precision, stored)
+        recipe = as_recipe(recipe)
+        state = self.optimizer(tx, recipe.precision.updated)
+        keeps = recipe.keeps_gathered(self.kinds)
+        return describe(self, state, recipe.precision, stored, keeps)
 
     def describe(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True

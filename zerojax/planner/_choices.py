@@ -99,7 +99,7 @@ class Choices(Shown):
 def _row(plan: Plan) -> dict[str, str]:
     """Write a plan as a row, by the names of columns."""
     return {
-        "stage": f"{plan.stage}",
+        "stage": f"{plan.stage}{'' if plan.recipe.reshard_after_forward else ' kept'}",
         ">N": f"{plan.num_shards:,}",
         ">groups": f"{plan.num_groups:,}",
         ">model": f"{plan.model_axis}",

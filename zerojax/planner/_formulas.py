@@ -96,11 +96,13 @@ def theory_of(
         frozen: indices of leaves without a gradient.
 
     Raises:
-        ValueError: gradients are to be summed once where parameters are partitioned.
+        ValueError: gradients are to be summed once where parameters are partitioned, or gathered
+            weights kept where they are not.
     """
     kinds = layout.kinds
     per_step = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
-    gathers = 2 * recipe.accumulate if "parameter" in kinds else int("optimizer" in kinds)
+    passes = 1 if recipe.keeps_gathered(kinds) else 2  # for which weights are gathered
+    gathers = passes * recipe.accumulate if "parameter" in kinds else int("optimizer" in kinds)
     gathered: dict[Axes, float] = {}
     scattered: dict[Axes, float] = {}
     summed: dict[Axes, float] = {}

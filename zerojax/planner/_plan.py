@@ -141,13 +141,14 @@ def search_plans(
     """Search for the fastest way to train under a memory limit.
 
     Goes through stages, shard groups (all devices, or those of a node or slice), model axes,
-    rematerialisation, what the host keeps, and microbatches. A family is one of each but the
-    microbatches: of each family the fastest microbatch that fits is a choice.
+    rematerialisation, what the host keeps, whether gathered weights are kept, and microbatches. A
+    family is one of each but the microbatches: of each family the fastest microbatch that fits is a
+    choice.
 
     Args:
         params, tx, num_devices, hardware: as for `plan`.
-        recipe: what it chooses holds; what it leaves open (remat, offload, microbatches) is
-            searched.
+        recipe: what it chooses holds; what it leaves open (remat, offload, reshard_after_forward,
+            microbatches) is searched.
         workload: as for `plan`.
         memory_limit: bytes per device that a step may take; the device's memory by default.
         space: what to go through.
@@ -230,9 +231,13 @@ class _Hunt:
 
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
         """List stages and recipes, the microbatches left open."""
-        open_ways = itertools.product(self.space.stages, self._remats(), self._offloads())
-        for stage, remat, (offload, moves) in open_ways:
+        # Weights that are kept gathered are tried wherever they are not asked for.
+        reshards = dict.fromkeys((self.recipe.reshard_after_forward, False))
+        open_ways = itertools.product(self.space.stages, reshards, self._remats(), self._offloads())
+        for stage, reshard, remat, (offload, moves) in open_ways:
             kinds = STAGES[check_stage(stage)]
+            if not reshard and "parameter" not in kinds:
+                continue  # weights are whole
             if not kinds and devices.num_replicas > 1:
                 continue  # without shards a shard group is nothing
             if "parameter" in kinds and self.recipe.reduce == "once":
@@ -243,7 +248,9 @@ class _Hunt:
                 if remat is None or remat.recompute != "full" or remat.offload:
                     continue  # what is kept between layers is all that goes to the host
                 remat = dataclasses.replace(remat, offload=(LAYER_INPUT,))
-            recipe = dataclasses.replace(self.recipe, remat=remat, offload=offload)
+            recipe = dataclasses.replace(
+                self.recipe, remat=remat, offload=offload, reshard_after_forward=reshard
+            )
             check_recipe(recipe, devices.model_axis)
             yield stage, recipe
 
@@ -261,7 +268,8 @@ class _Hunt:
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""
-        placed, demand = self._placed(devices, stage), self._demand(recipe)
+        placed = self._placed(devices, stage, recipe.reshard_after_forward)
+        demand = self._demand(recipe)
         whole, beyond = self.num_examples // devices.num_batch_parts, False
         for accumulate in self._splits(whole):
             one = dataclasses.replace(recipe, accumulate=accumulate)
@@ -290,8 +298,10 @@ class _Hunt:
         recipe = dataclasses.replace(self.recipe, remat=remat, offload=False)
         return Demand(dataclasses.replace(self.model, recipe=recipe))
 
-    def _place(self, devices: Devices, stage: int) -> Setting:
-        return place(self.model, self.hardware, devices, Placement(), stage)
+    def _place(self, devices: Devices, stage: int, reshard: bool) -> Setting:
+        recipe = dataclasses.replace(self.recipe, reshard_after_forward=reshard)
+        model = dataclasses.replace(self.model, recipe=recipe)
+        return place(model, self.hardware, devices, Placement(), stage)
 
     def _indivisible(self) -> str:
         """Return why no mesh takes the batch."""

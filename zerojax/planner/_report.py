@@ -152,6 +152,8 @@ class Plan(Shown):
         if policy := self.recipe.remat:
             kept = f" keeping {' and '.join(policy.keep)}" if policy.keep else ""
             parts.append(f"remat={policy.recompute!r}{kept}")
+        if not self.recipe.reshard_after_forward:
+            parts.append("gathered weights kept")
         if self.partitions_activations:
             parts.append("checkpoints partitioned")
         if self.offload:

@@ -29,7 +29,9 @@ class Setting:
     layout: Layout  # the placement of parameters
     states: Description  # what model states take on one device
     leaves: tuple[HeldLeaf, ...]  # what each parameter takes while a gradient is computed
-    recipe: Recipe  # how the step is computed; `dataclasses.replace` changes all but its precision
+    recipe: (
+        Recipe  # how the step is computed; `dataclasses.replace` changes what no leaf depends on
+    )
     matrices: Matrices  # what the optimizer does with whole matrices
 
     @property
@@ -56,7 +58,7 @@ class Setting:
     @property
     def held(self) -> float:
         """The bytes of parameters and reduced gradients."""
-        return sum(leaf.held + leaf.gradient for leaf in self.leaves)
+        return sum(leaf.held + leaf.kept + leaf.gradient for leaf in self.leaves)
 
     @property
     def gathered(self) -> float:
@@ -106,7 +108,7 @@ class Setting:
         """
         moved = 2 * self.optimizer + self.states.bytes["masters"] * (not self.hosted)
         for leaf, placed in zip(self.leaves, self.layout.leaves, strict=True):
-            is_gathered = placed.dim is not None and not leaf.is_gathered
+            is_gathered = placed.dim is not None and not (leaf.is_gathered or leaf.kept)
             lands = not placed.stacked and self.hardware.platform != "tpu"
             moved += leaf.gradient + leaf.held * ((0 if lands else 2) if is_gathered else 1)
         return moved
@@ -210,16 +212,20 @@ def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
     Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the
     optimizer reads no more of them.
     """
-    gathers, found = layout.partitions("parameter"), []
+    gathers, keeps = layout.partitions("parameter"), recipe.keeps_gathered(layout.kinds)
+    found = []
     for placed in layout.leaves:
         dtype = floating_dtype(placed.dtype, recipe.precision.params)
         reduced = floating_dtype(dtype, recipe.precision.reduce)
         shape = placed.stored_shape if gathers else placed.shape
+        whole = num_bytes(layout.local_shape(placed, shape), dtype)
+        is_gathered = gathers and placed.dim is not None
         leaf = HeldLeaf(
             held=placed.bytes_per_device("parameter", dtype=dtype),
-            gathered=num_bytes(layout.local_shape(placed, shape), dtype),
+            gathered=whole,
             gradient=placed.bytes_per_device("optimizer", dtype=reduced),
-            is_gathered=gathers and placed.dim is not None,
+            is_gathered=is_gathered and not keeps,
+            kept=whole if is_gathered and keeps else 0.0,
             parts=placed.own_parts,
         )
         found.append(leaf)

@@ -54,11 +54,17 @@ class Recipe:
             a device's memory; 0 leaves it to the compiler. Layers are the iterations of a scan,
             or what stands below a number in paths (`blocks/0/...`), or else the largest leaf. None
             is the default of `lookahead`.
+        reshard_after_forward: whether stage 3 gives gathered weights up after the forward pass and
+            gathers them again for the backward pass. False keeps them until the backward pass has
+            used them: each microbatch moves 2 Psi (N-1)/N elements instead of 3, and while it runs
+            a device holds all parameters as the loss reads them, as at stage 2 (2 Psi bytes in
+            bf16). Slow links and memory to spare are what it is for.
 
     Raises:
         ValueError: a choice that can't be meant, with what is expected.
 
-    Source: arXiv 1910.02054, sections 3.1, 6 and 7; ZeRO-Offload, arXiv 2101.06840, section 3.
+    Source: arXiv 1910.02054, sections 3.1, 6 and 7; ZeRO-Offload, arXiv 2101.06840, section 3;
+    `reshard_after_forward` is named after that of PyTorch's `fully_shard` (FSDP2).
     """
 
     precision: Precision = dataclasses.field(default_factory=Precision)
@@ -70,6 +76,7 @@ class Recipe:
     offload: bool = False
     bucket_bytes: int | None = None
     prefetch: float | None = None
+    reshard_after_forward: bool = True
 
     def __init__(
         self,
@@ -83,12 +90,18 @@ class Recipe:
         offload: bool = False,
         bucket_bytes: int | None = None,
         prefetch: float | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         if reduce not in (None, *get_args(Reduce)):
             raise ValueError(f"reduce must be 'once', 'each' or None, got {reduce!r}")
         if clip_norm is not None:
             clip_norm = as_amount("clip_norm", clip_norm, above_zero=True)
-        for name, given in (("skip_nonfinite", skip_nonfinite), ("offload", offload)):
+        flags = {
+            "skip_nonfinite": skip_nonfinite,
+            "offload": offload,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        for name, given in flags.items():
             if not isinstance(given, bool):
                 raise ValueError(f"{name} must be True or False, got {given!r}")
         if bucket_bytes is not None:
@@ -102,12 +115,10 @@ class Recipe:
             "accumulate": as_count("accumulate", accumulate),
             "reduce": reduce,
             "clip_norm": clip_norm,
-            "skip_nonfinite": skip_nonfinite,
             "remat": as_remat(remat),
-            "offload": offload,
             "bucket_bytes": bucket_bytes,
             "prefetch": prefetch,
-        }
+        } | flags
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
 
@@ -150,6 +161,19 @@ class Recipe:
                 "for the loss, and here each device has them whole; use stage 3, or leave it out"
             )
         return self.precision.gather
+
+    def keeps_gathered(self, kinds: Collection[Kind]) -> bool:
+        """Return whether what the forward pass gathers is kept for the backward pass.
+
+        Raises:
+            ValueError: `reshard_after_forward` is False where parameters are not partitioned.
+        """
+        if not self.reshard_after_forward and "parameter" not in kinds:
+            raise ValueError(
+                "reshard_after_forward=False keeps what the forward pass has gathered of weights, "
+                "and here each device has them whole; use stage 3, or leave it out"
+            )
+        return not self.reshard_after_forward
 
     def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
         """Return how much of the next layer is gathered while one computes.

@@ -54,6 +54,7 @@ class TrainStep(Shown):
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
         self._gather_dtype = recipe.gather_dtype(layout.kinds)
+        self._keeps_gathered = recipe.keeps_gathered(layout.kinds)
         self._loss = loss
         self._loss_fn = loss
         if recipe.remat is not None:
@@ -300,6 +301,7 @@ class TrainStep(Shown):
             layout,
             reduce_dtype=recipe.precision.reduce,
             gather_dtype=self._gather_dtype,
+            reshard_after_forward=not self._keeps_gathered,
         )
         return accumulate(
             _scaled(loss_fn),

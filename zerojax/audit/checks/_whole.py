@@ -106,7 +106,7 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
 
 def check_kept(evidence: Evidence) -> Iterator[Problem]:
     """Check that gathered weights are given up after the forward pass and gathered again."""
-    if not evidence.layout.partitions("parameter") or not evidence.is_step:
+    if not evidence.gives_up or not evidence.is_step:
         return
     kept: list[tuple[Move, int]] = []
     stacked, sure = _stacks(evidence)
@@ -217,7 +217,7 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
     layout, recipe = evidence.layout, evidence.recipe
     if evidence.program.platform == "cpu" or not layout.layers:
         return
-    if layout.partitions("parameter"):
+    if evidence.gives_up:
         gathers = [move for moves in gathers_by_leaf(evidence).values() for move in moves]
         ahead = recipe.lookahead(layout.kinds, evidence.program.platform)
         yield from _beyond(evidence, "weights", gathers, 1 + ahead)

@@ -163,6 +163,9 @@ class StepOptions(CommandOptions):
         None, min=0, max=1, show_default="1 at stage 3 on a GPU, else 0", panel=ZERO
     )
     """Part of the next layer's weights that stage 3 gathers while a layer computes."""
+    keep_gathered: bool = option(False, panel=ZERO)
+    """Keep the weights that stage 3 gathers in the forward pass until the backward pass has used
+    them (FSDP2's reshard_after_forward=False): 2 Psi move instead of 3, for stage 2's memory."""
     batch_size: int | None = option(
         None, min=1, show_default="one on each device in a microbatch", panel=TRAINING
     )
@@ -220,6 +223,7 @@ class StepOptions(CommandOptions):
             remat=remat,
             offload="optimizer" in self.offload,
             prefetch=self.prefetch,
+            reshard_after_forward=not self.keep_gathered,
         )
 
     def examples(self, num_groups: int, default: int = 1) -> int:

@@ -34,6 +34,7 @@ class HeldLeaf:
     gathered: float  # bytes when it is whole (along the ZeRO axes); equal to `held` below stage 3
     gradient: float = 0.0  # bytes of its gradient when it has been reduced
     is_gathered: bool = False  # whether it is made whole for each use
+    kept: float = 0.0  # bytes of what is made whole once, for the forward and the backward pass
     parts: int = 1  # parts that model parallelism cuts it into
 
 
@@ -79,7 +80,8 @@ def peak_of(
         for v in program.inputs
         if v not in parameters
     }
-    held = {v: leaves[part.leaf].held for v, part in parameters.items()} | batch
+    owners = {v: leaves[part.leaf] for v, part in parameters.items()}
+    held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
     return clock.peak(held, frozenset(batch if frees else held))
 
@@ -104,7 +106,7 @@ class _Clock:
     def __post_init__(self) -> None:
         self.program = self.lifetimes.program
         self.sizes = self._sizes()
-        self.gathers = any(leaf.is_gathered for leaf in self.leaves)
+        self.gathers = any(leaf.is_gathered or leaf.kept for leaf in self.leaves)
 
     def peak(
         self, held: Mapping[int, float] = MappingProxyType({}), kept: frozenset[int] = frozenset()

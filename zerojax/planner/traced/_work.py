@@ -77,6 +77,8 @@ def work_of(
         """Count what a turn of a loop copies out of stacks of weights, and into gradients'."""
         copies = 0.0 if scope.backend.fuses_operands else 2.0
         parts = [(copies, x, leaves[x.leaf].held) for x in scope.parameters.values()]
+        # What is kept is written into a stack, and copied out of it for its two uses.
+        parts += [(2.0, x, leaves[x.leaf].kept) for x in scope.parameters.values()]
         # Zeros are written before, and what is there is read.
         parts += [(3.0, x, leaves[x.leaf].gradient) for x in scope.gradients.values()]
         return Work.of(
