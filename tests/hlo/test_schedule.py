@@ -28,6 +28,14 @@ GPU = """
   %i = s32[] parameter(2)
   ROOT %put = bf16[6,64,32]{2,1,0} dynamic-update-slice(%s, %u, %i)
 }
+
+%mark (m: f32[256,2048], j: s32[256,2]) -> f32[256,2048] {
+  %m = f32[256,2048]{1,0} parameter(0)
+  %j = s32[256,2]{1,0} parameter(1)
+  %minus = f32[] constant(-1)
+  %ones = f32[256,1,1]{2,1,0} broadcast(%minus), dimensions={}
+  ROOT %marked = f32[256,2048]{1,0} scatter(%m, %j, %ones), index_vector_dim=1, to_apply=%add
+}
 """
 LINES = (
     "%stack = bf16[6,64,32]{2,1,0} parameter(0)",
@@ -61,13 +69,20 @@ def flat(operations):
 
 
 def test_a_gpu_s_kernels_cost_their_products_and_the_bytes_that_they_touch():
-    schedule = scheduled(wrap(*LINES, computations=GPU))
+    lines = (
+        "%rows = f32[256,2048]{1,0} parameter(3)",
+        "%ids = s32[256,2]{1,0} parameter(4)",
+        "%marked = f32[256,2048]{1,0} fusion(%rows, %ids), kind=kInput, calls=%mark",
+    )
+    schedule = scheduled(wrap(*LINES[:-1], *lines, LINES[-1], computations=GPU))
     assert schedule is not None
     costs = {one.name: one.cost for one in schedule.operations}
     assert costs["y"].flops == 2 * 8 * 64 * 32
     assert costs["y"].bytes == 2 * (8 * 64 + 64 * 32 + 8 * 32)
     # A slice and an update in place touch a layer of the stack, twice, and the index.
     assert costs["one"].bytes == costs["put.remat"].bytes == 2 * (2 * 64 * 32) + 4
+    # A scatter of one element a row touches these and their indices, not the rows.
+    assert costs["marked"].bytes == 256 * 4 + 256 * 2 * 4
     assert not costs["ag"]
     assert "next" not in costs
     assert schedule.rematerialised == ("put.remat",)

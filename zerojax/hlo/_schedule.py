@@ -24,6 +24,8 @@ _BESIDE = re.compile(r"send|recv|.*-(?:start|update|done)")
 _PRODUCTS = ("dot", "convolution", "custom-call")
 _FREE = having("no buffer") | having("moves")
 _PARTS = ("dynamic-slice", "slice", "gather")
+#: What is written over its first operand, and which operand says what.
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 #: Bytes below which an instruction without an estimate is a counter or an index, which takes none.
 _LEAST = 1024
 
@@ -94,7 +96,7 @@ def _products(
 
 
 def _bytes(module: Module, computation: Computation, line: Instruction) -> int:
-    """Count what an instruction reads and writes; of a slice or an update in place, that part.
+    """Count what an instruction reads and writes; of a slice, an update or a scatter, that part.
 
     %f { %p = f32[8,64] parameter(0);  ROOT %s = f32[1,64] dynamic-slice(%p, %i, %zero) }
 
@@ -104,7 +106,7 @@ def _bytes(module: Module, computation: Computation, line: Instruction) -> int:
     callee = module.callee(line) if line.opcode == "fusion" else None
     if callee is None:
         written = _written(computation, line)
-        if line.opcode in (*_PARTS, "dynamic-update-slice"):
+        if line.opcode in (*_PARTS, *_IN_PLACE):
             return 2 * written
         return written + sum(_size(operand) for operand in operands if operand)
     read = sum(
@@ -128,7 +130,7 @@ def _bytes_read(callee: Computation, parameter: Instruction, operand: Instructio
             return _size(operand)
         if user.opcode in _PARTS:
             total += _size(user)
-        elif user.opcode != "dynamic-update-slice":
+        elif user.opcode not in _IN_PLACE:
             return _size(operand)
     return min(total, _size(operand))
 
@@ -136,8 +138,8 @@ def _bytes_read(callee: Computation, parameter: Instruction, operand: Instructio
 def _written(computation: Computation, line: Instruction) -> int:
     while line.opcode == "bitcast":
         line = computation.by_name[line.operands[0]]
-    if line.opcode == "dynamic-update-slice":  # in place
-        update = computation.by_name.get(line.operands[1])
+    if line.opcode in _IN_PLACE:
+        update = computation.by_name.get(line.operands[_IN_PLACE[line.opcode]])
         return _size(update) if update else 0
     return _size(line)
 

@@ -116,7 +116,7 @@ class _Clock:
         `held` lies there from the beginning; what of it is `kept` is never freed nor written over.
         """
         alive = dict(held)
-        change = _changes([*self._gathers(), *self._copies()])
+        change = _changes([*self._gathers(), *self._copies(kept)])
         total, beside, worst, clock, leaving = sum(alive.values()), 0.0, 0.0, 0, 0.0
         for launch in self.lifetimes.launches:
             op = launch.op
@@ -193,21 +193,34 @@ class _Clock:
         ]
         return [*ahead.values(), *whole]
 
-    def _copies(self) -> Iterator[tuple[int, int, float]]:
+    def _copies(self, kept: frozenset[int]) -> Iterator[tuple[int, int, float]]:
         """List when padded copies of a split dot product's operands are there.
 
-        A compiler makes them as soon as it can: behind the later of the two operands.
+        A compiler makes them as soon as it can: behind the later of the two operands. In a list of
+        layers a parameter that nothing else reads any more has given up its own buffer by then.
         """
         lives = self.lifetimes
+        is_list = not any(launch.op.kind == "loop" for launch in lives.launches)
+        uses: dict[int, list[int]] = {}
+        for parameter, time in lives.uses:
+            uses.setdefault(parameter, []).append(time)
         for launch in lives.launches:
             op, operands = launch.op, launch.op.read[:2]
             if not lives.is_split(op, self.examples, self.sizes[op.outputs[0]]):
                 continue
             first = max(lives.maker.get(v, 0) for v in operands)
-            owners = [lives.parameters[lives.owner[v]] for v in operands if v in lives.owner]
-            if any(self.leaves[part.leaf].is_gathered for part in owners):
-                first = launch.time
-            yield first, launch.time, sum(self.sizes[v] for v in operands)
+            owners = [lives.owner.get(v) for v in operands]
+            is_gathered = any(v is not None and self._is_gathered(v) for v in owners)
+            first = launch.time if is_gathered else first
+            for v, owner in zip(operands, owners, strict=True):
+                *earlier, final = uses.get(owner, (math.inf,))
+                start, end = first, launch.time
+                if is_list and not is_gathered and final == launch.time and owner not in kept:
+                    start = end = earlier[-1] if earlier else first
+                yield start, end, self.sizes[v]
+
+    def _is_gathered(self, parameter: int) -> bool:
+        return self.leaves[self.lifetimes.parameters[parameter].leaf].is_gathered
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
