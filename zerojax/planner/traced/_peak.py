@@ -213,10 +213,11 @@ class _Clock:
             is_gathered = any(v is not None and self._is_gathered(v) for v in owners)
             first = launch.time if is_gathered else first
             for v, owner in zip(operands, owners, strict=True):
-                *earlier, final = uses.get(owner, (math.inf,))
                 start, end = first, launch.time
-                if is_list and not is_gathered and final == launch.time and owner not in kept:
-                    start = end = earlier[-1] if earlier else first
+                if is_list and not is_gathered and owner is not None and owner not in kept:
+                    *earlier, final = uses.get(owner, (launch.time,))
+                    if final == launch.time:
+                        start = end = earlier[-1] if earlier else first
                 yield start, end, self.sizes[v]
 
     def _is_gathered(self, parameter: int) -> bool:
