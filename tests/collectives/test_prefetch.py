@@ -18,7 +18,7 @@ from zerojax._jaxpr import bodies, called, depending, opened
 from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED, makes_gathered
-from zerojax.collectives._order import num_products
+from zerojax.collectives._order import is_gather, num_products
 
 #: Layers that are gathered for the backward pass of each loop: all, but where the loop computes
 #: its first pass again.
@@ -266,6 +266,25 @@ def test_two_layers_are_held_at_most(name, mesh8):
     )
     a_layer = 4 * 2 * math.prod(WIDE)
     assert after <= before + 2 * a_layer
+
+
+def test_on_a_tpu_a_gather_waits_for_one_of_two_places(mesh8, monkeypatch):
+    """Two layers a turn, of which neither is gathered before the layer before the last is done."""
+    gradient, layout, args = gradient_of(["scan"], mesh8)
+    want = jax.jit(gradient, out_shardings=layout.grads)(*args)
+    monkeypatch.setattr(type(layout), "platform", "tpu")
+    ahead = prefetched(gradient, 1, layout)
+    loops = [eqn for eqn in opened(needed(ahead, args))[0].eqns if eqn.primitive.name == "scan"]
+    assert [eqn.params["unroll"] for eqn in loops] == [2, 2]
+    for eqn in loops:
+        first, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        body = opened(eqn.params["jaxpr"])[0]
+        behind = depending(body.eqns, body.invars[first : first + num_carry])
+        gathered = [one for one in body.eqns if is_gather(one)]
+        assert len(gathered) == 2
+        assert all(behind.issuperset(one.outvars) for one in gathered)
+    got = jax.jit(ahead, out_shardings=layout.grads)(*args)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def loss_of_both(params, batch):

@@ -135,9 +135,7 @@ class _Prefetch:
 
     def __init__(self, layers: float, platform: str) -> None:
         self.layers = layers
-        # Zeros that a scan overwrites as a whole cost nothing; libtpu writes these, which lack a
-        # layer. On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
-        self.empty = jax.lax.empty if platform == "tpu" else jnp.zeros
+        self.is_tpu = platform == "tpu"
         self.num_ahead = 0
         self.late: list[str] = []
 
@@ -167,12 +165,10 @@ class _Prefetch:
         if not halves.gathers or eqn.params["length"] < 2:
             return run_scan(eqn, values, lambda given: run(body, given))
         self.num_ahead += 1
-        return _run_ahead(eqn, values, halves, self.empty)
+        return _run_ahead(eqn, values, halves, self.is_tpu)
 
 
-def _run_ahead(
-    eqn: Any, values: list[Any], halves: "_Halves", empty: Callable[..., Any]
-) -> list[Any]:
+def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> list[Any]:
     """Run a scan whose iterations gather for the next one; the last one stands behind the loop."""
     num_consts, num_carry = scan_parts(eqn.params)
     first, length = num_consts + num_carry, eqn.params["length"]
@@ -192,12 +188,19 @@ def _run_ahead(
         return out[:num_carry], following, [*map(update, rows, out[num_carry:])]
 
     def one(state: Any, count: Any) -> tuple[Any, None]:
+        if is_tpu:
+            count, state = jax.lax.optimization_barrier((count, state))
         following = halves.gather(inputs(count + 1, halves.counted(state[0]))[1])
         return layer(count, state, following), None
 
+    # Zeros that a scan overwrites as a whole cost nothing; libtpu writes these, which lack a layer.
+    # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
+    empty = jax.lax.empty if is_tpu else jnp.zeros
     rows = [empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
     state = (start, halves.gather(inputs(0, start)[1]), rows)
-    unroll = eqn.params["unroll"]
+    # libtpu copies what a turn gathered into the place of the weights at hand. Two layers a turn
+    # have two places; the barrier lets a gather wait until its place is free.
+    unroll = max(eqn.params["unroll"], 2 if is_tpu else 1)
     state, _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
     carry, _, rows = layer(length - 1, state, [])
     return [*carry, *rows]
