@@ -217,3 +217,28 @@ def test_a_batch_that_is_closed_over_is_no_constant(closed_over, stage, mesh8):
     assert got.cost_analysis()["flops"] <= 1.01 * want.cost_analysis()["flops"]
     value, wanted = (compiled(stored, batch)[0] for compiled in (got, want))
     assert float(value) == pytest.approx(float(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_product_with_constants_sums_its_gradient_in_fp32(stage, mesh8):
+    """Positions are interpolated: the product is bf16, what devices sum is not."""
+    weights = normal(1, 16, 9)
+
+    def init():
+        return {"positions": normal(2, 9, WIDTH), "out": normal(3, WIDTH, WIDTH)}
+
+    def loss(params, x):
+        positions = params["positions"]
+        added = weights.astype(positions.dtype) @ positions
+        out = x.astype(positions.dtype) @ params["out"] + added
+        return jnp.mean(out.astype(jnp.float32) ** 2)
+
+    precision = zerojax.Precision(params="bfloat16", master="float32", reduce="float32")
+    layout = zerojax.make_layout(jax.eval_shape(init), mesh8, stage=stage, min_size=0)
+    recipe = zerojax.Recipe(precision=precision)
+    step = zerojax.make_train_step(loss, optax.adam(1e-2), layout, recipe)
+    x = normal(4, 16, 16, WIDTH)
+    _, metrics = step(step.init(init), x)
+    want, grads = jax.jit(jax.value_and_grad(loss))(init(), x)
+    assert metrics["loss"] == pytest.approx(float(want), rel=1e-2)
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-2)

@@ -43,7 +43,7 @@ from zerojax._jaxpr import (
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, longer
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
-from zerojax.collectives._wide import bind_wide
+from zerojax.collectives._wide import bind_upcast, bind_wide
 from zerojax.layout import as_spec
 
 #: Operations whose result may be larger than a weight that they take together with constants.
@@ -88,7 +88,9 @@ class Copied:
             axes = [
                 0 if jnp.ndim(x) > y.ndim else None for x, y in zip(operands, avals, strict=True)
             ]
-            return jax.vmap(lambda *operands: bind_wide(eqn, operands), axes)(*operands)
+            is_fixed = eqn.primitive.name == "dot_general"  # of constants: no examples wait
+            bind = bind_upcast if is_fixed else bind_wide
+            return jax.vmap(lambda *operands: bind(eqn, operands), axes)(*operands)
 
         if self.whole is not None:
             return self.origin.replayed(self.whole, each)
