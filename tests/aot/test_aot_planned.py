@@ -63,3 +63,8 @@ def test_what_can_not_be_compiled_is_refused_before_a_compiler_is_asked_for(
 ):
     with pytest.raises(ValueError, match=words):
         compile_plan(planned(**plan), SHAPES, TX, workload, topology=topology)
+
+
+def test_what_is_no_plan_is_named():
+    with pytest.raises(TypeError, match="a Plan is expected, got int"):
+        compile_plan(3, SHAPES, TX, WORKLOAD, topology="h100:1x8")

@@ -43,12 +43,14 @@ def test_an_object_store_is_refused_and_no_folder_is_made_beside_the_program(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_empty_path_and_bytes_are_refused(tmp_path, monkeypatch, name):
+def test_an_empty_path_and_what_is_no_path_are_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="the path is empty"):
         CALLS[name]("")
-    with pytest.raises(TypeError, match=r"the path b'run' is bytes; give a str or a Path"):
+    with pytest.raises(TypeError, match="a str or a Path, got bytes"):
         CALLS[name](b"run")
+    with pytest.raises(TypeError, match="a str or a Path, got dict"):
+        CALLS[name](X)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -39,6 +39,7 @@ def compile_plan(
         DoesNotFit: the compiler refuses the step for its memory.
         MissingCompiler: libtpu or the CUDA plugin is not installed.
     """
+    plan = as_given(Plan, plan, "zerojax.plan(...), or search_plans(...)[0]", None)
     named = parse_topology(topology)
     if (find_hardware(named.chip), named.num_devices) != (plan.hardware, plan.num_devices):
         raise ValueError(

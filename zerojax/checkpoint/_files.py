@@ -47,9 +47,9 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         ValueError: the path is empty, or a URL such as "gs://bucket/run"; also as `pathlib` writes
             it, "gs:/bucket/run".
     """
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise TypeError(f"the path {text!r} is {type(text).__name__}; give a str or a Path")
+        raise TypeError(f"a path is expected, a str or a Path, got {type(path).__name__}")
     if not text:
         raise ValueError('the path is empty; name a folder or file ("." is the current folder)')
     scheme = re.match(r"([A-Za-z][\w+.-]+):/+", text)  # two letters at least: "C:/" is a drive
