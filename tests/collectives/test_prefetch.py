@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
-from zerojax._jaxpr import bodies, called, depending, opened
+from zerojax._jaxpr import bodies, called, depending, opened, scan_parts
 from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED, makes_gathered
@@ -277,7 +277,7 @@ def test_on_a_tpu_a_gather_waits_for_one_of_two_places(mesh8, monkeypatch):
     loops = [eqn for eqn in opened(needed(ahead, args))[0].eqns if eqn.primitive.name == "scan"]
     assert [eqn.params["unroll"] for eqn in loops] == [2, 2]
     for eqn in loops:
-        first, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        first, num_carry = scan_parts(eqn.params)
         body = opened(eqn.params["jaxpr"])[0]
         behind = depending(body.eqns, body.invars[first : first + num_carry])
         gathered = [one for one in body.eqns if is_gather(one)]
