@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 
@@ -13,7 +14,7 @@ import pytest
 from jax.extend import core, source_info_util
 
 import zerojax
-from zerojax._jaxpr import bind, bodies, called, depending, run, run_scan
+from zerojax._jaxpr import bind, bodies, called, depending, num_products, run, run_scan
 
 
 @jax.custom_jvp
@@ -178,3 +179,9 @@ def test_the_scopes_of_a_model_are_those_of_its_step(stage, remat, mesh8):
     for scope in ("my_attention", "my_mlp"):
         assert any(scope in name and "transpose(jvp(" in name for name in products), "backwards"
     assert all("my_" in name for name in products)
+
+
+def test_products_of_a_convolution_are_counted():
+    conv = functools.partial(jax.lax.conv, window_strides=(1, 1), padding="SAME")
+    traced = jax.make_jaxpr(conv)(jnp.zeros((2, 3, 8, 8)), jnp.zeros((5, 3, 3, 3)))
+    assert num_products(traced.eqns[0]) == (2 * 5 * 8 * 8) * (3 * 3 * 3)

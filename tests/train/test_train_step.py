@@ -257,9 +257,8 @@ def test_between_processes_on_cpus_a_norm_is_one_message(mesh8, monkeypatch):
         return sum(len(re.findall(r"f32\[\]", result)) for result in results)
 
     monkeypatch.setattr("zerojax.train._update.uses_gloo", lambda layout: True)
-    assert (
-        num_scalars() == 5
-    )  # the loss; of gradients and of parameters, a padded leaf and the rest
+    # the loss; of gradients and of parameters, a padded leaf and the rest
+    assert num_scalars() == 5
     test_clipping_equals_optax(mesh8)
 
 
@@ -328,23 +327,12 @@ def test_wrong_input_is_refused_with_what_is_expected(mesh8):
     ):
         step(state, {"tokens": jnp.zeros((24, 9), jnp.int32)})
     assert not any(x.is_deleted() for x in jax.tree.leaves(state)), "nothing is lost"
-    for options, match in (
-        ({"accumulate": 0}, "accumulate"),
-        ({"accumulate": 1.5}, "accumulate"),
-        ({"clip_norm": 0.0}, "clip_norm"),
-        ({"reduce": "twice"}, "'once', 'each'"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            zerojax.Recipe(**options)
     with pytest.raises(TypeError, match="GradientTransformation"):
         zerojax.make_train_step(loss_fn, 1e-3, layout)
     with pytest.raises(ValueError, match=r"missing \['bias'\]"):
         step.init(
             lambda key: {k: v for k, v in init(key).items() if k != "bias"}, jax.random.key(0)
         )
-    vector = zerojax.make_train_step(lambda p, b: p["bias"], optax.adamw(1e-2), layout)
-    with pytest.raises(ValueError, match="scalar"):
-        vector(state, batches()[0])
     other = make(mesh8, 2, precision=MIXED)[1]
     with pytest.raises(ValueError, match="precision"):
         step(other, batches()[0])

@@ -29,9 +29,8 @@ class Setting:
     layout: Layout  # the placement of parameters
     states: Description  # what model states take on one device
     leaves: tuple[HeldLeaf, ...]  # what each parameter takes while a gradient is computed
-    recipe: (
-        Recipe  # how the step is computed; `dataclasses.replace` changes what no leaf depends on
-    )
+    # how the step is computed; `dataclasses.replace` changes what no leaf depends on
+    recipe: Recipe
     matrices: Matrices  # what the optimizer does with whole matrices
 
     @property
