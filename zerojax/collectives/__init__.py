@@ -9,6 +9,7 @@ from zerojax.collectives._examples import (
     resized,
     unmarked,
 )
+from zerojax.collectives._fences import fenced
 from zerojax.collectives._forms import (
     BLOCK,
     auto_region,

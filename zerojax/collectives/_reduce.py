@@ -1,6 +1,7 @@
 """Gradients from microbatches, and when they are summed over devices."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from zerojax.collectives._examples import (
     num_examples,
     resized,
 )
+from zerojax.collectives._fences import fenced
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec, to_stored
 from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
@@ -195,8 +197,9 @@ def reduce_once(
                 f"{refused}; write Recipe(reduce='each'), or {REMEDY}"
             ) from refused.__cause__
         batch = fold_keys(batch, jax.lax.axis_index(axes))
+        fence = functools.partial(fenced, platform=layout.platform)
         (loss, aux, _), grads = accumulate(
-            loss_fn, params, batch, None, count, dtype, is_tpu=layout.platform == "tpu"
+            loss_fn, params, batch, None, count, dtype, fence, is_tpu=layout.platform == "tpu"
         )
         is_row[:] = row_leaves(loss_fn, params, batch, None, aux)
         leaves, structure = jax.tree.flatten(aux)

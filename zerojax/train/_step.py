@@ -18,6 +18,7 @@ from zerojax.collectives import (
     accumulate,
     auto_region,
     compiler_options,
+    fenced,
     gather_where_used,
     map_batch,
     num_examples,
@@ -318,7 +319,8 @@ class TrainStep(Shown):
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
         layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
         bucket, warn = self.recipe.bucket_bytes, self.recipe.prefetch is not None
-        return prefetched(function, layers, self.layout, bucket_bytes=bucket, warn=warn)
+        ahead = prefetched(function, layers, self.layout, bucket_bytes=bucket, warn=warn)
+        return fenced(ahead, self.layout.platform, self.layout.num_batch_parts)
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:
