@@ -40,9 +40,8 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
 
     def wrapped(params: Any, given: dict[str, Any], carried: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(params, given, carried)
+        leaves = jax.tree.leaves((params, given, carried))
         shared = _shared(traced, LARGE * num_parts)
-        if len(shared) < 2:
-            return function(params, given, carried)
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             if eqn.primitive.name == REMATERIALISED:  # as jax does it
@@ -54,8 +53,8 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
                 return results
             return [jax.lax.cond(given["step"] >= 0, lambda x: x, jnp.zeros_like, *results)]
 
-        leaves = jax.tree.leaves((params, given, carried))
-        return jax.tree.unflatten(jax.tree.structure(out), run(traced, leaves, step))
+        results = run(traced, leaves, step if len(shared) > 1 else bind)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
 
