@@ -71,3 +71,10 @@ def test_every_stage_of_every_model_is_held_against_a_tpu_and_a_gpu():
         for stage in range(4)
     }
     assert wanted <= found
+
+
+def test_records_are_written_among_those_of_other_steps(tmp_path):
+    path, (first, second, *_) = tmp_path / "compiled.json", RECORDS
+    _script().write(path, [first, second])
+    _script().write(path, [first | {"peak": 1}])
+    assert json.loads(path.read_text())["records"] == [first | {"peak": 1}, second]
