@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
-from zerojax._jaxpr import bodies, called, depending, opened, scan_parts
+from zerojax._jaxpr import bodies, called, depending, opened
 from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED, makes_gathered
-from zerojax.collectives._order import is_gather
 
 #: Layers that are gathered for the backward pass of each loop: all, but where the loop computes
 #: its first pass again.
@@ -80,6 +78,13 @@ def of_one_layer(stack, x):
     return jax.lax.scan(step, x, jax.tree.map(lambda w: w[:1], stack))[0]
 
 
+def in_part_again(stack, x):
+    def body(x, p):
+        return step(jax.checkpoint(jnp.sin)(x), p)
+
+    return jax.lax.scan(body, x, stack)[0]
+
+
 def unrolled(stack, x):
     return jax.lax.scan(step, x, stack, unroll=2)[0]
 
@@ -112,6 +117,7 @@ ODD = {
         counted_down,
         chosen_by_the_loop,
         of_one_layer,
+        in_part_again,
         unrolled,
     )
 }
@@ -248,37 +254,6 @@ def test_a_part_of_a_layer_is_what_it_uses_first(mesh8):
     found = sorted(gathers(needed(prefetched(gradient, 0.5, layout), args)))
     # Of both passes: one leaf of the first layer, both of the last, and both in the loop.
     assert found == 4 * [(1, False)] + 4 * [(NUM_LAYERS - 1, True)]
-
-
-@pytest.mark.parametrize("name", ["scan", "scan of remat", "indexed"])
-def test_two_layers_are_held_at_most(name, mesh8):
-    gradient, layout, args = gradient_of([name], mesh8)
-    run = functools.partial(jax.jit, out_shardings=layout.grads)
-    before, after = (
-        run(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
-        for f in (gradient, prefetched(gradient, 1, layout))
-    )
-    a_layer = 4 * 2 * math.prod(WIDE)
-    assert after <= before + 2 * a_layer
-
-
-def test_on_a_tpu_a_gather_waits_for_one_of_two_places(mesh8, monkeypatch):
-    """Two layers a turn, of which neither is gathered before the layer before the last is done."""
-    gradient, layout, args = gradient_of(["scan"], mesh8)
-    want = jax.jit(gradient, out_shardings=layout.grads)(*args)
-    monkeypatch.setattr(type(layout), "platform", "tpu")
-    ahead = prefetched(gradient, 1, layout)
-    loops = [eqn for eqn in opened(needed(ahead, args))[0].eqns if eqn.primitive.name == "scan"]
-    assert [eqn.params["unroll"] for eqn in loops] == [2, 2]
-    for eqn in loops:
-        first, num_carry = scan_parts(eqn.params)
-        body = opened(eqn.params["jaxpr"])[0]
-        behind = depending(body.eqns, body.invars[first : first + num_carry])
-        gathered = [one for one in body.eqns if is_gather(one)]
-        assert len(gathered) == 2
-        assert all(behind.issuperset(one.outvars) for one in gathered)
-    got = jax.jit(ahead, out_shardings=layout.grads)(*args)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def loss_of_both(params, batch):

@@ -49,6 +49,7 @@ from zerojax._jaxpr import (
     runs_in_place,
     scan_parts,
     variables,
+    with_inner,
 )
 from zerojax._tree import num_bytes
 from zerojax.collectives._boxed import REDUCED
@@ -144,9 +145,10 @@ class _Prefetch:
         step = functools.partial(self.step, looped=looped)
         if eqn.primitive.name == REMATERIALISED:
             # As jax does it, so that the forward pass is not taken for what is computed again. In
-            # loops one by one: a gather must not wait for what the loop carries.
-            hold = jax.lax.optimization_barrier
-            return run(called(eqn), [*map(hold, values)] if looped else hold(values), step)
+            # loops one by one where a gather is within: it must not wait for what the loop carries.
+            hold, program = jax.lax.optimization_barrier, called(eqn)
+            apart = looped and any(is_gather(inner) for inner in with_inner(eqn))
+            return run(program, [*map(hold, values)] if apart else hold(values), step)
         if runs_in_place(eqn):
             return run(called(eqn), values, step)
         if eqn.primitive.name == "scan" and self.layers:
@@ -188,11 +190,12 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
         return out[:num_carry], following, [*map(update, rows, out[num_carry:])]
 
     def one(state: Any, count: Any) -> tuple[Any, None]:
-        if is_tpu:
-            count, state = jax.lax.optimization_barrier((count, state))
+        count, state = in_turn((count, state))
         following = halves.gather(inputs(count + 1, halves.counted(state[0]))[1])
         return layer(count, state, following), None
 
+    # What a layer computes and reduces is done before the next one starts.
+    in_turn = jax.lax.optimization_barrier if is_tpu else lambda values: values
     # Zeros that a scan overwrites as a whole cost nothing; libtpu writes these, which lack a layer.
     # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
     empty = jax.lax.empty if is_tpu else jnp.zeros
@@ -202,7 +205,7 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
     # have two places; the barrier lets a gather wait until its place is free.
     unroll = max(eqn.params["unroll"], 2 if is_tpu else 1)
     state, _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
-    carry, _, rows = layer(length - 1, state, [])
+    carry, _, rows = layer(length - 1, in_turn(state), [])
     return [*carry, *rows]
 
 
