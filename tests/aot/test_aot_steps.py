@@ -83,6 +83,16 @@ def test_layers_of_a_list_are_gathered_in_order(prefetch):
     assert [one.kind for one in report.problems] == ["peak"] * (prefetch == 0)
 
 
+@pytest.mark.aot("libtpu")
+def test_a_chip_without_sparse_cores_reduces_beside_products():
+    """By default each blocks; merged with products they exceed libtpu's limit of vector memory."""
+    config = gpt.Config(num_layers=2, width=2048, num_heads=16, vocab_size=1024, context=128)
+    _, report = audited("v5e:2x4", 8, 3, config)
+    report.raise_if_problems()
+    reductions = [x for x in report.schedule.collectives if x.op == "reduce-scatter"]
+    assert sum(not x.is_blocking for x in reductions) >= 4
+
+
 @pytest.mark.aot("cuda")
 def test_gradients_of_a_list_do_not_wait_whole():
     """Left alone, XLA computes on while the gradients of most layers wait for the links."""
