@@ -83,6 +83,8 @@ def learn(stage, *, axes=None, recipe=None):
     return {"losses": losses, "held": held}
 
 
+#: No gather is joined with others.
+APART = zerojax.Recipe(bucket_bytes=1)
 ONCE = zerojax.Recipe(accumulate=2, reduce="once")
 
 
@@ -231,6 +233,8 @@ def together(folder):
         "accumulated": learn(3, recipe=zerojax.Recipe(accumulate=2)),
         "once": learn(1, recipe=ONCE),
         "program of once": program(1, recipe=ONCE),
+        "apart": learn(3, recipe=APART),
+        "programs of stage 3": [program(3, recipe=one) for one in (None, APART)],
         "ways": {name: caught(lambda way=way: way(other)) for name, way in WAYS.items()},
         "alone": alone(other),
         "elsewhere": caught(lambda: goes_elsewhere(folder, other)),

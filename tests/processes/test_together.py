@@ -75,6 +75,14 @@ def test_gloo_is_asked_for_no_reduce_scatter(found):
     assert "reduce-scatter" not in found[0]["program of once"]
 
 
+def test_joined_gathers_are_fewer_messages_and_change_no_bit(found):
+    """Of both matrices in the forward pass, and of the one that the backward pass multiplies."""
+    for one in found:
+        assert one["learn"][3]["losses"] == one["apart"]["losses"]
+        counts = [text.count(" all-gather(") for text in one["programs of stage 3"]]
+        assert counts == [3, 4]
+
+
 def test_processes_that_hold_the_same_rows_place_the_same_part(found):
     for index, one in enumerate(found):
         assert one["parts"] == [[index, 2], [index, 2], [0, 1]]

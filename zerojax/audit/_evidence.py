@@ -273,6 +273,6 @@ def whose(evidence: Evidence, move: Move) -> str:
     """Name the leaves that a collective probably moves."""
     form = move.match.form
     if not move.match.leaves:
-        return "of the optimizer" if form else "of no leaf"
+        return {"": "of no leaf", "joined": "of several leaves"}.get(form, "of the optimizer")
     part = f"a {form} of " if form != "leaf" else ""
     return f"probably {part}{evidence.leaf_names(move)}"

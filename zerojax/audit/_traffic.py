@@ -14,7 +14,7 @@ import numpy as np
 from zerojax._types import Axes
 from zerojax.audit._match import Key, Match, Matcher, difference, key_of
 from zerojax.audit._program import Program
-from zerojax.collectives import OWNERS
+from zerojax.collectives import JOINED, OWNERS
 from zerojax.hlo import Collective, Groups, mesh_axes
 from zerojax.layout import Layout
 
@@ -81,17 +81,16 @@ def moves_of(
             scale = 0.0
         elif program.platform == "cpu" and role in ("sliced", "reduce"):
             scale = 0.0 if record.is_added else 0.5 if role == "sliced" else 1.0
+        # Between slices libtpu moves [32, 1536] in tiles, as [48, 8, 128].
+        shape = (record.elements,) if record.spelling == "megascale" else record.shape
+        joined = Match("joined", (), key_of(shape)) if JOINED in record.op_name else None
         moves.append(
             Move(
                 record=record,
                 spans=spans,
                 is_ours=bool(ours.intersection(_axes(spans))),
                 role=role,
-                # Between slices libtpu moves [32, 1536] in tiles, as [48, 8, 128].
-                match=matcher.match(
-                    (record.elements,) if record.spelling == "megascale" else record.shape,
-                    record.trips,
-                ),
+                match=joined or matcher.match(shape, record.trips),
                 judged=record.moved_elements * scale,
             )
         )

@@ -24,6 +24,7 @@ from zerojax.collectives._forms import (
     uses_gloo,
     view,
 )
+from zerojax.collectives._joined import JOINED
 from zerojax.collectives._options import OPTIONS
 from zerojax.collectives._options import compiler_options as compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, opened
-from zerojax.collectives._forms import constrain, cut, gather, gather_narrow, scatter, to_logical
+from zerojax.collectives._forms import constrain, cut, gather_weight, scatter, to_logical
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout, as_spec
 
@@ -183,7 +183,8 @@ class Opening:
         @jax.custom_vjp
         def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
-                x = unpadded(self._gathered(longer(x, dim, padding), boxed))
+                x = longer(x, dim, padding)
+                x = unpadded(gather_weight(x, self.layout, boxed, self.gather_dtype))
             return checkpoint_name(x.astype(wide), GATHERED)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
@@ -193,11 +194,6 @@ class Opening:
 
         whole.defvjp(lambda x: (whole(x), None), backward)
         return boxed.replayed(whole(value), self.open_and_bind)
-
-    def _gathered(self, x: jax.Array, boxed: Boxed) -> jax.Array:
-        if self.gather_dtype is None:
-            return gather(x, self.layout, boxed)
-        return gather_narrow(x, self.layout, boxed, self.gather_dtype)
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run an equation on opened boxes; results may be wider than it was traced with."""

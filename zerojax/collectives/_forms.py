@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
@@ -116,6 +117,20 @@ def gather(x: jax.Array, layout: Layout, leaf: Placed, kind: Kind = "parameter")
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
     return constrain(x, layout, as_spec(leaf.entries))
+
+
+#: The name of shards, cut along their first dim, that may be gathered together with others.
+CUT = "zerojax_cut"
+
+
+def gather_weight(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any = None) -> jax.Array:
+    """Gather a parameter, in a dtype of one byte or its own; for gloo as rows, as most lie."""
+    if dtype is not None:
+        return gather_narrow(x, layout, leaf, dtype)
+    if leaf.dim is None or any(leaf.entries) or not uses_gloo(layout):
+        return gather(x, layout, leaf)
+    rows = checkpoint_name(jnp.moveaxis(x, leaf.dim, 0), CUT)
+    return jnp.moveaxis(constrain(rows, layout, P()), 0, leaf.dim)
 
 
 def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:

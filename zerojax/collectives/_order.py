@@ -127,19 +127,7 @@ class _Order:
 
         A compiler gathers the same weight once, if it waits for the same.
         """
-        path, steps = [var], []
-        while (at := self.places.get(path[-1])) is not None:
-            eqn = self.eqns[at]
-            if is_gather(eqn):  # copies of a gathered weight
-                return []
-            inputs = variables(eqn.invars)
-            if _is_barrier(eqn):
-                inputs = [eqn.invars[eqn.outvars.index(path[-1])]]
-            if len(inputs) != 1:
-                break
-            steps.append(at if _is_barrier(eqn) else (eqn.primitive, str(eqn.params)))
-            path += inputs
-        key = (path[-1], *steps)
+        path, key = path_to(var, self.eqns, self.places)
         if key in self.gathered:
             return []
         self.gathered.add(key)
@@ -150,7 +138,7 @@ class _Order:
         after = [var for var in path if self.places.get(var, -1) > product]
         for var in path[len(after) : len(after) + 1]:
             self.tied.setdefault(product, []).append(var)
-            self.loose.update(var for var in after if _is_barrier(self.eqns[self.places[var]]))
+            self.loose.update(var for var in after if is_barrier(self.eqns[self.places[var]]))
 
     def equations(self) -> list[Any]:
         """Return the equations with a barrier before each product that something waits for."""
@@ -187,5 +175,26 @@ def is_gather(eqn: Any) -> bool:
     return makes_gathered(eqn.primitive.name, eqn.params)
 
 
-def _is_barrier(eqn: Any) -> bool:
+def path_to(var: Any, eqns: Sequence[Any], places: dict[Any, int]) -> tuple[list[Any], Any]:
+    """List what a gather's operand is made of, value by value, and how; nothing where it is there.
+
+    `places` are those of the equations by their results.
+    """
+    path, steps = [var], []
+    while (at := places.get(path[-1])) is not None:
+        eqn = eqns[at]
+        if is_gather(eqn):  # copies of a gathered weight
+            return [], None
+        inputs = variables(eqn.invars)
+        if is_barrier(eqn):
+            inputs = [eqn.invars[eqn.outvars.index(path[-1])]]
+        if len(inputs) != 1:
+            break
+        steps.append(at if is_barrier(eqn) else (eqn.primitive, str(eqn.params)))
+        path += inputs
+    return path, (path[-1], *steps)
+
+
+def is_barrier(eqn: Any) -> bool:
+    """Whether results of an equation wait for all of its operands."""
     return eqn.primitive.name == "optimization_barrier"

@@ -53,6 +53,8 @@ from zerojax._jaxpr import (
 )
 from zerojax._tree import num_bytes
 from zerojax.collectives._boxed import REDUCED
+from zerojax.collectives._forms import uses_gloo
+from zerojax.collectives._joined import JOINED_BYTES, joined
 from zerojax.collectives._order import is_gather, run_in_order
 from zerojax.layout import Layout
 
@@ -74,22 +76,26 @@ def prefetched(
             that it uses first; 0 leaves gathers as they are.
         layout: the placement.
         bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
-            a GPU layers that stand in no loop wait for the reductions of those before.
+            a GPU layers that stand in no loop wait for the reductions of those before. Between
+            processes on CPUs, of weights that are gathered together where none are ahead.
         warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
     waiting = _waiting_bytes(layout, bucket_bytes)
-    if not layers and not waiting:
+    joins = uses_gloo(layout) and layout.partitions("parameter") and not layers
+    bound = (bucket_bytes or JOINED_BYTES) if joins else 0
+    if not layers and not waiting and not joins:
         return function
 
     def wrapped(*args: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        runner = _Prefetch(layers, layout.platform)
+        runner = _Prefetch(layers, layout, bound)
         leaves = jax.tree.leaves(args)
         in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
+        in_place = joined(in_place, layout, bound)
         results, num_tied = run_in_order(in_place, leaves, layers * _layer_size(layout), waiting)
         if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
-        for where in dict.fromkeys(runner.late) if warn else ():
+        for where in dict.fromkeys(runner.late) if warn and layers else ():
             warnings.warn(LATE.format(where), stacklevel=2)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
@@ -134,9 +140,9 @@ def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
 class _Prefetch:
     """Runs a differentiated program, and counts the loops that gather ahead."""
 
-    def __init__(self, layers: float, platform: str) -> None:
-        self.layers = layers
-        self.is_tpu = platform == "tpu"
+    def __init__(self, layers: float, layout: Layout, bound: int) -> None:
+        self.layers, self.layout, self.bound = layers, layout, bound
+        self.is_tpu = layout.platform == "tpu"
         self.num_ahead = 0
         self.late: list[str] = []
 
@@ -151,7 +157,7 @@ class _Prefetch:
             return run(program, [*map(hold, values)] if apart else hold(values), step)
         if runs_in_place(eqn):
             return run(called(eqn), values, step)
-        if eqn.primitive.name == "scan" and self.layers:
+        if eqn.primitive.name == "scan" and (self.layers or self.bound):
             return self._scan(eqn, values)
         return bind(eqn, values)
 
@@ -162,6 +168,7 @@ class _Prefetch:
         inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
         step = functools.partial(self.step, looped=True)
         body = jax.make_jaxpr(lambda *args: run(program, args, step))(*inputs)
+        body = joined(body, self.layout, self.bound)
         halves, late = _halves(body, *scan_parts(eqn.params), self.layers)
         self.late += [source_info_util.summarize(gather.source_info) for gather in late]
         if not halves.gathers or eqn.params["length"] < 2:

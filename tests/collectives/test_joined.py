@@ -1,0 +1,149 @@
+"""Weights that are gathered together between processes on CPUs: the same bits in fewer messages.
+
+Virtual devices stand in for processes: they are said to use gloo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from tests.collectives.test_gather import stored_params
+from tests.collectives.test_prefetch import LISTS, ODD, gradient_of
+from tests.collectives.uses import LISTS as USES
+from tests.collectives.uses import LOOPS, NARROW, NUM_LAYERS, WIDE, layout_of, loss_of, params_of
+from zerojax.collectives import gather_where_used, prefetched
+from zerojax.models import gpt
+
+LOOPED = [*LOOPS, *ODD, *LISTS]
+
+
+@pytest.fixture
+def gloo(monkeypatch):
+    """Return what calls a function as between processes on CPUs."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patched:
+            for module in ("_forms", "_prefetch"):
+                patched.setattr(f"zerojax.collectives.{module}.uses_gloo", lambda layout: True)
+            return function(*args)
+
+    return call
+
+
+def messages(report):
+    """Count the gathers of a step, and the elements that they give."""
+    found = [x for x in report.collectives if x.op == "all-gather"]
+    return sum(x.runs for x in found), sum(x.runs * x.elements for x in found)
+
+
+def gradients(gradient, layout, args, bound=None):
+    """Return gradients, and what the program's gathers are."""
+    # Of a function of its own, or jax would take the trace that was made without gloo.
+    function = prefetched(functools.partial(gradient), 0, layout, bucket_bytes=bound)
+    program = jax.jit(function, out_shardings=layout.grads).lower(*args).compile()
+    return program(*args), messages(zerojax.audit(program, layout))
+
+
+def assert_same(got, want, tolerance=0.0):
+    """Compare to the bit, or to a part of the largest element where XLA chooses other kernels."""
+    want = jax.tree.leaves(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), want, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        atol = tolerance * np.abs(b).max()
+        np.testing.assert_allclose(a, b, 0, atol, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_joined(gloo, *given, tolerance=0.0):
+    want, alone = gloo(gradients, *given, 1)
+    got, together = gloo(gradients, *given)
+    assert_same(got, want, tolerance)
+    assert together[0] < alone[0]
+    # Of a weight alone, XLA may merge the last gather of one pass and the first of the next.
+    assert together[1] <= 1.05 * alone[1]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_layers_have_the_same_bits(part, mesh8, gloo):
+    assert_joined(gloo, *gradient_of(LOOPED[part::8], mesh8))
+
+
+@pytest.mark.parametrize("sizes", [WIDE, NARROW], ids=["wide", "padded"])
+@pytest.mark.parametrize("part", range(4))
+def test_whatever_is_done_to_weights_they_are_the_same(part, sizes, mesh8, gloo):
+    params = {name: params_of(USES[name], sizes) for name in [*USES][part::4]}
+    layout = layout_of(params, 3, mesh8)
+
+    def loss(params, x):
+        return sum(loss_of(USES[name], one, x) for name, one in params.items())
+
+    x = jax.random.normal(jax.random.key(2), (16, sizes[0]))
+    args = stored_params(params, layout), jax.device_put(x, layout.batch)
+    assert_joined(gloo, jax.grad(gather_where_used(loss, layout)), layout, args, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["scan", "scan of remat", "indexed", "listed_whole"])
+def test_a_layer_is_a_message_a_pass(name, mesh8, gloo):
+    """Its two leaves, of 128 kB together; two layers of a list, where so much is let go."""
+    given = gradient_of([name], mesh8)
+    assert gradients(*given)[1][0] == 2 * 2 * NUM_LAYERS
+    layers = 2 if name in LISTS else 1
+    _, (count, _) = gloo(gradients, *given, layers * 2**17)
+    assert count == 2 * NUM_LAYERS // layers
+
+
+SMALL = gpt.Config(num_layers=3, width=32, num_heads=2, vocab_size=64, context=16)
+CONFIGS = {
+    "scan": SMALL,
+    "list": dataclasses.replace(SMALL, scan=False),
+    "plain list": dataclasses.replace(SMALL, scan=False, remat=False),
+}
+
+
+def trained(mesh, config, precision, bucket_bytes):
+    """Return losses and parameters of a few steps of a GPT of two dtypes, and a step's report."""
+
+    def init(key):
+        params = gpt.init(config, key)
+        half = functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
+        *blocks, last = params["blocks"] if not config.scan else [params["blocks"]]
+        return params | {"blocks": half(last) if config.scan else [*blocks, half(last)]}
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    layout = zerojax.make_layout(shapes, mesh, stage=3, min_size=16)
+    recipe = zerojax.Recipe(precision=precision, accumulate=2, bucket_bytes=bucket_bytes)
+    loss = functools.partial(gpt.loss, config)
+    step = zerojax.make_train_step(loss, optax.adamw(1e-2), layout, recipe)
+    state, losses = step.init(init, jax.random.key(0)), []
+    for number in range(3):
+        tokens = jax.random.randint(jax.random.key(number), (32, 17), 0, 64)
+        state, metrics = step(state, tokens)
+        losses.append(metrics["loss"])
+    losses.append(step.evaluate(state, tokens))
+    return (losses, state.params), step.audit(tokens)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_learn_the_same_and_are_clean(name, precision, mesh8, gloo):
+    """A tied embedding, parameters of two dtypes or masters, and microbatches."""
+    want, alone = gloo(trained, mesh8, CONFIGS[name], precision, 1)
+    got, report = gloo(trained, mesh8, CONFIGS[name], precision, None)
+    assert_same(got, want)
+    assert not alone.problems
+    assert not report.problems
+    assert messages(report)[0] < 0.6 * messages(alone)[0]
+    assert report.judged_volume == pytest.approx(alone.judged_volume, rel=1e-3)
+
+
+def test_elsewhere_nothing_is_joined(mesh8):
+    gradient, layout, args = gradient_of(["scan"], mesh8)
+    assert prefetched(gradient, 0, layout) is gradient
+    assert "zerojax_cut" not in str(jax.make_jaxpr(gradient)(*args))
