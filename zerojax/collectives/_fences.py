@@ -41,7 +41,8 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
     def wrapped(params: Any, given: dict[str, Any], carried: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(params, given, carried)
         leaves = jax.tree.leaves((params, given, carried))
-        shared = _shared(traced, LARGE * num_parts)
+        sums = _shared(traced, LARGE * num_parts)
+        shared = set(sums)
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             if eqn.primitive.name == REMATERIALISED:  # as jax does it
@@ -53,21 +54,24 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
                 return results
             return [jax.lax.cond(given["step"] >= 0, lambda x: x, jnp.zeros_like, *results)]
 
-        results = run(traced, leaves, step if len(shared) > 1 else bind)
+        results = run(traced, leaves, step if len(sums) > 1 else bind)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
 
 
-def _shared(program: Any, size: int) -> set[Any]:
-    """Return the sums of at least `size` elements that are read more than once, in calls too."""
+def _shared(program: Any, size: int) -> list[Any]:
+    """Return the sums of at least `size` elements that are read more than once, in calls too.
+
+    Layers that are calls of one program have one variable, which is here once for each of them.
+    """
     jaxpr, _ = opened(program)
     reads = collections.Counter(variables([x for eqn in jaxpr.eqns for x in eqn.invars]))
     reads.update(2 * variables(jaxpr.outvars))  # a call's result: who knows how often it is read
-    found = set()
+    found: list[Any] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == REMATERIALISED or runs_in_place(eqn):
-            found |= _shared(called(eqn), size)
+            found += _shared(called(eqn), size)
         elif eqn.primitive.name == "add_any" and eqn.outvars[0].aval.size >= size:
-            found.update(var for var in eqn.outvars if reads[var] > 1)
+            found += [var for var in eqn.outvars if reads[var] > 1]
     return found
