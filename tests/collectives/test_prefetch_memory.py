@@ -9,7 +9,7 @@ import pytest
 
 from tests.collectives.test_prefetch import gradient_of, needed
 from tests.collectives.uses import WIDE
-from zerojax._jaxpr import depending, opened, scan_parts
+from zerojax._jaxpr import depending, opened, scan_parts, variables
 from zerojax.collectives import prefetched
 from zerojax.collectives._order import is_gather
 
@@ -50,7 +50,10 @@ def test_on_a_tpu_layers_wait_for_those_before(mesh8, monkeypatch):
     outer = opened(needed(ahead, args))[0].eqns
     for loop, *_ in loops:  # the last layer waits for all that the loop made, its stacks too
         waiting = [e for e in outer if e.primitive.name == "optimization_barrier"]
-        assert any(set(loop.outvars) & set(e.invars) >= made_by(loop) for e in waiting)
+        assert any(set(loop.outvars) & {*variables(e.invars)} >= made_by(loop) for e in waiting)
+    # What the last layer of the backward loop reduces is there before what stands behind it.
+    rows = {x for e in outer if e.primitive.name == "jit" for x in e.outvars}
+    assert len(rows & {*variables(waiting[-1].invars)}) == 2
     got = jax.jit(ahead, out_shardings=layout.grads)(*args)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 

@@ -213,7 +213,9 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
     unroll = max(eqn.params["unroll"], 2 if is_tpu else 1)
     state, _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
     carry, _, rows = layer(length - 1, in_turn(state), [])
-    return [*carry, *rows]
+    # libtpu starts a reduction as late as it can: without the barrier those of the last layer stood
+    # at the end of the step, where no product is left that they could be merged with.
+    return in_turn([*carry, *rows]) if halves.barrier is not None else [*carry, *rows]
 
 
 @dataclasses.dataclass(frozen=True)
