@@ -49,7 +49,7 @@ class StepTime:
     bound_by: str  # what takes longest
 
 
-#: What runs beside work: by platform (or SparseCores), and by what the stage partitions.
+#: What runs beside work: by chip or platform (or SparseCores), and by what the stage partitions.
 OVERLAP: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     resources.files("zerojax.planner").joinpath("overlap.toml").read_text(encoding="utf-8")
 )
@@ -64,7 +64,8 @@ def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     update = Work.total([products, Work.of(0.0, given.update_bytes, one)])
     kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
-    overlap = OVERLAP["sparse_cores" if given.network.offloads else one.platform][kind]
+    shares = OVERLAP["sparse_cores" if given.network.offloads else one.platform]
+    overlap = OVERLAP.get(one.name, shares).get(kind, shares[kind])
     links, hidden = _link_seconds(given, demand.model_elements(given, count), overlap)
     moved = 2 * times * demand.checkpoints(given, count) + given.update_traffic
     host = moved / one.host_bandwidth
