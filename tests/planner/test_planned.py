@@ -19,14 +19,13 @@ ROOT = Path(__file__).parents[2]
 RECORDS = json.loads((ROOT / "tests" / "golden" / "compiled.json").read_text())["records"]
 #: Known misses: planned over compiled peak, volume and step; docs/benchmarks.md has the reasons.
 MISSES = {
-    "v5p:2x2x2-gpt2-small-3-4": (1.0, 1.0, 1.3),
-    "v5p:2x2x2-gpt2-xl-3-1": (0.89, 1.0, 1.0),
-    "v5p:2x2x2-gpt-24-1792-58868-512-3-2": (0.88, 1.0, 1.0),
-    "v5p:2x2x2-gpt2-xl-2-1": (1.0, 1.0, 0.84),
-    "v6e:2x4-gpt-13-768-47257-512-list-2-2": (1.18, 1.0, 1.74),
-    "v5p:2x2x2-mlp-3-64": (0.885, 1.0, 1.0),
+    "v5p:2x2x2-gpt2-xl-1-1": (1.0, 1.0, 0.82),
+    "v5p:2x2x2-gpt2-xl-2-1": (1.0, 1.0, 0.82),
+    "v5p:2x2x2-gpt2-small-2-2": (1.0, 1.04, 1.0),
+    "v5p:2x2x2-mlp-3-64": (0.88, 1.0, 1.0),
     "v5p:2x2x2-gpt-14-384-32906-1024-2-1": (1.0, 1.15, 1.0),
-    "v6e:2x4-gpt-11-1408-3471-256-0-4": (1.0, 1.0, 0.78),
+    "v6e:2x4-gpt-13-768-47257-512-list-2-2": (1.15, 1.0, 1.0),
+    "v6e:2x4-gpt-11-1408-3471-256-0-4": (1.0, 1.0, 0.75),
     "v6e:2x4-gpt-15-1664-77533-256-1-1": (0.88, 1.0, 0.68),
     "h100:1x8-gpt-16-384-103963-128-list-2-4": (1.0, 1.0, 1.19),
 }

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.planner.live_programs import leaves_of, shape
+from tests.planner.live_programs import handmade, leaves_of, shape
 from zerojax.planner import find_hardware
 from zerojax.planner._demand import Trace
 from zerojax.planner.traced import Work, lifetimes_of, work_of
@@ -54,3 +54,49 @@ def test_a_lookup_reads_rows_and_not_the_table():
     # read whole.
     tables = 3 * 4 * table.size
     assert tables <= found.hbm_seconds < 1.02 * tables
+
+
+def test_on_a_tpu_a_product_makes_the_sums_of_several_examples():
+    """Of one, whose dim libtpu drops, it makes the maximum alone."""
+    w = shape(64, 64)
+
+    def loss(w, x):
+        scores = x @ w
+        return jnp.exp(scores - scores.max(-1, keepdims=True)).sum()
+
+    program = handmade(loss, w, shape(32, 64))
+
+    def traffic(platform, examples):
+        lifetimes = lifetimes_of(program, 0, platform)
+        return work_of(lifetimes, leaves_of(w), examples, ONE).hbm_seconds
+
+    assert traffic("tpu", 1) == traffic("gpu", 1)
+    assert traffic("gpu", 2) - traffic("tpu", 2) == 2 * 4 * 32 * 64
+
+
+def test_on_a_tpu_a_residual_stream_is_written_once():
+    """Each layer reads its sum, and not all that the layers before added."""
+    w = shape(64, 64)
+
+    def loss(w, h):
+        for _ in range(4):
+            h = h + jnp.tanh(h @ w)
+        return h.sum()
+
+    launches = lifetimes_of(handmade(loss, w, shape(64)), 0, "tpu").launches
+    assert [len(launch.reads) for launch in launches] == [2] * 8
+
+
+def test_on_a_tpu_two_products_make_a_softmax_gradient_again_and_read_what_a_cast_narrows():
+    w = shape(64, 64)
+
+    def stored(change):
+        def loss(w, h):
+            h = change(h @ w)
+            return (h @ w.astype(h.dtype)).sum() + (h.T @ h).sum()
+
+        launches = lifetimes_of(handmade(loss, w, shape(64)), 0, "tpu").launches
+        return [x.op.name for x in launches if x.op.kind == "fused"][:-1]  # the loss
+
+    assert stored(jnp.tanh) == []
+    assert stored(lambda h: h.astype(jnp.bfloat16)) == ["convert_element_type"]

@@ -87,9 +87,14 @@ def work_of(
 
     def add(scope: Lifetimes) -> Work:
         found, near = [stacks(scope)], frozenset[int]()
+        makes_sums = scope.backend.fuses_operands and examples > 1
         for launch in scope.launches:
-            # Of a GPU's softmax the scores are read once; a TPU's product makes its maximum too.
+            # Of a GPU's softmax the scores are read once; a TPU's product makes its maximum too,
+            # and of several examples the sums behind it.
             kind, sizes = launch.op.kind, {v: moved(scope, v) for v in launch.reads}
+            if kind == "reduce" and makes_sums:
+                found.append(run(scope, launch, near))
+                continue
             large = frozenset(v for v, size in sizes.items() if size == max(sizes.values()))
             is_alone = len(large) == 1 and kind in ("fused", "reduce")
             found.append(run(scope, launch, near & large if is_alone else frozenset()))
