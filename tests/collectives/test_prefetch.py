@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.collectives.test_gather import stored_params
 from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
 from zerojax._jaxpr import bodies, called, depending, opened
 from zerojax._tree import as_shapes
@@ -126,17 +127,17 @@ ALL = LOOPS | ODD | LISTS
 OTHERS = {"branches", "repeated", "pairs"}
 
 
-def gradient_of(names, mesh, **options):
+def gradient_of(names, mesh, sizes=WIDE, **options):
     """Return the gradient of models in one loss, with its arguments."""
-    params = {name: params_of(LOOPS["scan"], WIDE) for name in names}
+    params = {name: params_of(LOOPS["scan"], sizes) for name in names}
     rules = [zerojax.Rule(path=".", stacked=1)]
     layout = zerojax.make_layout(params, mesh, stage=3, min_size=16, rules=rules)
-    x = jax.random.normal(jax.random.key(2), (16, WIDE[0]))
+    x = jax.random.normal(jax.random.key(2), (16, sizes[0]))
 
     def loss(params, x):
         return sum(loss_of(ALL[name], params[name], x) for name in names)
 
-    placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
+    placed = stored_params(params, layout), jax.device_put(x, layout.batch)
     return jax.grad(gather_where_used(loss, layout, **options)), layout, placed
 
 

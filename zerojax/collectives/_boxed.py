@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, opened
@@ -206,7 +207,9 @@ class Opening:
 
 def longer(x: jax.Array, dim: int | None, rows: int) -> jax.Array:
     """Add rows of zeros along a dim."""
-    return jnp.pad(x, [(0, rows if d == dim else 0) for d in range(x.ndim)]) if rows else x
+    # jnp.pad's zero is an operand of the gather in a loop, beside the shard.
+    widths = [(0, rows if d == dim else 0, 0) for d in range(x.ndim)]
+    return jax.lax.pad(x, np.zeros((), x.dtype), widths) if rows else x
 
 
 #: The name under which rematerialisation policies see a gathered weight.

@@ -104,7 +104,7 @@ def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group]:
 
 def _num_before(eqn: Any) -> int:
     """Count the equations of a gather before anything moves; 0 where it may not be joined."""
-    inner = called(eqn) if is_gather(eqn) else None
+    inner = called(eqn) if is_gather(eqn) and len(eqn.invars) == 1 else None
     names = [] if inner is None else [x.params.get("name") for x in opened(inner)[0].eqns]
     return names.index(CUT) + 1 if CUT in names else 0
 

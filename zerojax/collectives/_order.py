@@ -95,7 +95,7 @@ class _Order:
         size, product, previous = 0, None, None
         for at, eqn in enumerate(self.eqns):
             if is_gather(eqn):
-                path = self._new_path(eqn.invars[0])
+                path = self._new_path(eqn.invars[-1])  # behind constants
                 if not path:
                     continue
                 if product is not None and size + eqn.outvars[0].aval.size > bound:
