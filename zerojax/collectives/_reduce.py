@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import flatten_with_names
+from zerojax._tree import flatten_with_names, floating_dtype
 from zerojax._types import PyTree
 from zerojax.collectives._examples import (
     fold_keys,
@@ -68,7 +68,7 @@ def accumulate(
 
     def one(index: Any, carried: PyTree) -> tuple[Any, PyTree]:
         (loss, aux, carried), grads = gradient(params, microbatch(batch, index, count), carried)
-        grads = jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
+        grads = jax.tree.map(lambda g: g.astype(floating_dtype(g.dtype, dtype)), grads)
         return (loss, grads), (aux, carried)
 
     sums, (aux, _) = jax.eval_shape(one, 0, carried)
