@@ -256,3 +256,24 @@ def test_an_unchanged_flax_model_with_attention():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), got, want)
     for leaf, g in zip(layout.leaves, jax.tree.leaves(got), strict=True):
         assert leaf.dim is None or g.sharding.spec == leaf.shard_spec
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_loss_prints_of_its_weights_is_whole(stage, mesh8):
+    """`jax.debug.print` has no result by which one could tell how it lies."""
+    params = {"w": jnp.arange(128.0).reshape(16, 8), "b": jnp.arange(8.0)}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+    seen = []
+
+    def loss(params, x):
+        jax.debug.callback(lambda w, b: seen.append((w, b)), 2 * params["w"].T, params["b"])
+        jax.debug.callback(lambda b: seen.append((b,)), params["b"])
+        return jnp.mean(x @ params["w"] + params["b"])
+
+    args = stored_params(params, layout), jax.device_put(jnp.ones((8, 16)), layout.batch)
+    jax.block_until_ready(jax.jit(jax.grad(gather_where_used(loss, layout)))(*args))
+    jax.effects_barrier()
+    want = {1: (params["b"],), 2: (2 * params["w"].T, params["b"])}
+    assert {len(one) for one in seen} == want.keys()
+    for one in seen:
+        jax.tree.map(np.testing.assert_array_equal, one, want[len(one)])

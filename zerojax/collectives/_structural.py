@@ -47,6 +47,8 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
     """
     if eqn.primitive.name == "optimization_barrier":
         return list(jax.lax.optimization_barrier(values))
+    if not eqn.outvars:  # jax.debug.print
+        return None
     boxes = sorted((v for v in values if isinstance(v, Boxed)), key=lambda box: -box.value.size)
     if len(boxes) > 1:
         # A scalar costs nothing to open, and what it scales stays boxed. Below stage 3 a vector
