@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -320,3 +321,22 @@ def test_a_cpu_and_whole_parameters_gather_nothing_ahead():
     assert recipe.lookahead({"parameter"}, "gpu") == recipe.lookahead({"parameter"}, "tpu") == 1
     assert recipe.lookahead({"parameter"}, "cpu") == recipe.lookahead({"gradient"}, "gpu") == 0
     assert zerojax.Recipe(prefetch=0.5).lookahead({"parameter"}, "cpu") == 0.5
+
+
+def test_what_the_host_is_asked_for_is_not_asked_ahead(mesh8):
+    """A layer that a callback chooses is gathered where it is used; callbacks keep their order."""
+    params = jax.random.normal(jax.random.key(0), (NUM_LAYERS, 64, 64))
+    layout = zerojax.make_layout(params, mesh8, stage=3, rules=[zerojax.Rule(path="", stacked=1)])
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def loss(stack, x):
+        def layer(h, i):
+            i = io_callback(lambda i: np.int32((3 * i) % NUM_LAYERS), place, i, ordered=True)
+            return jnp.tanh(h @ stack[i]), None
+
+        return jax.lax.scan(layer, x, jnp.arange(NUM_LAYERS))[0].sum()
+
+    gradient = jax.grad(gather_where_used(loss, layout))
+    args = stored_params(params, layout), jnp.ones((16, 64))
+    want, got = jax.jit(gradient)(*args), jax.jit(prefetched(gradient, 1, layout))(*args)
+    np.testing.assert_array_equal(got, want)

@@ -120,3 +120,20 @@ def test_complex_parameters_keep_their_imaginary_part(stage, mesh8):
     state, _ = step(step.init(jax.tree.map(jnp.copy, params)), X)
     want = params["w"] - jax.grad(loss)(params, X)["w"]
     np.testing.assert_allclose(np.asarray(state.params["w"]), want, atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_of_a_byte_are_clipped_and_learn(stage, mesh8):
+    """float8 promotes to no other dtype by itself."""
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 64)).astype(jnp.float8_e4m3fn)}
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"].astype(jnp.float32)) ** 2)
+
+    layout = zerojax.make_layout(params, mesh8, stage=stage)
+    step = zerojax.make_train_step(loss, optax.sgd(1.0), layout, zerojax.Recipe(clip_norm=1.0))
+    state, metrics = step(step.init(jax.tree.map(jnp.copy, params)), X)
+    norm = optax.tree.norm(jax.tree.map(jnp.float32, jax.grad(loss)(params, X)))
+    assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-2)
+    assert state.params["w"].dtype == jnp.float8_e4m3fn
+    assert float(step.evaluate(state, X)) < float(metrics["loss"])

@@ -281,7 +281,8 @@ def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[
         for var, out in zip(carried, jaxpr.outvars[:num_carry], strict=True)
     ]
     counters = [var for var, step in zip(carried, steps, strict=True) if step is not None]
-    computed = depending(jaxpr.eqns, set(carried) - set(counters))
+    called_back = {var for eqn in jaxpr.eqns if eqn.effects for var in eqn.outvars}
+    computed = depending(jaxpr.eqns, {*carried} - {*counters} | called_back)
     own = depending(jaxpr.eqns, [*counters, *jaxpr.invars[first:]])
     gathers = [eqn for eqn in jaxpr.eqns if is_gather(eqn)]
     late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]

@@ -61,12 +61,18 @@ def unscaled(grads: PyTree, now: LossScale | None) -> PyTree:
     if now is None:
         return grads
     inverse = 1 / now.scale
-    return jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
+    return jax.tree.map(lambda g: (_wide(g) * inverse).astype(g.dtype), grads)
 
 
 def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
     """Cast the floating leaves of a tree; None casts nothing."""
     return jax.tree.map(lambda x: x.astype(floating_dtype(x.dtype, dtype)), tree)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Return numbers in fp32 at least; floats of a byte promote to nothing by themselves."""
+    own = jnp.bfloat16 if x.dtype.itemsize == 1 else x.dtype
+    return x.astype(jnp.promote_types(own, jnp.float32))
 
 
 def global_norm(tree: PyTree, layout: Layout) -> jax.Array:
@@ -79,7 +85,7 @@ def global_norm(tree: PyTree, layout: Layout) -> jax.Array:
     joins = uses_gloo(layout)
     total = held = jnp.zeros((), jnp.float32)
     for leaf, x in zip(layout.leaves, layout.structure.flatten_up_to(tree), strict=True):
-        squares = jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+        squares = jnp.square(jnp.abs(_wide(x)))
         if not joins or leaf.num_shards == 1 or leaf.is_padded or any(leaf.entries):
             total += jnp.sum(squares)
         else:
@@ -93,7 +99,7 @@ def clip(grads: PyTree, norm: jax.Array, clip_norm: float | None) -> PyTree:
     if clip_norm is None:
         return grads
     scale = jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
-    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+    return jax.tree.map(lambda g: (_wide(g) * scale).astype(g.dtype), grads)
 
 
 class Update:
