@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
 
@@ -165,6 +167,8 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def bind_here(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Run one equation on arrays in the mesh that is set, and not the one that it was traced in."""
+    if eqn.primitive.name.startswith("custom_"):  # a user's rule may call methods of constants
+        values = [x if isinstance(x, Tracer) or not np.ndim(x) else jnp.asarray(x) for x in values]
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -289,7 +293,11 @@ def run_bodies(
     def branch(program: Any) -> Callable[..., list[Any]]:
         return lambda *given: body(program, given)
 
-    return jax.lax.switch(values[0], [*map(branch, bodies(eqn))], *values[1:])
+    branches = [*map(branch, bodies(eqn))]
+    if (platforms := eqn.params.get("branches_platforms")) is not None:  # lax.platform_dependent
+        named = {x: f for xs, f in zip(platforms, branches, strict=True) for x in xs or ["default"]}
+        return jax.lax.platform_dependent(*values[1:], **named)
+    return jax.lax.switch(values[0], branches, *values[1:])
 
 
 def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[Any]]) -> list[Any]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -277,3 +278,31 @@ def test_what_a_loss_prints_of_its_weights_is_whole(stage, mesh8):
     assert {len(one) for one in seen} == want.keys()
     for one in seen:
         jax.tree.map(np.testing.assert_array_equal, one, want[len(one)])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_constants_and_platforms_of_a_loss_stay_what_they_are(stage, mesh8):
+    """A rule may index a constant; a kernel of another platform is never lowered."""
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 16))}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+
+    @jax.custom_vjp
+    def scaled(w, c):
+        return w * c
+
+    def elsewhere(x, w):
+        out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+        return pl.pallas_call(lambda x, w, out: None, out_shape=out)(x, w)
+
+    scaled.defvjp(lambda w, c: (w * c, c), lambda c, g: (g * c.at[0].set(2.0), None))
+
+    def loss(params, x):
+        w = params["w"]
+        kept = jax.lax.stop_gradient((x, w))
+        plain = jax.lax.platform_dependent(*kept, tpu=elsewhere, default=lambda x, w: x @ w)
+        return jnp.mean((x @ scaled(w, jnp.array([1.0, 3.0] * 8)) + plain) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (8, 16))
+    args = stored_params(params, layout), jax.device_put(x, layout.batch)
+    got = jax.jit(jax.grad(gather_where_used(loss, layout)))(*args)
+    np.testing.assert_allclose(got["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-5)

@@ -229,11 +229,7 @@ FROM_GATHERED = frozenset(
 
 @functools.cache
 def never_saves_gathered(policy: Any) -> Any:
-    """Wrap a rematerialisation policy so that no gathered weight is kept for the backward pass.
-
-    Args:
-        policy: the user's; None saves everything else.
-    """
+    """Wrap a user's policy, None for one that saves all, so that no gathered weight is kept."""
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name in FROM_GATHERED or makes_gathered(primitive.name, params):
@@ -245,11 +241,7 @@ def never_saves_gathered(policy: Any) -> Any:
 
 @functools.cache
 def always_saves_gathered(policy: Any) -> Any:
-    """Wrap a rematerialisation policy so that every gathered weight is kept.
-
-    Args:
-        policy: the user's; None saves nothing else.
-    """
+    """Wrap a user's policy, None for one that saves nothing, so that gathered weights are kept."""
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
         if makes_gathered(primitive.name, params):

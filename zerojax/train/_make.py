@@ -34,7 +34,7 @@ def make_train_step(
         recipe: precision, microbatches, clipping, rematerialisation, offload; fp32 by default.
         has_aux: whether `loss_fn` returns a pytree beside the loss. Over microbatches and devices,
             rows of examples keep the order of the batch, other floating leaves are averaged, and
-            whole numbers are counts: they are summed.
+            whole numbers are counts: they are summed. A bool is True where any part's is.
         model_state: where the loss asks for it, the first value of state that is not trained, as
             the statistics of BatchNorm are; or its shapes, for a step that is only compiled. The
             train state holds it, whole on every device; microbatches pass it on.

@@ -253,16 +253,15 @@ class Lifetimes:
                 or (op.kind == "scatter" and t not in self.summed)
             ):
                 return True
-        op, sizes = self.program.ops[self.maker[value]], self.program.values
-        if not self.backend.fuses_operands:
+        if not self.backend.fuses_operands or len(self.readers.get(value, ())) < 2:
             return False
         # The product that a sum reads, such as a residual stream's, writes it for all its readers.
+        op, values = self.program.ops[self.maker[value]], self.program.values
         if op.name in ("add", "add_any") and len(op.read) == 2:
-            alike = all(self._elements(v) == self._elements(value) for v in op.read)
-            return alike and len(self.readers[value]) > 1
+            return all(self._elements(v) == self._elements(value) for v in op.read)
         # Two products make a softmax's gradient again; what a cast narrows they read.
-        is_narrower = any(sizes[v].dtype.itemsize > sizes[value].dtype.itemsize for v in op.read)
-        return merged > 1 and is_narrower
+        own = values[value].dtype.itemsize
+        return merged > 1 and any(values[v].dtype.itemsize > own for v in op.read)
 
     def _reads(self, t: int, op: Op) -> frozenset[int]:
         """List the buffers and parameters that an operation that runs reads."""
