@@ -64,8 +64,8 @@ def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     update = Work.total([products, Work.of(0.0, given.update_bytes, one)])
     kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
-    shares = OVERLAP["sparse_cores" if given.network.offloads else one.platform]
-    overlap = OVERLAP.get(one.name, shares).get(kind, shares[kind])
+    common = OVERLAP["sparse_cores" if given.network.offloads else one.platform]
+    overlap = {**common, **OVERLAP.get(one.name, {})}[kind]
     links, hidden = _link_seconds(given, demand.model_elements(given, count), overlap)
     moved = 2 * times * demand.checkpoints(given, count) + given.update_traffic
     host = moved / one.host_bandwidth
