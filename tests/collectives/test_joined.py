@@ -67,7 +67,7 @@ def assert_joined(gloo, *given, tolerance=0.0):
     assert_same(got, want, tolerance)
     assert together[0] < alone[0]
     # Of a weight alone, XLA may merge the last gather of one pass and the first of the next.
-    assert together[1] <= 1.05 * alone[1]
+    assert together[1] <= 1.06 * alone[1]
 
 
 @pytest.mark.parametrize("sizes", [WIDE, NARROW], ids=["wide", "padded"])
@@ -142,6 +142,8 @@ def test_steps_learn_the_same_and_are_clean(name, precision, mesh8, gloo):
     assert not alone.problems
     assert not report.problems
     assert messages(report)[0] < 0.6 * messages(alone)[0]
+    bits = {x.item_bits for x in (*alone.collectives, *report.collectives) if x.op == "all-gather"}
+    assert bits == ({16} if precision == "bf16" else {16, 32})
     assert report.judged_volume == pytest.approx(alone.judged_volume, rel=1e-3)
 
 

@@ -135,7 +135,8 @@ def _tree_kinds(
         elif _PARAMETER.search(prefix) and "parameter" not in named.values():
             named[start] = "parameter"
     open_ = [start for start in starts if start not in named]
-    bits = {start: _bits(leaves[start : start + len(layout.leaves)]) for start in starts}
+    count = len(layout.leaves)
+    bits = {at: max(item_bits(one.dtype) for one in leaves[at : at + count]) for at in starts}
     if open_ and "parameter" not in named.values():
         named[min(open_, key=lambda start: bits[start])] = "parameter"
     widest = max(open_, key=lambda start: bits[start], default=None)
@@ -144,10 +145,6 @@ def _tree_kinds(
         if bits[widest] > bits[parameter]:
             named[widest] = "master"
     return [named.get(start, "other") for start in starts]
-
-
-def _bits(leaves: Sequence[Argument]) -> int:
-    return max(item_bits(leaf.dtype) for leaf in leaves)
 
 
 def item_bits(dtype: str) -> int:

@@ -113,10 +113,23 @@ def shard_spec(layout: Layout, leaf: Placed, kind: Kind) -> P:
 def gather(x: jax.Array, layout: Layout, leaf: Placed, kind: Kind = "parameter") -> jax.Array:
     """Gather stored shards of a kind of tensor over the axes that ZeRO partitions over."""
     phases = layout.phases_of(x.shape, leaf.dim)
+    dtype, x = x.dtype, _to_bits(x, layout, shard_spec(layout, leaf, kind))
     for sharding in reversed(phases.between(leaf, layout.axes[kind])):
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
-    return constrain(x, layout, as_spec(leaf.entries))
+    return _from_bits(constrain(x, layout, as_spec(leaf.entries)), dtype)
+
+
+def _to_bits(x: jax.Array, layout: Layout, spec: P) -> jax.Array:
+    """View shards of 16-bit floats as integers for gloo: XLA:CPU would move them in 32 bits."""
+    if x.dtype.itemsize != 2 or not uses_gloo(layout):
+        return x
+    # Placed, or the partitioner gathers before it, and floats.
+    return constrain(jax.lax.bitcast_convert_type(x, jnp.uint16), layout, spec)
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 #: The name of shards, cut along their first dim, that may be gathered together with others.
@@ -129,8 +142,9 @@ def gather_weight(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any = None)
         return gather_narrow(x, layout, leaf, dtype)
     if leaf.dim is None or any(leaf.entries) or not uses_gloo(layout):
         return gather(x, layout, leaf)
-    rows = checkpoint_name(jnp.moveaxis(x, leaf.dim, 0), CUT)
-    return jnp.moveaxis(constrain(rows, layout, P()), 0, leaf.dim)
+    rows = _to_bits(jnp.moveaxis(x, leaf.dim, 0), layout, P(layout.axes["parameter"]))
+    rows = checkpoint_name(rows, CUT)
+    return jnp.moveaxis(_from_bits(constrain(rows, layout, P()), x.dtype), 0, leaf.dim)
 
 
 def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:

@@ -35,7 +35,7 @@ from zerojax.layout import Layout
 JOINED = "gather_joined"
 
 #: The most bytes of weights that are gathered together where nobody says how many.
-JOINED_BYTES = 6 * 2**20
+JOINED_BYTES = 24 * 2**20
 
 
 class _Group(NamedTuple):
@@ -51,33 +51,41 @@ class _Group(NamedTuple):
 def joined(program: Any, layout: Layout, bound: int) -> Any:
     """Join the gathers of a program, in their order, up to `bound` bytes together."""
     jaxpr, _ = opened(program)
-    groups = _groups(jaxpr.eqns, bound) if bound else {}
+    groups, keys = _groups(jaxpr.eqns, bound) if bound else ({}, {})
     members = {id(eqn) for group in groups.values() for eqn in group.gathers}
     places = [at for at, x in enumerate(jaxpr.eqns) if at in groups or id(x) not in members]
     eqns = [groups.get(at, jaxpr.eqns[at]) for at in places]
+    made = dict[Any, list[Any]]()
 
     def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        return _gathered(eqn, values, layout) if isinstance(eqn, _Group) else bind(eqn, values)
+        if isinstance(eqn, _Group):
+            return _gathered(eqn, values, layout)
+        if (key := keys.get(id(eqn))) is None:
+            return bind(eqn, values)
+        return made[key] if key in made else made.setdefault(key, bind(eqn, values))
 
     def again(*args: Any) -> list[Any]:
         return run_equations(eqns, inputs_of(program, args), jaxpr.outvars, step)
 
     inputs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
-    return jax.make_jaxpr(again)(*inputs) if groups else program
+    return jax.make_jaxpr(again)(*inputs) if groups or keys else program
 
 
-def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group]:
+def _groups(eqns: Sequence[Any], bound: int) -> tuple[dict[int, _Group], dict[int, Any]]:
     """Find the gathers that may run together, by the place of the first.
 
-    A weight that is gathered twice is left to the compiler, which gathers it once. What no product
-    reads stays apart: XLA fuses its slice with elementwise operations, which the backward pass does
-    again, and would keep all that was gathered with a bias for it.
+    Return also keys of those that are the same, by id: they run once, and apart, or all that is
+    gathered with them would wait for the last use. What no product reads stays apart: XLA fuses its
+    slice with elementwise operations, which the backward pass does again, and would keep all that
+    was gathered with a bias for it.
     """
     places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
     factors = {var for eqn in eqns if num_products(eqn) for var in variables(eqn.invars)}
     gathers = [at for at, eqn in enumerate(eqns) if _num_before(eqn)]
     paths = {at: path_to(eqns[at].invars[0], eqns, places) for at in gathers}
     times = Counter(key for _, key in paths.values())
+    repeated = [(eqns[at], key) for at, (path, key) in paths.items() if path and times[key] > 1]
+    keys = {id(eqn): (key, str(called(eqn))) for eqn, key in repeated}
     starts, sizes, groups = dict[Any, int](), Counter[int](), dict[int, _Group]()
     weights = dict[int, set[Any]]()
     for at, (path, key) in paths.items():
@@ -99,7 +107,7 @@ def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group]:
         made = [(eqns[places[x]], x) for x in late[::-1]]
         for x, found in zip((eqns[at], path[len(late)], made, out), group[:4], strict=True):
             found.append(x)
-    return {at: group for at, group in groups.items() if len(group.gathers) > 1}
+    return {at: group for at, group in groups.items() if len(group.gathers) > 1}, keys
 
 
 def _num_before(eqn: Any) -> int:

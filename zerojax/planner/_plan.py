@@ -187,7 +187,11 @@ class _Hunt:
         ]
         tried = tuple(itertools.chain.from_iterable(families))
         if not tried:
-            raise ValueError(self._indivisible())
+            raise ValueError(
+                f"no mesh that was to be tried divides the batch of {self.num_examples} examples "
+                f"into accumulate={self.recipe.accumulate} microbatches of whole ones; give "
+                "another accumulate, a batch that the devices divide, or other sizes of the axes"
+            )
         fitting = [[plan for plan in one if plan.bytes.total <= self.limit] for one in families]
         found = sorted((min(family, key=_rank) for family in fitting if family), key=_rank)
         if not found:
@@ -302,14 +306,6 @@ class _Hunt:
         recipe = dataclasses.replace(self.recipe, reshard_after_forward=reshard)
         model = dataclasses.replace(self.model, recipe=recipe)
         return place(model, self.hardware, devices, Placement(), stage)
-
-    def _indivisible(self) -> str:
-        """Return why no mesh takes the batch."""
-        return (
-            f"no mesh that was to be tried divides the batch of {self.num_examples} examples into "
-            f"accumulate={self.recipe.accumulate} microbatches of whole ones; give another "
-            "accumulate, a batch that the devices divide, or other sizes of the axes"
-        )
 
 
 def _rank(plan: Plan) -> tuple[float, int, int]:

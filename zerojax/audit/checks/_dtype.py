@@ -28,7 +28,8 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
             remedy="cast to the parameters' dtype before the gather, with an optimization_barrier "
             "between them (Precision(params=jnp.bfloat16) does so)",
         )
-    wide = _wide_reductions(evidence)
+    sums = [move for move in evidence.large if move.role in ("reduce", "scatter", "sliced")]
+    wide = [move for move in sums if 0 < _own_bits(evidence, move) < move.record.item_bits]
     if _is_relevant(evidence, wide) and not _may_reduce_wide(evidence):
         largest = max(wide, key=lambda move: move.moved)
         yield Problem(
@@ -79,15 +80,6 @@ def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     # As wide as the parameter: every use may cast it.
     cast = {item_bits(use.casts[0]) if use.casts else bits for use in users(evidence, move)}
     return max(cast) if cast and max(cast) < bits else None
-
-
-def _wide_reductions(evidence: Evidence) -> list[Move]:
-    return [
-        move
-        for move in evidence.large
-        if move.role in ("reduce", "scatter", "sliced")
-        and 0 < _own_bits(evidence, move) < move.record.item_bits
-    ]
 
 
 def _may_reduce_wide(evidence: Evidence) -> bool:

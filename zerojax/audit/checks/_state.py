@@ -50,7 +50,9 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     """Check that every state takes on a device what the layout gives it."""
     layout, judged = evidence.layout, _judged(evidence)
     whole = [one for one in judged if _excess(one) > 0]
-    cut = [x for x in judged if _excess(x) < 0 and not layout.partitions(_stage_kind(x))]
+    as_kind: dict[str, Any] = {"gradient": "optimizer"}
+    kinds = ((one, as_kind.get(one.kind, one.kind)) for one in judged if _excess(one) < 0)
+    cut = [one for one, kind in kinds if not layout.partitions(kind)]
     stage, shards = layout.stage, layout.num_shards
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
@@ -192,10 +194,6 @@ def _excess(one: Held) -> int:
 def _expected_bytes(one: Held) -> int:
     item = one.argument.shard_bytes // max(math.prod(one.argument.shard_shape), 1)
     return math.prod(one.shards[0]) * item
-
-
-def _stage_kind(one: Held) -> Any:
-    return "optimizer" if one.kind == "gradient" else one.kind
 
 
 def _by_kind(group: Iterable[Held]) -> list[tuple[str, list[Held]]]:

@@ -210,7 +210,8 @@ class _Clock:
                 continue
             first = max(lives.maker.get(v, 0) for v in operands)
             owners = [lives.owner.get(v) for v in operands]
-            is_gathered = any(v is not None and self._is_gathered(v) for v in owners)
+            numbers = [self.lifetimes.parameters[v].leaf for v in owners if v is not None]
+            is_gathered = any(self.leaves[number].is_gathered for number in numbers)
             first = launch.time if is_gathered else first
             for v, owner in zip(operands, owners, strict=True):
                 start, end = first, launch.time
@@ -219,9 +220,6 @@ class _Clock:
                     if final == launch.time:
                         start = end = earlier[-1] if earlier else first
                 yield start, end, self.sizes[v]
-
-    def _is_gathered(self, parameter: int) -> bool:
-        return self.leaves[self.lifetimes.parameters[parameter].leaf].is_gathered
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
