@@ -85,6 +85,24 @@ def test_a_barrier_stands_between_every_cast_and_its_gather(layout):
     assert barriers == ["bf16" for leaf in layout.leaves if leaf.dim is not None]
 
 
+@pytest.mark.aot("libtpu")
+def test_a_tpu_gathers_new_layers_as_parameters_lie():
+    """libtpu gathers columns of 6400, whose tiles are full, unless it is asked not to."""
+    mesh = zerojax.topology_mesh("v5p:2x2x2", {"data": 8})
+    shapes = {"down": jax.ShapeDtypeStruct((3, 6400, 1600), jnp.bfloat16)}
+    rules = (zerojax.Rule(path="down", stacked=1),)
+    layout = zerojax.make_layout(shapes, mesh, stage=2, rules=rules)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(jnp.einsum("bi,lio->blo", x, params["down"])))
+
+    step = zerojax.make_train_step(loss, optax.adamw(0.1), layout, zerojax.Recipe(precision="bf16"))
+    batch = jax.ShapeDtypeStruct((8, 6400), jnp.bfloat16, sharding=layout.batch)
+    text = step.lower(step.abstract_state(), batch).compile().as_text()
+    gathered = set(re.findall(r"bf16\[1,6400,1600\]\{([\d,]+)[^ ]* all-gather", text))
+    assert gathered == {"2,1,0"}
+
+
 @pytest.mark.parametrize(
     "target",
     [

@@ -147,6 +147,12 @@ def gather_weight(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any = None)
     return jnp.moveaxis(_from_bits(constrain(rows, layout, P()), x.dtype), 0, leaf.dim)
 
 
+def row_major(x: jax.Array, layout: Layout) -> jax.Array:
+    """Ask a TPU to hold an array as parameters lie, the last dim minor."""
+    order = MemoryLayout(major_to_minor=tuple(range(x.ndim)))
+    return with_layout_constraint(x, order) if layout.platform == "tpu" else x
+
+
 def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
     """Ask a TPU to hold a gradient so in memory that each shard is made of whole tiles.
 

@@ -10,14 +10,14 @@ by reading the buffer assignment of compiled steps:
   only an in-place update does, and one update of the whole leaf is folded away; two halves are not.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from zerojax._tree import num_bytes
 from zerojax._types import PyTree
-from zerojax.collectives._forms import constrain, gather, store, to_logical, to_stored
+from zerojax.collectives._forms import constrain, gather, row_major, store, to_logical, to_stored
 from zerojax.layout import Layout, LeafLayout
 
 
@@ -65,10 +65,8 @@ def _write_stack(
     """Gather leaves that are stacked equally high, some layers at a time."""
     num_layers = leaves[0].shape[0]
     stored = [store(x, leaf, layout) for x, leaf in zip(news, leaves, strict=True)]
-    layer = sum(
-        math.prod(leaf.stored_shape[1:]) * x.dtype.itemsize
-        for x, leaf in zip(olds, leaves, strict=True)
-    )
+    pairs = zip(olds, leaves, strict=True)
+    layer = sum(num_bytes(leaf.stored_shape[1:], x.dtype) for x, leaf in pairs)
     count = min(max((bucket_bytes or 0) // max(layer, 1), 1), num_layers)
 
     # A TPU gathers several layers at once for no more memory than one by one; a GPU would transpose
@@ -79,7 +77,8 @@ def _write_stack(
         out = []
         for was, x, leaf in zip(held, stored, leaves, strict=True):
             part = jax.lax.dynamic_slice_in_dim(x, start, count, 0).astype(was.dtype)
-            whole = _gather(part, leaf, layout)
+            # libtpu was seen to gather [6400, 1600] by columns, and to turn it around afterwards.
+            whole = row_major(_gather(part, leaf, layout), layout)
             if leaf.is_padded:
                 whole = jax.lax.slice(whole, [0] * whole.ndim, (count, *leaf.shape[1:]))
             out.append(jax.lax.dynamic_update_slice_in_dim(was, whole, start, 0))

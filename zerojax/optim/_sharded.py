@@ -52,8 +52,8 @@ def sharded(
     ) -> tuple[PyTree, PyTree]:
         grads = _as_gradients(updates, layout)
         params = None if params is None else as_params(params, layout, "params", within=True)
-        functions = {name: value for name, value in extra.items() if _holds_functions(value)}
-        arrays = {name: value for name, value in extra.items() if name not in functions}
+        functions = {k: x for k, x in extra.items() if any(map(callable, jax.tree.leaves(x)))}
+        arrays = {k: x for k, x in extra.items() if k not in functions}
         run = functools.partial(_update, tx, layout, functions)
         if not is_traced((grads, state, params)):
             run = jax.jit(run) if functions else compiled
@@ -153,10 +153,6 @@ def _in_place_of(tree: PyTree, new: PyTree, layout: Layout) -> PyTree:
 def is_traced(tree: PyTree) -> bool:
     """Return whether any leaf is being traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
-
-
-def _holds_functions(tree: Any) -> bool:
-    return any(callable(x) for x in jax.tree.leaves(tree))
 
 
 def _update(
