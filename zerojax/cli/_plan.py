@@ -252,7 +252,8 @@ def stages_table(plans: Sequence[Plan], size: float) -> Table:
             Text(amount(held.total / size), style=style),
         ]
         cells += [amount(held.host / size)] * hosted
-        made.add_row(*cells, f"{one.volume:.3f}", _milliseconds(one.step_time), one.time.bound_by)
+        time = format(1e3 * one.step_time, ",.1f" if one.step_time >= 0.1 else "#.4g")
+        made.add_row(*cells, f"{one.volume:.3f}", time, one.time.bound_by)
     return made
 
 
@@ -274,10 +275,6 @@ def notes(plans: Sequence[Plan]) -> list[str]:
         lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
     lines += dict.fromkeys(line for one in plans for line in one.assumptions)
     return lines
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f}" if seconds >= 0.1 else f"{1e3 * seconds:#.4g}"
 
 
 def _model(asked: PlanQuestion) -> str:

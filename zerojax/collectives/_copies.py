@@ -148,8 +148,9 @@ def copied_if_tied(box: Any, uses: list[Any], opening: Opening) -> Any:
     whole gradient, of a stack that is indexed in a loop for instance.
     """
     is_plain = isinstance(box, Boxed) and box.value.ndim > 1
-    is_tied = len(uses) > 1 and any(map(_is_lookup, uses))
-    return copied(box, opening) if is_plain and is_tied else box
+    # Many rows are looked up; one would be an index.
+    lookups = [x for x in uses if x.primitive.name == "gather" and x.invars[1].aval.ndim > 1]
+    return copied(box, opening) if is_plain and lookups and len(uses) > 1 else box
 
 
 def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
@@ -201,11 +202,6 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
         return dims is not None and eqn.invars[1 - place].aval.shape[dims[0]] % parts == 0
 
     return only(jaxpr.invars[index])
-
-
-def _is_lookup(eqn: Any) -> bool:
-    """Whether an equation looks up rows of its first operand: many, or it would be an index."""
-    return eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 1
 
 
 def is_enlarged(eqn: Any, values: list[Any], opening: Opening) -> bool:

@@ -167,7 +167,8 @@ def place(
         rules=placement.rules,
         min_size=placement.min_size,
     )
-    states, leaves = layout.count(model.tx, recipe), _held_leaves(layout, recipe)
+    leaves = _held_leaves(layout, recipe, hardware.platform == "tpu")
+    states = layout.count(model.tx, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
     network = Network(hardware, axes, is_cut=layout.partitions("parameter"))
     return Setting(devices, network, layout, states, leaves, recipe, matrices)
@@ -205,7 +206,7 @@ def _cut(leaf: jax.ShapeDtypeStruct, parts: int) -> P:
     return P(*(MODEL if d == wanted else None for d in range(len(shape))))
 
 
-def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
+def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf, ...]:
     """Return what each parameter takes on a device while a gradient is computed.
 
     Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the
@@ -219,6 +220,8 @@ def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
         shape = placed.stored_shape if gathers else placed.shape
         whole = num_bytes(layout.local_shape(placed, shape), dtype)
         is_gathered = gathers and placed.dim is not None
+        # libtpu turns a table's gradient that is cut along its minor dim before it scatters it.
+        is_turned = is_tpu and not placed.stacked and 0 < (placed.dim or 0) == len(placed.shape) - 1
         leaf = HeldLeaf(
             held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=whole,
@@ -226,6 +229,7 @@ def _held_leaves(layout: Layout, recipe: Recipe) -> tuple[HeldLeaf, ...]:
             is_gathered=is_gathered and not keeps,
             kept=whole if is_gathered and keeps else 0.0,
             parts=placed.own_parts,
+            turned=whole * is_turned,
         )
         found.append(leaf)
     return tuple(found)

@@ -36,6 +36,7 @@ class HeldLeaf:
     is_gathered: bool = False  # whether it is made whole for each use
     kept: float = 0.0  # bytes of what is made whole once, for the forward and the backward pass
     parts: int = 1  # parts that model parallelism cuts it into
+    turned: float = 0.0  # bytes of its whole gradient where that is turned around to be scattered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,9 @@ class _Clock:
             within = max((one.peak() for one in inside), default=0.0)
             wanted = {v: self._result(v, op) for v in launch.results}
             reused = _reused(launch, alive, wanted, kept)
-            worst = max(worst, total + sum(wanted.values()) - reused + within + beside + leaving)
+            marks = [self.lifetimes.marked[v] for v in wanted if v in self.lifetimes.marked]
+            beyond = within + beside + leaving + sum(self.leaves[x.leaf].turned for x in marks)
+            worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel":
                 leaving = 0.0
             for v, size in wanted.items():
