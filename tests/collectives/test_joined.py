@@ -61,13 +61,13 @@ def assert_same(got, want, tolerance=0.0):
         np.testing.assert_allclose(a, b, 0, atol, err_msg=jax.tree_util.keystr(path))
 
 
-def assert_joined(gloo, *given, tolerance=0.0):
+def assert_joined(gloo, *given, tolerance=0.0, merged=0.05):
     want, alone = gloo(gradients, *given, 1)
     got, together = gloo(gradients, *given)
     assert_same(got, want, tolerance)
     assert together[0] < alone[0]
     # Of a weight alone, XLA may merge the last gather of one pass and the first of the next.
-    assert together[1] <= 1.06 * alone[1]
+    assert together[1] <= (1 + merged) * alone[1]
 
 
 @pytest.mark.parametrize("sizes", [WIDE, NARROW], ids=["wide", "padded"])
@@ -88,7 +88,10 @@ def test_whatever_is_done_to_weights_they_are_the_same(part, sizes, mesh8, gloo)
 
     x = jax.random.normal(jax.random.key(2), (16, sizes[0]))
     args = stored_params(params, layout), jax.device_put(x, layout.batch)
-    assert_joined(gloo, jax.grad(gather_where_used(loss, layout)), layout, args, tolerance=1e-5)
+    gradient = jax.grad(gather_where_used(loss, layout))
+    # Padded, 8 of the 154 gathers that stand alone are those that XLA merges.
+    merged = 0.05 if sizes == WIDE else 8 / 154
+    assert_joined(gloo, gradient, layout, args, tolerance=1e-5, merged=merged)
 
 
 @pytest.mark.parametrize("name", ["scan", "scan of remat", "indexed", "listed_whole"])
