@@ -176,8 +176,7 @@ def bind_here(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def is_elementwise(eqn: Any) -> bool:
     """Whether each element of the result comes of the same element of the operands, or of scalars.
 
-    Such an equation takes scalars for all of its operands as well. `cumsum` along a dim, `rev` or
-    `transpose` don't.
+    Such an equation takes scalars for all of its operands. `cumsum`, `rev` or `transpose` don't.
     """
     if len(eqn.outvars) != 1 or not all(_fits(x.aval, eqn.outvars[0].aval) for x in eqn.invars):
         return False

@@ -256,6 +256,8 @@ def test_a_part_of_a_layer_is_what_it_uses_first(mesh8):
     found = sorted(gathers(needed(prefetched(gradient, 0.5, layout), args)))
     # Of both passes: one leaf of the first layer, both of the last, and both in the loop.
     assert found == 4 * [(1, False)] + 4 * [(NUM_LAYERS - 1, True)]
+    # A weight is half a layer: the first one goes ahead, though it is more than is asked for.
+    assert sorted(gathers(needed(prefetched(gradient, 0.1, layout), args))) == found
 
 
 def loss_of_both(params, batch):
@@ -318,9 +320,9 @@ def test_a_loop_that_counts_down_gathers_ahead(mesh8):
 
 def test_a_cpu_and_whole_parameters_gather_nothing_ahead():
     recipe = zerojax.Recipe()
-    assert recipe.lookahead({"parameter"}, "gpu") == recipe.lookahead({"parameter"}, "tpu") == 1
+    assert recipe.lookahead({"parameter"}, "gpu") == recipe.lookahead({"parameter"}, "tpu") == 0.5
     assert recipe.lookahead({"parameter"}, "cpu") == recipe.lookahead({"gradient"}, "gpu") == 0
-    assert zerojax.Recipe(prefetch=0.5).lookahead({"parameter"}, "cpu") == 0.5
+    assert zerojax.Recipe(prefetch=1).lookahead({"parameter"}, "cpu") == 1
 
 
 def test_what_the_host_is_asked_for_is_not_asked_ahead(mesh8):

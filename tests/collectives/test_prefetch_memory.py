@@ -4,14 +4,17 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zerojax
 from tests.collectives.test_prefetch import gradient_of, needed
-from tests.collectives.uses import WIDE
+from tests.collectives.uses import LOOPS, WIDE, params_of
 from zerojax._jaxpr import depending, opened, scan_parts, variables
-from zerojax.collectives import prefetched
-from zerojax.collectives._order import is_gather
+from zerojax._tree import as_shapes
+from zerojax.collectives import gather_where_used, prefetched
+from zerojax.collectives._order import is_gather, is_reduced
 
 
 def loops_of(program, args):
@@ -61,6 +64,37 @@ def test_on_a_tpu_layers_wait_for_those_before(mesh8, monkeypatch):
 def made_by(loop):
     """Return the results of a loop that are used."""
     return {var for var in loop.outvars if type(var).__name__ != "DropVar"}
+
+
+def test_a_backward_loop_waits_for_gradients_made_before_it(mesh8):
+    """Or compilers make the head's behind the loop, and keep the logits' gradient all along."""
+    stack, head = params_of(LOOPS["scan"], WIDE), jnp.ones((WIDE[0], 32))
+    params = {"stack": stack, "head": head}
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=16)
+
+    def loss(params, x):
+        return jnp.mean((LOOPS["scan"](params["stack"], x) @ params["head"]) ** 2)
+
+    gradient = jax.grad(gather_where_used(loss, layout))
+    args = as_shapes((params, jnp.zeros((16, WIDE[0]))))
+    eqns = opened(needed(prefetched(gradient, 1, layout), args))[0].eqns
+    *_, loop = (eqn for eqn in eqns if eqn.primitive.name == "scan")
+    reduced = next(eqn for eqn in eqns if is_reduced(eqn))
+    assert reduced.outvars[0].aval.shape == head.shape
+    assert not depending(eqns, reduced.outvars).isdisjoint(variables(loop.invars))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_gradients_of_a_layer_are_reduced_while_it_computes(platform, mesh8, monkeypatch):
+    """Not where they are merged with products that stand behind them (TPUs, here without cores)."""
+    gradient, layout, args = gradient_of(["scan"], mesh8)
+    monkeypatch.setattr(type(layout), "platform", platform)
+    (_, body, _) = [*loops_of(prefetched(gradient, 1, layout), args)][-1]
+    reduced = {var for eqn in body.eqns if is_reduced(eqn) for var in eqn.outvars}
+    barriers = [eqn for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
+    waited = {*variables(var for eqn in barriers for var in eqn.invars)} & reduced
+    assert len(reduced) == 2
+    assert len(waited) == (platform == "gpu")
 
 
 def test_what_a_layer_computes_twice_waits_for_its_gradient(mesh8):

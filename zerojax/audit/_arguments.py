@@ -26,8 +26,7 @@ class Held:
     argument: Argument  # the facts
     kind: HeldKind  # parameter, master, optimizer, gradient, batch or other
     parameter: int | None = None  # index of the layout's leaf that it belongs to, None for none
-    # shapes that one device's part may have by the layout, the likeliest first; empty where the
-    # layout says nothing of it
+    # shapes that one device's part may have by the layout, the likeliest first, if it says any
     shards: tuple[Shape, ...] = ()
     is_far: bool = False  # whether it lives in the host's memory
 

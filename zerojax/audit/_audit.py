@@ -159,8 +159,7 @@ VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume")
 class AuditReport(Shown):
     """What a compiled step moves and keeps on one device.
 
-    Volumes are elements moved per device and step over the number of parameters, along the axes of
-    ZeRO and of the batch.
+    Volumes are elements moved per device, step and parameter, along the axes of ZeRO and the batch.
 
     Attributes:
         title: stage, mesh and platform in one line.

@@ -26,9 +26,8 @@ class Match:
     """Name the leaves that a tensor may be, and how much of one it is."""
 
     # "leaf" (whole, or the part of it that the user's own axes leave), "layer" of a stack, "half",
-    # "stage" (what a step of a staged gather or reduction moves), "optimizer" (a leaf of the
-    # optimizer's state with dims of its own) or "joined" (shards of several leaves in one message);
-    # empty for an activation
+    # "stage" (what a step of a staged gather or reduction moves), "optimizer" (a leaf of its state
+    # with dims of its own), "joined" (shards of several leaves in a message), "" for an activation
     form: str
     leaves: tuple[int, ...]  # indices of the layout's leaves; several where they look the same
     key: Key  # the dims that were found, above 1 and sorted

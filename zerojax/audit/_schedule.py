@@ -34,8 +34,7 @@ class Tally:
     exposed: float = 0.0
     largest: Operation | None = None
     most: float = 0.0  # seconds of the largest operation beside it, or its bytes or cycles
-    # when links begin, when they are through, and for how long the device waits: of each run, of a
-    # loop's the first two turns
+    # when links begin and are through, and how long the device waits: each run, two turns of a loop
     runs: list[tuple[float, float, float]] = field(default_factory=list)
 
 

@@ -44,8 +44,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: the path is neither a text nor a `Path`.
-        ValueError: the path is empty, or a URL such as "gs://bucket/run"; also as `pathlib` writes
-            it, "gs:/bucket/run".
+        ValueError: the path is empty, or a URL: "gs://bucket/run", or "gs:/bucket/run" of pathlib.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):

@@ -116,12 +116,10 @@ class Checkpoints:
     ) -> PendingSave:
         """Start to save a step, which names the checkpoint; see `zerojax.save`.
 
-        Returns when the devices are free to go on. A damaged checkpoint of the same step is moved
-        aside, to `STEP.damaged`.
+        Returns when devices are free to go on. A damaged one of the step becomes `STEP.damaged`.
 
         Raises:
-            ValueError: the step is saved already, or negative. Also what went wrong with the save
-                before.
+            ValueError: the step is saved or negative. Also what went wrong with the save before.
         """
         self.wait()
         step = check_step(step)

@@ -59,8 +59,7 @@ class ExportOptions(CheckpointOptions):
 def inspect(options: CheckpointOptions) -> None:
     """Show what a checkpoint holds, from its manifest alone.
 
-    The model's code is not needed, nor the devices that it was saved on. Its checkpoint.json has
-    every leaf and file.
+    Neither the model's code nor its devices are needed. checkpoint.json has every leaf and file.
 
     ```
     zerojax checkpoint inspect runs/books

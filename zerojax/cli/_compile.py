@@ -147,18 +147,14 @@ def compile_(options: CompileOptions) -> None:
 
     Nothing is run and no accelerator is needed: the compilers of TPUs and GPUs work on any Linux
     machine (`pip install 'zerojax[aot]'`). The compiled program itself shows whether ZeRO took
-    effect: what it moves between devices and what it holds, beside the theory and a device's
-    memory, and what is wrong.
+    effect: what it moves and holds, beside the theory and a device's memory, and what is wrong.
 
-    A program is kept, and not compiled again: in `~/.cache/zerojax/programs`, or where the variable
-    `ZEROJAX_CACHE` says.
+    A program is compiled once and kept in `~/.cache/zerojax/programs` or `$ZEROJAX_CACHE`.
 
-    Exit status: 0 all is well; 1 the audit found problems, or a program does not fit; 2 asked for
-    what can't be done.
+    Exit status: 0 all is well; 1 the audit found problems, or a program does not fit; 2 bad input.
 
     Examples: GPT-2 XL on a node of eight H100s; all stages side by side on eight TPU chips, with a
-    drawing; a hundred billion parameters on a pod slice; the same on GPUs as the paper did, 16 of
-    them to a layer.
+    drawing; a hundred billion parameters on a pod slice; the same on GPUs, 16 to a layer.
 
     ```
     zerojax compile --model gpt2-xl --topology h100:1x8 --stage 2

@@ -137,8 +137,7 @@ class Opening:
     def uncut(self, x: jax.Array, like: Boxed) -> jax.Array:
         """Keep an operand or the result of `w / norm(w)` whole below stage 3, in the shape of `w`.
 
-        The partitioner would cut them as their gradients are cut, and gather the norms, broadcast,
-        or the quotient.
+        The partitioner would cut them as their gradients are cut, and gather norms or quotients.
         """
         is_float = jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)
         if self.gathers or like.dim is None or not is_float or self.widens(x.dtype):

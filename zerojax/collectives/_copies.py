@@ -8,8 +8,7 @@ weight's own gather, and the gradients of all copies go to one array that nothin
     x = copies(w, sums)[ids]                                   each device its own, [8,2,32,64]
 
 The gradient of `sums` is what each device has added up. It is summed over devices once and straight
-into shards. That is done for weights that are looked up and used again, and for four kinds
-of others:
+into shards. That is done for weights that are looked up and used again, and for four others:
 
 - a lookup whose gradient is reduced in phases: the partitioner may gather the activations'
   gradients instead, or sum whole tables over all devices;
@@ -59,8 +58,7 @@ class Copied:
 
     box: Boxed  # for any other use
     origin: Boxed  # the parameter, and all equations between it and `box` as recorded ones
-    # zeros whose gradient is that of the copies: [devices along the batch axes, *shape of the
-    # parameter]
+    # zeros whose gradient is that of the copies: [devices along the batch axes, *parameter's shape]
     sums: jax.Array
     # the parameter's copies, if they are gathered already; like `sums`, and linked to it
     whole: jax.Array | None = None

@@ -235,8 +235,7 @@ class PerDevice:
     def dim_of(self, leaf: Placed) -> int | None:
         """Return the dim along which a leaf is summed straight into shards; None where it is not.
 
-        A leaf that the user cuts too is not: the partitioner would make it whole along the user's
-        axes before it sums.
+        A leaf that the user cuts too is not: it would be made whole along the user's axes first.
         """
         is_direct = not any(leaf.entries) and set(self._names) <= set(self.axes)
         return leaf.dim if is_direct else None
@@ -288,9 +287,8 @@ def gather_narrow(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any) -> jax
     A block lies along a dim that is not cut, so that each is encoded where it is stored. Leaves
     without such a dim, biases and norms, are gathered as they are.
 
-    With blocks of 2 and int8, `[127.0, -38.1, 2.54, 1.27]` is scales `[1.0, 0.02]` and codes
-    `[127, -38, 127, 64]`, and arrives as `[127.0, -38.0, 2.54, 1.28]`. The other dtype is
-    float8_e4m3fn.
+    With blocks of 2 and int8 (or float8_e4m3fn), `[127.0, -38.1, 2.54, 1.27]` is scales `[1.0,
+    0.02]` and codes `[127, -38, 127, 64]`, and arrives as `[127.0, -38.0, 2.54, 1.28]`.
     """
     held = {dim for dim, axes in enumerate(leaf.entries) if axes or dim == leaf.dim}
     along = block_dim(x.shape, held)

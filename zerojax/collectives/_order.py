@@ -24,6 +24,8 @@ What is computed again for the backward pass stands behind a barrier of all that
 that are tied pass by it: they need not wait for the gradient of this layer.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ import jax
 
 from zerojax._jaxpr import (
     bind,
+    depending,
     inputs_of,
     num_products,
     opened,
@@ -86,6 +89,8 @@ class _Order:
         self.loose: set[Any] = set()
         #: shards and what is done to them until they are gathered
         self.gathered: set[Any] = set()
+        #: equations that run before a backward loop, by its place, when its inputs are there
+        self.late: dict[int, list[Any]] = {}
 
     def tie(self, bound: float) -> None:
         """Tie each group of gathers to the first product of the group before it.
@@ -103,16 +108,40 @@ class _Order:
                 size += eqn.outvars[0].aval.size
                 if previous is not None:
                     self._wait(path, previous)
+            elif _is_start(eqn) and not _is_start(self.eqns[at - 1]):
+                self.tie_sums(at)
             elif any(map(is_gather, with_inner(eqn))):
                 size, product, previous = 0, None, None
             elif size and product is None and any(map(num_products, with_inner(eqn))):
                 product = at
 
+    def tie_sums(self, end: int) -> None:
+        """Let a backward loop wait for gradients that are made before it.
+
+        Else they are made behind it, and the logits' gradient lies there all along. One that is not
+        reduced yet, of a table that is looked up too, is made when the loop's start is there, so
+        that the gathered table is gone; and only if it takes half the room of what it is made of.
+        """
+        starts = itertools.takewhile(_is_start, self.eqns[end:])
+        live = {*variables(var for eqn in starts for var in eqn.invars)}
+        found, late, first = list[Any](), list[Any](), max(self.late, default=0)
+        for at in reversed(range(end)):
+            eqn, sizes = self.eqns[at], [x.aval.size for x in self.eqns[at].invars]
+            is_read = not live.isdisjoint(eqn.outvars)
+            if is_read or is_reduced(eqn) or eqn.primitive.name == "reduce_sum":
+                found += [] if is_read or at < first else eqn.outvars
+                live.update(variables(eqn.invars))
+            elif num_products(eqn) and 2 * eqn.outvars[0].aval.size <= max(sizes) and at > first:
+                late += eqn.outvars
+        behind = depending(self.eqns[:end], late)
+        self.late[end] = [eqn for eqn in self.eqns[:end] if not behind.isdisjoint(eqn.outvars)]
+        self.tied.setdefault(end, []).extend([*found, *late])
+
     def tie_products(self, bound: float) -> None:
         """Let the product behind each group of gradients wait for the group before it."""
         size, group, last, ready = 0, [], [], []
         for at, eqn in enumerate(self.eqns):
-            if eqn.primitive.name == "name" and eqn.params["name"] == REDUCED:
+            if is_reduced(eqn):
                 group.append(eqn.outvars[0])
                 aval = eqn.outvars[0].aval
                 size += num_bytes(aval.shape, aval.dtype)
@@ -143,7 +172,14 @@ class _Order:
     def equations(self) -> list[Any]:
         """Return the equations with a barrier before each product that something waits for."""
         eqns: list[Any] = []
+        late = {var for some in self.late.values() for one in some for var in one.outvars}
         for at, eqn in enumerate(self.eqns):
+            if not late.isdisjoint(eqn.outvars):
+                continue
+            if some := self.late.get(at):
+                read = [x for one in some for x in variables(one.invars) if x not in late]
+                together = [*dict.fromkeys((*variables(eqn.invars), *read))]
+                eqns += [_Tie(together, together, eqn.source_info), *some]
             if at in self.tied:
                 together = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
                 eqns.append(_Tie(together, together, eqn.source_info))
@@ -168,6 +204,18 @@ class _Order:
         maker = self.eqns[self.places[var]] if var in self.places else None
         is_placed = maker is not None and maker.primitive.name == "sharding_constraint"
         return bind(maker, [value])[0] if is_placed else value
+
+
+#: The name of what a backward loop starts with.
+BACKWARD = "zerojax_backward"
+
+
+def is_reduced(eqn: Any, name: str = REDUCED) -> bool:
+    """Whether an equation's result is a gradient that has been reduced."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == name
+
+
+_is_start = functools.partial(is_reduced, name=BACKWARD)
 
 
 def is_gather(eqn: Any) -> bool:

@@ -1,8 +1,7 @@
 """Whole matrices without gathering: each goes from its shards to one device, and back.
 
 Every device has a part of every matrix and sends the part to the matrix's owner, which computes
-and sends each device its part of the result: two all-to-alls. Of 12 matrices of one kind and 12
-smaller ones on 8 devices:
+and sends each device its part of the result: two all-to-alls. 12 matrices, 12 smaller, 8 devices:
 
     owner    0   1   2   3   4   5   6   7
     slot 1   a   a   a   a   a   a   a   a     one of the first kind for each

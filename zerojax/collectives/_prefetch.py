@@ -24,7 +24,6 @@ Layers that stand in no loop are put in an order (`_order`).
 
 import dataclasses
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
 from zerojax._jaxpr import (
@@ -52,10 +52,9 @@ from zerojax._jaxpr import (
     with_inner,
 )
 from zerojax._tree import num_bytes
-from zerojax.collectives._boxed import REDUCED
 from zerojax.collectives._forms import uses_gloo
 from zerojax.collectives._joined import JOINED_BYTES, joined
-from zerojax.collectives._order import is_gather, run_in_order
+from zerojax.collectives._order import BACKWARD, is_gather, is_reduced, run_in_order
 from zerojax.layout import Layout
 
 
@@ -72,8 +71,8 @@ def prefetched(
     Args:
         function: of pytrees of arrays: the gradient of a loss. It can't be differentiated again
             without keeping what its loops carry.
-        layers: how much of a layer is gathered ahead, by bytes of weights: 1, or a part, of those
-            that it uses first; 0 leaves gathers as they are.
+        layers: how much of a layer is gathered ahead, by bytes, of what it uses first, but at least
+            the first large weight; 0 leaves gathers as they are.
         layout: the placement.
         bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
             a GPU layers that stand in no loop wait for the reductions of those before. Between
@@ -143,6 +142,7 @@ class _Prefetch:
     def __init__(self, layers: float, layout: Layout, bound: int) -> None:
         self.layers, self.layout, self.bound = layers, layout, bound
         self.is_tpu = layout.platform == "tpu"
+        self.merges = self.is_tpu and not layout.offloads
         self.num_ahead = 0
         self.late: list[str] = []
 
@@ -169,7 +169,7 @@ class _Prefetch:
         step = functools.partial(self.step, looped=True)
         body = jax.make_jaxpr(lambda *args: run(program, args, step))(*inputs)
         body = joined(body, self.layout, self.bound)
-        halves, late = _halves(body, *scan_parts(eqn.params), self.layers)
+        halves, late = _halves(body, *scan_parts(eqn.params), self.layers, self.merges)
         self.late += [source_info_util.summarize(gather.source_info) for gather in late]
         if not halves.gathers or eqn.params["length"] < 2:
             return run_scan(eqn, values, lambda given: run(body, given))
@@ -207,6 +207,8 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
     # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
     empty = jax.lax.empty if is_tpu else jnp.zeros
     rows = [empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+    if halves.barrier is not None:
+        start = [checkpoint_name(x, BACKWARD) for x in start]
     state = (start, halves.gather(inputs(0, start)[1]), rows)
     # libtpu copies what a turn gathered into the place of the weights at hand. Two layers a turn
     # have two places; the barrier lets a gather wait until its place is free.
@@ -227,6 +229,7 @@ class _Halves:
     steps: Sequence[Any]
     gathers: Sequence[Any]  # the equations that gather what the next iteration uses
     barrier: Any  # the product before which they end; None where the loop reduces nothing
+    merges: bool  # whether reductions run within products behind them (TPUs without SparseCores)
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
         """Return what the next iteration is given of what only counts."""
@@ -250,12 +253,17 @@ class _Halves:
         made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
         jaxpr, _ = opened(self.body)
         rest = [eqn for eqn in jaxpr.eqns if made.keys().isdisjoint(eqn.outvars)]
+        reduced: list[Any] = []
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             nonlocal following
             if eqn is self.barrier and following:
-                values, following = jax.lax.optimization_barrier((values, following))
-            return bind(eqn, values)
+                done = [] if self.merges else reduced
+                values, following, _ = jax.lax.optimization_barrier((values, following, done))
+            results = bind(eqn, values)
+            if is_reduced(eqn):
+                reduced.extend(results)
+            return results
 
         return self._run(rest, given, made, jaxpr.outvars, step), following
 
@@ -271,7 +279,9 @@ class _Halves:
         return run_equations(_needed(eqns, wanted), inputs, wanted, step)
 
 
-def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[_Halves, list[Any]]:
+def _halves(
+    body: Any, num_consts: int, num_carry: int, layers: float, merges: bool
+) -> tuple[_Halves, list[Any]]:
     """Cut a body behind the gathers that go ahead; return also those that can't."""
     jaxpr, _ = opened(body)
     first = num_consts + num_carry
@@ -287,15 +297,19 @@ def _halves(body: Any, num_consts: int, num_carry: int, layers: float) -> tuple[
     gathers = [eqn for eqn in jaxpr.eqns if is_gather(eqn)]
     late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
     early = [eqn for eqn in gathers if eqn not in late and own.issuperset(eqn.outvars)]
-    gathered = [eqn.outvars[0].aval for eqn in early]
-    ahead = [*itertools.accumulate(num_bytes(x.shape, x.dtype) for x in gathered)]
-    chosen = [eqn for eqn, size in zip(early, ahead, strict=True) if size <= layers * ahead[-1]]
-    return _Halves(body, steps, chosen, _barrier(jaxpr.eqns)), late
+    avals = (eqn.outvars[0].aval for eqn in early)
+    sizes = [num_bytes(aval.shape, aval.dtype) for aval in avals]
+    bound, done, chosen = layers * sum(sizes), 0, []
+    for eqn, size in zip(early, sizes, strict=True):
+        if done + size <= bound or done < bound / 8:
+            chosen.append(eqn)
+        done += size
+    return _Halves(body, steps, chosen, _barrier(jaxpr.eqns), merges), late
 
 
 def _barrier(eqns: Sequence[Any]) -> Any:
     """Return the product at which `COMPUTED` of a backward layer's arithmetic is done."""
-    if not any(e.primitive.name == "name" and e.params["name"] == REDUCED for e in eqns):
+    if not any(map(is_reduced, eqns)):
         return None
     bound, done = COMPUTED * sum(map(num_products, eqns)), 0
     for eqn in eqns:

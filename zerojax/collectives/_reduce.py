@@ -42,13 +42,11 @@ def accumulate(
 ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.
 
-    Of aux, rows of examples come back in the order of the batch, and whole numbers are counts:
-    they are summed.
+    Of aux, rows of examples come back in the order of the batch; whole numbers are summed.
 
     The batch is `count` microbatches together, and `carried` the loss's third argument for the
     first. `dtype` is that of the running sum of gradients, None their own. `transform` makes
-    another function of the gradient's before it is run. On a TPU the backward pass waits for the
-    loss.
+    another function of the gradient's before it is run. A TPU's backward pass waits for the loss.
 
     Returns:
         `(loss, aux, carried), gradients`.
@@ -169,8 +167,7 @@ def reduce_once(
         params: logical parameters, whole along the batch axes.
         batch: the global batch.
         count: microbatches per step.
-        dtype: dtype of the unreduced accumulator, in which devices are summed too; None is the
-            gradients' own.
+        dtype: that of the accumulator, in which devices are summed too; None is the gradients'.
 
     Raises:
         ValueError: the loss is no mean over examples, or may be none.

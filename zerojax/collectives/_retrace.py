@@ -131,8 +131,7 @@ class _Retracer:
 
     opening: Opening  # how boxes are opened
     from_batch: set[Any]  # variables computed from the batch; others are of weights and constants
-    # whether a function that the user rematerialises is around, so that what is gathered here is
-    # not kept anyway
+    # whether the user rematerialises what is around, so that what is gathered here is not kept
     saved: bool = False
     # whether a scan is around; its forward and backward pass are loops of their own, so that
     # nothing of the one can be merged into the other

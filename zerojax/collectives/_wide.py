@@ -94,8 +94,7 @@ def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, ja
 def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
     """Multiply by a weight whose gradient is accumulated and returned in the weight's dtype.
 
-    The weight comes in a wide dtype and is multiplied in the narrow one that the equation was
-    traced with.
+    The weight comes in a wide dtype and is multiplied in the narrow one of the trace.
     """
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     left, right = operands

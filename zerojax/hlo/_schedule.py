@@ -187,8 +187,7 @@ def parse_schedule(module: Module) -> Schedule | None:
         %dot = bf16[8,64] fusion(%x, %w), ...
         %whole = bf16[4096] all-gather-done(%gather)
 
-    are three operations: one that begins the gather, one that costs what the fusion does, and one
-    that ends the first.
+    are three operations: the gather's beginning, what costs what the fusion does, and its end.
     """
     if "is_scheduled=true" not in module.header:
         return None

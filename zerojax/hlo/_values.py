@@ -128,8 +128,7 @@ def arguments_of(
     What comes through scalars does not count. Of an update `w - rate * (g + decay * w)`, these are
     those of `w`, and whatever the gradient `g` was computed from.
 
-    `until` says which values are not followed further back; `seen` collects the keys of all that
-    were come to.
+    `until` says which values are not followed further back; `seen` collects all keys.
     """
     found: set[int] = set()
     waiting = list(values)
@@ -189,8 +188,7 @@ def uses_of(
     %loop = (bf16[64,128], s32[]) while(%t), body=%b
     %b: %y = bf16[8,128] dot(%x, %element_0)      the one use, with the cast ("bf16",)
 
-    It goes through opcodes that hand a value on and into the computations of others, past each
-    place once.
+    It goes through opcodes that hand a value on and into computations, past each place once.
     """
     seen = set() if seen is None else seen
     if value.key in seen or len(seen) > MOST_PLACES:

@@ -40,9 +40,8 @@ class Cut(NamedTuple):
 class LeafLayout:
     """Where one leaf lives.
 
-    Example: `[1009, 64]` over eight devices along "data" is stored as `[1016, 64]`: `dim=0,
-    axes={"optimizer": ("data",), ...}, parts={"optimizer": 8, ...}, stored_size=1016`, and a shard
-    is `[127, 64]`.
+    Example: `[1009, 64]` over eight devices along "data" is stored as `[1016, 64]`, in shards of
+    `[127, 64]`: `dim=0, axes={"optimizer": ("data",), ...}, parts={"optimizer": 8, ...}`.
     """
 
     path: str  # the leaf's path, slash separated

@@ -87,8 +87,7 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
     inside a numbered pytree node, and with optax's own placeholders (`optax.tree_map_params`). A
     leaf with the parameter's shape lives where the parameter's shard lives; a history (dims added
     in front) and a factored leaf (dims removed) live with what is left of it; which dims are left
-    is told by tracing `tx.init` once more with all sizes distinct. Any other leaf is placed by its
-    own shape.
+    is told by tracing `tx.init` once more with all sizes distinct. Others go by their shape.
     """
     tx = as_transformation(tx)
     shapes = layout.map_leaves(

@@ -89,8 +89,7 @@ def find_ways(
     """Return for each leaf of the state how its dims come from its parameter's; see `dim_sources`.
 
     Where sizes repeat, shapes alone can't tell: `[16]` of `[16, 16]`. Then `tx.init` is traced with
-    the repeated sizes made distinct, growing in order so that optimizers which sort dims by size
-    sort them as before.
+    the repeated sizes made distinct, in their order, for optimizers that sort dims by size.
     """
     of = [x.shape for x in jax.tree.leaves(shapes)]
     found = [

@@ -57,11 +57,9 @@ class StepRecord:
     # collectives by what they do: "all-gather bf16[1024,4096] over data"
     moved: Mapping[str, Moved]
     # bytes of the peak, of arguments and of host memory, that are moved along each axis, and of
-    # those that block; and the exposed share of the scheduled step. What the compiler does not tell
-    # is left out
+    # those that block; and the exposed share of the scheduled step, as far as the compiler tells
     totals: Mapping[str, float]
-    # what ZeRO moves for arguments that lie as these, beside what is moved; in words. A lock file
-    # leaves it out
+    # what ZeRO moves for such arguments, beside what is moved; in words, and in no lock file
     theory: str = ""
 
     @classmethod

@@ -73,8 +73,7 @@ def _with_whole_gradient(
     place: Callable[[jax.Array], jax.Array], x: jax.Array, axis: str | None
 ) -> jax.Array:
     placed = jax.custom_vjp(place)
-    # Rematerialisation must see names, so that the forward rule does not call `placed`, which would
-    # hide them.
+    # Rematerialisation must see names, which `placed` would hide, so the forward rule has `place`.
     placed.defvjp(lambda x: (place(x), None), lambda _, g: (whole(g, axis),))
     return placed(x)
 

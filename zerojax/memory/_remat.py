@@ -122,8 +122,7 @@ def rematerialised(
     Layers are what it hands to `jax.checkpoint` itself, and the bodies of its scans, apart from
     those whose products all lie in such layers; a function without any is a layer itself. What is
     rematerialised within a layer, attention say, stays so except for "none". Layer inputs are the
-    floating values that a scan carries, and those that come from arguments after the first: the
-    first are the weights.
+    floating values that a scan carries, and those that come from arguments after the weights.
 
     Args:
         function: of arrays, `function(weights, *rest)`: a loss, a model, or one layer.
@@ -133,8 +132,7 @@ def rematerialised(
     Raises:
         ValueError: when it is called: a name that no layer has, with those that there are; an axis
             that the mesh which is set does not have. `Recipe(remat=)` sets the mesh. A loss without
-            layers, of which the policy would keep nothing: it computes all of itself again and
-            avoids no memory.
+            layers, of which the policy would keep nothing, computes all again and saves no memory.
     """
     chosen = as_remat(policy) or RematPolicy(recompute="none")
 

@@ -18,8 +18,7 @@ class Config:
     softmax and loss compute in fp32 whatever `dtype` is.
 
     `model_axis` names the mesh axis of model parallelism. It must divide the heads, and the rows of
-    the embedding: `vocab_multiple` adds rows up to a multiple, which no token has and no logit is
-    given to.
+    the embedding: `vocab_multiple` adds rows up to a multiple, for no token and no logit.
 
     A layer's values carry the names `attention` [B, T, D] and `hidden` [B, T, 4D], by which
     rematerialisation policies can keep them.

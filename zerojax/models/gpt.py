@@ -5,8 +5,7 @@ every leaf of `params["blocks"]` is stacked on dim 0, [L, ...]; with `scan=False
 trees. The columns of `qkv` lie head by head, [H, 3, D/H]: equal parts of them are whole heads.
 
 With a `model_axis`, `specs` says how parameters are cut over it, as Megatron-LM does, and
-activations are placed wherever a mesh with that axis is set: by `jax.set_mesh`, or in the step of
-zerojax.
+activations are placed where a mesh with that axis is set: by `jax.set_mesh` or a step of zerojax.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """The update of states that live in the host's memory, leaf by leaf.
 
 Each leaf's gradient goes down to its states, and a barrier holds back the next leaf until this
-one's new parameter is there. So the device holds, beside the gradients, no more than one leaf's
-copies.
+one's new parameter is there. So beside the gradients the device holds one leaf's copies.
 
 Source: ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.
 """
@@ -32,8 +31,7 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 class Hosted:
     """Which leaves live in the host's memory.
 
-    Scalars, leaves that the layout keeps whole for their size, and padded leaves stay on the
-    device.
+    Scalars, leaves that are kept whole for their size, and padded leaves stay on the device.
     """
 
     masters: tuple[bool, ...]  # per parameter

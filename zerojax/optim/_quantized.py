@@ -29,8 +29,7 @@ class Quantized(NamedTuple):
     """A leaf in few bits."""
 
     codes: jax.Array  # int8 or bfloat16, of the leaf's shape
-    # the largest magnitude of each row, of the leaf's shape without the last dim and in the leaf's
-    # dtype
+    # the largest magnitude of each row: the leaf's dtype and its shape without the last dim
     scales: jax.Array
 
 

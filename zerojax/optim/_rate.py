@@ -69,7 +69,9 @@ def _factors(traced: Traced, var: Any, moving: set[Any]) -> tuple[tuple[Any, ...
             var = eqn.invars[0]
         elif eqn.primitive.name == "mul":
             # The factor first: what does not move, else the smaller one.
-            factor, var = sorted(eqn.invars, key=lambda x: (_in(x, moving), x.aval.size))
+            factor, var = sorted(
+                eqn.invars, key=lambda x: (is_variable(x) and x in moving, x.aval.size)
+            )
             if factor.aval.size > 1 or not is_variable(var):
                 break
             if not is_variable(factor):
@@ -93,7 +95,3 @@ def _source(traced: Traced, var: Any) -> Any:
             break
         (var,) = eqn.invars
     return var
-
-
-def _in(atom: Any, moving: set[Any]) -> bool:
-    return is_variable(atom) and atom in moving

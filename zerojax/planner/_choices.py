@@ -20,8 +20,7 @@ class Space:
         stages: ZeRO stages.
         num_shards: sizes of the shard group; None is all devices, and those of a node or slice.
         model_axes: sizes of the model axis; None is 1, 2, 4, ... up to a node's devices.
-        offload: whether the host may keep optimizer and masters, or activations too, where the
-            recipe leaves that open.
+        offload: whether the host may keep states, or activations too, if the recipe leaves it open.
 
     Raises:
         ValueError: a list that names nothing.

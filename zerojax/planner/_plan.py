@@ -142,8 +142,7 @@ def search_plans(
 
     Goes through stages, shard groups (all devices, or those of a node or slice), model axes,
     rematerialisation, what the host keeps, whether gathered weights are kept, and microbatches. A
-    family is one of each but the microbatches: of each family the fastest microbatch that fits is a
-    choice.
+    family is one of each but the microbatches: its fastest microbatch that fits is a choice.
 
     Args:
         params, tx, num_devices, hardware: as for `plan`.

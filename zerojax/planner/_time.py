@@ -96,8 +96,7 @@ def _link_seconds(
 ) -> tuple[Seconds, Seconds]:
     """Add up the time of the collectives, and what of it has work beside it.
 
-    Theory counts elements as a device moves them. What model parallelism and the optimizer move
-    is waited for.
+    Theory counts elements that a device moves. Model parallelism and the optimizer are waited for.
     """
     theory, network, (gathered, reduced) = given.theory, given.network, given.item_bytes
     parts: tuple[tuple[Mapping[Axes, float], float, Collective, float], ...] = (

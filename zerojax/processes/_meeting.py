@@ -17,8 +17,7 @@ def meet(coordinator: str, count: int, index: int, listens: str | None, seconds:
     """Wait for all processes; process 0 listens where jax will, at `listens` or everywhere.
 
     Raises:
-        ProcessError: on each that has started, with the numbers of those that have not; or process
-            0 can't listen.
+        ProcessError: on each that has started, with who has not; or process 0 can't listen.
     """
     port = coordinator.rpartition(":")[2]
     anywhere = f"{'[::]' if socket.has_dualstack_ipv6() else '0.0.0.0'}:{port}"

@@ -51,10 +51,10 @@ class Recipe:
             the weights that are gathered in one message, 24 MiB by default. Larger ones are fewer
             and take more memory.
         prefetch: how much of the next layer's weights stage 3 gathers while a layer computes, in
-            the forward and in the backward pass: 1, or a part where a layer is a large share of
-            a device's memory; 0 leaves it to the compiler. Layers are the iterations of a scan,
-            or what stands below a number in paths (`blocks/0/...`), or else the largest leaf. None
-            is the default of `lookahead`.
+            the forward and in the backward pass: 1, or a part, of what it uses first, at least the
+            first large one; 0 leaves it to the compiler. Layers are the iterations of a scan, or
+            what stands below a number in paths (`blocks/0/...`), or else the largest leaf. None is
+            the default of `lookahead`.
         reshard_after_forward: whether stage 3 gives gathered weights up after the forward pass and
             gathers them again for the backward pass. False keeps them until the backward pass has
             used them: each microbatch moves 2 Psi (N-1)/N elements instead of 3, and while it runs
@@ -179,12 +179,12 @@ class Recipe:
     def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
         """Return how much of the next layer is gathered while one computes.
 
-        The default is 1 where parameters are partitioned, but on a CPU, whose collectives always
-        wait (docs/benchmarks.md).
+        Where parameters are partitioned half a layer by default, which costs less time and memory
+        than a whole one (docs/benchmarks.md); on a CPU, whose collectives always wait, nothing.
         """
         if "parameter" not in kinds:
             return 0
-        return float(platform != "cpu") if self.prefetch is None else self.prefetch
+        return 0.5 * (platform != "cpu") if self.prefetch is None else self.prefetch
 
     @property
     def skips(self) -> bool:

@@ -162,9 +162,8 @@ class Update:
     ) -> tuple[tuple[Any, Any], list[Any], list[Any], list[Any]]:
         """Compute an update; results are asked for as shards, unless the host computes them.
 
-        The state `before` has the loss scale and the dtypes of the parameters. The gradients are
-        those of the scaled loss; `held` is what the optimizer updates, `leaves` its state. All are
-        logical.
+        The state `before` has the loss scale and the parameters' dtypes. The gradients are of the
+        scaled loss; `held` is what the optimizer updates, `leaves` its state. All are logical.
 
         Returns:
             The gradients' norm and the learning rate, what the optimizer updated, with the host

@@ -18,8 +18,7 @@ _PLACE = {
 _OF_OPTIMIZER = ("master", "optimizer")
 _MAKERS = ("make_train_step", "sharded(tx, layout)")
 
-#: What may differ from one step to the next: the field of an argument, its name, the field that
-#: shows it, and what to do.
+#: What may differ from step to step: an argument's field, its name, what shows it, what to do.
 _DIFFERENCES = (
     ("placement", "sharding", "spec", "give jit the same out_shardings as in_shardings"),
     ("dtype", "dtype", "dtype", "cast the new state to the old one's dtype before it is returned"),
@@ -153,8 +152,7 @@ def check_precision(evidence: Evidence) -> Iterator[Problem]:
 def check_offload(evidence: Evidence) -> Iterator[Problem]:
     """Check that states live in the host's memory where the recipe has them there.
 
-    A program for GPUs that you don't have names no memories: what lies on the device is judged
-    elsewhere only.
+    A program for absent GPUs names no memories: what lies on the device is judged elsewhere.
     """
     if not evidence.has_recipe:
         return

@@ -258,7 +258,7 @@ def _remedy(evidence: Evidence, what: str, layers: float) -> str:
     """Say what orders the layers of a list; a train step orders them as its recipe says."""
     if "make_train_step" in evidence.tools:
         if what == "weights":
-            return "set Recipe(prefetch=1)" if layers == 1 else "lower Recipe(prefetch=)"
+            return f"{'leave out' if layers == 1 else 'lower'} Recipe(prefetch=)"
         return "lower Recipe(bucket_bytes=)"
     waits = "weights to its input" if what == "weights" else "input to the gradients made before"
     return (

@@ -43,8 +43,7 @@ class Failure(Exception):
 def refusing() -> Iterator[None]:
     """Turn errors about what the user asked for into one line.
 
-    Wrap only what reads the request: a ValueError from within training is a bug and keeps its
-    traceback.
+    Wrap only what reads the request: a ValueError of training is a bug and keeps its traceback.
     """
     try:
         yield

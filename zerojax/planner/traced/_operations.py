@@ -110,8 +110,7 @@ class Backend:
     #: product lie in memory, and what a gather reads is merged into it (GPU, CPU)
     fuses_operands: bool = False
     #: output tiles below which a dot product is split along what it sums over to keep all cores
-    #: busy; where that does not divide, padded copies of both operands are made first (GPU; 0
-    #: elsewhere)
+    #: busy (GPU); where that does not divide, padded copies of both operands are made first
     splits_contraction: int = 0
     #: whether the gather of the next weight is under way while one is used
     prefetches: bool = False

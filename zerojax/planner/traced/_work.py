@@ -12,8 +12,7 @@ from zerojax.planner.traced._peak import HeldLeaf
 class Work(NamedTuple):
     """What the operations of a program do.
 
-    Example: 6 FLOPs and 4 bytes at 2 FLOP/s and 1 byte/s are 3 s of products and 4 s of traffic,
-    which takes 4 s.
+    Example: 6 FLOPs and 4 bytes at 2 FLOP/s and 1 byte/s are 3 s of products, 4 of traffic: 4 s.
     """
 
     flops: float = 0.0  # of products
