@@ -68,20 +68,31 @@ def made_by(loop):
 
 def test_a_backward_loop_waits_for_gradients_made_before_it(mesh8):
     """Or compilers make the head's behind the loop, and keep the logits' gradient all along."""
-    stack, head = params_of(LOOPS["scan"], WIDE), jnp.ones((WIDE[0], 32))
-    params = {"stack": stack, "head": head}
-    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=16)
-
-    def loss(params, x):
-        return jnp.mean((LOOPS["scan"](params["stack"], x) @ params["head"]) ** 2)
-
-    gradient = jax.grad(gather_where_used(loss, layout))
-    args = as_shapes((params, jnp.zeros((16, WIDE[0]))))
-    eqns = opened(needed(prefetched(gradient, 1, layout), args))[0].eqns
+    ahead, args = ahead_of_head(mesh8, lambda x: None)
+    eqns = opened(needed(ahead, args))[0].eqns
     *_, loop = (eqn for eqn in eqns if eqn.primitive.name == "scan")
     reduced = next(eqn for eqn in eqns if is_reduced(eqn))
-    assert reduced.outvars[0].aval.shape == head.shape
+    assert reduced.outvars[0].aval.shape == args[0]["head"].shape
     assert not depending(eqns, reduced.outvars).isdisjoint(variables(loop.invars))
+
+
+def ahead_of_head(mesh, told):
+    """Return the gradient of a scan with a head, ahead, and its arguments; `told` sees a sum."""
+    params = {"stack": params_of(LOOPS["scan"], WIDE), "head": jnp.ones((WIDE[0], 32))}
+    layout = zerojax.make_layout(params, mesh, stage=3, min_size=16)
+
+    def loss(params, x):
+        x = LOOPS["scan"](params["stack"], x)
+        told(x.T @ jnp.ones((len(x), 1)))
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    gradient = jax.grad(gather_where_used(loss, layout))
+    return prefetched(gradient, 1, layout), as_shapes((params, jnp.zeros((16, WIDE[0]))))
+
+
+def test_what_a_loss_prints_is_computed_where_it_stands(mesh8):
+    ahead, args = ahead_of_head(mesh8, lambda x: jax.debug.print("{}", x))
+    assert "debug" in str(jax.make_jaxpr(ahead)(*args))
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

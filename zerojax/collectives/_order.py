@@ -128,7 +128,7 @@ class _Order:
         for at in reversed(range(end)):
             eqn, sizes = self.eqns[at], [x.aval.size for x in self.eqns[at].invars]
             is_read = not live.isdisjoint(eqn.outvars)
-            if is_read or is_reduced(eqn) or eqn.primitive.name == "reduce_sum":
+            if is_read or eqn.effects or is_reduced(eqn) or eqn.primitive.name == "reduce_sum":
                 found += [] if is_read or at < first else eqn.outvars
                 live.update(variables(eqn.invars))
             elif num_products(eqn) and 2 * eqn.outvars[0].aval.size <= max(sizes) and at > first:
