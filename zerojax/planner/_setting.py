@@ -41,12 +41,12 @@ class Setting:
     @cached_property
     def sharing(self) -> Sharing:
         """What the model axis and the host keep of activations, and what is gathered ahead."""
-        remat = self.recipe.remat
+        remat, one = self.recipe.remat, self.hardware
         return Sharing(
             model_axis=self.devices.model_axis,
             partitions=remat is not None and remat.partition is not None,
             offloads=hosts_inputs(self.recipe),
-            ahead=self.recipe.lookahead(self.layout.kinds, self.hardware.platform),
+            ahead=self.recipe.lookahead(self.layout.kinds, (*one.device_kinds, one.platform)[0]),
         )
 
     @property

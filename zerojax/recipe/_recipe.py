@@ -176,15 +176,15 @@ class Recipe:
             )
         return not self.reshard_after_forward
 
-    def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
-        """Return how much of the next layer is gathered while one computes.
+    def lookahead(self, kinds: Collection[Kind], device: str) -> float:
+        """Return how much of the next layer is gathered while one computes, by the `device_kind`.
 
-        Where parameters are partitioned half a layer by default, which costs less time and memory
-        than a whole one (docs/benchmarks.md); on a CPU, whose collectives always wait, nothing.
+        Where parameters are partitioned by default half a layer, which costs less time and memory
+        than a whole one but on TPU7x (docs/benchmarks.md); on a CPU, where all wait, nothing.
         """
         if "parameter" not in kinds:
             return 0
-        return 0.5 * (platform != "cpu") if self.prefetch is None else self.prefetch
+        return {"cpu": 0, "TPU7x": 1}.get(device, 0.5) if self.prefetch is None else self.prefetch
 
     @property
     def skips(self) -> bool:

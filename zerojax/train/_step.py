@@ -317,7 +317,7 @@ class TrainStep(Shown):
 
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
-        layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
+        layers = self.recipe.lookahead(self.layout.kinds, self.layout.devices.flat[0].device_kind)
         bucket, warn = self.recipe.bucket_bytes, self.recipe.prefetch is not None
         ahead = prefetched(function, layers, self.layout, bucket_bytes=bucket, warn=warn)
         return fenced(ahead, self.layout.platform, self.layout.num_batch_parts)

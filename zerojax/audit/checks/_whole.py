@@ -219,7 +219,7 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
         return
     if evidence.gives_up:
         gathers = [move for moves in gathers_by_leaf(evidence).values() for move in moves]
-        ahead = recipe.lookahead(layout.kinds, evidence.program.platform)
+        ahead = recipe.lookahead(layout.kinds, layout.devices.flat[0].device_kind)
         yield from _beyond(evidence, "weights", gathers, 1 + ahead)
     if layout.partitions("gradient"):
         roles = ("scatter", "sliced", "reduce")
