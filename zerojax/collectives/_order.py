@@ -24,7 +24,6 @@ What is computed again for the backward pass stands behind a barrier of all that
 that are tied pass by it: they need not wait for the gradient of this layer.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ import jax
 
 from zerojax._jaxpr import (
     bind,
-    depending,
     inputs_of,
     num_products,
     opened,
@@ -89,8 +87,6 @@ class _Order:
         self.loose: set[Any] = set()
         #: shards and what is done to them until they are gathered
         self.gathered: set[Any] = set()
-        #: equations that run before a backward loop, by its place, when its inputs are there
-        self.late: dict[int, list[Any]] = {}
 
     def tie(self, bound: float) -> None:
         """Tie each group of gathers to the first product of the group before it.
@@ -119,23 +115,20 @@ class _Order:
         """Let a backward loop wait for gradients that are made before it.
 
         Else they are made behind it, and the logits' gradient lies there all along. One that is not
-        reduced yet, of a table that is looked up too, is made when the loop's start is there, so
-        that the gathered table is gone; and only if it takes half the room of what it is made of.
+        reduced yet, of a table that is looked up too, lies there whole instead: only if it takes
+        half the room of what it is made of.
         """
         starts = itertools.takewhile(_is_start, self.eqns[end:])
         live = {*variables(var for eqn in starts for var in eqn.invars)}
-        found, late, first = list[Any](), list[Any](), max(self.late, default=0)
-        for at in reversed(range(end)):
-            eqn, sizes = self.eqns[at], [x.aval.size for x in self.eqns[at].invars]
+        found = self.tied.setdefault(end, [])
+        for eqn in reversed(self.eqns[:end]):
             is_read = not live.isdisjoint(eqn.outvars)
-            if is_read or eqn.effects or is_reduced(eqn) or eqn.primitive.name == "reduce_sum":
-                found += [] if is_read or at < first else eqn.outvars
+            if is_read or is_reduced(eqn) or eqn.primitive.name == "reduce_sum":
+                found += [] if is_read else eqn.outvars
                 live.update(variables(eqn.invars))
-            elif num_products(eqn) and 2 * eqn.outvars[0].aval.size <= max(sizes) and at > first:
-                late += eqn.outvars
-        behind = depending(self.eqns[:end], late)
-        self.late[end] = [eqn for eqn in self.eqns[:end] if not behind.isdisjoint(eqn.outvars)]
-        self.tied.setdefault(end, []).extend([*found, *late])
+            elif num_products(eqn):
+                largest = max(x.aval.size for x in eqn.invars)
+                found += eqn.outvars if 2 * eqn.outvars[0].aval.size <= largest else []
 
     def tie_products(self, bound: float) -> None:
         """Let the product behind each group of gradients wait for the group before it."""
@@ -172,14 +165,7 @@ class _Order:
     def equations(self) -> list[Any]:
         """Return the equations with a barrier before each product that something waits for."""
         eqns: list[Any] = []
-        late = {var for some in self.late.values() for one in some for var in one.outvars}
         for at, eqn in enumerate(self.eqns):
-            if not late.isdisjoint(eqn.outvars):
-                continue
-            if some := self.late.get(at):
-                read = [x for one in some for x in variables(one.invars) if x not in late]
-                together = [*dict.fromkeys((*variables(eqn.invars), *read))]
-                eqns += [_Tie(together, together, eqn.source_info), *some]
             if at in self.tied:
                 together = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
                 eqns.append(_Tie(together, together, eqn.source_info))
@@ -210,12 +196,14 @@ class _Order:
 BACKWARD = "zerojax_backward"
 
 
-def is_reduced(eqn: Any, name: str = REDUCED) -> bool:
+def is_reduced(eqn: Any) -> bool:
     """Whether an equation's result is a gradient that has been reduced."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == name
+    return eqn.primitive.name == "name" and eqn.params["name"] == REDUCED
 
 
-_is_start = functools.partial(is_reduced, name=BACKWARD)
+def _is_start(eqn: Any) -> bool:
+    """Whether an equation's result is what a backward loop starts with."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == BACKWARD
 
 
 def is_gather(eqn: Any) -> bool:
