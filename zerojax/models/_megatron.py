@@ -2,7 +2,8 @@
 
 A layer is two pairs of products. The first weight of a pair is cut by columns and the second by
 rows, so that what lies between, heads or hidden units, is a device's own, and one sum over the axis
-ends the pair. The embedding is cut by rows of the vocabulary. The residual stream is whole.
+ends the pair. The embedding is cut by rows of the vocabulary. Between the pairs the residual stream
+is whole on every device.
 
 Constraints hold on a mesh that is set and has the axis with type Auto; elsewhere they say nothing,
 so that the same model runs on one device.

@@ -42,7 +42,8 @@ def make_train_step(
     Raises:
         ValueError: a recipe that the layout can't follow: "once" at stage 3, where no device holds
             a whole gradient, or an offload on a backend without host memory; a `model_state` that
-            the loss does not ask for, asks for without one, or under "once": each device's own.
+            the loss does not ask for, asks for without one, or under "once", where each device
+            would make its own.
 
     Source: arXiv 1910.02054, sections 5 and 7.
     """

@@ -163,7 +163,8 @@ class TrainRun:
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder: they would write over each other's files.
 
-    The lock ends with the process, however that ends. A file system without locks is told of.
+    The lock ends with the process, however that ends. On a file system without locks there is none,
+    which is told.
     """
     if jax.process_index():
         yield

@@ -98,7 +98,8 @@ def bytes_table(run: TrainRun) -> Table:
 class Metrics:
     """The metrics of a run; a line is on disk when `add` returns.
 
-    Lines up to `first_step` are kept, for resumed runs. One process writes (`is_kept`).
+    Lines up to `first_step` are kept, as a resumed run needs. Of several processes one writes
+    (`is_kept`).
     """
 
     def __init__(

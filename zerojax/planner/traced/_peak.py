@@ -46,7 +46,8 @@ class Sharing:
     #: devices that share the values within layers, all but those of the shape that layers hand on
     #: to each other, which Megatron-LM has whole on every device
     model_axis: int = 1
-    #: whether they share what layers hand on to each other too, where a loop stacks it (Pa)
+    #: whether these devices share what layers hand on to each other as well, where a loop stacks it
+    #: for its backward pass (Pa)
     partitions: bool = False
     #: whether that goes to the host's memory, all but two layers of it (Pa+cpu)
     offloads: bool = False
