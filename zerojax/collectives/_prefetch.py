@@ -24,6 +24,7 @@ Layers that stand in no loop are put in an order (`_order`).
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ from zerojax._jaxpr import (
     variables,
     with_inner,
 )
-from zerojax._tree import num_bytes
+from zerojax._tree import as_shapes, num_bytes
 from zerojax.collectives._forms import uses_gloo
 from zerojax.collectives._joined import JOINED_BYTES, joined
 from zerojax.collectives._order import BACKWARD, is_gather, is_reduced, run_in_order
@@ -112,8 +113,7 @@ LATE = (
 )
 
 
-#: The bytes of gradients that XLA reduces together on a GPU where nobody says how many: the default
-#: of `xla_gpu_reduce_scatter_combine_threshold_bytes`.
+#: What XLA combines on a GPU: the default of `xla_gpu_reduce_scatter_combine_threshold_bytes`.
 BUCKET = 30 * 2**20
 
 
@@ -124,16 +124,13 @@ def _layer_size(layout: Layout) -> int:
 
 
 def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
-    """Return the bytes of gradients that may wait for their reduction: a layer's, or a bucket.
+    """Return the bytes of gradients that may wait for their reduction: a bucket.
 
     0 does not order them: loops have an order, and compilers but a GPU's keep that of a list.
     """
-    layers = [
-        [num_bytes(x.shape, x.dtype) for x in one] for one in layout.layers if not one[0].stacked
-    ]
-    if layout.platform != "gpu" or not layout.kinds or not layers:
-        return 0
-    return max(BUCKET if bucket_bytes is None else bucket_bytes, *map(sum, layers))
+    is_list = layout.kinds and any(not one[0].stacked for one in layout.layers)
+    bucket = BUCKET if bucket_bytes is None else bucket_bytes
+    return bucket if layout.platform == "gpu" and is_list else 0
 
 
 class _Prefetch:
@@ -164,8 +161,7 @@ class _Prefetch:
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run a scan, ahead if its iterations gather weights of their own."""
         program = eqn.params["jaxpr"]
-        avals = [var.aval for var in opened(program)[0].invars]
-        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        inputs = as_shapes([var.aval for var in opened(program)[0].invars])
         step = functools.partial(self.step, looped=True)
         body = jax.make_jaxpr(lambda *args: run(program, args, step))(*inputs)
         body = joined(body, self.layout, self.bound)
@@ -253,16 +249,24 @@ class _Halves:
         made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
         jaxpr, _ = opened(self.body)
         rest = [eqn for eqn in jaxpr.eqns if made.keys().isdisjoint(eqn.outvars)]
-        reduced: list[Any] = []
+        lag = MERGED * sum(map(num_products, jaxpr.eqns))
+        reduced, done = list[tuple[float, Any]](), 0.0  # gradients, behind how much arithmetic
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
-            nonlocal following
-            if eqn is self.barrier and following:
-                done = [] if self.merges else reduced
-                values, following, _ = jax.lax.optimization_barrier((values, following, done))
+            nonlocal following, done
+            ends = eqn is self.barrier and bool(following)
+            bound = done - lag if self.merges and num_products(eqn) else done if ends else -1
+            due = [x for at, x in reduced if at <= bound]
+            del reduced[: len(due)]
+            if due or ends:
+                ahead = following if ends else []
+                values, ahead, _ = jax.lax.optimization_barrier((values, ahead, due))
+                following = ahead or following
+            done += num_products(eqn)
             results = bind(eqn, values)
-            if is_reduced(eqn):
-                reduced.extend(results)
+            # Vectors are all reduced at once, merged with nothing.
+            if is_reduced(eqn) and (not self.merges or sum(n > 1 for n in results[0].shape) > 1):
+                reduced.append((done, results[0]))
             return results
 
         return self._run(rest, given, made, jaxpr.outvars, step), following
@@ -311,25 +315,24 @@ def _barrier(eqns: Sequence[Any]) -> Any:
     """Return the product at which `COMPUTED` of a backward layer's arithmetic is done."""
     if not any(map(is_reduced, eqns)):
         return None
-    bound, done = COMPUTED * sum(map(num_products, eqns)), 0
-    for eqn in eqns:
-        done += num_products(eqn)
-        if done >= bound and num_products(eqn):
-            return eqn
-    return None
+    work = [*map(num_products, eqns)]
+    behind = zip(eqns, work, itertools.accumulate(work), strict=True)
+    return next((eqn for eqn, own, done in behind if own and done >= COMPUTED * sum(work)), None)
 
 
 #: Of a backward layer with what it computes again. Compiled for h100:1x8 and v5p:2x2x2, a GPT and
 #: an MLP expose the same from 0.7 to 0.8; at 0.5 and 0.9 the ends of loops wait again.
 COMPUTED = 0.75
 
+#: Of that arithmetic, what a merged reduction has beside it before products wait for it (v5e).
+MERGED = 0.12
+
 
 def _step_of(jaxpr: Any, var: Any, out: Any) -> Any:
     """Return the equation that counts a carried value on, `out = add var 1`; None for others."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("add", "sub") and eqn.outvars[0] is out:
-            return eqn if variables(eqn.invars) == [var] else None
-    return None
+    sums = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("add", "sub"))
+    found = (eqn for eqn in sums if eqn.outvars[0] is out and variables(eqn.invars) == [var])
+    return next(found, None)
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
