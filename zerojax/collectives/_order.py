@@ -104,7 +104,7 @@ class _Order:
                 size += eqn.outvars[0].aval.size
                 if previous is not None:
                     self._wait(path, previous)
-            elif _is_start(eqn) and not _is_start(self.eqns[at - 1]):
+            elif is_named(eqn, BACKWARD) and not is_named(self.eqns[at - 1], BACKWARD):
                 self.tie_sums(at)
             elif any(map(is_gather, with_inner(eqn))):
                 size, product, previous = 0, None, None
@@ -118,12 +118,12 @@ class _Order:
         reduced yet, of a table that is looked up too, lies there whole instead: only if it takes
         half the room of what it is made of.
         """
-        starts = itertools.takewhile(_is_start, self.eqns[end:])
+        starts = itertools.takewhile(lambda eqn: is_named(eqn, BACKWARD), self.eqns[end:])
         live = {*variables(var for eqn in starts for var in eqn.invars)}
         found = self.tied.setdefault(end, [])
         for eqn in reversed(self.eqns[:end]):
             is_read = not live.isdisjoint(eqn.outvars)
-            if is_read or is_reduced(eqn) or eqn.primitive.name == "reduce_sum":
+            if is_read or is_named(eqn, REDUCED) or eqn.primitive.name == "reduce_sum":
                 found += [] if is_read else eqn.outvars
                 live.update(variables(eqn.invars))
             elif num_products(eqn):
@@ -134,7 +134,7 @@ class _Order:
         """Let the product behind each group of gradients wait for the group before it."""
         size, group, last, ready = 0, [], [], []
         for at, eqn in enumerate(self.eqns):
-            if is_reduced(eqn):
+            if is_named(eqn, REDUCED):
                 group.append(eqn.outvars[0])
                 aval = eqn.outvars[0].aval
                 size += num_bytes(aval.shape, aval.dtype)
@@ -196,14 +196,9 @@ class _Order:
 BACKWARD = "zerojax_backward"
 
 
-def is_reduced(eqn: Any) -> bool:
-    """Whether an equation's result is a gradient that has been reduced."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == REDUCED
-
-
-def _is_start(eqn: Any) -> bool:
-    """Whether an equation's result is what a backward loop starts with."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == BACKWARD
+def is_named(eqn: Any, name: str) -> bool:
+    """Whether an equation names its result so: a gradient that has been reduced, `REDUCED`."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == name
 
 
 def is_gather(eqn: Any) -> bool:

@@ -53,9 +53,10 @@ from zerojax._jaxpr import (
     with_inner,
 )
 from zerojax._tree import as_shapes, num_bytes
+from zerojax.collectives._boxed import REDUCED
 from zerojax.collectives._forms import uses_gloo
 from zerojax.collectives._joined import JOINED_BYTES, joined
-from zerojax.collectives._order import BACKWARD, is_gather, is_reduced, run_in_order
+from zerojax.collectives._order import BACKWARD, is_gather, is_named, run_in_order
 from zerojax.layout import Layout
 
 
@@ -124,10 +125,7 @@ def _layer_size(layout: Layout) -> int:
 
 
 def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
-    """Return the bytes of gradients that may wait for their reduction: a bucket.
-
-    0 does not order them: loops have an order, and compilers but a GPU's keep that of a list.
-    """
+    """Return the bytes of a list's gradients that may wait on a GPU; all else has an order."""
     is_list = layout.kinds and any(not one[0].stacked for one in layout.layers)
     bucket = BUCKET if bucket_bytes is None else bucket_bytes
     return bucket if layout.platform == "gpu" and is_list else 0
@@ -139,7 +137,7 @@ class _Prefetch:
     def __init__(self, layers: float, layout: Layout, bound: int) -> None:
         self.layers, self.layout, self.bound = layers, layout, bound
         self.is_tpu = layout.platform == "tpu"
-        self.merges = self.is_tpu and not layout.offloads
+        self.parts = layout.num_batch_parts if self.is_tpu and not layout.offloads else 0
         self.num_ahead = 0
         self.late: list[str] = []
 
@@ -165,7 +163,7 @@ class _Prefetch:
         step = functools.partial(self.step, looped=True)
         body = jax.make_jaxpr(lambda *args: run(program, args, step))(*inputs)
         body = joined(body, self.layout, self.bound)
-        halves, late = _halves(body, *scan_parts(eqn.params), self.layers, self.merges)
+        halves, late = _halves(body, *scan_parts(eqn.params), self.layers, self.parts)
         self.late += [source_info_util.summarize(gather.source_info) for gather in late]
         if not halves.gathers or eqn.params["length"] < 2:
             return run_scan(eqn, values, lambda given: run(body, given))
@@ -225,7 +223,7 @@ class _Halves:
     steps: Sequence[Any]
     gathers: Sequence[Any]  # the equations that gather what the next iteration uses
     barrier: Any  # the product before which they end; None where the loop reduces nothing
-    merges: bool  # whether reductions run within products behind them (TPUs without SparseCores)
+    parts: int  # of the batch, where reductions run within products (no SparseCores); else 0
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
         """Return what the next iteration is given of what only counts."""
@@ -249,13 +247,14 @@ class _Halves:
         made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
         jaxpr, _ = opened(self.body)
         rest = [eqn for eqn in jaxpr.eqns if made.keys().isdisjoint(eqn.outvars)]
+        makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         lag = MERGED * sum(map(num_products, jaxpr.eqns))
         reduced, done = list[tuple[float, Any]](), 0.0  # gradients, behind how much arithmetic
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             nonlocal following, done
             ends = eqn is self.barrier and bool(following)
-            bound = done - lag if self.merges and num_products(eqn) else done if ends else -1
+            bound = done - lag if self.parts and num_products(eqn) else done if ends else -1
             due = [x for at, x in reduced if at <= bound]
             del reduced[: len(due)]
             if due or ends:
@@ -264,12 +263,18 @@ class _Halves:
                 following = ahead or following
             done += num_products(eqn)
             results = bind(eqn, values)
-            # Vectors are all reduced at once, merged with nothing.
-            if is_reduced(eqn) and (not self.merges or sum(n > 1 for n in results[0].shape) > 1):
+            if is_named(eqn, REDUCED) and (not self.parts or self._is_small(eqn, makers)):
                 reduced.append((done, results[0]))
             return results
 
         return self._run(rest, given, made, jaxpr.outvars, step), following
+
+    def _is_small(self, eqn: Any, makers: dict[Any, Any]) -> bool:
+        """Whether a product's result takes half the room of its operands, before it is reduced."""
+        while eqn and not num_products(eqn):
+            eqn = makers.get(next(iter(variables(eqn.invars)), None))
+        room = max(x.aval.size for x in eqn.invars) if eqn else 0
+        return room > 0 and 2 * self.parts * eqn.outvars[0].aval.size <= room
 
     def _run(
         self,
@@ -284,7 +289,7 @@ class _Halves:
 
 
 def _halves(
-    body: Any, num_consts: int, num_carry: int, layers: float, merges: bool
+    body: Any, num_consts: int, num_carry: int, layers: float, parts: int
 ) -> tuple[_Halves, list[Any]]:
     """Cut a body behind the gathers that go ahead; return also those that can't."""
     jaxpr, _ = opened(body)
@@ -308,12 +313,12 @@ def _halves(
         if done + size <= bound or done < bound / 8:
             chosen.append(eqn)
         done += size
-    return _Halves(body, steps, chosen, _barrier(jaxpr.eqns), merges), late
+    return _Halves(body, steps, chosen, _barrier(jaxpr.eqns), parts), late
 
 
 def _barrier(eqns: Sequence[Any]) -> Any:
     """Return the product at which `COMPUTED` of a backward layer's arithmetic is done."""
-    if not any(map(is_reduced, eqns)):
+    if not any(is_named(eqn, REDUCED) for eqn in eqns):
         return None
     work = [*map(num_products, eqns)]
     behind = zip(eqns, work, itertools.accumulate(work), strict=True)
