@@ -119,6 +119,28 @@ def test_gradients_of_a_layer_are_reduced_while_it_computes(
     assert platform == "gpu" or all(waited.values())
 
 
+def test_products_of_a_list_wait_for_gradients_by_the_bucket(mesh8, monkeypatch):
+    """On a GPU, whatever a layer takes: here four weights, and a bucket two."""
+    layers = [[jnp.ones((64, 64))] * 4] * 4
+    layout = zerojax.make_layout(layers, mesh8, stage=3, min_size=16)
+    monkeypatch.setattr(type(layout), "platform", "gpu")
+
+    def loss(params, x):
+        for w in jax.tree.leaves(params):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    gradient = jax.grad(gather_where_used(loss, layout))
+    ahead = prefetched(gradient, 0, layout, bucket_bytes=2 * 4 * 64 * 64)
+    eqns = opened(needed(ahead, as_shapes((layers, jnp.zeros((16, 64))))))[0].eqns
+    reduced = {var for eqn in eqns if is_named(eqn, REDUCED) for var in eqn.outvars}
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    waited = [len(reduced & {*variables(eqn.invars)}) for eqn in barriers]
+    assert len(reduced) == 16
+    # A group is one weight; of the last two no product stands behind the next group.
+    assert [n for n in waited if n] == [1] * 14
+
+
 def test_what_a_layer_computes_twice_waits_for_its_gradient(mesh8):
     """Of a part without weights: its values would lie beside all that is computed before."""
     gradient, layout, args = gradient_of(["in_part_again"], mesh8)
