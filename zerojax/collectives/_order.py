@@ -15,8 +15,8 @@ where each weight is a group, `b` is gathered beside the first product, and `c` 
     c = GATHER w2; h3 = dot_general h2 c
 
 Gradients wait whole for the links, and products that make them wait with them, with all that these
-read, since XLA's scheduler on a GPU computes them late. So a product waits until the gradients of
-the group before the last one are reduced:
+read, since compilers schedule them late. So on GPUs and SparseCores a product waits until the
+gradients of the group before the last one are reduced:
 
     d2 = REDUCE (dot_general g x2); g1, d3 = BARRIER g1 d3; h = dot_general g1 w1; d1 = REDUCE ...
 

@@ -77,7 +77,7 @@ def prefetched(
             the first large weight; 0 leaves gathers as they are.
         layout: the placement.
         bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
-            a GPU layers that stand in no loop wait for the reductions of those before. Between
+            GPUs and SparseCores, layers of a list wait for gradients beyond these. Between
             processes on CPUs, of weights that are gathered together where none are ahead.
         warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
@@ -125,10 +125,10 @@ def _layer_size(layout: Layout) -> int:
 
 
 def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
-    """Return the bytes of a list's gradients that may wait on a GPU; all else has an order."""
+    """Return the bytes of a list's gradients that may wait; 0 for those that nothing orders."""
+    waits = layout.offloads or layout.platform == "gpu"
     is_list = layout.kinds and any(not one[0].stacked for one in layout.layers)
-    bucket = BUCKET if bucket_bytes is None else bucket_bytes
-    return bucket if layout.platform == "gpu" and is_list else 0
+    return (BUCKET if bucket_bytes is None else bucket_bytes) if is_list and waits else 0
 
 
 class _Prefetch:
