@@ -102,7 +102,7 @@ def test_what_a_loss_prints_is_computed_where_it_stands(mesh8):
 def test_gradients_of_a_layer_are_reduced_while_it_computes(
     platform, num_rows, num_waited, mesh8, monkeypatch
 ):
-    """On a TPU, here without SparseCores, behind a product; and what half as much room made."""
+    """On a TPU without SparseCores a product later, and only if whole they take less room."""
     gradient, layout, (params, x) = gradient_of(["scan"], mesh8)
     monkeypatch.setattr(type(layout), "platform", platform)
     x = jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)

@@ -197,7 +197,7 @@ BACKWARD = "zerojax_backward"
 
 
 def is_named(eqn: Any, name: str) -> bool:
-    """Whether an equation names its result so: a gradient that has been reduced, `REDUCED`."""
+    """Whether an equation gives its result a name: `REDUCED`, a gradient that has been reduced."""
     return eqn.primitive.name == "name" and eqn.params["name"] == name
 
 

@@ -125,7 +125,7 @@ def _layer_size(layout: Layout) -> int:
 
 
 def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
-    """Return the bytes of a list's gradients that may wait; 0 for those that nothing orders."""
+    """Return the bytes of a list's gradients that may wait whole; 0 where they are not ordered."""
     waits = layout.offloads or layout.platform == "gpu"
     is_list = layout.kinds and any(not one[0].stacked for one in layout.layers)
     return (BUCKET if bucket_bytes is None else bucket_bytes) if is_list and waits else 0
@@ -248,14 +248,14 @@ class _Halves:
         jaxpr, _ = opened(self.body)
         rest = [eqn for eqn in jaxpr.eqns if made.keys().isdisjoint(eqn.outvars)]
         makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        lag = MERGED * sum(map(num_products, jaxpr.eqns))
+        lag = MERGED * sum(map(num_products, jaxpr.eqns)) if self.parts else 0
         reduced, done = list[tuple[float, Any]](), 0.0  # gradients, behind how much arithmetic
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             nonlocal following, done
             ends = eqn is self.barrier and bool(following)
-            bound = done - lag if self.parts and num_products(eqn) else done if ends else -1
-            due = [x for at, x in reduced if at <= bound]
+            waits = num_products(eqn) if self.parts else ends
+            due = [x for at, x in reduced if waits and at + lag <= done]
             del reduced[: len(due)]
             if due or ends:
                 ahead = following if ends else []
@@ -270,7 +270,7 @@ class _Halves:
         return self._run(rest, given, made, jaxpr.outvars, step), following
 
     def _is_small(self, eqn: Any, makers: dict[Any, Any]) -> bool:
-        """Whether a product's result takes half the room of its operands, before it is reduced."""
+        """Whether a gradient takes, whole, at most half the room of what its product reads."""
         while eqn and not num_products(eqn):
             eqn = makers.get(next(iter(variables(eqn.invars)), None))
         room = max(x.aval.size for x in eqn.invars) if eqn else 0
