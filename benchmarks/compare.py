@@ -144,17 +144,22 @@ def measured(ranks: list[Measured]) -> Measured:
 
 
 def compare(ways: Sequence[str], count: int, precision: str, args: argparse.Namespace) -> Measured:
-    """Return what each way of a group took, in rounds that alternate."""
-    with living(ways, count, precision) as (alive, found):
-        for processes in alive.values() if args.nice else ():
-            processes.hurry(args.nice)
-        for number in range(args.rounds):
-            for way in sorted(alive, key=list(ways).index, reverse=bool(number % 2)):
-                found[way]["rounds"].append(measured(alive[way].do(1 + args.steps)))
-    return found
+    """Return what each way of a group took, in rounds that alternate, of all starts together."""
+    every: Measured = {}
+    for _ in range(args.starts):
+        with living(ways, count, precision) as (alive, found):
+            for processes in alive.values() if args.nice else ():
+                processes.hurry(args.nice)
+            for number in range(args.rounds):
+                for way in sorted(alive, key=list(ways).index, reverse=bool(number % 2)):
+                    found[way]["rounds"].append(measured(alive[way].do(1 + args.steps)))
+        for way, one in found.items():
+            one["rounds"] = every.get(way, {"rounds": []})["rounds"] + one["rounds"]
+        every |= found
+    return every
 
 
-def about() -> dict[str, str]:
+def about() -> Measured:
     """Describe machine and versions, as docs/benchmarks.md asks."""
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     names = ("jax", "jaxlib")
@@ -174,6 +179,9 @@ def main() -> None:
     """Run what was asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--starts", type=int, default=1, help="each with its rounds, of new processes"
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps of a way in a round")
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
     parser.add_argument("--precision", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
@@ -187,7 +195,7 @@ def main() -> None:
     runs = [(count, precision) for count in args.processes for precision in args.precision]
     for count, precision in [] if args.write else runs:
         load = f"{os.getloadavg()[0]:.1f} before"
-        run = {"about": about(), "groups": {}}
+        run = {"about": about() | {"starts": args.starts}, "groups": {}}
         for group in args.groups:
             print(f"{count} processes, {precision}, stage {group}", flush=True)
             ways = [*EVERYWHERE, *GROUPS[group]]

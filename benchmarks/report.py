@@ -16,8 +16,8 @@ Group = dict[str, Any]
 
 CAPTION = """
 **{what}**, on {machine}, load {load}; {versions}; commit {commit}, {date}. Medians of
-{rounds} rounds, in parentheses the least and the largest. The first five losses of all ways lie
-within {far:.1e} (aim: {same:.0e}).
+{rounds} rounds, {starts} starts of the processes; in parentheses the least and the largest. The
+first five losses of all ways lie within {far:.1e} (aim: {same:.0e}).
 """
 WAYS = """way | step / ddp | s a step | CPU s a step | parameters, MB | gradients, MB
 optimizer and masters, MB | peak RSS, MB | sent, MB | s to the first step"""

@@ -127,6 +127,14 @@ def test_states_on_the_host_are_counted_apart(programs, layouts, reports):
     assert (memory.optimizer, memory.host) == (0, reports[1].memory.optimizer)
 
 
+def test_a_peak_is_no_more_than_all_that_is_there(programs):
+    """Of a small program libtpu tells the peak of vector memory."""
+    program = dataclasses.replace(programs[1], platform="tpu")
+    for told, peak in ((2**30, programs[1].peak), (1000, 1000)):
+        stats = program.statistics | {"peak_memory_in_bytes": told}
+        assert dataclasses.replace(program, statistics=stats).peak == peak
+
+
 def test_a_backend_without_statistics_is_audited_too(programs, layouts):
     report = audit(dataclasses.replace(programs[1], statistics={}), layouts[1])
     assert report.problems == ()

@@ -12,7 +12,7 @@ import pytest
 from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
 from zerojax.models import gpt
 from zerojax.planner._demand import Trace
-from zerojax.planner.traced import HeldLeaf, lifetimes_of, peak_of
+from zerojax.planner.traced import HeldLeaf, Sharing, lifetimes_of, peak_of
 
 
 def test_the_example_above_the_clock():
@@ -76,6 +76,26 @@ def test_parameters_that_come_back_from_masters_are_freed_after_their_last_use()
     assert chain_peak(16) == small + x + LOSS + 4 * W + 2 * A
     # w1 is gone when the gradient of w0 is made.
     assert chain_peak(16, frees=True) == small + x + LOSS + 3 * W + max(3 * A, 2 * A)
+
+
+def test_brief_values_of_a_list_lie_in_vector_memory():
+    """y2 is read last by the gradient of w1, two products later; y1 and y3 are there for longer."""
+    A = chain_sizes(1024)[2]
+    none, too_small, enough = (
+        chain_peak(1024, "tpu", vector_memory=size) for size in (0, A - 1, A)
+    )
+    assert none == too_small == enough + A
+
+
+def test_what_loops_make_lies_in_memory():
+    params, program = model(scan=True)
+    lifetimes = lifetimes_of(program, len(leaves_of(params)), "tpu")
+    sharing = Sharing(vector_memory=2**30)
+    few, all_of_it = (
+        peak_of(lifetimes, leaves_of(params), 8, frees=False, sharing=one)
+        for one in (sharing, Sharing())
+    )
+    assert few == all_of_it
 
 
 def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():

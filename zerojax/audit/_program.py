@@ -109,10 +109,10 @@ class Program:
         told = stats.get("peak_memory_in_bytes", 0)
         # A TPU fits a program by this figure, and its temporaries can add up to more: not all of
         # them live at once. A CPU's figure leaves temporaries out.
-        peak = told if told and self.platform != "cpu" else max(known, told)
-        # It adds what the host's memory holds, all the time as an argument or now and then.
-        host = stats.get("host_argument_size_in_bytes", 0)
-        return min(max(peak - host, 0), known) if host else peak
+        peak = told if told and self.platform != "cpu" else known
+        # It adds what the host's memory holds, all the time as an argument or now and then. Of a
+        # small program libtpu's is that of vector memory (tens of MiB), where that takes more.
+        return min(max(peak - stats.get("host_argument_size_in_bytes", 0), 0), known)
 
     def to_json(self) -> str:
         """Write the program as JSON, its text included."""

@@ -62,14 +62,9 @@ class Demand:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
         if self.trace is None:
             return given.held
-        return self._peaks(
-            self._lifetimes(len(given.leaves), given.hardware.platform),
-            given.leaves,
-            count,
-            frees=given.frees,
-            accumulate=given.recipe.accumulate,
-            sharing=given.sharing,
-        )
+        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
+        options = {"frees": given.frees, "accumulate": given.recipe.accumulate}
+        return self._peaks(lifetimes, given.leaves, count, sharing=given.sharing, **options)
 
     def work(self, given: Setting, count: int) -> Work:
         """Count products and traffic with the device's memory; without a loss three reads."""

@@ -47,6 +47,7 @@ class Setting:
             partitions=remat is not None and remat.partition is not None,
             offloads=hosts_inputs(self.recipe),
             ahead=self.recipe.lookahead(self.layout.kinds, (*one.device_kinds, one.platform)[0]),
+            vector_memory=one.vector_memory,
         )
 
     @property

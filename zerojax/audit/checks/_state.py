@@ -47,7 +47,9 @@ def check_recognised(evidence: Evidence) -> Iterator[Problem]:
 
 def check_placement(evidence: Evidence) -> Iterator[Problem]:
     """Check that every state takes on a device what the layout gives it."""
-    layout, judged = evidence.layout, _judged(evidence)
+    layout, states = evidence.layout, evidence.states(*STATES)
+    placed = (one for one in states if one.shards and one.argument.placement >= 0)
+    judged = [one for one in placed if one.elements >= evidence.floor]
     whole = [one for one in judged if _excess(one) > 0]
     as_kind: dict[str, Any] = {"gradient": "optimizer"}
     kinds = ((one, as_kind.get(one.kind, one.kind)) for one in judged if _excess(one) < 0)
@@ -135,7 +137,9 @@ def check_precision(evidence: Evidence) -> Iterator[Problem]:
     """
     precision = evidence.recipe.precision
     for kind, wanted in (("parameter", precision.params), ("master", precision.master)):
-        other = [] if wanted is None else _of_other_dtype(evidence, kind, wanted)
+        states = [] if wanted is None else evidence.states(kind)
+        floating = (one for one in states if one.argument.dtype.startswith(("float", "bfloat")))
+        other = [one for one in floating if one.argument.dtype != str(wanted)]
         if sum(one.elements for one in other) >= SHARE * evidence.theory.elements and other:
             yield _finding(other, f"{kind}s in {wanted}", other[0].argument.dtype)
     if precision.params is None or not evidence.is_step:
@@ -172,14 +176,6 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
             yield _finding(large, f"{kind} in the host's memory", "on the device")
 
 
-def _judged(evidence: Evidence) -> list[Held]:
-    return [
-        one
-        for one in evidence.states(*STATES)
-        if one.shards and one.argument.placement >= 0 and one.elements >= evidence.floor
-    ]
-
-
 def _excess(one: Held) -> int:
     """Return 1, -1 or 0: a device holds more, less or as much as the layout gives it."""
     sizes = [math.prod(shape) for shape in one.shards]
@@ -209,14 +205,6 @@ def _where(group: list[Held]) -> str:
 
 def _shape(one: Held) -> str:
     return f"{one.argument.dtype}{list(one.argument.shape)}"
-
-
-def _of_other_dtype(evidence: Evidence, kind: str, wanted: Any) -> list[Held]:
-    return [
-        one
-        for one in evidence.states(kind)
-        if one.argument.dtype.startswith(("float", "bfloat")) and one.argument.dtype != str(wanted)
-    ]
 
 
 def _may_have_masters(evidence: Evidence) -> bool:

@@ -50,6 +50,8 @@ class Hardware:
         flops_share, hbm_share, launch: what its compiler's own estimates come to, read off compiled
             programs, by which a planned step goes: shares of `flops` and `hbm_bandwidth`, and the
             seconds that any operation takes.
+        vector_memory: bytes of the largest value that its compiler keeps beside the cores where it
+            is read at once, in a list of layers; read off compiled programs.
         device_kinds: what JAX calls such a device.
         source: where the figures are from.
 
@@ -77,6 +79,7 @@ class Hardware:
     flops_share: float = 1.0
     hbm_share: float = 1.0
     launch: float = 0.0
+    vector_memory: int = 0
     device_kinds: tuple[str, ...] = ()
     source: str = "the user"
 

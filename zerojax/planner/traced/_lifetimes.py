@@ -23,6 +23,8 @@ from zerojax.planner.traced._operations import BACKENDS, Backend, Op, Operations
 _TILE = 128 * 128
 #: Of what a split contraction has to be a multiple.
 _MULTIPLE = 8
+#: Launches that a value lives in a TPU's vector memory (lists of layers on v6e).
+_SOON = 3
 
 
 class Part(NamedTuple):
@@ -89,8 +91,12 @@ class Lifetimes:
         self.marked = self._marked(gradients)
         self.differentiated = self._differentiated(gradients)
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
+        #: the buffers that values are made from
         self.sources: dict[int, frozenset[int]] = {}
-        self._trace_sources()
+        for op in program.ops:
+            if op.kind != "loop":
+                behind = frozenset().union(*map(self._behind, op.read))
+                self.sources |= dict.fromkeys(op.outputs, behind)
         # What runs by itself is not merged into those that read it.
         reads = {
             t: self._reads(t, op)
@@ -98,6 +104,9 @@ class Lifetimes:
             if op.kind == "loop" or self.stored.intersection(op.outputs)
         }
         self.launches = self._launches(reads)
+        self.is_list = all(launch.op.kind != "loop" for launch in self.launches)
+        #: what is read at once and no more, in a list of layers: libtpu keeps it in vector memory
+        self.brief = self._brief() if is_loss and self.is_list else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
         self.uses = [
             (v, launch.time)
@@ -125,6 +134,13 @@ class Lifetimes:
             taken, bodies = self._takes_over(op, gone), tuple(self._bodies(op))
             launches.append(Launch(t, op, results, gone + unread, taken, read, bodies))
         return tuple(launches)
+
+    def _brief(self) -> frozenset[int]:
+        """Find values, but gradients, that die within `_SOON` launches."""
+        made = {v: n for n, launch in enumerate(self.launches) for v in launch.results}
+        pairs = ((v, n) for n, launch in enumerate(self.launches) for v in launch.dies)
+        soon = (v for v, n in pairs if n - made.get(v, -math.inf) <= _SOON)
+        return frozenset(soon) - self.marked.keys()
 
     def _bodies(self, op: Op) -> "Iterator[Lifetimes]":
         """Go into a loop, or the branches of a cond, with what of a parameter is seen there."""
@@ -277,13 +293,6 @@ class Lifetimes:
         if value in self.owner or value not in self.maker:
             return frozenset({self.owner.get(value, value)})
         return frozenset({value}) if value in self.stored else self.sources[value]
-
-    def _trace_sources(self) -> None:
-        """List for every value the buffers that it is made from, in order."""
-        for op in self.program.ops:
-            if op.kind != "loop":
-                behind = frozenset().union(*map(self._behind, op.read))
-                self.sources |= dict.fromkeys(op.outputs, behind)
 
     def is_split(self, op: Op, examples: float, size: float) -> bool:
         """Return whether a dot product of so many bytes is made from padded copies of operands."""

@@ -53,6 +53,8 @@ class Sharing:
     offloads: bool = False
     #: how much of the next layer's weights a loop gathers while one computes (prefetch)
     ahead: float = 0.0
+    #: bytes of the largest brief value that lies in no memory but vector memory
+    vector_memory: float = 0.0
 
     @property
     def checkpoint_parts(self) -> int:
@@ -150,8 +152,10 @@ class _Clock:
 
     def _sizes(self) -> Sequence[float]:
         """Count the bytes of every value on this device."""
-        sizes = [value.bytes.at(self.examples) for value in self.program.values]
         sharing = self.sharing
+        sizes = [value.bytes.at(self.examples) for value in self.program.values]
+        for v in self.lifetimes.brief:
+            sizes[v] *= sizes[v] > sharing.vector_memory
         if sharing.model_axis == 1 and not sharing.offloads:
             return sizes
         stacked, marked = self.lifetimes.stacked, self.lifetimes.marked
@@ -203,7 +207,6 @@ class _Clock:
         layers a parameter that nothing else reads any more has given up its own buffer by then.
         """
         lives = self.lifetimes
-        is_list = not any(launch.op.kind == "loop" for launch in lives.launches)
         uses: dict[int, list[int]] = {}
         for parameter, time in lives.uses:
             uses.setdefault(parameter, []).append(time)
@@ -218,7 +221,7 @@ class _Clock:
             first = launch.time if is_gathered else first
             for v, owner in zip(operands, owners, strict=True):
                 start, end = first, launch.time
-                if is_list and not is_gathered and owner is not None and owner not in kept:
+                if lives.is_list and not is_gathered and owner is not None and owner not in kept:
                     *earlier, final = uses.get(owner, (launch.time,))
                     if final == launch.time:
                         start = end = earlier[-1] if earlier else first
