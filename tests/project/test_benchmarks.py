@@ -34,6 +34,7 @@ def way(seconds, *, loss=9.0, peak=6e8):
 @pytest.fixture
 def recorded():
     about = {"machine": "a CPU", "load": "0.1", "versions": "jax", "commit": "c", "date": "today"}
+    about["starts"] = "1"
     everywhere = {"ddp": way([1.0, 2.0, 4.0]), "zerojax0": way([1.0, 1.0, 4.0], loss=9.000001)}
     stage2 = {"zerojax2": way([1.1, 1.1, 4.4], peak=9e8), "jit2": way([1.0, 1.1, 4.0])}
     peers = {"fsdp2-kept": way([1.0, 2.2, 4.0]), "deepspeed2": way([2.2, 2.2, 8.8])}
