@@ -23,7 +23,7 @@ from zerojax.planner.traced._operations import BACKENDS, Backend, Op, Operations
 _TILE = 128 * 128
 #: Of what a split contraction has to be a multiple.
 _MULTIPLE = 8
-#: Launches that a value lives in a TPU's vector memory (lists of layers on v6e).
+#: Launches from the one that makes a value to its last use, for libtpu to keep it in vector memory.
 _SOON = 3
 
 
@@ -105,7 +105,7 @@ class Lifetimes:
         }
         self.launches = self._launches(reads)
         self.is_list = all(launch.op.kind != "loop" for launch in self.launches)
-        #: what is read at once and no more, in a list of layers: libtpu keeps it in vector memory
+        #: values of a list of layers that vector memory may keep: their last use comes soon
         self.brief = self._brief() if is_loss and self.is_list else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
         self.uses = [
@@ -136,7 +136,7 @@ class Lifetimes:
         return tuple(launches)
 
     def _brief(self) -> frozenset[int]:
-        """Find values, but gradients, that die within `_SOON` launches."""
+        """Find values, but no gradients, whose last use comes within `_SOON` launches."""
         made = {v: n for n, launch in enumerate(self.launches) for v in launch.results}
         pairs = ((v, n) for n, launch in enumerate(self.launches) for v in launch.dies)
         soon = (v for v, n in pairs if n - made.get(v, -math.inf) <= _SOON)

@@ -155,7 +155,8 @@ class _Clock:
         sharing = self.sharing
         sizes = [value.bytes.at(self.examples) for value in self.program.values]
         for v in self.lifetimes.brief:
-            sizes[v] *= sizes[v] > sharing.vector_memory
+            if sizes[v] <= sharing.vector_memory:
+                sizes[v] = 0.0
         if sharing.model_axis == 1 and not sharing.offloads:
             return sizes
         stacked, marked = self.lifetimes.stacked, self.lifetimes.marked
