@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import bind, has_inside
+from zerojax.collectives._products import labels_of, product
 
 
 def bind_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -42,8 +43,7 @@ def bind_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 def bind_upcast(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Run a product as `bind_wide` does, but in the wide dtype itself.
 
-    XLA has no narrow product with a wide result for every order of dims on CPUs: "Unsupported
-    element type for DotThunk::Execute: BF16 x BF16 = F32" (jaxlib 0.10).
+    Copies of one operand are a dim more of it, in an order that XLA:CPU may not take (`_products`).
     """
     narrow, wide = eqn.outvars[0].aval.dtype, jnp.result_type(*operands)
     if all(x.dtype == atom.aval.dtype for x, atom in zip(operands, eqn.invars, strict=True)):
@@ -96,15 +96,9 @@ def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
 
     The weight comes in a wide dtype and is multiplied in the narrow one of the trace.
     """
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    left, right = operands
     types = tuple(atom.aval.dtype for atom in eqn.invars)
-    # Labels of dims, as einsum has them: [8, 4] x [4, 6] is 0 1, 1 3 -> 0 3.
-    lhs, rhs = [*range(left.ndim)], [*range(left.ndim, left.ndim + right.ndim)]
-    for a, b in zip((*lhs_sum, *lhs_batch), (*rhs_sum, *rhs_batch), strict=True):
-        rhs[b] = a
-    out = [*lhs_batch, *(x for x in (*lhs, *rhs) if (x in lhs) != (x in rhs))]
-    einsum = functools.partial(jnp.einsum, precision=eqn.params["precision"])
+    lhs, rhs, out = labels_of(eqn)
+    multiplied = functools.partial(product, precision=eqn.params["precision"])
 
     @jax.custom_vjp
     def dot(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -116,9 +110,9 @@ def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = (operands[0].dtype, operands[1].dtype)
         return (
-            einsum(cotangent, out, kept[1], rhs, lhs, preferred_element_type=wide[0]),
-            einsum(kept[0], lhs, cotangent, out, rhs, preferred_element_type=wide[1]),
+            multiplied(cotangent, out, kept[1], rhs, lhs, wide[0]),
+            multiplied(kept[0], lhs, cotangent, out, rhs, wide[1]),
         )
 
     dot.defvjp(forward, backward)
-    return dot(left, right)
+    return dot(*operands)
