@@ -25,7 +25,7 @@ MENUS = ["zerojax", *(f"zerojax.{name}" for name in ROOMS)]
 #: Packages that users import from; the others are read by rooms above them.
 USERS = ["zerojax"] + [
     f"zerojax.{room}"
-    for room in "aot audit charts checkpoint cli data lock models planner processes".split()
+    for room in "aot charts checkpoint cli data models planner processes".split()
 ]
 MAX_IMPORT_SECONDS = 2.0
 

@@ -117,6 +117,7 @@ _REFUSAL = re.compile(rf"(?:required\D*\(|Used ){_SIZE}\)? (?:exceeds available\
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
 _SOURCES = ("aot/*.*", "audit/_p*.py", "planner/hardware/hardware.toml")
 #: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
+_OF_A_DEVICE = ("id", "device_kind", "process_index", "coords", "core_on_chip", "slice_index")
 _DECIDING = ("_compiler_options_kvs", "_device_list")
 #: Of `<function relu at 0x7fbd0b133060>`, which a module of flax or equinox holds.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -183,11 +184,6 @@ def _key(lowered: jax.stages.Lowered) -> str | None:
         "results": _ADDRESS.sub("", str(lowered.out_tree)),
         "options": sorted((str(name), str(value)) for name, value in options),
         "compiler": str(getattr(devices[0].client, "platform_version", "")),
-        "devices": [_device(device) for device in devices],
+        "devices": [[str(getattr(x, name, None)) for name in _OF_A_DEVICE] for x in devices],
     }
     return digest(facts, _SOURCES)
-
-
-def _device(device: Any) -> list[str]:
-    names = ("id", "device_kind", "process_index", "coords", "core_on_chip", "slice_index")
-    return [str(getattr(device, name, None)) for name in names]

@@ -16,6 +16,7 @@ and not 0, which comparing each with the work beside it would give. A collective
 from its issue on, also beside what libtpu did not fuse with it.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,7 +193,9 @@ def schedule_of(
     program's own order of them counts, where it tells it. `leaves_of` gives the paths of the leaves
     that a collective may move.
     """
-    hardware = _hardware_of(devices[0])
+    hardware = None
+    with contextlib.suppress(ValueError):
+        hardware = find_hardware(str(devices[0].device_kind))
     found = None if program.platform == "cpu" else parse_schedule(module)
     if found is None or hardware is None:
         return None
@@ -231,13 +234,6 @@ def schedule_of(
         bound_by="work" if clock.work >= busiest else f"{links} links",
         rematerialised=found.rematerialised,
     )
-
-
-def _hardware_of(device: Any) -> Hardware | None:
-    try:
-        return find_hardware(str(device.device_kind))
-    except ValueError:
-        return None
 
 
 def _seconds(cost: Cost, hardware: Hardware) -> float:

@@ -48,7 +48,10 @@ class LocalCopies:
             self.steps = self._drop_parts()
             self._manager = _replicator(folder, mesh)
         else:
-            wanted = {path: _shape(x) for path, x in arrays.items()}
+            like = jax.ShapeDtypeStruct
+            wanted = {
+                name: like(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays.items()
+            }
             self._manager = _emergency(folder, shared, mesh, wanted, axis)
             self.steps = sorted(self._manager.all_steps())
 
@@ -101,10 +104,6 @@ class LocalCopies:
             remove(own[step])
             self.passed_over[own[step]] = f"{own[step]} is not on every host"
         return sorted(whole)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def cuts(x: Any) -> dict[int, tuple[str, ...]]:

@@ -121,11 +121,10 @@ def prepare(
     state: PyTree,
     layout: Layout,
     *,
-    tx: optax.GradientTransformation | None,
-    step: int | None,
-    data: Any,
-    metadata: Mapping[str, Any] | None,
     folder: str,
+    tx: optax.GradientTransformation | None = None,
+    step: int | None = None,
+    **told: Any,
 ) -> tuple[Manifest, dict[str, jax.Array]]:
     """Describe a state that all processes hold alike, and return its arrays as they are stored."""
     with together(name):
@@ -133,7 +132,7 @@ def prepare(
         given, state = state, placed_leaves(state, layout.sharding(P()))
         leaves = leaves_by_path(state)
         number = _step_of(leaves) if step is None else check_step(step)
-        manifest = describe(state, layout, tx, step=number, data=data, metadata=metadata)
+        manifest = describe(state, layout, tx, step=number, **told)
         text = to_text(manifest)  # refuses what is not JSON
         check_placement(given, layout)
         arrays = {
@@ -172,13 +171,10 @@ def start_save(
     state: PyTree,
     layout: Layout,
     *,
-    tx: optax.GradientTransformation | None = None,
-    step: int | None = None,
-    data: Any = None,
-    metadata: Mapping[str, Any] | None = None,
     then: Callable[[], None] = lambda: None,
+    **told: Any,
 ) -> PendingSave:
-    """Save as `save` does, but return when the devices are free to go on.
+    """Save as `save` does, which says what `told` may be, and return when devices are free.
 
     Only when the result's `wait` has returned the checkpoint is known to be there; `then` is called
     in the background before that.
@@ -188,8 +184,7 @@ def start_save(
         root = local_path(directory)
         if (root / MANIFEST).exists():
             raise ValueError(f"{root} holds a checkpoint already; save to another directory")
-    given = {"tx": tx, "step": step, "data": data, "metadata": metadata}
-    manifest, arrays = prepare("save", state, layout, folder=str(root), **given)
+    manifest, arrays = prepare("save", state, layout, folder=str(root), **told)
     check_copies("save", arrays)
     with together("save"):
         if jax.process_index() == 0:

@@ -192,15 +192,11 @@ def _show_stages(asked: PlanQuestion, screen: Screen) -> None:
         screen.show(plans[0])
     _keep(plans, asked, screen)
     if asked.options.memory_limit is not None and not any(one.fits for one in plans):
-        raise Failure(_shortage(plans))
-
-
-def _shortage(plans: Sequence[Plan]) -> str:
-    least = min(plans, key=lambda one: one.bytes.total)
-    return (
-        f"nothing fits {least.hardware.memory / 1e9:,.3f} GB per device; the smallest need is "
-        f"{least.bytes.total / 1e9:,.3f} GB: {least.title}; --search goes through more ways"
-    )
+        least = min(plans, key=lambda one: one.bytes.total)
+        raise Failure(
+            f"nothing fits {least.hardware.memory / 1e9:,.3f} GB per device; the smallest need is "
+            f"{least.bytes.total / 1e9:,.3f} GB: {least.title}; --search goes through more ways"
+        )
 
 
 def _show_search(asked: PlanQuestion, screen: Screen) -> None:

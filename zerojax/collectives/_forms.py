@@ -323,7 +323,8 @@ def encode(x: jax.Array, along: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     with a reciprocal: of the largest magnitude itself, from 2**126 on, that would be 0.
     """
     blocks = _in_blocks(x.astype(jnp.float32), along, num_blocks(x.shape[along]))
-    scales = jnp.max(jnp.abs(blocks), axis=along + 1) / _largest(dtype)
+    largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    scales = jnp.max(jnp.abs(blocks), axis=along + 1) / largest
     # Smaller ones may be taken for 0 when they divide. NaNs and infinities arrive as NaNs.
     divisors = jnp.where(scales < jnp.finfo(scales.dtype).tiny, 1, scales)
     codes = blocks / jnp.expand_dims(divisors, along + 1)
@@ -335,7 +336,3 @@ def decode(codes: jax.Array, scales: jax.Array, along: int, dtype: Any) -> jax.A
     """Return what codes and scales stand for."""
     blocks = _in_blocks(codes.astype(jnp.float32), along, scales.shape[along])
     return (blocks * jnp.expand_dims(scales, along + 1)).reshape(codes.shape).astype(dtype)
-
-
-def _largest(dtype: Any) -> float:
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)

@@ -93,7 +93,9 @@ def prefetched(
         leaves = jax.tree.leaves(args)
         in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
         in_place = joined(in_place, layout, bound)
-        results, num_tied = run_in_order(in_place, leaves, layers * _layer_size(layout), waiting)
+        of = layout.layers or [[leaf] for leaf in layout.leaves]
+        sizes = [sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in layer) for layer in of]
+        results, num_tied = run_in_order(in_place, leaves, layers * max(sizes), waiting)
         if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
         for where in dict.fromkeys(runner.late) if warn and layers else ():
@@ -116,12 +118,6 @@ LATE = (
 
 #: What XLA combines on a GPU: the default of `xla_gpu_reduce_scatter_combine_threshold_bytes`.
 BUCKET = 30 * 2**20
-
-
-def _layer_size(layout: Layout) -> int:
-    """Count the elements of the largest layer; where there are none, of the largest leaf."""
-    layers = layout.layers or [[leaf] for leaf in layout.leaves]
-    return max(sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in one) for one in layers)
 
 
 def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:

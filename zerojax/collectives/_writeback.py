@@ -105,7 +105,9 @@ def _write_leaf(was: jax.Array, x: jax.Array, leaf: LeafLayout, layout: Layout) 
         return constrain(x.astype(was.dtype), layout, leaf.whole_spec)
     if layout.platform != "tpu" or leaf.is_padded:
         return to_logical(_gather(to_stored(x, leaf).astype(was.dtype), leaf, layout), leaf)
-    split = _dim_to_halve(leaf)
+    # The most major dim that nothing partitions and that can be cut in two.
+    free = (d for d, size in enumerate(leaf.shape) if size >= 2 and not leaf.entries[d])
+    split = next((dim for dim in free if dim != leaf.dim), None)
     if split is None:
         return _gather(x.astype(was.dtype), leaf, layout)
     half = leaf.shape[split] // 2
@@ -119,11 +121,3 @@ def _gather(part: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
     """Gather what was cast; the barrier keeps the compiler from casting after the gather."""
     part = jax.lax.optimization_barrier(constrain(part, layout, leaf.shard_spec))
     return gather(part, layout, leaf, "optimizer")
-
-
-def _dim_to_halve(leaf: LeafLayout) -> int | None:
-    """Choose a dim that nothing partitions, the most major one that can be cut in two."""
-    for dim, size in enumerate(leaf.shape):
-        if dim != leaf.dim and not leaf.entries[dim] and size >= 2:
-            return dim
-    return None

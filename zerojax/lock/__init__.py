@@ -1,18 +1,5 @@
 """What a compiled step was when somebody accepted it, and what has changed since."""
 
 from zerojax.lock._compare import Difference, compare
-from zerojax.lock._record import Leaf, Moved, StepRecord, read_lock, write_lock
+from zerojax.lock._record import StepRecord, read_lock, write_lock
 from zerojax.lock._steps import CheckedStep, checked, find_steps
-
-__all__ = [
-    "CheckedStep",
-    "Difference",
-    "Leaf",
-    "Moved",
-    "StepRecord",
-    "checked",
-    "compare",
-    "find_steps",
-    "read_lock",
-    "write_lock",
-]

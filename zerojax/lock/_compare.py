@@ -47,7 +47,8 @@ def _leaves(old: StepRecord, new: StepRecord) -> Iterator[Difference]:
         fields = [name for name in _FIELDS if getattr(was, name) != getattr(now, name)]
         if fields:
             words = [
-                ", ".join(f"{x} {_word(getattr(leaf, x))}" for x in fields) for leaf in (was, now)
+                ", ".join(f"{x} {getattr(leaf, x):{',' * (x == 'bytes')}}" for x in fields)
+                for leaf in (was, now)
             ]
             grows = None if now.bytes == was.bytes else now.bytes > was.bytes
             yield Difference("argument", path, words[0], words[1], grows)
@@ -80,10 +81,6 @@ def _totals(old: StepRecord, new: StepRecord) -> Iterator[Difference]:
                 yield Difference("exposed", name, f"{was:.1%}", seen, now > was)
         elif not _is_close(was, now):
             yield Difference("bytes", name, f"{was:,}", f"{now:,}", now > was)
-
-
-def _word(value: object) -> str:
-    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _is_close(was: float, now: float) -> bool:

@@ -21,6 +21,8 @@ from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, 
 
 #: Version of lock files.
 FORMAT = 1
+#: What collectives are called by what they do, whatever their spelling.
+_SPELLED = {"gather": "all-gather", "scatter": "reduce-scatter", "sliced": "reduce-scatter"}
 _NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
 
 
@@ -168,7 +170,8 @@ def _moved(
     for one in records:
         if one.moved_elements:
             shape = ",".join(map(str, one.shape))
-            key = f"{_name(one)} {one.dtype}[{shape}] over {_axes(one, program)}"
+            name = _SPELLED.get(role_of(one), one.op)
+            key = f"{name} {one.dtype}[{shape}] over {_axes(one, program)}"
             groups.setdefault(key, []).append(one)
     # Moments look like their parameters, and are not what is moved.
     states = {_pattern(one.path) for one in program.inputs if one.role}
@@ -182,12 +185,6 @@ def _moved(
         )
         for key, alike in sorted(groups.items())
     }
-
-
-def _name(record: Collective) -> str:
-    """Name what a collective does, whatever its spelling."""
-    names = {"gather": "all-gather", "scatter": "reduce-scatter", "sliced": "reduce-scatter"}
-    return names.get(role_of(record), record.op)
 
 
 def _axes(record: Collective, program: Program) -> str:

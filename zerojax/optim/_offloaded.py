@@ -179,7 +179,9 @@ class OffloadedUpdate:
         self, part: _Part, values: Sequence[Any], is_far: Sequence[bool], token: Any
     ) -> list[Any]:
         """Send the gradient down, compute there, bring the parameter up."""
-        near = _after([x for x, far in zip(values, is_far, strict=True) if not far], token)
+        near = [x for x, far in zip(values, is_far, strict=True) if not far]
+        if token is not None:  # hold them back until it is there
+            near = list(jax.lax.optimization_barrier((*near, token)))[:-1]
         anchor = is_far.index(True)
         # A mesh of absent GPUs, and Explicit axes, lose the memory from an array's type.
         is_typed = jax.typeof(values[anchor]).memory_space == _HOST
@@ -211,13 +213,6 @@ def _mixes(does: str) -> ValueError:
         "computes of gradients alone, a global norm say, may span leaves), or leave "
         "Recipe(offload=True) out"
     )
-
-
-def _after(values: list[Any], token: Any) -> list[Any]:
-    """Hold values back until the token is there."""
-    if token is None:
-        return values
-    return list(jax.lax.optimization_barrier((*values, token)))[:-1]
 
 
 def _fill(number: Any, like: jax.Array, aval: Any) -> jax.Array:

@@ -236,7 +236,9 @@ class _Hunt:
         """List stages and recipes, the microbatches left open."""
         # Weights that are kept gathered are tried wherever they are not asked for.
         reshards = dict.fromkeys((self.recipe.reshard_after_forward, False))
-        open_ways = itertools.product(self.space.stages, reshards, self._remats(), self._offloads())
+        is_open = not self.recipe.offload and self.space.offload
+        offloads = _OFFLOADS if is_open else ((self.recipe.offload, False),)
+        open_ways = itertools.product(self.space.stages, reshards, self._remats(), offloads)
         for stage, reshard, remat, (offload, moves) in open_ways:
             kinds = STAGES[check_stage(stage)]
             if not reshard and "parameter" not in kinds:
@@ -264,10 +266,6 @@ class _Hunt:
             ways = [as_remat(way) for way in get_args(Remat)]
         whole = [way for way in ways if way and way.recompute == "full" and way.partition is None]
         return [*ways, *(dataclasses.replace(way, partition=MODEL) for way in whole)]
-
-    def _offloads(self) -> Sequence[tuple[bool, bool]]:
-        is_open = not self.recipe.offload and self.space.offload
-        return _OFFLOADS if is_open else ((self.recipe.offload, False),)
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
         """Plan microbatches from the largest on, to the first that fits and one beyond it."""

@@ -117,7 +117,7 @@ def _meet(given: Place, listens: str | None, wait: float) -> Place:
     # Mutual TLS checks the name of the host that is connected to.
     if index == 0 or getattr(jax.config, "jax_mtls_cert_file", None):
         return given
-    return relay(address, _lose_coordinator), count, index
+    return relay(address, lambda: [x.lose_coordinator("is gone") for x in _watches]), count, index
 
 
 class _Watch:
@@ -223,11 +223,6 @@ class _Watch:
 _CAUSES = ": it was killed or stopped, or has lost its network"
 #: The watch of this process, if there is one.
 _watches: list[_Watch] = []
-
-
-def _lose_coordinator() -> None:
-    for watch in _watches:
-        watch.lose_coordinator("is gone")
 
 
 def set_remedy(text: str) -> None:

@@ -57,7 +57,9 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     stage, shards = layout.stage, layout.num_shards
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
-        should = sum(_expected_bytes(one) for one in group)
+        sizes = ((one.argument.shard_bytes, one.argument.shard_shape) for one in group)
+        items = [size // max(math.prod(shape), 1) for size, shape in sizes]
+        should = sum(math.prod(x.shards[0]) * item for x, item in zip(group, items, strict=True))
         yield Problem(
             where=f"{kind}: {_where(group)}",
             expected=f"{should:,} B in {list(group[0].shards[0])} as stage {stage} has it over "
@@ -183,11 +185,6 @@ def _excess(one: Held) -> int:
     if seen in sizes:
         return 0
     return 1 if seen > min(sizes) else -1
-
-
-def _expected_bytes(one: Held) -> int:
-    item = one.argument.shard_bytes // max(math.prod(one.argument.shard_shape), 1)
-    return math.prod(one.shards[0]) * item
 
 
 def _by_kind(group: Iterable[Held]) -> list[tuple[str, list[Held]]]:

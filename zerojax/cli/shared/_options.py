@@ -67,10 +67,6 @@ def _adamw(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     return optax.adamw(rate, b2=0.98, weight_decay=decay, mask=_decayed)
 
 
-def _adamw_8bit(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    return zerojax.quantized(_adamw(rate, decay))
-
-
 def _adafactor(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     # optax adds adafactor's decay after the learning rate, so it would not follow the schedule.
     return optax.chain(
@@ -97,7 +93,7 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
 OPTIMIZERS: dict[Optimizer, NamedOptimizer] = {
     "adamw": NamedOptimizer(_adamw, 3e-3),
-    "adamw_8bit": NamedOptimizer(_adamw_8bit, 3e-3),
+    "adamw_8bit": NamedOptimizer(lambda *given: zerojax.quantized(_adamw(*given)), 3e-3),
     "adafactor": NamedOptimizer(_adafactor, 3e-3),
     "muon": NamedOptimizer(_muon, 3e-3),
 }
