@@ -24,8 +24,7 @@ ROOMS = [name for _, name, _ in pkgutil.iter_modules(zerojax.__path__) if name[0
 MENUS = ["zerojax", *(f"zerojax.{name}" for name in ROOMS)]
 #: Packages that users import from; the others are read by rooms above them.
 USERS = ["zerojax"] + [
-    f"zerojax.{room}"
-    for room in "aot charts checkpoint cli data models planner processes".split()
+    f"zerojax.{room}" for room in "aot charts checkpoint cli data models planner processes".split()
 ]
 MAX_IMPORT_SECONDS = 2.0
 

@@ -49,9 +49,7 @@ class LocalCopies:
             self._manager = _replicator(folder, mesh)
         else:
             like = jax.ShapeDtypeStruct
-            wanted = {
-                name: like(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays.items()
-            }
+            wanted = {k: like(x.shape, x.dtype, sharding=x.sharding) for k, x in arrays.items()}
             self._manager = _emergency(folder, shared, mesh, wanted, axis)
             self.steps = sorted(self._manager.all_steps())
 

@@ -1,9 +1,8 @@
 """Products of bf16 with an fp32 result, in orders of dims that XLA:CPU multiplies as they are.
 
 XLA:CPU widens what a bf16 product reads to fp32, and keeps wide weights for the backward pass. For
-an fp32 result a library multiplies bf16 with the CPU's own instructions. Some orders it lacks:
-`dot(x[t, d], y[t, h, k])` over `t` ends in "Unsupported element type for DotThunk::Execute: BF16 x
-BF16 = F32" (jaxlib 0.10 to 0.12); `dot(y, x)` does not.
+an fp32 result it has a library. What that lacks, `dot(x[t, d], y[t, h, k])` over `t`, not `dot(y,
+x)`, ends in "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32" (jaxlib 0.10-0.12).
 """
 
 from collections.abc import Sequence
@@ -28,10 +27,10 @@ def labels_of(eqn: Any) -> tuple[Labels, Labels, Labels]:
 
 
 def is_taken(lhs: Labels, rhs: Labels, out: Labels) -> bool:
-    """Whether XLA:CPU has a library for bf16 in this order, whichever sizes are 1.
+    """Whether the library has this order, whichever sizes are 1.
 
-    That is if the left operand ends with what is summed over; or if both begin with it, behind what
-    they have in common with the result, and the right one has at most one dim more.
+    The left operand ends with what is summed over, or both begin with it, behind what both have in
+    common with the result, and the right one has at most one dim more.
     """
     batch, summed = [x for x in out if x in lhs and x in rhs], {*lhs} & {*rhs} - {*out}
     first = len(batch) + len(summed)
@@ -41,18 +40,19 @@ def is_taken(lhs: Labels, rhs: Labels, out: Labels) -> bool:
 
 
 def product(
-    left: jax.Array, lhs: Labels, right: jax.Array, rhs: Labels, out: Labels, dtype: Any, **how: Any
+    left: Any, lhs: Labels, right: Any, rhs: Labels, out: Labels, dtype: Any, hold: Any, **how: Any
 ) -> jax.Array:
-    """Multiply as `einsum` does, with a result that may be wider than the operands."""
+    """Multiply as `einsum` does, with a wider result; `hold` keeps XLA from changing the order."""
     if not is_taken(lhs, rhs, out) and is_taken(rhs, lhs, out):
         left, lhs, right, rhs = right, rhs, left, lhs
     elif not is_taken(lhs, rhs, out):
-        left, right = left.astype(dtype), right.astype(dtype)
+        left, right = (x.astype(jnp.promote_types(x.dtype, dtype)) for x in (left, right))
     batch = [x for x in out if x in lhs and x in rhs]
     summed = [x for x in lhs if x in rhs and x not in out]
     dims: Any = [[[of.index(x) for x in xs] for of in (lhs, rhs)] for xs in (summed, batch)]
     made = [*batch, *(x for x in (*lhs, *rhs) if x in out and x not in batch)]
-    result = jax.lax.dot_general(left, right, dims, preferred_element_type=dtype, **how)
+    left, right = hold((left, right))
+    result = hold(jax.lax.dot_general(left, right, dims, preferred_element_type=dtype, **how))
     return result.transpose([made.index(x) for x in out])
 
 
@@ -60,9 +60,8 @@ def is_narrow(eqn: Any) -> bool:
     """Whether an equation is a product of bf16, of which nobody says how it is computed."""
     if eqn.primitive.name != "dot_general" or eqn.params["precision"] is not None:
         return False
-    placed = eqn.params["out_sharding"]  # over Auto axes it has no entries
-    is_placed = placed and any(placed.spec)
-    return not is_placed and all(atom.aval.dtype == jnp.bfloat16 for atom in eqn.invars)
+    placed = getattr(eqn.params["out_sharding"], "spec", ())  # over Auto axes it says nothing
+    return not any(placed) and all(atom.aval.dtype == jnp.bfloat16 for atom in eqn.invars)
 
 
 def bind_narrow(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -72,4 +71,6 @@ def bind_narrow(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     is_there = is_taken(lhs, rhs, out) or is_taken(rhs, lhs, out)
     if dtype != jnp.float32 and not (is_there and dtype == jnp.bfloat16):
         return bind(eqn, values)
-    return [product(left, lhs, right, rhs, out, jnp.float32).astype(dtype)]
+    with eqn.ctx.manager:  # unless held, XLA takes transposes into it, and comes upon what it lacks
+        wide = product(left, lhs, right, rhs, out, jnp.float32, jax.lax.optimization_barrier)
+    return [wide.astype(dtype)]

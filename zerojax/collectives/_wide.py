@@ -98,7 +98,8 @@ def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
     """
     types = tuple(atom.aval.dtype for atom in eqn.invars)
     lhs, rhs, out = labels_of(eqn)
-    multiplied = functools.partial(product, precision=eqn.params["precision"])
+    precision = eqn.params["precision"]
+    multiplied = functools.partial(product, hold=lambda values: values, precision=precision)
 
     @jax.custom_vjp
     def dot(left: jax.Array, right: jax.Array) -> jax.Array:

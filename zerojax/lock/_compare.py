@@ -7,7 +7,7 @@ from zerojax.lock._record import Moved, StepRecord
 
 #: The part by which bytes may differ, and the difference of shares, that is no difference.
 TOLERANCE = 0.01
-_FIELDS = ("count", "dtype", "shape", "spec", "bytes", "donated")
+_FIELDS = {"count": ",", "dtype": "", "shape": "", "spec": "", "bytes": ",", "donated": ""}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _leaves(old: StepRecord, new: StepRecord) -> Iterator[Difference]:
         fields = [name for name in _FIELDS if getattr(was, name) != getattr(now, name)]
         if fields:
             words = [
-                ", ".join(f"{x} {getattr(leaf, x):{',' * (x == 'bytes')}}" for x in fields)
+                ", ".join(f"{x} {getattr(leaf, x):{_FIELDS[x]}}" for x in fields)
                 for leaf in (was, now)
             ]
             grows = None if now.bytes == was.bytes else now.bytes > was.bytes

@@ -21,7 +21,6 @@ from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, 
 
 #: Version of lock files.
 FORMAT = 1
-#: What collectives are called by what they do, whatever their spelling.
 _SPELLED = {"gather": "all-gather", "scatter": "reduce-scatter", "sliced": "reduce-scatter"}
 _NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
 

@@ -57,9 +57,8 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     stage, shards = layout.stage, layout.num_shards
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
-        sizes = ((one.argument.shard_bytes, one.argument.shard_shape) for one in group)
-        items = [size // max(math.prod(shape), 1) for size, shape in sizes]
-        should = sum(math.prod(x.shards[0]) * item for x, item in zip(group, items, strict=True))
+        held = [(x.argument.shard_bytes, x.argument.shard_shape, x.shards[0]) for x in group]
+        should = sum(math.prod(to) * (size // max(math.prod(of), 1)) for size, of, to in held)
         yield Problem(
             where=f"{kind}: {_where(group)}",
             expected=f"{should:,} B in {list(group[0].shards[0])} as stage {stage} has it over "
