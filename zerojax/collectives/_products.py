@@ -1,8 +1,8 @@
 """Products of bf16 with an fp32 result, in orders of dims that XLA:CPU multiplies as they are.
 
-XLA:CPU widens what a bf16 product reads to fp32, and keeps wide weights for the backward pass. For
-an fp32 result it has a library. What that lacks, `dot(x[t, d], y[t, h, k])` over `t`, not `dot(y,
-x)`, ends in "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32" (jaxlib 0.10-0.12).
+XLA:CPU widens what a bf16 product reads to fp32, and keeps wide weights for the backward pass. With
+an fp32 result a library multiplies bf16. It lacks some orders, as `dot(x[t, d], y[t, h, k])` over
+`t`, which fails: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32" (jaxlib 0.10).
 """
 
 from collections.abc import Sequence
