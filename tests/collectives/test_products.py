@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 
 import zerojax
 from zerojax.collectives import fenced
-from zerojax.collectives._products import is_taken, labels_of, product
+from zerojax.collectives._products import labels_of, product
 
 BF16, FP32 = jnp.bfloat16, jnp.float32
 SIZES = (1, 16, 24, 33)
@@ -25,25 +27,37 @@ def drawn(seed):
     batch, summed, left, right = (
         [f"{kind}{i}" for i in range(draw.choice(counts))]
         for kind, counts in zip(
-            "bclr", ((0, 0, 1, 2), (1, 1, 2), (0, 1, 2), (0, 1, 2)), strict=True
+            "bclr", ((0, 0, 1, 2), (0, 1, 1, 1, 2), (0, 1, 2), (0, 1, 2)), strict=True
         )
     )
     lhs, rhs = [*batch, *summed, *left], [*batch, *summed, *right]
     for names in (lhs, rhs):
         if draw.random() < 0.7:
             draw.shuffle(names)
-    sizes = {name: draw.choice(SIZES) for name in (*lhs, *rhs)}
+    names = {*lhs, *rhs}
+    sizes = {name: draw.choice(SIZES if len(names) < 6 else SIZES[:2]) for name in sorted(names)}
     rng = np.random.default_rng(seed)
     operands = [jnp.asarray(rng.normal(size=[sizes[x] for x in of]), BF16) for of in (lhs, rhs)]
     return operands, (lhs, rhs, [*batch, *left, *right])
 
 
+def multiplied(text):
+    """Return the dtypes of the operands of all products of a compiled program."""
+    # %dot_general.1 = f32[2,64,256]{2,1,0} dot(%param_0.1, %param_1.1), lhs_batch_dims={0}, ...
+    names = sum(re.findall(r" dot\((\S+), (\S+?)\)", text), ())
+    return [re.search(rf"{re.escape(name)} = (\w+)\[", text)[1] for name in names]
+
+
 def test_products_in_any_order_run_and_are_those_of_fp32():
-    """Also with transposes around them, which XLA takes into a product where nothing holds it."""
-    forms = set()
-    for seed in range(120):
+    """Also with transposes around them, which XLA takes into a product where nothing holds it.
+
+    Products of matrices read bf16; XLA:CPU widens those of vectors.
+    """
+    forms, num_matrices = set(), 0
+    for seed in range(200):
         (x, y), (lhs, rhs, out) = drawn(seed)
-        forms.add((is_taken(lhs, rhs, out), is_taken(rhs, lhs, out)))
+        summed = {*lhs} & {*rhs} - {*out}
+        forms.add(tuple({*names[len(names) - len(summed) :]} == summed for names in (lhs, rhs)))
         letters = {name: chr(97 + i) for i, name in enumerate(dict.fromkeys([*lhs, *rhs]))}
         spell = ["".join(letters[x] for x in names) for names in (lhs, rhs, out)]
         equation = f"{spell[0]},{spell[1]}->{spell[2]}"
@@ -51,19 +65,22 @@ def test_products_in_any_order_run_and_are_those_of_fp32():
         def loss(params, given, carried, equation=equation):
             return jnp.einsum(equation, params.T.T, given["y"]).T
 
-        given = {"y": y, "step": jnp.int32(0)}
-        got = jax.jit(fenced(loss, "cpu"))(x, given, None)
-        if is_taken(lhs, rhs, out) or is_taken(rhs, lhs, out):
-            want = np.einsum(equation, *(np.asarray(z, np.float32) for z in (x, y))).T
-        else:  # left as it is, and XLA of jax 0.12 sums in bf16
-            want = jax.jit(loss)(x, given, None).astype(FP32)
+        compiled = jax.jit(fenced(loss, "cpu")).lower(x, {"y": y, "step": 0}, None).compile()
+        got = compiled(x, {"y": y, "step": 0}, None)
+        want = np.einsum(equation, *(np.asarray(z, np.float32) for z in (x, y))).T
         np.testing.assert_allclose(got.astype(FP32), want, rtol=0.02, atol=0.02)
-    assert len(forms) == 4, "each form is drawn: as it is, turned around, both and neither"
+        free = [math.prod(z.shape[names.index(n)] for n in names if n in out and n not in other)
+                for z, names, other in ((x, lhs, rhs), (y, rhs, lhs))]  # fmt: skip
+        if min(free) > 1:
+            num_matrices += len(multiplied(compiled.as_text()))
+            assert {*multiplied(compiled.as_text())} <= {"bf16"}, equation
+    assert len(forms) == 4, "each form is drawn: ending with what is summed on either side"
+    assert num_matrices > 30
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_attention_whose_heads_lie_behind_tokens_trains(stage, mesh8):
-    """XLA makes `dot(k, q)` of the scores, in an order that its library lacks."""
+    """XLA makes `dot(k, q)` of the scores, and widens what a transpose lays out in columns."""
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(3, 32, 4, 8)) / 6, FP32)}
     x = jnp.asarray(rng.normal(size=(16, 32, 32)), FP32)
@@ -76,27 +93,38 @@ def test_attention_whose_heads_lie_behind_tokens_trains(stage, mesh8):
 
     layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
     step = zerojax.make_train_step(loss, optax.sgd(0.1), layout, zerojax.Recipe(precision="bf16"))
-    _, metrics = step(step.init(params), x)
+    state = step.init(params)
+    assert {*multiplied(step.lower(state, x).compile().as_text())} == {"bf16"}
+    _, metrics = step(state, x)
     narrow = {"w": params["w"].astype(BF16)}
     np.testing.assert_allclose(metrics["loss"], loss(narrow, x), rtol=0.01)
 
 
-def test_products_are_turned_around_only_where_that_helps():
-    """A product that is taken neither way is one of widened operands."""
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "read"),
+    [
+        ({"m": 4, "k": 8}, {"k": 8, "n": 64}, [(4, 8), (8, 64)]),  # as it is
+        ({"k": 8, "m": 4}, {"k": 8, "n": 64}, [(4, 8), (8, 64)]),  # the left one transposed
+        ({"k": 64, "m": 32}, {"n": 4, "k": 64}, [(4, 64), (64, 32)]),  # turned around
+        ({"k": 64, "m": 32}, {"k": 64, "n": 4}, [(4, 64), (64, 32)]),  # both
+        ({"b": 2, "k": 64, "m": 32}, {"k": 64, "b": 2}, [(2, 64), (2, 64, 32)]),
+    ],
+)
+def test_the_smaller_operand_is_transposed_so_that_it_ends_with_what_is_summed(lhs, rhs, read):
+    x, y = (jnp.ones(list(of.values()), BF16) for of in (lhs, rhs))
+    out = [name for name in {**lhs, **rhs} if name == "b" or (name in lhs) != (name in rhs)]
 
-    def read(lhs, rhs):
-        x, y = (jnp.ones([2 + i for i in names], BF16) for names in (lhs, rhs))
-        out = [i for i in (*lhs, *rhs) if (i in lhs) != (i in rhs)]
-        multiply = functools.partial(
-            product, lhs=lhs, rhs=rhs, out=out, dtype=FP32, hold=lambda values: values
-        )
-        eqns = jax.make_jaxpr(lambda x, y: multiply(x, right=y))(x, y).eqns
+    def operands(is_cpu):
+        def multiply(x, y):
+            return product(x, y, ([*lhs], [*rhs], out), FP32, is_cpu)
+
+        assert multiply(x, y).shape == tuple((lhs | rhs)[name] for name in out)
+        eqns = jax.make_jaxpr(multiply)(x, y).eqns
         dot = next(eqn for eqn in eqns if eqn.primitive.name == "dot_general")
-        return [(var.aval.dtype, var.aval.shape) for var in dot.invars]
+        return [var.aval.shape for var in dot.invars]
 
-    assert read([1, 0], [0, 2]) == [(BF16, (3, 2)), (BF16, (2, 4))], "as it is"
-    assert read([0, 1], [0, 2, 3]) == [(BF16, (2, 4, 5)), (BF16, (2, 3))], "turned around"
-    assert read([0, 1, 4], [2, 0, 3]) == [(FP32, (2, 3, 6)), (FP32, (4, 2, 5))], "widened"
+    assert operands(is_cpu=True) == read
+    assert operands(is_cpu=False) == [x.shape, y.shape], "other compilers take any order"
 
 
 def test_labels_are_those_of_einsum():

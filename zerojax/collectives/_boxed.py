@@ -197,7 +197,8 @@ class Opening:
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run an equation on opened boxes; results may be wider than it was traced with."""
-        return bind_wide(eqn, [self.open_box(v) if isinstance(v, Boxed) else v for v in values])
+        operands = [self.open_box(v) if isinstance(v, Boxed) else v for v in values]
+        return bind_wide(eqn, operands, self.layout)
 
     def opened(self, value: Any) -> Any:
         """Open a box, in the dtype that the program gave it; pass anything else on."""

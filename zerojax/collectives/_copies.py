@@ -87,7 +87,7 @@ class Copied:
                 0 if jnp.ndim(x) > y.ndim else None for x, y in zip(operands, avals, strict=True)
             ]
             is_fixed = eqn.primitive.name == "dot_general"  # of constants: no examples wait
-            bind = bind_upcast if is_fixed else bind_wide
+            bind = bind_upcast if is_fixed else functools.partial(bind_wide, layout=opening.layout)
             return jax.vmap(lambda *operands: bind(eqn, operands), axes)(*operands)
 
         if self.whole is not None:
@@ -269,7 +269,7 @@ def use_copies(
     at, dim = dims
 
     def on_copy(copy: jax.Array, examples: jax.Array) -> jax.Array:
-        return bind_wide(eqn, [examples, copy] if place else [copy, examples])[0]
+        return bind_wide(eqn, [examples, copy][:: 1 if place else -1], opening.layout)[0]
 
     def use(weight: Copied, examples: jax.Array) -> jax.Array:
         result = eqn.outvars[0].aval

@@ -48,7 +48,7 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
 
     They are the sets of `options.toml` for the layout's devices, without those that `XLA_FLAGS` or
     `LIBTPU_INIT_ARGS` sets: a user's own value holds. An option that the installed compiler does
-    not know is left out with a warning, for it would refuse the program. A CPU has none.
+    not know is left out with a warning, for it would refuse the program.
     `bucket_bytes` are the most of a collective that is made of several; None for the table's.
     """
     user = {

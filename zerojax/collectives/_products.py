@@ -1,17 +1,23 @@
-"""Products of bf16 with an fp32 result, in orders of dims that XLA:CPU multiplies as they are.
+"""Products of bf16 with an fp32 result, in an order of dims that XLA:CPU multiplies as they are.
 
 XLA:CPU widens what a bf16 product reads to fp32, and keeps wide weights for the backward pass. With
-an fp32 result a library multiplies bf16. It lacks some orders, as `dot(x[t, d], y[t, h, k])` over
-`t`, which fails: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32" (jaxlib 0.10).
+an fp32 result a library multiplies bf16, if the left operand ends with what is summed over and both
+lie row by row. Of the gradients of attention's values, from the smaller operand,
+
+    v[b, h, k, d] = sum over q of p[b, h, q, k] y[b, h, q, d]
+
+    yt = BARRIER (transpose y); v = transpose (BARRIER (dot yt p))      yt: [b, h, d, q]
+
+Unless held, XLA takes transposes into the product, and widens it or comes upon an order that it
+can't run: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32" (jaxlib 0.10).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from zerojax._jaxpr import bind
 
 Labels = Sequence[int]
 
@@ -26,34 +32,31 @@ def labels_of(eqn: Any) -> tuple[Labels, Labels, Labels]:
     return lhs, rhs, [*lhs_batch, *(x for x in (*lhs, *rhs) if (x in lhs) != (x in rhs))]
 
 
-def is_taken(lhs: Labels, rhs: Labels, out: Labels) -> bool:
-    """Whether the library has this order, whichever sizes are 1.
-
-    The left operand ends with what is summed over, or both begin with it, behind what both have in
-    common with the result, and the right one has at most one dim more.
-    """
-    batch, summed = [x for x in out if x in lhs and x in rhs], {*lhs} & {*rhs} - {*out}
-    first = len(batch) + len(summed)
-    is_first = [*lhs[:first]] == [*rhs[:first]] and [*lhs[: len(batch)]] == batch
-    is_last = bool(summed) and {*lhs[len(lhs) - len(summed) :]} == summed
-    return is_last or (is_first and len(rhs) <= first + 1)
-
-
 def product(
-    left: Any, lhs: Labels, right: Any, rhs: Labels, out: Labels, dtype: Any, hold: Any, **how: Any
+    left: Any, right: Any, labels: Sequence[Labels], dtype: Any, is_cpu: bool, **how: Any
 ) -> jax.Array:
-    """Multiply as `einsum` does, with a wider result; `hold` keeps XLA from changing the order."""
-    if not is_taken(lhs, rhs, out) and is_taken(rhs, lhs, out):
-        left, lhs, right, rhs = right, rhs, left, lhs
-    elif not is_taken(lhs, rhs, out):
-        left, right = (x.astype(jnp.promote_types(x.dtype, dtype)) for x in (left, right))
-    batch = [x for x in out if x in lhs and x in rhs]
+    """Multiply as `einsum` does, with a result of `dtype`; on CPUs in an order that they have."""
+    lhs, rhs, out = labels
     summed = [x for x in lhs if x in rhs and x not in out]
+
+    def hold(x: jax.Array) -> jax.Array:  # one more dim, or the layout is a transpose's
+        return jax.lax.optimization_barrier(x[None]).squeeze(0) if is_cpu else x
+
+    if is_cpu:
+        size = dict(zip((*lhs, *rhs), (*left.shape, *right.shape), strict=True))
+        costs = [
+            0 if {*of[len(of) - len(summed) :]} == {*summed} else math.prod(size[x] for x in of)
+            for of in (lhs, rhs)
+        ]
+        if costs[1] + math.prod(size[x] for x in out) < costs[0]:  # the result is transposed then
+            left, lhs, right, rhs = right, rhs, left, lhs
+        order = sorted(range(len(lhs)), key=lambda i: lhs[i] in summed)
+        left, lhs = left.transpose(order), [lhs[i] for i in order]
+    batch = [x for x in out if x in lhs and x in rhs]
     dims: Any = [[[of.index(x) for x in xs] for of in (lhs, rhs)] for xs in (summed, batch)]
     made = [*batch, *(x for x in (*lhs, *rhs) if x in out and x not in batch)]
-    left, right = hold((left, right))
-    result = hold(jax.lax.dot_general(left, right, dims, preferred_element_type=dtype, **how))
-    return result.transpose([made.index(x) for x in out])
+    result = jax.lax.dot_general(hold(left), hold(right), dims, preferred_element_type=dtype, **how)
+    return hold(result).transpose([made.index(x) for x in out])
 
 
 def is_narrow(eqn: Any) -> bool:
@@ -61,16 +64,12 @@ def is_narrow(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general" or eqn.params["precision"] is not None:
         return False
     placed = getattr(eqn.params["out_sharding"], "spec", ())  # over Auto axes it says nothing
-    return not any(placed) and all(atom.aval.dtype == jnp.bfloat16 for atom in eqn.invars)
+    dtypes = [atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)]
+    return not any(placed) and dtypes[:2] == [jnp.bfloat16] * 2 and dtypes[2].itemsize <= 4
 
 
 def bind_narrow(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run a product of bf16 in fp32, where XLA:CPU can, and round it as the trace has it."""
-    (left, right), (lhs, rhs, out) = values, labels_of(eqn)
-    dtype = eqn.outvars[0].aval.dtype
-    is_there = is_taken(lhs, rhs, out) or is_taken(rhs, lhs, out)
-    if dtype != jnp.float32 and not (is_there and dtype == jnp.bfloat16):
-        return bind(eqn, values)
-    with eqn.ctx.manager:  # unless held, XLA takes transposes into it, and comes upon what it lacks
-        wide = product(left, lhs, right, rhs, out, jnp.float32, jax.lax.optimization_barrier)
-    return [wide.astype(dtype)]
+    """Run a product of bf16 in fp32, and round it as the trace has it."""
+    with eqn.ctx.manager:
+        wide = product(values[0], values[1], labels_of(eqn), jnp.float32, is_cpu=True)
+    return [wide.astype(eqn.outvars[0].aval.dtype)]

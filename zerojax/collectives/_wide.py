@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from zerojax._jaxpr import bind, has_inside
 from zerojax.collectives._products import labels_of, product
+from zerojax.layout import Layout
 
 
-def bind_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def bind_wide(eqn: Any, operands: Sequence[Any], layout: Layout) -> list[Any]:
     """Run an equation on operands of which some are wider than it was traced with.
 
     Returns:
@@ -29,7 +30,7 @@ def bind_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if not wide:
         return bind(eqn, operands)
     if eqn.primitive.name == "dot_general":
-        return [_wide_dot(eqn, operands)]
+        return [_wide_dot(eqn, operands, layout.platform == "cpu")]
     if eqn.primitive.name == "convert_element_type" and _is_float(eqn.params["new_dtype"]):
         return [_rounded(operands[0], eqn.params["new_dtype"])]
     upcast = [x.astype(wide[0]) if _is_float(jnp.result_type(x)) else x for x in operands]
@@ -91,15 +92,14 @@ def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     return out, tangents[0].astype(out.dtype)
 
 
-def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
+def _wide_dot(eqn: Any, operands: Sequence[jax.Array], is_cpu: bool) -> jax.Array:
     """Multiply by a weight whose gradient is accumulated and returned in the weight's dtype.
 
     The weight comes in a wide dtype and is multiplied in the narrow one of the trace.
     """
     types = tuple(atom.aval.dtype for atom in eqn.invars)
     lhs, rhs, out = labels_of(eqn)
-    precision = eqn.params["precision"]
-    multiplied = functools.partial(product, hold=lambda values: values, precision=precision)
+    multiplied = functools.partial(product, is_cpu=is_cpu, precision=eqn.params["precision"])
 
     @jax.custom_vjp
     def dot(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -111,8 +111,8 @@ def _wide_dot(eqn: Any, operands: Sequence[jax.Array]) -> jax.Array:
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = (operands[0].dtype, operands[1].dtype)
         return (
-            multiplied(cotangent, out, kept[1], rhs, lhs, wide[0]),
-            multiplied(kept[0], lhs, cotangent, out, rhs, wide[1]),
+            multiplied(cotangent, kept[1], (out, rhs, lhs), wide[0]),
+            multiplied(kept[0], cotangent, (lhs, out, rhs), wide[1]),
         )
 
     dot.defvjp(forward, backward)
