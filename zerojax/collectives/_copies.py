@@ -42,7 +42,7 @@ from zerojax._jaxpr import (
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, longer
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
-from zerojax.collectives._wide import bind_upcast, bind_wide
+from zerojax.collectives._wide import bind_wide
 from zerojax.layout import as_spec
 
 #: Operations whose result may be larger than a weight that they take together with constants.
@@ -86,8 +86,7 @@ class Copied:
             axes = [
                 0 if jnp.ndim(x) > y.ndim else None for x, y in zip(operands, avals, strict=True)
             ]
-            is_fixed = eqn.primitive.name == "dot_general"  # of constants: no examples wait
-            bind = bind_upcast if is_fixed else functools.partial(bind_wide, layout=opening.layout)
+            bind = functools.partial(bind_wide, layout=opening.layout)
             return jax.vmap(lambda *operands: bind(eqn, operands), axes)(*operands)
 
         if self.whole is not None:
@@ -269,7 +268,8 @@ def use_copies(
     at, dim = dims
 
     def on_copy(copy: jax.Array, examples: jax.Array) -> jax.Array:
-        return bind_wide(eqn, [examples, copy][:: 1 if place else -1], opening.layout)[0]
+        operands = [examples, copy] if place else [copy, examples]
+        return bind_wide(eqn, operands, opening.layout)[0]
 
     def use(weight: Copied, examples: jax.Array) -> jax.Array:
         result = eqn.outvars[0].aval

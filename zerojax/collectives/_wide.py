@@ -41,20 +41,6 @@ def bind_wide(eqn: Any, operands: Sequence[Any], layout: Layout) -> list[Any]:
     return [x if x.dtype == var.aval.dtype else _rounded(x, var.aval.dtype) for x, var in out]
 
 
-def bind_upcast(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Run a product as `bind_wide` does, but in the wide dtype itself.
-
-    Copies of one operand are a dim more of it, in an order that XLA:CPU may not take (`_products`).
-    """
-    narrow, wide = eqn.outvars[0].aval.dtype, jnp.result_type(*operands)
-    if all(x.dtype == atom.aval.dtype for x, atom in zip(operands, eqn.invars, strict=True)):
-        return bind(eqn, operands)
-    dot = functools.partial(jax.lax.dot_general, dimension_numbers=eqn.params["dimension_numbers"])
-    precision = eqn.params["precision"]
-    out = dot(*(x.astype(wide) for x in operands), precision=precision)
-    return [_rounded(out, narrow)]
-
-
 def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
