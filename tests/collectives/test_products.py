@@ -99,6 +99,11 @@ def test_attention_whose_heads_lie_behind_tokens_trains(stage, mesh8):
     narrow = {"w": params["w"].astype(BF16)}
     np.testing.assert_allclose(metrics["loss"], loss(narrow, x), rtol=0.01)
 
+    own = jax.jit(jax.grad(zerojax.gather_where_used(loss, layout, reduce_dtype=FP32)))
+    grads = own(jax.device_put(narrow, layout.params), x)
+    want = jax.grad(loss)({"w": narrow["w"].astype(FP32)}, x)
+    np.testing.assert_allclose(grads["w"].astype(FP32), want["w"], rtol=0.1, atol=5e-4)
+
 
 @pytest.mark.parametrize(
     ("lhs", "rhs", "read"),
