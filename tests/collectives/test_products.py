@@ -69,8 +69,10 @@ def test_products_in_any_order_run_and_are_those_of_fp32():
         got = compiled(x, {"y": y, "step": 0}, None)
         want = np.einsum(equation, *(np.asarray(z, np.float32) for z in (x, y))).T
         np.testing.assert_allclose(got.astype(FP32), want, rtol=0.02, atol=0.02)
-        free = [math.prod(z.shape[names.index(n)] for n in names if n in out and n not in other)
-                for z, names, other in ((x, lhs, rhs), (y, rhs, lhs))]  # fmt: skip
+        free = [
+            math.prod(z.shape[names.index(n)] for n in names if n in out and n not in other)
+            for z, names, other in ((x, lhs, rhs), (y, rhs, lhs))
+        ]
         if min(free) > 1:
             num_matrices += len(multiplied(compiled.as_text()))
             assert {*multiplied(compiled.as_text())} <= {"bf16"}, equation
