@@ -17,7 +17,7 @@ import pytest
 from tests.cli.running import QUICK, enter
 from tests.processes.starting import free_port
 from zerojax.checkpoint import Checkpoints, verify
-from zerojax.cli import main
+from zerojax.cli import _launch, main
 from zerojax.cli.shared._command import Failure
 from zerojax.cli.train._run import sole_run
 
@@ -57,6 +57,22 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on(tmp_path, monkeypat
     resume = ["train", *MODEL, "--resume", "--devices", "2", "--stage", "3", "--steps", "5"]
     assert main([*resume, "--out", "two"]) == 0
     assert len(losses(work / "two")) == 5
+
+
+def test_what_collectives_greet_with_is_not_passed_on(capfdbinary):
+    """Also where two threads have mixed their words."""
+    greeting = "[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks"
+    mixed = "[Gloo] Rank [Gloo] Rank 13 is connected to  is connected to 3 peer ranks. "
+    told = [
+        f"{greeting} is : 3",
+        mixed,
+        "3 peer ranks. Expected number of connected peer ranks is : 3",
+    ]
+    told += ["", "step 2: 5 peers", "Traceback: a peer is connected to nothing"]
+    program = [sys.executable, "-c", f"print(*{told!r}, sep='\\n')"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
+        _launch._print(1, process)
+    assert capfdbinary.readouterr().out.splitlines() == [b"[1] %s" % x.encode() for x in told[-2:]]
 
 
 def interrupted(environment, arguments, until, number, victim=1):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,12 @@ from zerojax.cli.shared._command import CommandOptions, Failure, argument, comma
 #: Seconds that processes have to end by themselves when one has failed.
 GRACE = 10.0
 HERE = "127.0.0.1"
+#: A line of what collectives between CPUs greet with, "[Gloo] Rank 0 is connected to 1 peer ranks.
+#: Expected number of connected peer ranks is : 1". Threads that greet at once mix their words.
+_GREETING = re.compile(
+    rb"(\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :"
+    rb"|[\d\s])*"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +103,6 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
 def _print(index: int, process: subprocess.Popen[bytes]) -> None:
     """Pass on what a process prints, a line at a time, but not what its collectives greet with."""
     for line in process.stdout or ():
-        if not line.startswith(b"[Gloo] Rank "):
+        if not _GREETING.fullmatch(line):
             sys.stdout.buffer.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))
             sys.stdout.buffer.flush()
