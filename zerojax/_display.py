@@ -21,8 +21,7 @@ WIDTH, BAR_WIDTH = 80, 10
 #: A notebook's page may be light or dark: text has the page's own colour, and red, green and the
 #: bars are told from white and from black.
 _COLOURS = TerminalTheme(
-    *((255, 255, 255), (0, 0, 0)),
-    [(0, 0, 0), (217, 67, 58), (43, 138, 75), *[(74, 135, 184)] * 5],
+    *((255, 255, 255), (0, 0, 0)), [(0, 0, 0), (217, 67, 58), (43, 138, 75), *[(74, 135, 184)] * 5]
 )
 _PAGE = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 

@@ -91,7 +91,8 @@ def test_whatever_is_done_to_weights_they_are_the_same(part, sizes, mesh8, gloo)
     gradient = jax.grad(gather_where_used(loss, layout))
     # Padded, 8 of the 154 gathers that stand alone are those that XLA merges.
     merged = 0.05 if sizes == WIDE else 8 / 154
-    assert_joined(gloo, gradient, layout, args, tolerance=1e-5, merged=merged)
+    # Standardised weights of plain jax differ by 3.3e-5 from those in fp64.
+    assert_joined(gloo, gradient, layout, args, tolerance=3.3e-5, merged=merged)
 
 
 @pytest.mark.parametrize("name", ["scan", "scan of remat", "indexed", "listed_whole"])
@@ -102,6 +103,18 @@ def test_a_layer_is_a_message_a_pass(name, mesh8, gloo):
     layers = 2 if name in LISTS else 1
     _, (count, _) = gloo(gradients, *given, layers * 2**17)
     assert count == 2 * NUM_LAYERS // layers
+
+
+@pytest.mark.parametrize("name", ["listed", "listed_plainly"])
+@pytest.mark.parametrize("kept", [1, 2])
+def test_the_last_layers_are_kept_for_the_backward_pass(kept, name, mesh8, gloo):
+    """As many as a message has: theirs is the last one of the forward pass and the first back."""
+    given = gradient_of([name], mesh8)
+    want, (_, alone) = gloo(gradients, *given, 1)
+    got, (count, elements) = gloo(gradients, *given, kept * 2**17)
+    assert_same(got, want)
+    assert count == (2 * NUM_LAYERS - kept) // kept
+    assert elements == alone - kept * 2**15
 
 
 SMALL = gpt.Config(num_layers=3, width=32, num_heads=2, vocab_size=64, context=16)
@@ -147,7 +160,7 @@ def test_steps_learn_the_same_and_are_clean(name, precision, mesh8, gloo):
     assert messages(report)[0] < 0.6 * messages(alone)[0]
     bits = {x.item_bits for x in (*alone.collectives, *report.collectives) if x.op == "all-gather"}
     assert bits == ({16} if precision == "bf16" else {16, 32})
-    assert report.judged_volume == pytest.approx(alone.judged_volume, rel=1e-3)
+    assert report.judged_volume < alone.judged_volume  # what is used last is kept
 
 
 def test_elsewhere_nothing_is_joined(mesh8):

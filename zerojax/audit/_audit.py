@@ -169,8 +169,7 @@ class AuditReport(Shown):
         padding_volume: the elements that the compiler adds to fit its tiles.
         theory_volume: the elements that the layout has to move, leaf by leaf: leaves that stay
             whole, padding, microbatches and further batch axes included.
-        volume_by_axis: elements, seen and theory, by mesh axis, "data" or "data x model" for one
-            collective along both.
+        volume_by_axis: elements, seen and theory, by mesh axis; "data x model" is along both.
         memory: bytes on one device by kind.
         host_traffic: bytes between one device and its host in a step.
         schedule: what the step waits for, as scheduled and not measured; None on a CPU, which has

@@ -132,9 +132,7 @@ def _read_indexed(path: Path) -> dict[str, Place]:
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, jax.ShapeDtypeStruct],
-    read: Callable[[str], np.ndarray],
+    path: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]
 ) -> None:
     """Write tensors to a file, one at a time; it has its name when all of it is on disk.
 

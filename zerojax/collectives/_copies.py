@@ -300,9 +300,8 @@ def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
         free = [dim for dim in range(other.ndim) if dim not in shared[1 - place]]
         before = len(numbers[1][0]) + (0 if place else weight.ndim - len(shared[0]))
         return (free[0], before) if free else None
-    if (
-        is_elementwise(eqn) and weight.ndim == other.ndim
-    ):  # [1, heads, n, n] on [examples, heads, n, n]
+    if is_elementwise(eqn) and weight.ndim == other.ndim:
+        # [1, heads, n, n] on [examples, heads, n, n]
         longer = [dim for dim, size in enumerate(weight.shape) if size < other.shape[dim]]
         return (longer[0], longer[0]) if longer else None
     return None

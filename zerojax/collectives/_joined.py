@@ -12,7 +12,8 @@ what each device holds of both is laid in one row, gathered, and cut apart again
     h1 = dot_general h0 a; h2 = dot_general h1 b
 
 A backward pass gathers again behind a barrier of all that it is given. The first shard of a group
-comes out of its barrier; those that join it pass by theirs.
+comes out of its barrier; those that join it pass by theirs. What was used last in the forward pass
+is used first in the backward pass: within the bytes of a group it is kept, and not gathered again.
 """
 
 import functools
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._jaxpr import bind, called, inputs_of, num_products, opened, run_equations, variables
 from zerojax._tree import num_bytes
 from zerojax.collectives._forms import CUT, constrain
-from zerojax.collectives._order import is_barrier, is_gather, path_to
+from zerojax.collectives._order import Handed, is_barrier, is_gather, path_to
 from zerojax.layout import Layout
 
 #: The name of the scope in which shards are joined and gathered.
@@ -51,50 +52,50 @@ class _Group(NamedTuple):
 def joined(program: Any, layout: Layout, bound: int) -> Any:
     """Join the gathers of a program, in their order, up to `bound` bytes together."""
     jaxpr, _ = opened(program)
-    groups, keys = _groups(jaxpr.eqns, bound) if bound else ({}, {})
-    members = {id(eqn) for group in groups.values() for eqn in group.gathers}
-    places = [at for at, x in enumerate(jaxpr.eqns) if at in groups or id(x) not in members]
+    groups = _groups(jaxpr.eqns, bound) if bound else {}
+    if not groups:
+        return program
+    made = {var for group in groups.values() for var in group.outvars}
+    places = [at for at, x in enumerate(jaxpr.eqns) if at in groups or made.isdisjoint(x.outvars)]
     eqns = [groups.get(at, jaxpr.eqns[at]) for at in places]
-    made = dict[Any, list[Any]]()
 
     def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if isinstance(eqn, _Group):
             return _gathered(eqn, values, layout)
-        if (key := keys.get(id(eqn))) is None:
-            return bind(eqn, values)
-        return made[key] if key in made else made.setdefault(key, bind(eqn, values))
+        return values if isinstance(eqn, Handed) else bind(eqn, values)
 
     def again(*args: Any) -> list[Any]:
         return run_equations(eqns, inputs_of(program, args), jaxpr.outvars, step)
 
     inputs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
-    return jax.make_jaxpr(again)(*inputs) if groups or keys else program
+    return jax.make_jaxpr(again)(*inputs)
 
 
-def _groups(eqns: Sequence[Any], bound: int) -> tuple[dict[int, _Group], dict[int, Any]]:
-    """Find the gathers that may run together, by the place of the first.
+def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group | Handed]:
+    """Find the gathers that may run together, by the place of the first, and those that need not.
 
-    Return also keys of those that are the same, by id: they run once, and apart, or all that is
-    gathered with them would wait for the last use. What no product reads stays apart: XLA fuses its
-    slice with elementwise operations, which the backward pass does again, and would keep all that
-    was gathered with a bias for it.
+    A gather of the same shard as one before it is that one, which runs apart, or all that is
+    gathered with it would wait for the last use. What no product reads stays apart as well: XLA
+    fuses its slice with elementwise operations, which the backward pass does again, and would keep
+    all that was gathered with a bias for it.
     """
     places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
     factors = {var for eqn in eqns if num_products(eqn) for var in variables(eqn.invars)}
     gathers = [at for at, eqn in enumerate(eqns) if _num_before(eqn)]
     paths = {at: path_to(eqns[at].invars[0], eqns, places) for at in gathers}
+    paths = {at: (path, key) for at, (path, key) in paths.items() if path}
     times = Counter(key for _, key in paths.values())
-    repeated = [(eqns[at], key) for at, (path, key) in paths.items() if path and times[key] > 1]
-    keys = {id(eqn): (key, str(called(eqn))) for eqn, key in repeated}
+    kept = _kept(eqns, paths, bound)
+    held = {x.invars[0] for x in kept.values()}
     starts, sizes, groups = dict[Any, int](), Counter[int](), dict[int, _Group]()
     weights = dict[int, set[Any]]()
     for at, (path, key) in paths.items():
         (var,), (out,) = eqns[at].invars, eqns[at].outvars
         size = num_bytes(var.aval.shape, var.aval.dtype)
-        if size > bound or times[key] > 1 or not path:
+        if size > bound or times[key] > 1 or at in kept:
             continue
-        weight = tuple(x for x in key if not isinstance(x, int))
-        kind = var.aval.dtype, out in factors, len(weight) < len(key)
+        weight, barriers = key
+        kind = var.aval.dtype, out in factors, not barriers, out in held
         start = starts.get(kind, at)
         late = [x for x in path if places.get(x, -1) > start]
         is_held = weight in weights.get(start, ())
@@ -107,7 +108,29 @@ def _groups(eqns: Sequence[Any], bound: int) -> tuple[dict[int, _Group], dict[in
         made = [(eqns[places[x]], x) for x in late[::-1]]
         for x, found in zip((eqns[at], path[len(late)], made, out), group[:4], strict=True):
             found.append(x)
-    return {at: group for at, group in groups.items() if len(group.gathers) > 1}, keys
+    return kept | {at: group for at, group in groups.items() if len(group.gathers) > 1}
+
+
+def _kept(eqns: Sequence[Any], paths: dict[int, Any], bound: int) -> dict[int, Handed]:
+    """Find the gathers whose result is there, by their place: that of one before is handed on.
+
+    It is there where a gather reads the very same shard, or where at most `bound` bytes of weights
+    were gathered since its last use, with its own.
+    """
+    first, last, kept, done = dict[Any, Any](), dict[Any, int](), dict[int, Handed](), 0
+    for at, (_, key) in paths.items():
+        eqn, form = eqns[at], str(called(eqns[at]))
+        shard, weight, (var,) = (key, form), (key[0], form), eqn.invars
+        size = num_bytes(var.aval.shape, var.aval.dtype)
+        is_near = weight in last and done - last[weight] <= bound
+        made = first.get(shard, first[weight] if is_near else None)
+        if made is None:
+            first |= {weight: eqn.outvars, shard: eqn.outvars}
+        else:
+            kept[at] = Handed(made, eqn.outvars, eqn.source_info)
+        done += 0 if is_near else size
+        last[weight] = done - size
+    return kept
 
 
 def _num_before(eqn: Any) -> int:

@@ -67,8 +67,8 @@ def run_in_order(
     return results, num_gathers
 
 
-class _Tie(NamedTuple):
-    """A barrier before an equation; what comes out of it takes the place of what went in."""
+class Handed(NamedTuple):
+    """What hands on values: a barrier before an equation, where both are the same variables."""
 
     invars: Sequence[Any]
     outvars: Sequence[Any]
@@ -168,13 +168,13 @@ class _Order:
         for at, eqn in enumerate(self.eqns):
             if at in self.tied:
                 together = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
-                eqns.append(_Tie(together, together, eqn.source_info))
+                eqns.append(Handed(together, together, eqn.source_info))
             eqns.append(eqn)
         return eqns
 
     def step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         """Run an equation."""
-        if isinstance(eqn, _Tie):
+        if isinstance(eqn, Handed):
             values = jax.lax.optimization_barrier(values)
             return [*map(self._placed, eqn.invars, values)]
         if self.loose.isdisjoint(eqn.outvars):
@@ -209,9 +209,10 @@ def is_gather(eqn: Any) -> bool:
 def path_to(var: Any, eqns: Sequence[Any], places: dict[Any, int]) -> tuple[list[Any], Any]:
     """List what a gather's operand is made of, value by value, and how; nothing where it is there.
 
-    `places` are those of the equations by their results.
+    `places` are those of the equations by their results. How it is made are its input and what is
+    done to it, and apart from these the places of the barriers on the way.
     """
-    path, steps = [var], []
+    path, steps, barriers = [var], [], []
     while (at := places.get(path[-1])) is not None:
         eqn = eqns[at]
         if is_gather(eqn):  # copies of a gathered weight
@@ -219,11 +220,13 @@ def path_to(var: Any, eqns: Sequence[Any], places: dict[Any, int]) -> tuple[list
         inputs = variables(eqn.invars)
         if is_barrier(eqn):
             inputs = [eqn.invars[eqn.outvars.index(path[-1])]]
-        if len(inputs) != 1:
+            barriers.append(at)
+        elif len(inputs) != 1:
             break
-        steps.append(at if is_barrier(eqn) else (eqn.primitive, str(eqn.params)))
+        else:
+            steps.append((eqn.primitive, str(eqn.params)))
         path += inputs
-    return path, (path[-1], *steps)
+    return path, ((path[-1], *steps), (*barriers,))
 
 
 def is_barrier(eqn: Any) -> bool:

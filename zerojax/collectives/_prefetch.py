@@ -78,7 +78,7 @@ def prefetched(
         layout: the placement.
         bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
             GPUs and SparseCores, layers of a list wait for gradients beyond these. Between
-            processes on CPUs, of weights that are gathered together where none are ahead.
+            processes on CPUs, of weights that are gathered together or kept for the backward pass.
         warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
     waiting = _waiting_bytes(layout, bucket_bytes)

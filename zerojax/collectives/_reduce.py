@@ -148,12 +148,7 @@ def warn_unless_mean(
 
 
 def reduce_once(
-    loss_fn: StepLoss,
-    layout: Layout,
-    params: PyTree,
-    batch: PyTree,
-    count: int,
-    dtype: Any,
+    loss_fn: StepLoss, layout: Layout, params: PyTree, batch: PyTree, count: int, dtype: Any
 ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Accumulate each device's own gradients and sum them over devices once.
 

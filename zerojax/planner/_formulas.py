@@ -91,8 +91,7 @@ def theory_of(
     Args:
         layout: the placement.
         recipe: how many microbatches there are, and when gradients are summed over devices.
-        scatters: whether a partitioned leaf's gradient can be reduce-scattered; where it can't, it
-            is all-reduced.
+        scatters: whether a partitioned leaf's gradient can be reduce-scattered, or is all-reduced.
         frozen: indices of leaves without a gradient.
 
     Raises:

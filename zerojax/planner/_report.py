@@ -163,9 +163,7 @@ class Plan(Shown):
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the figures rest on."""
-        found = [
-            "time: latency is left out; links run beside work as far as in compiled programs",
-        ]
+        found = ["time: latency is left out; links run beside work as far as in compiled programs"]
         if not self.count:
             found.append("activations and products are not counted: give loss_fn and batch")
         if self.model_axis > 1:

@@ -79,14 +79,12 @@ class Placement:
 
     Attributes:
         num_shards: N, the devices that share one copy of the model states; fewer than all is hybrid
-            sharding: copies of the group split the batch between them. None is all that the model
-            axis leaves.
+            sharding: copies of the group split the batch. None is all that the model axis leaves.
         wide_optimizer: whether gradients and optimizer states are partitioned over the groups too:
             `make_layout(axis={"parameter": "data", "optimizer": ("replica", "data"), ...})`.
         model_axis: devices of model parallelism, which cut layers between them.
         specs: PartitionSpecs over the axis "model", as a tree like the parameters. None cuts every
-            matrix along the larger of its last two dims that the axis divides, as Megatron-LM cuts
-            most of them.
+            matrix along the larger of its last two dims that the axis divides (as Megatron-LM).
         rules, min_size: as for `make_layout`.
     """
 

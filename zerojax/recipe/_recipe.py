@@ -27,8 +27,7 @@ class Recipe:
     `Recipe(precision="bf16").precision` is a `Precision`.
 
     Attributes:
-        precision: "fp32", "bf16" or "fp16" (with fp32 masters, and a loss scale for fp16), or a
-            `Precision`.
+        precision: a `Precision`, or "fp32", "bf16", "fp16" (with fp32 masters; fp16 scales losses).
         accumulate: microbatches per step, whose losses and gradients are averaged.
         reduce: "each" sums every microbatch's gradients over devices into a partitioned
             accumulator, which is stage 2's memory; the loss sees the whole microbatch. "once" sums
@@ -48,8 +47,8 @@ class Recipe:
         bucket_bytes: most bytes that the compiler combines into one collective (the paper's
             constant-size buffers, section 6.2); None leaves it to the compiler, but at stage 3 on
             a GPU, which would gather several layers at once. Between processes on CPUs it bounds
-            the weights that are gathered in one message, 24 MiB by default. Larger ones are fewer
-            and take more memory.
+            the weights that are gathered in one message, 24 MiB by default, and those that are kept
+            for the backward pass. Larger ones are fewer and take more memory.
         prefetch: how much of the next layer's weights stage 3 gathers while a layer computes, in
             the forward and in the backward pass: 1, or a part, of what it uses first, at least the
             first large one; 0 leaves it to the compiler. Layers are the iterations of a scan, or

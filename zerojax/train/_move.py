@@ -43,8 +43,7 @@ def move(
     Raises:
         TypeError: the state is no `TrainState`, or not of arrays.
         ValueError: it was donated before, or made under another layout, or the layouts were made
-            from other parameters: the leaf is named; or the other layout's mesh has no devices.
-            Nothing has moved then.
+            from other parameters (the leaf is named), or on a mesh without devices. Nothing moves.
     """
     for one in (layout, other):
         check_layout(one, "move(state, layout, other)")

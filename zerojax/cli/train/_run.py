@@ -163,8 +163,7 @@ class TrainRun:
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder: they would write over each other's files.
 
-    The lock ends with the process, however that ends. On a file system without locks there is none,
-    which is told.
+    The lock ends with the process, however that ends. A file system without locks is told of.
     """
     if jax.process_index():
         yield

@@ -37,8 +37,7 @@ class Hardware:
             dim, from both neighbours together.
         domain: devices that fast links join: a node's (GPU), the largest slice's (TPU).
         torus: dims of the torus that they form; 0 where a switch joins them.
-        wrap: a torus dim of a multiple of so many chips is a ring; else a line, with half of the
-            bandwidth.
+        wrap: a torus dim of a multiple of so many chips is a ring, else a line of half the speed.
         slices: the slices that can be rented, in chips ("4x4x8"); others are taken as they come.
         devices_per_chip: devices that share a place on the torus.
         chip_bandwidth: bytes/s that a device receives from the others of its chip.
