@@ -35,9 +35,6 @@ from zerojax.layout import Layout
 #: The name of the scope in which shards are joined and gathered.
 JOINED = "gather_joined"
 
-#: The most bytes of weights that are gathered together where nobody says how many.
-JOINED_BYTES = 24 * 2**20
-
 
 class _Group(NamedTuple):
     """Gathers that run in the place of the first."""

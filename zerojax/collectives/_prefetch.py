@@ -55,7 +55,7 @@ from zerojax._jaxpr import (
 from zerojax._tree import as_shapes, num_bytes
 from zerojax.collectives._boxed import REDUCED
 from zerojax.collectives._forms import uses_gloo
-from zerojax.collectives._joined import JOINED_BYTES, joined
+from zerojax.collectives._joined import joined
 from zerojax.collectives._order import BACKWARD, is_gather, is_named, run_in_order
 from zerojax.layout import Layout
 
@@ -83,7 +83,7 @@ def prefetched(
     """
     waiting = _waiting_bytes(layout, bucket_bytes)
     joins = uses_gloo(layout) and layout.partitions("parameter") and not layers
-    bound = (bucket_bytes or JOINED_BYTES) if joins else 0
+    bound = (bucket_bytes or BUCKET) if joins else 0
     if not layers and not waiting and not joins:
         return function
 
@@ -116,7 +116,8 @@ LATE = (
 )
 
 
-#: What XLA combines on a GPU: the default of `xla_gpu_reduce_scatter_combine_threshold_bytes`.
+#: What XLA combines on a GPU, the default of `xla_gpu_reduce_scatter_combine_threshold_bytes`; a
+#: message between processes on CPUs has as much.
 BUCKET = 30 * 2**20
 
 

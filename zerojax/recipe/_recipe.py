@@ -47,7 +47,7 @@ class Recipe:
         bucket_bytes: most bytes that the compiler combines into one collective (the paper's
             constant-size buffers, section 6.2); None leaves it to the compiler, but at stage 3 on
             a GPU, which would gather several layers at once. Between processes on CPUs it bounds
-            the weights that are gathered in one message, 24 MiB by default, and those that are kept
+            the weights that are gathered in one message, 30 MiB by default, and those that are kept
             for the backward pass. Larger ones are fewer and take more memory.
         prefetch: how much of the next layer's weights stage 3 gathers while a layer computes, in
             the forward and in the backward pass: 1, or a part, of what it uses first, at least the
