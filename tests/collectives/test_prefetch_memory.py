@@ -119,6 +119,18 @@ def test_gradients_of_a_layer_are_reduced_while_it_computes(
     assert platform == "gpu" or all(waited.values())
 
 
+@pytest.mark.parametrize(("platform", "ending"), [("gpu", [1, 1]), ("tpu", [2])])
+def test_gathers_of_a_backward_layer_take_turns_on_a_gpu(platform, ending, mesh8, monkeypatch):
+    """Each ends before a product of its own; elsewhere all of them before one."""
+    gradient, layout, args = gradient_of(["scan"], mesh8)
+    monkeypatch.setattr(type(layout), "platform", platform)
+    (_, body, _) = [*loops_of(prefetched(gradient, 1, layout), args)][-1]
+    gathered = {var for eqn in body.eqns if is_gather(eqn) for var in eqn.outvars}
+    barriers = [eqn for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
+    waited = [len(gathered & {*variables(eqn.invars)}) for eqn in barriers]
+    assert [n for n in waited if n] == ending
+
+
 def test_products_of_a_list_wait_for_gradients_by_the_bucket(mesh8, monkeypatch):
     """On a GPU, whatever a layer takes: here four weights, and a bucket two."""
     layers = [[jnp.ones((64, 64))] * 4] * 4

@@ -22,6 +22,7 @@ the last reductions have the links for themselves.
 Layers that stand in no loop are put in an order (`_order`).
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -116,8 +117,7 @@ LATE = (
 )
 
 
-#: What XLA combines on a GPU, the default of `xla_gpu_reduce_scatter_combine_threshold_bytes`; a
-#: message between processes on CPUs has as much.
+#: What XLA combines on a GPU: the default of `xla_gpu_reduce_scatter_combine_threshold_bytes`.
 BUCKET = 30 * 2**20
 
 
@@ -160,7 +160,7 @@ class _Prefetch:
         step = functools.partial(self.step, looped=True)
         body = jax.make_jaxpr(lambda *args: run(program, args, step))(*inputs)
         body = joined(body, self.layout, self.bound)
-        halves, late = _halves(body, *scan_parts(eqn.params), self.layers, self.parts)
+        halves, late = _halves(body, *scan_parts(eqn.params), self.layers, self.parts, self.is_tpu)
         self.late += [source_info_util.summarize(gather.source_info) for gather in late]
         if not halves.gathers or eqn.params["length"] < 2:
             return run_scan(eqn, values, lambda given: run(body, given))
@@ -198,7 +198,7 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
     # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
     empty = jax.lax.empty if is_tpu else jnp.zeros
     rows = [empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
-    if halves.barrier is not None:
+    if halves.ends:
         start = [checkpoint_name(x, BACKWARD) for x in start]
     state = (start, halves.gather(inputs(0, start)[1]), rows)
     # libtpu copies what a turn gathered into the place of the weights at hand. Two layers a turn
@@ -208,7 +208,7 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
     carry, _, rows = layer(length - 1, in_turn(state), [])
     # libtpu starts a reduction as late as it can: without the barrier those of the last layer stood
     # at the end of the step, where no product is left that they could be merged with.
-    return in_turn([*carry, *rows]) if halves.barrier is not None else [*carry, *rows]
+    return in_turn([*carry, *rows]) if halves.ends else [*carry, *rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ class _Halves:
     # the equation that counts each carried value on, `add i 1`; None for others
     steps: Sequence[Any]
     gathers: Sequence[Any]  # the equations that gather what the next iteration uses
-    barrier: Any  # the product before which they end; None where the loop reduces nothing
+    ends: Sequence[Any]  # the product before which each ends; none where the loop reduces nothing
     parts: int  # of the batch, where reductions run within products (no SparseCores); else 0
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
@@ -249,15 +249,16 @@ class _Halves:
         reduced, done = list[tuple[float, Any]](), 0.0  # gradients, behind how much arithmetic
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
-            nonlocal following, done
-            ends = eqn is self.barrier and bool(following)
-            waits = num_products(eqn) if self.parts else ends
+            nonlocal done
+            ahead = [i for i, end in enumerate(self.ends) if end is eqn and following]
+            waits = num_products(eqn) if self.parts else len(self.ends) - 1 in ahead
             due = [x for at, x in reduced if waits and at + lag <= done]
             del reduced[: len(due)]
-            if due or ends:
-                ahead = following if ends else []
-                values, ahead, _ = jax.lax.optimization_barrier((values, ahead, due))
-                following = ahead or following
+            if due or ahead:
+                given = values, [following[i] for i in ahead], due
+                values, ended, _ = jax.lax.optimization_barrier(given)
+                for i, x in zip(ahead, ended, strict=True):
+                    following[i] = x
             done += num_products(eqn)
             results = bind(eqn, values)
             if is_named(eqn, REDUCED) and (not self.parts or self._is_small(eqn, makers)):
@@ -286,16 +287,13 @@ class _Halves:
 
 
 def _halves(
-    body: Any, num_consts: int, num_carry: int, layers: float, parts: int
+    body: Any, num_consts: int, num_carry: int, layers: float, parts: int, is_tpu: bool
 ) -> tuple[_Halves, list[Any]]:
     """Cut a body behind the gathers that go ahead; return also those that can't."""
     jaxpr, _ = opened(body)
     first = num_consts + num_carry
     carried = jaxpr.invars[num_consts:first]
-    steps = [
-        _step_of(jaxpr, var, out)
-        for var, out in zip(carried, jaxpr.outvars[:num_carry], strict=True)
-    ]
+    steps = [*map(functools.partial(_step_of, jaxpr), carried, jaxpr.outvars)]
     counters = [var for var, step in zip(carried, steps, strict=True) if step is not None]
     called_back = {var for eqn in jaxpr.eqns if eqn.effects for var in eqn.outvars}
     computed = depending(jaxpr.eqns, {*carried} - {*counters} | called_back)
@@ -303,23 +301,28 @@ def _halves(
     gathers = [eqn for eqn in jaxpr.eqns if is_gather(eqn)]
     late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
     early = [eqn for eqn in gathers if eqn not in late and own.issuperset(eqn.outvars)]
-    avals = (eqn.outvars[0].aval for eqn in early)
-    sizes = [num_bytes(aval.shape, aval.dtype) for aval in avals]
+    sizes = [num_bytes(x.shape, x.dtype) for x in (eqn.outvars[0].aval for eqn in early)]
     bound, done, chosen = layers * sum(sizes), 0, []
     for eqn, size in zip(early, sizes, strict=True):
         if done + size <= bound or done < bound / 8:
             chosen.append(eqn)
         done += size
-    return _Halves(body, steps, chosen, _barrier(jaxpr.eqns), parts), late
+    return _Halves(body, steps, chosen, _ends(jaxpr.eqns, chosen, is_tpu), parts), late
 
 
-def _barrier(eqns: Sequence[Any]) -> Any:
-    """Return the product at which `COMPUTED` of a backward layer's arithmetic is done."""
-    if not any(is_named(eqn, REDUCED) for eqn in eqns):
-        return None
-    work = [*map(num_products, eqns)]
-    behind = zip(eqns, work, itertools.accumulate(work), strict=True)
-    return next((eqn for eqn, own, done in behind if own and done >= COMPUTED * sum(work)), None)
+def _ends(eqns: Sequence[Any], gathers: Sequence[Any], is_tpu: bool) -> list[Any]:
+    """Return before which product each gather of a backward layer ends.
+
+    `COMPUTED` of its arithmetic is done by then. On a GPU, where gathers take turns, that is so for
+    the last one, and each has a part of that arithmetic to itself.
+    """
+    products = [(eqn, work) for eqn in eqns if (work := num_products(eqn))]
+    if not products or not any(is_named(eqn, REDUCED) for eqn in eqns):
+        return []
+    done = [*itertools.accumulate(work for _, work in products)]
+    moved = [*itertools.accumulate(eqn.outvars[0].aval.size for eqn in gathers)]
+    parts = (COMPUTED * done[-1] * (1 if is_tpu else size / moved[-1]) for size in moved)
+    return [products[bisect.bisect_left(done, part)][0] for part in parts]
 
 
 #: Of a backward layer with what it computes again. Compiled for h100:1x8 and v5p:2x2x2, a GPT and
