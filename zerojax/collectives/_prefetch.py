@@ -16,8 +16,8 @@ The last layer stands behind the loop, so that nothing is gathered in vain. What
 kept for a backward pass: there is nothing left to differentiate.
 
 A backward loop reduces gradients too, and compilers start both as late as they can: at its end
-each waited for the others. A barrier ends the gathers where most of the layer is computed, so that
-the last reductions have the links for themselves.
+each waited for the others. Barriers end the gathers, the last where most of the layer is computed,
+so that the last reductions have the links for themselves.
 
 Layers that stand in no loop are put in an order (`_order`).
 """
