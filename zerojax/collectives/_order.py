@@ -68,7 +68,7 @@ def run_in_order(
 
 
 class Handed(NamedTuple):
-    """What hands on values: a barrier before an equation, where both are the same variables."""
+    """What hands on values: those of a gather before, or its own behind a barrier (`_order`)."""
 
     invars: Sequence[Any]
     outvars: Sequence[Any]
