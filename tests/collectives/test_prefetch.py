@@ -229,7 +229,7 @@ def outstanding(program):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("remat", [True, False])
 def test_on_a_gpu_products_wait_for_reductions(stage, remat, mesh8, monkeypatch):
-    """A gradient is half a layer, and a group here: at most one is not waited for, one is new."""
+    """A gradient is half a layer, and a group here: at most two are not waited for, one is new."""
     stack = params_of(LOOPS["scan"], WIDE)
     params = {f"layer_{i}": {name: w[i] for name, w in stack.items()} for i in range(NUM_LAYERS)}
     layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=16)
@@ -246,7 +246,7 @@ def test_on_a_gpu_products_wait_for_reductions(stage, remat, mesh8, monkeypatch)
     assert max(outstanding(plain)) > NUM_LAYERS  # elsewhere the compiler keeps the order
     monkeypatch.setattr(type(layout), "platform", "gpu")
     ordered = needed(prefetched(gradient, 0, layout, bucket_bytes=1), args)
-    assert max(outstanding(ordered)) <= 2
+    assert max(outstanding(ordered)) <= 3
     nothing = zerojax.make_layout(params, mesh8, stage=0)
     assert prefetched(gradient, 0, nothing) is gradient
 

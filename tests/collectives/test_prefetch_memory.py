@@ -131,26 +131,57 @@ def test_gathers_of_a_backward_layer_take_turns_on_a_gpu(platform, ending, mesh8
     assert [n for n in waited if n] == ending
 
 
-def test_products_of_a_list_wait_for_gradients_by_the_bucket(mesh8, monkeypatch):
-    """On a GPU, whatever a layer takes: here four weights, and a bucket two."""
-    layers = [[jnp.ones((64, 64))] * 4] * 4
-    layout = zerojax.make_layout(layers, mesh8, stage=3, min_size=16)
+def ordered(layers, loss, mesh, monkeypatch, *, num_rows=16, min_size=16, weights=3):
+    """Return the equations of a list's gradient on a GPU; `weights` of 64 x 64 may wait."""
+    layout = zerojax.make_layout(layers, mesh, stage=3, min_size=min_size)
     monkeypatch.setattr(type(layout), "platform", "gpu")
+    gradient = jax.grad(gather_where_used(loss, layout))
+    ahead = prefetched(gradient, 0, layout, bucket_bytes=weights * 4 * 64 * 64)
+    return opened(needed(ahead, as_shapes((layers, jnp.zeros((num_rows, 64))))))[0].eqns
+
+
+@pytest.mark.parametrize(("num_rows", "weights"), [(16, 3), (2048, 12)])
+def test_products_of_a_list_wait_for_gradients_by_the_bucket(num_rows, weights, mesh8, monkeypatch):
+    """On a GPU, whatever a layer takes; what a product reads waits too: here 8 weights a device."""
+    layers = [[jnp.ones((64, 64))] * 4] * 4
 
     def loss(params, x):
         for w in jax.tree.leaves(params):
             x = jnp.tanh(x @ w)
         return x.sum()
 
-    gradient = jax.grad(gather_where_used(loss, layout))
-    ahead = prefetched(gradient, 0, layout, bucket_bytes=2 * 4 * 64 * 64)
-    eqns = opened(needed(ahead, as_shapes((layers, jnp.zeros((16, 64))))))[0].eqns
+    eqns = ordered(layers, loss, mesh8, monkeypatch, num_rows=num_rows, weights=weights)
     reduced = {var for eqn in eqns if is_named(eqn, REDUCED) for var in eqn.outvars}
     barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
     waited = [len(reduced & {*variables(eqn.invars)}) for eqn in barriers]
     assert len(reduced) == 16
-    # A group is one weight; of the last two no product stands behind the next group.
-    assert [n for n in waited if n] == [1] * 14
+    # A group is one weight; of the last three no product stands behind the second group after it.
+    assert [n for n in waited if n] == [1] * 13
+
+
+@pytest.mark.parametrize("min_size", [16, 1000])
+def test_sums_of_vectors_wait_with_the_gradients_of_matrices(min_size, mesh8, monkeypatch):
+    """Or what they add up lies there until the end; cut or not, in the shape of their parameter."""
+    layers = [{"w": jnp.ones((64, 64)), "b": jnp.ones(64), "c": jnp.ones(64)}] * 8
+
+    def loss(params, x):
+        x = x.reshape(8, 2, 64)
+        for p in params:
+            x = jnp.tanh((x @ p["w"].T + p["b"]) * p["c"])
+        return x.sum()
+
+    # Each gradient is a group, two of vectors follow on each other.
+    eqns = ordered(layers, loss, mesh8, monkeypatch, min_size=min_size, weights=1e-3)
+    waits = [
+        (at, var)
+        for at, eqn in enumerate(eqns)
+        if eqn.primitive.name == "optimization_barrier"
+        for var, behind in zip(eqn.invars, eqn.outvars, strict=True)
+        if var.aval.ndim < 3 and behind not in eqns[at + 1].invars  # else the product reads it
+    ]
+    assert [var.aval.ndim for _, var in waits].count(1) == 2 * 7
+    # What is read before the barrier would not be what waits.
+    assert not any(var in eqn.invars for at, var in waits for eqn in eqns[:at])
 
 
 def test_what_a_layer_computes_twice_waits_for_its_gradient(mesh8):

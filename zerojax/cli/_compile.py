@@ -54,20 +54,12 @@ class CompileOptions(BuiltStepOptions):
 
 
 class CompileRequest:
-    """A step to compile, for one stage.
-
-    Attributes:
-        memory: bytes of a device.
-        config: the model.
-        num_examples: in one step, over all devices and microbatches.
-        step: the train step.
-        theory: bytes of the model states by the stage's formula.
-    """
+    """A step to compile, for one stage; `memory` and the model states' `theory` are in bytes."""
 
     def __init__(self, options: CompileOptions, memory: int, mesh: Mesh, stage: int) -> None:
         self.options, self.memory, self.stage = options, memory, stage
         self.config = options.chosen_model
-        self.num_examples = options.examples(mesh.shape["data"])
+        self.num_examples = options.examples(mesh.shape["data"])  # of all devices and microbatches
         loss: Any = functools.partial(gpt.loss, self.config)
         tx = options.chosen_optimizer.unscheduled(self.config.width)
         recipe = options.recipe(CLIP_NORM)
@@ -110,11 +102,6 @@ class CompileResult:
         peak = report.memory.peak
         shortage = DoesNotFit(needed=peak, available=memory) if peak > memory else None
         return cls(request, report, shortage)
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage."""
-        return self.request.stage
 
     @property
     def peak(self) -> int | None:
@@ -169,15 +156,14 @@ def compile_(options: CompileOptions) -> None:
     screen.facts(_facts(requests[0]))
     results = [_compile(request, screen) for request in requests]
     _show(results, screen)
-    reports = {f"stage {one.stage}": one.report for one in results if one.report is not None}
+    reports = {f"stage {x.request.stage}": x.report for x in results if x.report is not None}
     if options.plot is not None and reports:
         request = requests[0]
         title = f"{options.model}, {request.layout.num_params:,} parameters, {options.precision}, "
         title += f"{options.optimizer}, compiled for {options.topology}"
         charts.write(charts.compare(reports, title=title, available=request.memory), options.plot)
         screen.wrote(options.plot)
-    wrong = [f"stage {one.stage}: {one.complaint}" for one in results if one.complaint]
-    if wrong:
+    if wrong := [f"stage {one.request.stage}: {one.complaint}" for one in results if one.complaint]:
         raise Failure("; ".join(wrong), 1)
 
 
@@ -224,12 +210,12 @@ def _show(results: Sequence[CompileResult], screen: Screen) -> None:
         screen.show(comparison_table(results))
         screen.say("states: by the stage's formula; waits: for collectives, of the scheduled step")
     for result in results:
-        short, name = result.shortage, (f"stage {result.stage} ", "bold")
+        short, name = result.shortage, (f"stage {result.request.stage} ", "bold")
         screen.show(Text.assemble(name, result.verdict, style="red" if short else "green"))
         if short is not None and short.message:
             screen.say(f"  the compiler: {short.message}")
         for problem in result.report.problems if result.report and not is_one else ():
-            screen.show(Text(f"stage {result.stage}: {problem}", style="red"))
+            screen.show(Text(f"stage {result.request.stage}: {problem}", style="red"))
 
 
 def comparison_table(results: Sequence[CompileResult]) -> Table:
@@ -238,7 +224,7 @@ def comparison_table(results: Sequence[CompileResult]) -> Table:
     beside = (f">states, {unit.name}", ">volume", ">theory", ">waits", ">problems")
     made = make_table(">stage", f">peak, {unit.name}", *beside)
     for one in results:
-        cells = [str(one.stage), unit.number(one.peak), unit.number(one.request.theory)]
+        cells = [str(one.request.stage), unit.number(one.peak), unit.number(one.request.theory)]
         if (report := one.report) is not None:
             share = report.schedule and report.schedule.exposed_share
             cells += [f"{report.volume:.4f}", f"{report.theory_volume:.4f}"]

@@ -80,13 +80,7 @@ class PlanOptions(StepOptions):
 
 
 class PlanQuestion:
-    """A step to plan, as the planner takes it.
-
-    Attributes:
-        hardware: the device; its memory is the limit, where there is one.
-        config: the model.
-        num_examples: of a step.
-    """
+    """A step to plan, as the planner takes it; the limit is the hardware's memory."""
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
@@ -109,8 +103,7 @@ class PlanQuestion:
 
     def plan(self, stage: int) -> Plan:
         """Plan one stage."""
-        options = self.options
-        placement = Placement(num_shards=options.shards, model_axis=options.model_axis)
+        placement = Placement(num_shards=self.options.shards, model_axis=self.options.model_axis)
         return planner.plan(stage=stage, placement=placement, **self._given)
 
     def search(self) -> Choices:
@@ -224,13 +217,16 @@ def _keep(found: Sequence[Plan], asked: PlanQuestion, screen: Screen) -> None:
 
 def _show_question(asked: PlanQuestion, screen: Screen) -> None:
     """Show model, hardware and step."""
-    options, one = asked.options, asked.hardware
+    options, one, config = asked.options, asked.hardware, asked.config
     limit = f"{one.memory / 1e9:,.1f} GB each"
     if options.memory_limit is not None:
         limit += f" allowed of {find_hardware(one.name).memory / 1e9:,.1f}"
-    step = options.step_in_words(asked.num_examples, asked.config.context)
+    step = options.step_in_words(asked.num_examples, config.context)
     hardware = f"{options.devices:,} x {one.name}, {limit}"
-    screen.facts({"model": _model(asked), "hardware": hardware, "step": step})
+    layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
+    model = f"{options.model or 'a GPT'}, {gpt.num_params(config):,} parameters, {layers}"
+    model += f" of width {config.width}"
+    screen.facts({"model": model, "hardware": hardware, "step": step})
 
 
 def stages_table(plans: Sequence[Plan], size: float) -> Table:
@@ -255,11 +251,9 @@ def stages_table(plans: Sequence[Plan], size: float) -> Table:
 
 def notes(plans: Sequence[Plan]) -> list[str]:
     """Return what the columns mean where their names don't tell, and what the figures rest on."""
-    kinds = (
-        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer"
-    )
     lines = [
-        f"{kinds}; states: their sum by the formula of the stage",
+        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer",
+        "states: their sum by the formula of the stage",
         "volume: elements that a device moves in a step, per parameter of the model",
     ]
     if any(one.bytes.total < one.bytes.states for one in plans):
@@ -271,11 +265,3 @@ def notes(plans: Sequence[Plan]) -> list[str]:
         lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
     lines += dict.fromkeys(line for one in plans for line in one.assumptions)
     return lines
-
-
-def _model(asked: PlanQuestion) -> str:
-    config, name = asked.config, asked.options.model or "a GPT"
-    layers = (
-        f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''} of width {config.width}"
-    )
-    return f"{name}, {gpt.num_params(config):,} parameters, {layers}"

@@ -206,13 +206,10 @@ def uses_gloo(layout: Layout) -> bool:
 
 
 class PerDevice:
-    """Sums of what devices compute each for itself, under `shard_map` over the batch axes.
-
-    Attributes:
-        axes: the batch axes, as the mesh of the phases names them.
-    """
+    """Sums of what devices compute each for itself, under `shard_map` over the batch axes."""
 
     def __init__(self, layout: Layout) -> None:
+        #: the batch axes, as the mesh of the phases names them
         self.axes: Axes = layout.phases.expand(layout.batch_axes)
         self._layout = layout
         self._phases = layout.phases.within(layout.axes["gradient"])

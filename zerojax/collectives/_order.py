@@ -16,16 +16,17 @@ where each weight is a group, `b` is gathered beside the first product, and `c` 
 
 Gradients wait whole for the links, and products that make them wait with them, with all that these
 read, since compilers schedule them late. So on GPUs and SparseCores a product waits until the
-gradients of the group before the last one are reduced:
+gradients of the group before the last two are reduced:
 
-    d2 = REDUCE (dot_general g x2); g1, d3 = BARRIER g1 d3; h = dot_general g1 w1; d1 = REDUCE ...
+    d2 = REDUCE (dot_general g x2); g1, d4 = BARRIER g1 d4; h = dot_general g1 w1; d1 = REDUCE ...
 
 What is computed again for the backward pass stands behind a barrier of all that it is given. Shards
 that are tied pass by it: they need not wait for the gradient of this layer.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,13 +45,14 @@ from zerojax.collectives._boxed import REDUCED, makes_gathered
 
 
 def run_in_order(
-    program: Any, args: Sequence[Any], ahead: float, waiting: float
+    program: Any, args: Sequence[Any], ahead: float, waiting: float, parts: int
 ) -> tuple[list[Any], int]:
     """Run a program whose calls are in place, one group of gathers after another.
 
     `ahead` elements may be gathered ahead of a product: two groups; a weight that is larger than
     one is a group of its own; 0 leaves gathers as they are. `waiting` bytes of gradients may wait
-    for their reduction: two groups; 0 does not order them.
+    for their reduction on each device, or of what they are made of, which is cut into `parts`:
+    three groups; 0 does not order them.
 
     Returns:
         Its results, and how many gathers wait for something.
@@ -61,7 +63,7 @@ def run_in_order(
         order.tie(ahead / 2)
     num_gathers = sum(map(len, order.tied.values()))
     if waiting:
-        order.tie_products(waiting / 2)
+        order.tie_products(waiting / 3, parts, variables(jaxpr.outvars))
     inputs = inputs_of(program, args)
     results = run_equations(order.equations(), inputs, jaxpr.outvars, order.step)
     return results, num_gathers
@@ -81,6 +83,9 @@ class _Order:
     def __init__(self, eqns: Sequence[Any]) -> None:
         self.eqns = eqns
         self.places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+        #: the place of the first equation that reads each value
+        uses = ((var, at) for at, eqn in enumerate(eqns) for var in variables(eqn.invars))
+        self.readers = dict(reversed([*uses]))
         #: shards by the place of the product that they wait for, or that waits for them
         self.tied: dict[int, list[Any]] = {}
         #: results of barriers that wait for something else already
@@ -123,26 +128,46 @@ class _Order:
         found = self.tied.setdefault(end, [])
         for eqn in reversed(self.eqns[:end]):
             is_read = not live.isdisjoint(eqn.outvars)
-            if is_read or is_named(eqn, REDUCED) or eqn.primitive.name == "reduce_sum":
+            if is_read or is_named(eqn, REDUCED) or is_sum(eqn):
                 found += [] if is_read else eqn.outvars
                 live.update(variables(eqn.invars))
             elif num_products(eqn):
                 largest = max(x.aval.size for x in eqn.invars)
                 found += eqn.outvars if 2 * eqn.outvars[0].aval.size <= largest else []
 
-    def tie_products(self, bound: float) -> None:
-        """Let the product behind each group of gradients wait for the group before it."""
-        size, group, last, ready = 0, [], [], []
+    def tie_products(self, bound: float, parts: int, outvars: Sequence[Any]) -> None:
+        """Let the product behind each group of gradients wait for the group two before it.
+
+        A gradient waits, or what makes it with all that this reads: the larger counts. Those of
+        vectors that are not cut have no name; they are sums.
+        """
+        is_reduced = functools.partial(is_named, name=REDUCED)
+        ends = (self._maker(x, is_reduced) or self._maker(x, is_sum) for x in outvars)
+        sums = {eqn for eqn in ends if eqn and is_sum(eqn) and eqn.outvars[0].aval.ndim}
+        size, groups, ready = 0.0, [[], [], []], []
         for at, eqn in enumerate(self.eqns):
-            if is_named(eqn, REDUCED):
-                group.append(eqn.outvars[0])
-                aval = eqn.outvars[0].aval
-                size += num_bytes(aval.shape, aval.dtype)
+            if is_reduced(eqn) or eqn in sums:
+                groups[-1] += eqn.outvars
+                product = self._maker(eqn.outvars[0], num_products)
+                read = _bytes_of(product.invars) / parts if product else 0
+                size += max(_bytes_of(eqn.outvars), read)
                 if size >= bound:
-                    size, group, last, ready = 0, [], group, last
+                    size, groups, ready = 0.0, [*groups[1:], []], [*ready, *groups[0]]
             elif ready and num_products(eqn):
-                self.tied.setdefault(at, []).extend(ready)
+                self.tied.setdefault(at, []).extend(self._latest(var, at) for var in ready)
                 ready = []
+
+    def _maker(self, var: Any, is_it: Callable[[Any], Any]) -> Any:
+        """Return the last equation of a kind on the way to a value; None where there is none."""
+        path, _ = path_to(var, self.eqns, self.places)
+        eqns = (self.eqns[self.places[x]] for x in path if x in self.places)
+        return next(filter(is_it, eqns), None)
+
+    def _latest(self, var: Any, end: int) -> Any:
+        """Return what is made of a gradient before a place: a barrier is for what others read."""
+        while (reader := self.readers.get(var, end)) < end:
+            var = self.eqns[reader].outvars[0]
+        return var
 
     def _new_path(self, var: Any) -> list[Any]:
         """List what a gather's operand is made of, value by value; nothing where it is there.
@@ -192,6 +217,10 @@ class _Order:
         return bind(maker, [value])[0] if is_placed else value
 
 
+def _bytes_of(found: Sequence[Any]) -> int:
+    return sum(num_bytes(var.aval.shape, var.aval.dtype) for var in variables(found))
+
+
 #: The name of what a backward loop starts with.
 BACKWARD = "zerojax_backward"
 
@@ -199,6 +228,11 @@ BACKWARD = "zerojax_backward"
 def is_named(eqn: Any, name: str) -> bool:
     """Whether an equation gives its result a name: `REDUCED`, a gradient that has been reduced."""
     return eqn.primitive.name == "name" and eqn.params["name"] == name
+
+
+def is_sum(eqn: Any) -> bool:
+    """Whether an equation adds up elements of its operand, as over all examples."""
+    return eqn.primitive.name == "reduce_sum"
 
 
 def is_gather(eqn: Any) -> bool:

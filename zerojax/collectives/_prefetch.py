@@ -17,9 +17,8 @@ kept for a backward pass: there is nothing left to differentiate.
 
 A backward loop reduces gradients too, and compilers start both as late as they can: at its end
 each waited for the others. Barriers end the gathers, the last where most of the layer is computed,
-so that the last reductions have the links for themselves.
-
-Layers that stand in no loop are put in an order (`_order`).
+so that the last reductions have the links for themselves. Layers that stand in no loop are put in
+an order (`_order`).
 """
 
 import bisect
@@ -96,7 +95,8 @@ def prefetched(
         in_place = joined(in_place, layout, bound)
         of = layout.layers or [[leaf] for leaf in layout.leaves]
         sizes = [sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in layer) for layer in of]
-        results, num_tied = run_in_order(in_place, leaves, layers * max(sizes), waiting)
+        ahead, parts = layers * max(sizes), layout.num_batch_parts
+        results, num_tied = run_in_order(in_place, leaves, ahead, waiting, parts)
         if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
         for where in dict.fromkeys(runner.late) if warn and layers else ():

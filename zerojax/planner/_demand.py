@@ -102,12 +102,7 @@ class Demand:
 
 
 class Trace:
-    """The gradient of a loss as operations on shapes.
-
-    Attributes:
-        num_examples: of the batch; the leading dim of each of its leaves.
-        remat: what is computed again in the backward pass; None is as the model has it.
-    """
+    """The gradient of a loss as operations on shapes, for the batch's `num_examples`."""
 
     def __init__(
         self,
