@@ -17,8 +17,7 @@ kept for a backward pass: there is nothing left to differentiate.
 
 A backward loop reduces gradients too, and compilers start both as late as they can: at its end
 each waited for the others. Barriers end the gathers, the last where most of the layer is computed,
-so that the last reductions have the links for themselves. Layers that stand in no loop are put in
-an order (`_order`).
+so that the last reductions have the links for themselves. Lists of layers have an order (`_order`).
 """
 
 import bisect
@@ -77,8 +76,8 @@ def prefetched(
             the first large weight; 0 leaves gathers as they are.
         layout: the placement.
         bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
-            GPUs and SparseCores, layers of a list wait for gradients beyond these. Between
-            processes on CPUs, of weights that are gathered together or kept for the backward pass.
+            GPUs and SparseCores, layers of a list wait for gradients beyond these or three layers'.
+            Between processes on CPUs, of weights gathered together or kept for the backward pass.
         warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
     waiting = _waiting_bytes(layout, bucket_bytes)
@@ -93,10 +92,11 @@ def prefetched(
         leaves = jax.tree.leaves(args)
         in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
         in_place = joined(in_place, layout, bound)
-        of = layout.layers or [[leaf] for leaf in layout.leaves]
-        sizes = [sum(math.prod(leaf.shape[leaf.stacked :]) for leaf in layer) for layer in of]
-        ahead, parts = layers * max(sizes), layout.num_batch_parts
-        results, num_tied = run_in_order(in_place, leaves, ahead, waiting, parts)
+        of = layout.layers or ([leaf] for leaf in layout.leaves)
+        layer = max(sum(math.prod(x.shape[x.stacked :]) for x in one) for one in of)
+        most = min(waiting, 3 * 2 * layer)  # three layers of bf16
+        ahead, parts = layers * layer, layout.num_batch_parts
+        results, num_tied = run_in_order(in_place, leaves, ahead, most, parts)
         if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
         for where in dict.fromkeys(runner.late) if warn and layers else ():
