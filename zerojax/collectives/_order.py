@@ -128,7 +128,7 @@ class _Order:
         found = self.tied.setdefault(end, [])
         for eqn in reversed(self.eqns[:end]):
             is_read = not live.isdisjoint(eqn.outvars)
-            if is_read or is_named(eqn, REDUCED) or is_sum(eqn):
+            if is_read or is_named(eqn, REDUCED) or eqn.primitive.name == "reduce_sum":
                 found += [] if is_read else eqn.outvars
                 live.update(variables(eqn.invars))
             elif num_products(eqn):
@@ -138,15 +138,15 @@ class _Order:
     def tie_products(self, bound: float, parts: int, outvars: Sequence[Any]) -> None:
         """Let the product behind each group of gradients wait for the group two before it.
 
-        A gradient waits, or what makes it with all that this reads: the larger counts. Those of
-        vectors that are not cut have no name; they are sums.
+        A gradient waits, or what makes it with all that this reads: the larger counts. One that is
+        not cut, as all are at stage 0, has no name.
         """
         is_reduced = functools.partial(is_named, name=REDUCED)
-        ends = (self._maker(x, is_reduced) or self._maker(x, is_sum) for x in outvars)
-        sums = {eqn for eqn in ends if eqn and is_sum(eqn) and eqn.outvars[0].aval.ndim}
+        ends = (self._maker(x, is_reduced) or self._maker(x, adds_up) for x in outvars)
+        plain = {eqn for eqn in ends if eqn and not is_reduced(eqn) and eqn.outvars[0].aval.ndim}
         size, groups, ready = 0.0, [[], [], []], []
         for at, eqn in enumerate(self.eqns):
-            if is_reduced(eqn) or eqn in sums:
+            if is_reduced(eqn) or eqn in plain:
                 groups[-1] += eqn.outvars
                 product = self._maker(eqn.outvars[0], num_products)
                 read = _bytes_of(product.invars) / parts if product else 0
@@ -230,9 +230,9 @@ def is_named(eqn: Any, name: str) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == name
 
 
-def is_sum(eqn: Any) -> bool:
-    """Whether an equation adds up elements of its operand, as over all examples."""
-    return eqn.primitive.name == "reduce_sum"
+def adds_up(eqn: Any) -> bool:
+    """Whether an equation is a sum or a product, as over all examples."""
+    return eqn.primitive.name == "reduce_sum" or num_products(eqn) > 0
 
 
 def is_gather(eqn: Any) -> bool:

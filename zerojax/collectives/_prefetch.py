@@ -124,7 +124,7 @@ BUCKET = 30 * 2**20
 def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
     """Return the bytes of a list's gradients that may wait whole; 0 where they are not ordered."""
     waits = layout.offloads or layout.platform == "gpu"
-    is_list = layout.kinds and any(not one[0].stacked for one in layout.layers)
+    is_list = any(not one[0].stacked for one in layout.layers)
     return (BUCKET if bucket_bytes is None else bucket_bytes) if is_list and waits else 0
 
 
