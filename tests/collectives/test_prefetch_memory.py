@@ -16,6 +16,7 @@ from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED
 from zerojax.collectives._order import is_gather, is_named
+from zerojax.models import gpt
 
 
 def loops_of(program, args):
@@ -182,6 +183,22 @@ def test_sums_of_vectors_wait_with_the_gradients_of_matrices(stage, min_size, me
     assert sorted(var.aval.ndim for _, var in waits) == [1] * 14 + [2] * 7
     # What is read before the barrier would not be what waits.
     assert not any(var in eqn.invars for at, var in waits for eqn in eqns[:at])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_order_of_gradients_changes_no_bit(stage, mesh8, monkeypatch):
+    """A tied embedding, biases, norms and heads, in a Python list of layers on a GPU."""
+    sizes = {"num_layers": 3, "width": 64, "num_heads": 2, "vocab_size": 96, "context": 16}
+    config = gpt.Config(**sizes, scan=False)
+    params = gpt.init(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (16, 17), 0, 96)
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=16)
+    gradient = jax.value_and_grad(gather_where_used(functools.partial(gpt.loss, config), layout))
+    want = jax.jit(gradient)(params, tokens)
+    monkeypatch.setattr(type(layout), "platform", "gpu")
+    ahead = prefetched(gradient, 0, layout, bucket_bytes=1)
+    assert "optimization_barrier" in str(jax.make_jaxpr(ahead)(params, tokens))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(ahead)(params, tokens), want)
 
 
 def test_what_a_layer_computes_twice_waits_for_its_gradient(mesh8):
