@@ -15,7 +15,7 @@ from zerojax._jaxpr import depending, num_products, opened, scan_parts, variable
 from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED
-from zerojax.collectives._order import is_gather, is_named
+from zerojax.collectives._order import is_barrier, is_gather, is_named, path_to
 from zerojax.models import gpt
 
 
@@ -183,6 +183,30 @@ def test_sums_of_vectors_wait_with_the_gradients_of_matrices(stage, min_size, me
     assert sorted(var.aval.ndim for _, var in waits) == [1] * 14 + [2] * 7
     # What is read before the barrier would not be what waits.
     assert not any(var in eqn.invars for at, var in waits for eqn in eqns[:at])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("num_rows", "waits"), [(1024, True), (576, False)])
+def test_what_a_table_is_multiplied_with_waits_as_the_table(
+    stage, num_rows, waits, mesh8, monkeypatch
+):
+    """The gradient of 128 logits a device does not wait until the look-up's is there; of 72."""
+
+    def loss(params, x):
+        table = params["table"]
+        x += table[jnp.arange(len(x)) % 100]
+        for w in jax.tree.leaves(params["layers"]):
+            x = jnp.tanh(x @ w)
+        return jnp.tanh(x @ table.T).sum()
+
+    params = {"table": jnp.ones((100, 64)), "layers": [[jnp.ones((64, 64))]] * 8}
+    eqns = ordered(params, loss, mesh8, monkeypatch, stage=stage, num_rows=num_rows)
+    of_table = [100 * 64, 8 * 100 * 64]
+    made = [x for eqn in eqns if num_products(eqn) for x in eqn.outvars if x.aval.size in of_table]
+    assert len(made) == 1
+    places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+    held = variables(x for eqn in eqns if is_barrier(eqn) for x in eqn.invars)
+    assert any(made[0] in path_to(x, eqns, places)[0] for x in held) == waits
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

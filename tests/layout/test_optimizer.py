@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax.layout import optimizer_leaves
 
 
 def shapes(**leaves):
@@ -57,7 +58,7 @@ def test_path_and_shape_tell_the_placement_that_the_optimizer_tells(tx, mesh8):
     placed = layout.optimizer(tx).leaves
     for leaf in placed:
         for shape in (leaf.shape, leaf.stored_shape):
-            found = layout.optimizer_leaves(f"1/opt_state/{leaf.path}", shape)
+            found = optimizer_leaves(f"1/opt_state/{leaf.path}", shape, layout)
             same = [x for x in found if (x.stored_shape, x.dim) == (leaf.stored_shape, leaf.dim)]
             assert same, f"{leaf} is not among {found}"
             assert {x.parameter for x in same} <= {leaf.parameter, None}
@@ -66,9 +67,9 @@ def test_path_and_shape_tell_the_placement_that_the_optimizer_tells(tx, mesh8):
 
 def test_a_bare_array_owns_every_leaf_of_its_shape(mesh8):
     layout = zerojax.make_layout(jax.ShapeDtypeStruct((1009, 3), jnp.float32), mesh8, stage=1)
-    (leaf,) = layout.optimizer_leaves("0/mu", (1016, 3))
+    (leaf,) = optimizer_leaves("0/mu", (1016, 3), layout)
     assert (leaf.parameter, leaf.shape) == (0, (1009, 3))
-    (other,) = layout.optimizer_leaves("0/count", ())
+    (other,) = optimizer_leaves("0/count", (), layout)
     assert (other.parameter, other.dim) == (None, None)
 
 

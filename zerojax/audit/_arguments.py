@@ -9,7 +9,7 @@ from typing import Literal
 from zerojax._types import Shape
 from zerojax.audit._program import Argument, Program
 from zerojax.hlo import element_bits
-from zerojax.layout import Layout, LeafLayout
+from zerojax.layout import Layout, LeafLayout, optimizer_leaves
 
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
 STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient")
@@ -54,7 +54,7 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     owners: list[int | None] = [None] * len(leaves)
     for number, leaf in enumerate(leaves):
         if leaf.role == "optimizer":
-            owners[number] = layout.optimizer_leaves(leaf.path, leaf.shape)[0].parameter
+            owners[number] = optimizer_leaves(leaf.path, leaf.shape, layout)[0].parameter
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
     trees = [
@@ -172,7 +172,7 @@ def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -
         if whole_by_layout or not partitioned:
             return (layout.local_shape(own, leaf.shape),)
         return (shard_of(own, leaf.shape, layout, kind),)
-    placed = layout.optimizer_leaves(leaf.path, leaf.shape)
+    placed = optimizer_leaves(leaf.path, leaf.shape, layout)
     return tuple(dict.fromkeys(shard_of(x, x.stored_shape, layout) for x in placed))
 
 

@@ -25,7 +25,7 @@ from jax.tree_util import GetAttrKey
 
 from zerojax._tree import flatten_with_names, leaves_by_path, num_bytes, path_name, unwrapped
 from zerojax._types import Kind, PyTree, Shape
-from zerojax.layout import Layout, OptimizerLayout
+from zerojax.layout import Layout, OptimizerLayout, optimizer_leaves
 
 #: The parts of a train state that hold parameters: the paths begin so.
 COPIES = ("params", "masters")
@@ -160,7 +160,7 @@ def check_placement(tree: PyTree, layout: Layout) -> None:
         for name, kind in KINDS.items():
             pairs, _ = jax.tree_util.tree_flatten_with_path(unwrapped(getattr(node, name)))
             for step, x in pairs:
-                placed = layout.optimizer_leaves(path_name(step), jnp.shape(x))
+                placed = optimizer_leaves(path_name(step), jnp.shape(x), layout)
                 cut = layout.partitions(kind)
                 specs = [leaf.shard_spec if cut else leaf.whole_spec for leaf in placed]
                 wanted = {_cuts(spec, layout) for spec in specs}

@@ -31,4 +31,5 @@ from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners
 from zerojax.collectives._prefetch import BUCKET, prefetched
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean
 from zerojax.collectives._retrace import gather_where_used
+from zerojax.collectives._tiles import as_state
 from zerojax.collectives._writeback import widened, write_back

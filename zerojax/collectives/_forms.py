@@ -13,13 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes
 from zerojax._types import Axes, Kind, PyTree, Shape
+from zerojax.collectives._tiles import in_tiles
 from zerojax.layout import Layout, LeafLayout, Placed, as_spec
 
 
@@ -145,33 +144,6 @@ def gather_weight(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any = None)
     rows = _to_bits(jnp.moveaxis(x, leaf.dim, 0), layout, P(layout.axes["parameter"]))
     rows = checkpoint_name(rows, CUT)
     return jnp.moveaxis(_from_bits(constrain(rows, layout, P()), x.dtype), 0, leaf.dim)
-
-
-def row_major(x: jax.Array, layout: Layout) -> jax.Array:
-    """Ask a TPU to hold an array as parameters lie, the last dim minor."""
-    order = MemoryLayout(major_to_minor=tuple(range(x.ndim)))
-    return with_layout_constraint(x, order) if layout.platform == "tpu" else x
-
-
-def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
-    """Ask a TPU to hold a gradient so in memory that each shard is made of whole tiles.
-
-    libtpu makes a reduce-scatter of whole tiles only, 8 rows of 128 along the minor two dims, and
-    chooses which dims those are. With 8 devices it would reduce these whole:
-
-        [heads, model, head size] = [8, 256, 32], cut along 256    held model last: 32 columns
-        [heads, head size, model] = [8, 32, 256], cut along 32     held in order: 4 rows
-        [rows padded to 256, 251], cut along 256                   held by columns: 32 columns
-
-    The first and the last are held in order, the second with the dim that is cut as the major one.
-    """
-    if x.ndim < 2 or layout.platform != "tpu":
-        return x
-    tile = (8, 128)[dim - x.ndim] if dim >= x.ndim - 2 else 1
-    order = list(range(x.ndim))
-    if x.shape[dim] % (tile * layout.num_shards):
-        order.insert(0, order.pop(dim))
-    return with_layout_constraint(x, MemoryLayout(major_to_minor=tuple(order)))
 
 
 def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:

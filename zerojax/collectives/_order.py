@@ -42,17 +42,17 @@ from zerojax._jaxpr import (
 )
 from zerojax._tree import num_bytes
 from zerojax.collectives._boxed import REDUCED, makes_gathered
+from zerojax.layout import Layout
 
 
 def run_in_order(
-    program: Any, args: Sequence[Any], ahead: float, waiting: float, parts: int
+    program: Any, args: Sequence[Any], layout: Layout, ahead: float, waiting: float
 ) -> tuple[list[Any], int]:
     """Run a program whose calls are in place, one group of gathers after another.
 
     `ahead` elements may be gathered ahead of a product: two groups; a weight that is larger than
-    one is a group of its own; 0 leaves gathers as they are. `waiting` bytes of gradients may wait
-    for their reduction on each device, or of what they are made of, which is cut into `parts`:
-    three groups; 0 does not order them.
+    one is a group of its own; 0 leaves gathers as they are. `waiting` bytes of gradients, or of
+    what they are made of, may wait on each device: three groups; 0 does not order them.
 
     Returns:
         Its results, and how many gathers wait for something.
@@ -63,7 +63,7 @@ def run_in_order(
         order.tie(ahead / 2)
     num_gathers = sum(map(len, order.tied.values()))
     if waiting:
-        order.tie_products(waiting / 3, parts, variables(jaxpr.outvars))
+        order.tie_products(waiting / 3, layout, variables(jaxpr.outvars))
     inputs = inputs_of(program, args)
     results = run_equations(order.equations(), inputs, jaxpr.outvars, order.step)
     return results, num_gathers
@@ -135,15 +135,23 @@ class _Order:
                 largest = max(x.aval.size for x in eqn.invars)
                 found += eqn.outvars if 2 * eqn.outvars[0].aval.size <= largest else []
 
-    def tie_products(self, bound: float, parts: int, outvars: Sequence[Any]) -> None:
+    def tie_products(self, bound: float, layout: Layout, outvars: Sequence[Any]) -> None:
         """Let the product behind each group of gradients wait for the group two before it.
 
         A gradient waits, or what makes it with all that this reads: the larger counts. One that is
-        not cut, as all are at stage 0, has no name.
+        not cut, as all are at stage 0, has no name. What a table's product gives waits whole for
+        the look-up's part, where it takes half the room of what it is made of.
         """
+        parts = layout.num_batch_parts
         is_reduced = functools.partial(is_named, name=REDUCED)
         ends = (self._maker(x, is_reduced) or self._maker(x, adds_up) for x in outvars)
         plain = {eqn for eqn in ends if eqn and not is_reduced(eqn) and eqn.outvars[0].aval.ndim}
+        for x in outvars if layout.platform == "gpu" else ():  # libtpu keeps these in their place
+            last = self.places.get(path_to(x, self.eqns, self.places)[0][-1], 0)
+            terms = self.eqns[last].invars if self.eqns[last].primitive.name == "add_any" else ()
+            made = filter(None, (self._maker(y, num_products) for y in variables(terms)))
+            room = 2 * parts * x.aval.size
+            plain.update(eqn for eqn in made if room <= max(y.aval.size for y in eqn.invars))
         size, groups, ready = 0.0, [[], [], []], []
         for at, eqn in enumerate(self.eqns):
             if is_reduced(eqn) or eqn in plain:

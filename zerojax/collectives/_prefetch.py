@@ -95,8 +95,7 @@ def prefetched(
         of = layout.layers or ([leaf] for leaf in layout.leaves)
         layer = max(sum(math.prod(x.shape[x.stacked :]) for x in one) for one in of)
         most = min(waiting, 3 * 2 * layer)  # three layers of bf16
-        ahead, parts = layers * layer, layout.num_batch_parts
-        results, num_tied = run_in_order(in_place, leaves, ahead, most, parts)
+        results, num_tied = run_in_order(in_place, leaves, layout, layers * layer, most)
         if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
         for where in dict.fromkeys(runner.late) if warn and layers else ():

@@ -17,7 +17,8 @@ import jax
 
 from zerojax._tree import num_bytes
 from zerojax._types import PyTree
-from zerojax.collectives._forms import constrain, gather, row_major, store, to_logical, to_stored
+from zerojax.collectives._forms import constrain, gather, store, to_logical, to_stored
+from zerojax.collectives._tiles import row_major
 from zerojax.layout import Layout, LeafLayout
 
 

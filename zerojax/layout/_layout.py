@@ -15,11 +15,11 @@ from rich.text import Text
 
 from zerojax._display import Shown, decimal
 from zerojax._tree import leaves_by_path
-from zerojax._types import AnyMesh, PyTree, Shape
+from zerojax._types import AnyMesh, PyTree
 from zerojax.layout import _mesh
 from zerojax.layout._describe import Description, Holders, describe, holders
 from zerojax.layout._leaf import Entries, LeafLayout, Rule, as_entries, stacked_from_shapes
-from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout, optimizer_leaves
+from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
 from zerojax.layout._regions import why_whole
 from zerojax.layout._stages import check_stage
 from zerojax.layout._tree_layout import TreeLayout
@@ -61,27 +61,6 @@ class Layout(Shown, TreeLayout):
             ValueError: a leaf of the state fits parameters with different placements.
         """
         return optimizer_layout(tx, self, dtype)
-
-    def optimizer_leaves(self, path: str, shape: Shape) -> tuple[LeafLayout, ...]:
-        """Return how a leaf of an optimizer's state may be placed, told by its path and shape.
-
-        For states whose optimizer is not at hand; `optimizer(tx)` is certain. The parameter is the
-        one whose path ends the leaf's. Of `up` [1009, 641], stored as [1016, 641] on eight devices:
-
-            0/mu/up [1016, 641]      [1009, 641], where the parameter lives
-            0/mu/up [3, 1016, 641]   a history [3, 1009, 641]
-            0/v_row/up [1016]        a factor [1009]
-            0/v_col/up [641]         a factor [641], whole or cut by its own shape
-
-        Args:
-            path: of the leaf; anything may stand before the parameter's path.
-            shape: of the leaf, logical or stored.
-
-        Returns:
-            One for each reading, with the parameter's dtype. A leaf of no parameter has one, by its
-            own shape; its `parameter` is None.
-        """
-        return optimizer_leaves(path, shape, self)
 
     def opt_state(self, tx: Any) -> PyTree:
         """Return the shardings of the stored optimizer state, in the structure of `tx.init`.

@@ -114,7 +114,24 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
 
 
 def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafLayout, ...]:
-    """Return how a leaf of an optimizer's state may be placed; see `Layout.optimizer_leaves`."""
+    """Return how a leaf of an optimizer's state may be placed, told by its path and shape.
+
+    For states whose optimizer is not at hand; `Layout.optimizer` is certain. The parameter is the
+    one whose path ends the leaf's. Of `up` [1009, 641], stored as [1016, 641] on eight devices:
+
+        0/mu/up [1016, 641]      [1009, 641], where the parameter lives
+        0/mu/up [3, 1016, 641]   a history [3, 1009, 641]
+        0/v_row/up [1016]        a factor [1009]
+        0/v_col/up [641]         a factor [641], whole or cut by its own shape
+
+    Args:
+        path: of the leaf; anything may stand before the parameter's path.
+        shape: of the leaf, logical or stored.
+
+    Returns:
+        One for each reading, with the parameter's dtype. A leaf of no parameter has one, by its
+        own shape; its `parameter` is None.
+    """
     for owner in layout.owners(path):
         source = layout.leaves[owner]
         found = []

@@ -14,7 +14,7 @@ from zerojax._tree import leaves_by_path, unwrapped
 from zerojax._types import Kind, Shape
 from zerojax.checkpoint import KINDS, check_placement, logical_shapes
 from zerojax.collectives import auto_region
-from zerojax.layout import Layout, LeafLayout, OptimizerLayout, check_layout
+from zerojax.layout import Layout, LeafLayout, OptimizerLayout, check_layout, optimizer_leaves
 from zerojax.recipe import HOST_MEMORY
 from zerojax.train._checks import check_usable
 from zerojax.train._state import TrainState, hold
@@ -92,7 +92,7 @@ def _by_path(state: TrainState, logical: Mapping[str, Shape], other: Layout) -> 
     leaves = []
     for path in leaves_by_path(state.opt_state):
         name = f"opt_state/{path}".removesuffix("/.")
-        found = other.optimizer_leaves(path, logical[name])
+        found = optimizer_leaves(path, logical[name], other)
         is_ruled = any(rule.kind == "optimizer" and rule.matches(path) for rule in other.rules)
         if is_ruled or len({(leaf.shard_spec, leaf.stored_shape) for leaf in found}) > 1:
             raise ValueError(

@@ -13,7 +13,7 @@ import optax
 from zerojax._traced import Traced
 from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
-from zerojax.collectives import shard, store, uses_gloo, view
+from zerojax.collectives import as_state, shard, store, uses_gloo, view
 from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate, update_whole
 from zerojax.recipe import DynamicLossScale, Recipe
@@ -138,7 +138,7 @@ class Update:
         held = state.masters if self._has_masters else unwrapped(state.params)
         old = jax.tree.leaves(state.opt_state)
         given = (
-            [*map(self._logical, flat(grads), leaves)],
+            [*map(self._gradient, flat(grads), leaves)],
             [*map(self._logical, flat(held), leaves, hosted.masters)],
             [*map(self._logical, old, placed.leaves, hosted.state)],
             loss,
@@ -211,6 +211,9 @@ class Update:
             return x
         is_stored = x.shape == leaf.stored_shape
         return view(x, leaf, self.layout) if is_stored else shard(x, leaf, self.layout)
+
+    def _gradient(self, x: jax.Array, leaf: LeafLayout) -> jax.Array:
+        return as_state(self._logical(x, leaf), leaf, self.layout)
 
     def _stored(self, x: jax.Array, leaf: LeafLayout, is_far: bool) -> jax.Array:
         return x if is_far else store(x, leaf, self.layout)

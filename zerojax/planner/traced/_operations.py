@@ -129,24 +129,33 @@ def run_late(program: Operations, gradients: Collection[int], *, is_loss: bool) 
     """Return the operations as late as possible, as XLA's scheduler runs them on a GPU.
 
     It goes backwards from the results, and puts each operation right before the first that reads
-    it; those that wait for the same one keep their order. Seen in compiled programs: a tied
-    embedding's gradient is a sum with the look-up's part, so that the logits' gradient waits for
-    the end of the backward pass; and a layer's softmax is computed again behind the gradient of the
-    scores, which lie there twice.
+    it; those that wait for the same one keep their order. Seen in compiled programs: where loops
+    are, a tied embedding's gradient is a sum with the look-up's part, so that the logits' gradient
+    waits for the end of the backward pass; and a layer's softmax is computed again behind the
+    gradient of the scores, which lie there twice.
 
     What the loss is made of (the first output, where there is one) comes in its place, and so does
     a gradient that one product makes: it is reduced beside the next product.
     """
     end, made = len(program.ops), {v: op for op in program.ops for v in op.outputs}
+    is_list = all(op.kind != "loop" for op in program.ops)
     readers: dict[int, set[int]] = {}
     for t, op in enumerate(program.ops):
         for v in op.read:
             readers.setdefault(v, set()).add(t)
-    reduced = set(gradients)
-    for v in gradients:  # and what they are only views of
-        while (op := made.get(v)) is not None and op.kind == "fused" and len(op.read) == 1:
-            v = op.read[0]
-            reduced.add(v)
+
+    def is_narrow(v: int) -> bool:  # of a product, beside what it reads of one example
+        one, *read = (program.values[x].bytes.at(1) for x in (v, *made[v].read))
+        return made[v].kind == "kernel" and 2 * one <= max(read)
+
+    reduced, todo = set(gradients), [v for v in gradients if v in made]
+    while todo:  # and what they are only views of, or, in a list, the product of a table's sum
+        op = made[todo.pop()]
+        found = [v for v in op.read if v in made and op.kind == "fused"]
+        if len(op.read) > 1:
+            found = [v for v in found if is_list and op.name == "add_any" and is_narrow(v)]
+        reduced.update(found)
+        todo += found
     loss = set(program.outputs[:1] if is_loss else ())
     for op in reversed(program.ops):
         if not loss.isdisjoint(op.outputs):
