@@ -34,12 +34,13 @@ def test_the_order_is_libtpus(shape, order):
     ("platform", "shape", "stage", "num_turned"),
     [
         ("tpu", (2008, 192), 0, 1),  # held by columns, reduced in order
-        ("tpu", (2008, 192), 3, 1),  # [251, 192]
-        ("tpu", (1999, 192), 3, 0),  # [1999, 24]: reduced by columns already
-        ("tpu", (2048, 256), 3, 0),  # held in order
-        ("tpu", (1999, 193), 3, 0),  # padded: no shards of equal size
-        ("tpu", (2008,), 3, 0),
-        ("gpu", (2008, 192), 3, 0),
+        ("tpu", (16024, 192), 3, 1),  # [2003, 192]
+        ("tpu", (2008, 192), 3, 0),  # [251, 192]: small
+        ("tpu", (16001, 192), 3, 0),  # [16001, 24]: reduced by columns already
+        ("tpu", (16384, 256), 3, 0),  # held in order
+        ("tpu", (16001, 193), 3, 0),  # padded: no shards of equal size
+        ("tpu", (2**22,), 3, 0),
+        ("gpu", (16024, 192), 3, 0),
         ("cpu", (2008, 192), 0, 0),
     ],
 )

@@ -139,8 +139,7 @@ class _Order:
         """Let the product behind each group of gradients wait for the group two before it.
 
         A gradient waits, or what makes it with all that this reads: the larger counts. One that is
-        not cut, as all are at stage 0, has no name. What a table's product gives waits whole for
-        the look-up's part, where it takes half the room of what it is made of.
+        not cut, as all at stage 0, has no name. Of a table's sum the product waits, if it shrinks.
         """
         parts = layout.num_batch_parts
         is_reduced = functools.partial(is_named, name=REDUCED)
