@@ -22,7 +22,7 @@ import zerojax
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [name for _, name, _ in pkgutil.iter_modules(zerojax.__path__) if name[0] != "_"]
 MENUS = ["zerojax", *(f"zerojax.{name}" for name in ROOMS)]
-#: Packages that users import from; the others are read by rooms above them.
+#: Packages that users import most of; of the others, what stands there as `X as X`.
 USERS = ["zerojax"] + [f"zerojax.{room}" for room in "charts cli data models".split()]
 MAX_IMPORT_SECONDS = 2.0
 
