@@ -11,7 +11,7 @@ import pytest
 import zerojax
 from tests.collectives.test_prefetch import gradient_of, needed
 from tests.collectives.uses import LOOPS, WIDE, params_of
-from zerojax._jaxpr import depending, num_products, opened, scan_parts, variables
+from zerojax._jaxpr import depending, num_products, num_summed, opened, scan_parts, variables
 from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED
@@ -207,6 +207,28 @@ def test_what_a_table_is_multiplied_with_waits_as_the_table(
     places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
     held = variables(x for eqn in eqns if is_barrier(eqn) for x in eqn.invars)
     assert any(made[0] in path_to(x, eqns, places)[0] for x in held) == waits
+
+
+@pytest.mark.parametrize(("platform", "words", "waits"), [
+    ("gpu", 97, True), ("gpu", 96, False), ("tpu", 97, False),
+])  # fmt: skip
+def test_a_product_that_pads_waits_for_what_is_cast(platform, words, waits, mesh8, monkeypatch):
+    """XLA:GPU would make a padded copy of the logits' gradient while it lies there in fp32."""
+
+    def loss(params, x):
+        logits = (x @ params["table"].T).astype(jnp.float32)
+        return jax.nn.logsumexp(logits, axis=-1).sum()
+
+    params = {"table": jnp.ones((words, 64), jnp.bfloat16)}
+    layout = zerojax.make_layout(params, mesh8, stage=1, min_size=16)
+    gradient = jax.grad(gather_where_used(loss, layout), argnums=(0, 1))
+    monkeypatch.setattr(type(layout), "platform", platform)
+    jaxpr = jax.make_jaxpr(prefetched(gradient, 0, layout))(
+        params, jnp.ones((16, 64), jnp.bfloat16)
+    )
+    behind = {x for eqn in jaxpr.eqns if is_barrier(eqn) for x in eqn.outvars}
+    (product,) = [x for x in jaxpr.eqns if num_products(x) and num_summed(x) == words]
+    assert behind.issuperset(product.invars) == waits
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -35,6 +35,7 @@ from zerojax._jaxpr import (
     bind,
     inputs_of,
     num_products,
+    num_summed,
     opened,
     run_equations,
     variables,
@@ -62,6 +63,8 @@ def run_in_order(
     if ahead:
         order.tie(ahead / 2)
     num_gathers = sum(map(len, order.tied.values()))
+    if layout.platform == "gpu":
+        order.tie_padded()
     if waiting:
         order.tie_products(waiting / 3, layout, variables(jaxpr.outvars))
     inputs = inputs_of(program, args)
@@ -134,6 +137,17 @@ class _Order:
             elif num_products(eqn):
                 largest = max(x.aval.size for x in eqn.invars)
                 found += eqn.outvars if 2 * eqn.outvars[0].aval.size <= largest else []
+
+    def tie_padded(self) -> None:
+        """Let a product that pads its operands wait until what a cast makes narrower is there.
+
+        Else XLA:GPU pads the cast computed again: 50,257 logits lie there in fp32, cast and padded.
+        """
+        for at, eqn in enumerate(self.eqns):
+            for var in variables(eqn.invars) if num_summed(eqn) % 8 else ():
+                made = [x for x in path_to(var, self.eqns, self.places)[0] if x in self.places]
+                if made and made[-1].aval.dtype.itemsize > var.aval.dtype.itemsize:
+                    self.tied.setdefault(at, [])
 
     def tie_products(self, bound: float, layout: Layout, outvars: Sequence[Any]) -> None:
         """Let the product behind each group of gradients wait for the group two before it.

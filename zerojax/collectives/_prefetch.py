@@ -83,7 +83,7 @@ def prefetched(
     waiting = _waiting_bytes(layout, bucket_bytes)
     joins = uses_gloo(layout) and layout.partitions("parameter") and not layers
     bound = (bucket_bytes or BUCKET) if joins else 0
-    if not layers and not waiting and not joins:
+    if not (layers or waiting or joins or layout.platform == "gpu"):
         return function
 
     def wrapped(*args: Any) -> Any:

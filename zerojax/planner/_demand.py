@@ -62,7 +62,7 @@ class Demand:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
         if self.trace is None:
             return given.held
-        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
+        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         options = {"frees": given.frees, "accumulate": given.recipe.accumulate}
         return self._peaks(lifetimes, given.leaves, count, sharing=given.sharing, **options)
 
@@ -70,7 +70,7 @@ class Demand:
         """Count products and traffic with the device's memory; without a loss three reads."""
         if self.trace is None:
             return Work.of(0.0, 3 * given.gathered, given.hardware)
-        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
+        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         parts = given.sharing.model_axis
         return self._works(lifetimes, given.leaves, count, given.hardware, model_axis=parts)
 
@@ -78,7 +78,7 @@ class Demand:
         """Count the bytes of layer inputs that go to the host."""
         if self.trace is None or not given.sharing.offloads:
             return 0.0
-        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform)
+        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         return checkpoint_bytes(lifetimes, count, given.sharing)
 
     def carried_elements(self, count: int) -> float:
@@ -96,9 +96,9 @@ class Demand:
         moved = each * self.carried_elements(count) * given.recipe.accumulate
         return moved * ring_share(given.devices.model_axis)
 
-    def _analyse(self, num_leaves: int, platform: str) -> Lifetimes:
+    def _analyse(self, num_leaves: int, platform: str, count: int) -> Lifetimes:
         assert self.trace is not None
-        return lifetimes_of(self.trace.operations, num_leaves, platform)
+        return lifetimes_of(self.trace.operations, num_leaves, platform, count)
 
 
 class Trace:

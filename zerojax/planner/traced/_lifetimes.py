@@ -55,12 +55,12 @@ class Launch(NamedTuple):
     bodies: "tuple[Lifetimes, ...]"  # of a loop, or the branches of a cond
 
 
-def lifetimes_of(program: Operations, num_leaves: int, platform: str) -> "Lifetimes":
-    """Analyse `loss, *gradients = f(*parameters, *batch)` as a platform runs it."""
+def lifetimes_of(program: Operations, num_leaves: int, platform: str, n: int = 1) -> "Lifetimes":
+    """Analyse `loss, *gradients = f(*parameters, *batch)` of n examples as a platform runs it."""
     outputs = program.outputs[1 : 1 + num_leaves]
     parameters = {v: Part(n) for n, v in enumerate(program.inputs[:num_leaves])}
     gradients = {v: Part(n) for n, v in enumerate(outputs) if v is not None}
-    return Lifetimes(program, parameters, gradients, BACKENDS[platform], is_loss=True)
+    return Lifetimes(program, parameters, gradients, BACKENDS[platform], n)
 
 
 class Lifetimes:
@@ -72,11 +72,10 @@ class Lifetimes:
         parameters: Parts,
         gradients: Parts,
         backend: Backend,
-        *,
-        is_loss: bool = False,
+        examples: int = 0,  # of the whole program; 0 for the body of a loop
     ) -> None:
         if backend.runs_late:
-            program = run_late(program, gradients, is_loss=is_loss)
+            program = run_late(program, gradients, examples)
         self.program, self.parameters, self.backend = program, parameters, backend
         self.gradients = gradients
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
@@ -106,7 +105,7 @@ class Lifetimes:
         self.launches = self._launches(reads)
         self.is_list = all(launch.op.kind != "loop" for launch in self.launches)
         #: values of a list of layers that vector memory may keep: their last use comes soon
-        self.brief = self._brief() if is_loss and self.is_list else frozenset[int]()
+        self.brief = self._brief() if examples and self.is_list else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
         self.uses = [
             (v, launch.time)

@@ -125,7 +125,7 @@ BACKENDS: Mapping[str, Backend] = {
 }
 
 
-def run_late(program: Operations, gradients: Collection[int], *, is_loss: bool) -> Operations:
+def run_late(program: Operations, gradients: Collection[int], examples: int = 0) -> Operations:
     """Return the operations as late as possible, as XLA's scheduler runs them on a GPU.
 
     It goes backwards from the results, and puts each operation right before the first that reads
@@ -134,8 +134,8 @@ def run_late(program: Operations, gradients: Collection[int], *, is_loss: bool) 
     waits for the end of the backward pass; and a layer's softmax is computed again behind the
     gradient of the scores, which lie there twice.
 
-    What the loss is made of (the first output, where there is one) comes in its place, and so does
-    a gradient that one product makes: it is reduced beside the next product.
+    What the loss is made of (the first output; of 0 examples, a loop's body, there is none) comes
+    in its place; a gradient that one product makes is reduced beside the next product.
     """
     end, made = len(program.ops), {v: op for op in program.ops for v in op.outputs}
     is_list = all(op.kind != "loop" for op in program.ops)
@@ -144,8 +144,8 @@ def run_late(program: Operations, gradients: Collection[int], *, is_loss: bool) 
         for v in op.read:
             readers.setdefault(v, set()).add(t)
 
-    def is_narrow(v: int) -> bool:  # of a product, beside what it reads of one example
-        one, *read = (program.values[x].bytes.at(1) for x in (v, *made[v].read))
+    def is_narrow(v: int) -> bool:  # of a product, beside what it reads
+        one, *read = (program.values[x].bytes.at(examples) for x in (v, *made[v].read))
         return made[v].kind == "kernel" and 2 * one <= max(read)
 
     reduced, todo = set(gradients), [v for v in gradients if v in made]
@@ -156,17 +156,16 @@ def run_late(program: Operations, gradients: Collection[int], *, is_loss: bool) 
             found = [v for v in found if is_list and op.name == "add_any" and is_narrow(v)]
         reduced.update(found)
         todo += found
-    loss = set(program.outputs[:1] if is_loss else ())
+    loss = set(program.outputs[:1] if examples else ())
     for op in reversed(program.ops):
         if not loss.isdisjoint(op.outputs):
             loss.update(op.read)
     order, waits, product = [end], {}, end  # what each waits for; the first product
     for t in reversed(range(end)):
         op = program.ops[t]
-        found = {end}.union(*(readers.get(v, ()) for v in op.outputs))
-        if not (loss | reduced).isdisjoint(op.outputs):
-            found.add(product)
-        at = min(map(order.index, found))
+        least = end if reduced.isdisjoint(op.outputs) else product
+        found = {least}.union(*(readers.get(v, ()) for v in op.outputs))
+        at = 0 if not loss.isdisjoint(op.outputs) else min(map(order.index, found))
         waits[t] = order[at]
         while at and waits[order[at - 1]] == waits[t]:
             at -= 1

@@ -16,7 +16,7 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from zerojax.planner.traced._lifetimes import Launch, Lifetimes
@@ -119,7 +119,7 @@ class _Clock:
         `held` lies there from the beginning; what of it is `kept` is never freed nor written over.
         """
         alive = dict(held)
-        change = _changes([*self._gathers(), *self._copies(kept)])
+        change = _changes(self._gathers())
         total, beside, worst, clock, leaving = sum(alive.values()), 0.0, 0.0, 0, 0.0
         for launch in self.lifetimes.launches:
             op = launch.op
@@ -131,7 +131,8 @@ class _Clock:
             wanted = {v: self._result(v, op) for v in launch.results}
             reused = _reused(launch, alive, wanted, kept)
             marks = [self.lifetimes.marked[v] for v in wanted if v in self.lifetimes.marked]
-            beyond = within + beside + leaving + sum(self.leaves[x.leaf].turned for x in marks)
+            turned = sum(self.leaves[x.leaf].turned for x in marks)
+            beyond = within + self._padded(launch, kept) + beside + leaving + turned
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel":
                 leaving = 0.0
@@ -201,32 +202,18 @@ class _Clock:
         ]
         return [*ahead.values(), *whole]
 
-    def _copies(self, kept: frozenset[int]) -> Iterator[tuple[int, int, float]]:
-        """List when padded copies of a split dot product's operands are there.
+    def _padded(self, launch: Launch, kept: frozenset[int]) -> float:
+        """Count padded copies of a split dot product's operands, which are there while it runs.
 
-        A compiler makes them as soon as it can: behind the later of the two operands. In a list of
-        layers a parameter that nothing else reads any more has given up its own buffer by then.
+        In a list of layers, that of a parameter that nothing else reads any more takes its place.
         """
-        lives = self.lifetimes
-        uses: dict[int, list[int]] = {}
-        for parameter, time in lives.uses:
-            uses.setdefault(parameter, []).append(time)
-        for launch in lives.launches:
-            op, operands = launch.op, launch.op.read[:2]
-            if not lives.is_split(op, self.examples, self.sizes[op.outputs[0]]):
-                continue
-            first = max(lives.maker.get(v, 0) for v in operands)
-            owners = [lives.owner.get(v) for v in operands]
-            numbers = [self.lifetimes.parameters[v].leaf for v in owners if v is not None]
-            is_gathered = any(self.leaves[number].is_gathered for number in numbers)
-            first = launch.time if is_gathered else first
-            for v, owner in zip(operands, owners, strict=True):
-                start, end = first, launch.time
-                if lives.is_list and not is_gathered and owner is not None and owner not in kept:
-                    *earlier, final = uses.get(owner, (launch.time,))
-                    if final == launch.time:
-                        start = end = earlier[-1] if earlier else first
-                yield start, end, self.sizes[v]
+        op, lives = launch.op, self.lifetimes
+        size = self.sizes[op.outputs[0]] if op.outputs else 0.0
+        if not lives.is_split(op, self.examples, size):
+            return 0.0
+        last = dict(lives.uses) if lives.is_list else {}
+        ends = {v for v, time in last.items() if time == launch.time} - kept
+        return sum(self.sizes[v] for v in op.read[:2] if lives.owner.get(v) not in ends)
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
