@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -18,6 +19,7 @@ from zerojax import Precision
 from zerojax._tree import flatten_with_names, unwrapped
 from zerojax.checkpoint import IncompatibleCheckpointError, restore, save
 from zerojax.checkpoint._leaves import logical_shapes
+from zerojax.checkpoint._safetensors import import_safetensors
 
 MESHES = {
     "1": {"data": 1},
@@ -199,3 +201,23 @@ def test_parameters_alone_are_asked_for_in_words(tmp_path):
         restore(tmp_path / "all", other, {"params": wished.params})
     back = restore(tmp_path / "all", other, {"params": wished.params}, partial=True)
     assert as_bytes(logical(back, other)) == as_bytes(logical({"params": state.params}, layout))
+
+
+def test_leaves_without_a_place_of_their_own_go_to_all_devices(tmp_path):
+    """jit moves a fresh `jnp.zeros` to the devices of its other arguments; not one that was read.
+
+    Batch statistics and step counters of a loop of one's own are such leaves.
+    """
+    params = {"w": jnp.ones((16, 8))}
+    layout = zerojax.make_layout(params, zerojax.make_mesh({"data": 8}), stage=3, min_size=0)
+    like = {"params": jax.device_put(params, layout.params), "mean": jnp.zeros(8)}
+    written = jax.device_put(jnp.ones(8), layout.sharding(P()))
+    save(tmp_path / "all", {**like, "mean": written}, layout)
+    tensors = {"params.w": np.ones((16, 8), "f4"), "mean": np.ones(8, "f4")}
+    safetensors.numpy.save_file(tensors, tmp_path / "all.safetensors")
+    for found in (
+        restore(tmp_path / "all", layout, like),
+        import_safetensors(tmp_path / "all.safetensors", layout, like),
+    ):
+        total = jax.jit(lambda x: (x["params"]["w"] @ x["mean"]).sum())
+        assert float(total(getattr(found, "state", found))) == 128

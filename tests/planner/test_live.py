@@ -78,7 +78,7 @@ def test_parameters_that_come_back_from_masters_are_freed_after_their_last_use()
     assert chain_peak(16, frees=True) == small + x + LOSS + 3 * W + max(3 * A, 2 * A)
 
 
-def test_brief_values_of_a_list_lie_in_vector_memory():
+def test_brief_values_lie_in_vector_memory():
     """y2 is read last by the gradient of w1, two products later; y1 and y3 are there for longer."""
     A = chain_sizes(1024)[2]
     none, too_small, enough = (

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
 from zerojax._tree import flatten_with_names, leaves_by_path, num_bytes, path_name, unwrapped
@@ -247,6 +248,15 @@ def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
     """Return the shapes of the leaves below a node, by path."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(node)
     return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
+
+
+def place_of(x: Any, layout: Layout) -> jax.sharding.Sharding:
+    """Return where a leaf goes: to its own place, or to all devices where it has none.
+
+    jit moves what is not committed, such as a fresh `jnp.zeros`; what was read is committed.
+    """
+    own = getattr(x, "sharding", None) if getattr(x, "committed", True) else None
+    return own or layout.sharding(P())
 
 
 def _is_cut(x: Any, layout: Layout) -> bool | None:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
@@ -20,7 +19,7 @@ from zerojax.checkpoint._files import (
     wrong_contents,
     wrong_sizes,
 )
-from zerojax.checkpoint._leaves import dtype_of, is_key
+from zerojax.checkpoint._leaves import dtype_of, is_key, place_of
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
@@ -154,5 +153,4 @@ def as_stored(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
     wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
     if is_key(x):
         wanted = jax.eval_shape(jax.random.key_data, wanted)
-    sharding = getattr(x, "sharding", None) or layout.sharding(P())
-    return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=place_of(x, layout))

@@ -22,13 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 
 from zerojax._extras import extra
 from zerojax._tree import num_bytes, path_name
 from zerojax._types import PyTree, Shape
 from zerojax.checkpoint._files import local_path, sync
-from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, saved_leaves
+from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, place_of, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest, verify
 from zerojax.checkpoint._verdict import check_leaves
 from zerojax.layout import Layout
@@ -261,8 +260,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     check_leaves(found, wanted, reader.path)
 
     def read(path: tuple[Any, ...], x: Any) -> jax.Array:
-        sharding = getattr(x, "sharding", None) or layout.sharding(P())
-        return _placed(reader, names[path_name(path)], x.shape, x.dtype, sharding)
+        return _placed(reader, names[path_name(path)], x.shape, x.dtype, place_of(x, layout))
 
     return jax.tree.map_with_path(read, like)
 

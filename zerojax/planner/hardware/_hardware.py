@@ -49,7 +49,7 @@ class Hardware:
         flops_share, hbm_share, launch: what its compiler's own estimates come to, read off compiled
             programs, by which a planned step goes: shares of `flops` and `hbm_bandwidth`, and the
             seconds that any operation takes.
-        vector_memory: bytes of the largest value of a list of layers that its compiler keeps in
+        vector_memory: bytes of the largest value outside of loops that its compiler keeps in
             vector memory alone, where few operations pass until its last use; 0 where it does not.
         device_kinds: what JAX calls such a device.
         source: where the figures are from.

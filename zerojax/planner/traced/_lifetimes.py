@@ -104,8 +104,8 @@ class Lifetimes:
         }
         self.launches = self._launches(reads)
         self.is_list = all(launch.op.kind != "loop" for launch in self.launches)
-        #: values of a list of layers that vector memory may keep: their last use comes soon
-        self.brief = self._brief() if examples and self.is_list else frozenset[int]()
+        #: values outside of loops that vector memory may keep: their last use comes soon
+        self.brief = self._brief() if examples else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
         self.uses = [
             (v, launch.time)
@@ -135,9 +135,13 @@ class Lifetimes:
         return tuple(launches)
 
     def _brief(self) -> frozenset[int]:
-        """Find values, but no gradients, whose last use comes within `_SOON` launches."""
-        made = {v: n for n, launch in enumerate(self.launches) for v in launch.results}
-        pairs = ((v, n) for n, launch in enumerate(self.launches) for v in launch.dies)
+        """Find values, but no gradients, whose last use comes within `_SOON` launches.
+
+        What loops make or carry lies in memory.
+        """
+        single = [(n, x) for n, x in enumerate(self.launches) if x.op.kind != "loop"]
+        made = {v: n for n, launch in single for v in launch.results}
+        pairs = ((v, n) for n, launch in single for v in launch.dies)
         soon = (v for v, n in pairs if n - made.get(v, -math.inf) <= _SOON)
         return frozenset(soon) - self.marked.keys()
 
