@@ -67,7 +67,6 @@ class Traced:
         self._made = {var: n for n, eqn in enumerate(self.eqns) for var in eqn.outvars}
 
     def run(self, *args: Any) -> Any:
-        """Run the program as it was traced, on arrays."""
         return self.out_tree.unflatten(run(self.program, jax.tree.leaves(args)))
 
     def slice(self, outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:

@@ -122,11 +122,6 @@ def named_tuples(tree: PyTree) -> list[str]:
     return found
 
 
-def num_elements(shape: Shape) -> int:
-    """Count the elements of a shape."""
-    return math.prod(shape)
-
-
 def num_bytes(shape: Shape, dtype: Any) -> int:
     """Count the bytes of an array; PRNG keys count as the integers that hold them."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):

@@ -19,7 +19,7 @@ PRECISION = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
 TX = optax.adamw(1e-3)
 
 
-def compiled(target, num_devices, stage, config=CONFIG, axes=None, axis="data", **choices):
+def lowered_step(target, num_devices, stage, config=CONFIG, axes=None, axis="data", **choices):
     mesh = zerojax.topology_mesh(target, axes or {"data": num_devices})
     init, key = functools.partial(gpt.init, config), jax.random.key(0)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage, axis=axis)
@@ -27,7 +27,12 @@ def compiled(target, num_devices, stage, config=CONFIG, axes=None, axis="data", 
     shape = (num_devices * recipe.accumulate, config.context + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
     step = zerojax.make_train_step(functools.partial(gpt.loss, config), TX, layout, recipe)
-    return layout, recipe, step.lower(step.abstract_state(), batch).compile()
+    return step.lower(step.abstract_state(), batch), layout, recipe
+
+
+def compiled(*args, **choices):
+    lowered, layout, recipe = lowered_step(*args, **choices)
+    return layout, recipe, lowered.compile()
 
 
 def audited(*args, **choices):
@@ -64,6 +69,18 @@ def test_states_are_not_copied_into_the_order_of_their_gradient(stage):
     rows = 16024 if stage == 0 else 16024 // 8
     copies = re.findall(rf"= f32\[{rows},192\]\S* copy\(", program.as_text())
     assert len(copies) <= 1
+
+
+@pytest.mark.aot("libtpu")
+def test_what_a_tpu_sets_aside_is_what_libtpu_plans(tmp_path):
+    """Its plan of the memory, which it writes where `xla_dump_to` says, has the figure in words."""
+    config = dataclasses.replace(CONFIG, num_layers=2)
+    lowered, layout, recipe = lowered_step("v5p:2x2x2", 8, 3, config)
+    program = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)})
+    (report,) = tmp_path.glob("*memory-usage-report.txt")
+    (planned,) = re.findall(r"color=0\)\nTotal bytes: (\d+)", report.read_text())
+    memory = zerojax.audit(program, layout, recipe).memory
+    assert memory.allocated == int(planned) >= memory.peak
 
 
 @pytest.mark.aot("cuda")

@@ -32,7 +32,6 @@ class Held:
 
     @property
     def elements(self) -> int:
-        """Count the elements of the whole leaf."""
         return math.prod(self.argument.shape)
 
 

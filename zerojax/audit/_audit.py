@@ -63,18 +63,15 @@ def collective_table(moves: Iterable[Move]) -> Table:
     for move in moves:
         key = (move.record.spelling, " x ".join(move.spans), move.record.dtype)
         groups.setdefault(key, []).append(move)
-    names = ("what", "along", "dtype", ">sites", ">per step", ">largest", ">B / device", "")
+    names = ("what", "along", "dtype", ">sites", ">per step", ">largest", ">B / device")
     table = make_table(*names, title="collectives")
     table.caption = "largest: elements; B / device: bytes that a device sends in a step"
-    total = sum(move.record.moved_bytes for group in groups.values() for move in group)
     for key, group in sorted(groups.items(), key=lambda item: -sum_moved(item[1], "moved")):
         is_known = all(None not in move.record.trips for move in group)
         times = f"{sum(move.record.runs for move in group):,}" if is_known else "?"
         size = sum(move.record.moved_bytes for move in group)
         largest = max(move.record.elements for move in group)
-        table.add_row(
-            *key, str(len(group)), times, f"{largest:,}", f"{size:,.0f}", make_bar(size, total)
-        )
+        table.add_row(*key, str(len(group)), times, f"{largest:,}", f"{size:,.0f}")
     return table
 
 
@@ -97,6 +94,8 @@ def memory_table(memory: MemoryReport) -> Table:
         table.add_row("gathered, until the backward pass", "", f"{gathered:,}")
     add("temporaries, with gradients", memory.temporaries)
     add("peak", memory.peak, memory.theory["total"])
+    if memory.allocated > memory.peak:
+        table.add_row("allocated, with unused holes", f"{memory.allocated:,}")
     if memory.reused:
         table.add_row("reused by donation", f"{memory.reused:,}")
     if memory.host:

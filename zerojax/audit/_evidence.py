@@ -138,7 +138,6 @@ class Evidence:
 
     @cached_property
     def theory(self) -> Theory:
-        """Count what the step has to move."""
         return theory_of(self.layout, self.recipe, frozen=self.frozen)
 
     @cached_property
@@ -210,7 +209,6 @@ class Evidence:
         return sum(map(math.prod, local))
 
     def states(self, *kinds: str) -> list[Held]:
-        """List the arguments of some kinds."""
         return [one for one in self.held if one.kind in kinds]
 
     def leaf_names(self, *moves: Move) -> str:

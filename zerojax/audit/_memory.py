@@ -35,6 +35,8 @@ class MemoryReport:
     reused: int  # results that take the buffer of an argument, which donation saves
     temporaries: int  # what the step needs beside arguments and results at its peak
     peak: int  # all of it at the worst moment, as the compiler says where it does
+    # what the device sets aside, by which it fits: the peak, on a TPU with the holes of its arena
+    allocated: int
     host: int  # what lies in the host's memory
     # the same kinds by the stage's formula, whole / N for what the stage partitions, without what
     # lives in the host's memory; "gradients" are those of one step, which live while it runs, as
@@ -45,7 +47,6 @@ class MemoryReport:
 
 
 def memory_of(evidence: Evidence) -> MemoryReport:
-    """Count what a program takes."""
     program, stats = evidence.program, evidence.program.statistics
     held = dict.fromkeys(NAMES.values(), 0)
     for one in evidence.held:
@@ -58,6 +59,7 @@ def memory_of(evidence: Evidence) -> MemoryReport:
         reused=stats.get("alias_size_in_bytes", 0),
         temporaries=max(peak - arguments - outputs, 0),
         peak=peak,
+        allocated=program.allocated,
         host=max(on_host, stats.get(_HOST_ARGUMENTS, 0)) + stats.get("host_temp_size_in_bytes", 0),
         theory=_theory(evidence),
         largest=tuple(largest_results(evidence.module, 8)),

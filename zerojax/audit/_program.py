@@ -1,5 +1,6 @@
 """`Program`: the facts of a compiled step, taken once, so that it can be kept and audited again."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -14,10 +15,13 @@ from jax.sharding import NamedSharding
 
 from zerojax._tree import num_bytes, path_name
 from zerojax._types import Shape
+from zerojax.audit._allocations import allocated_bytes
 from zerojax.audit._paths import flatten_with_paths
 
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
+#: Bytes that a TPU's program sets aside, beside what `memory_analysis` tells.
+_ALLOCATED = "allocated_size_in_bytes"
 # eqx.filter_jit splits arguments in two by what is donated, and flattens each part.
 _FILTERED = re.compile(r"[01]/(first|rest)/\d+")
 
@@ -48,7 +52,7 @@ class Program:
     text: str  # HLO of the compiled program
     platform: str  # "cpu", "gpu" or "tpu"
     device_ids: tuple[int, ...]  # ids of the devices in the program's order
-    statistics: dict[str, int]  # bytes, named as `memory_analysis` names them
+    statistics: dict[str, int]  # bytes, named as `memory_analysis` names its own
     inputs: tuple[Argument, ...]  # one leaf per argument leaf, in flattening order
     outputs: tuple[Argument, ...]  # one leaf per result leaf
     # axes of the mesh that the arguments lie on, and their sizes; empty for none
@@ -84,7 +88,7 @@ class Program:
             platform=places.platform,
             device_ids=places.device_ids,
             mesh=places.mesh,
-            statistics=_statistics(compiled),
+            statistics=_statistics(compiled, places.platform),
             inputs=inputs,
             outputs=outputs,
         )
@@ -107,12 +111,18 @@ class Program:
         stats = self.statistics
         known = self.argument_bytes + self.output_bytes + stats.get("temp_size_in_bytes", 0)
         told = stats.get("peak_memory_in_bytes", 0)
-        # A TPU fits a program by this figure, and its temporaries can add up to more: not all of
-        # them live at once. A CPU's figure leaves temporaries out.
+        # A TPU's temporaries can add up to more: not all of them live at once. A CPU's figure
+        # leaves temporaries out.
         peak = told if told and self.platform != "cpu" else known
         # It adds what the host's memory holds, all the time as an argument or now and then. Of a
         # small program libtpu's is that of vector memory (tens of MiB), where that takes more.
-        return min(max(peak - stats.get("host_argument_size_in_bytes", 0), 0), known)
+        peak = min(max(peak - stats.get("host_argument_size_in_bytes", 0), 0), known)
+        return min(peak, stats.get(_ALLOCATED, peak))
+
+    @property
+    def allocated(self) -> int:
+        """Count the bytes that a device sets aside: on a TPU more than it uses at the peak."""
+        return max(self.statistics.get(_ALLOCATED, 0), self.peak)
 
     def to_json(self) -> str:
         """Write the program as JSON, its text included."""
@@ -141,7 +151,6 @@ class _Placements:
         self._placed: list[tuple[int, Any]] = []
 
     def number(self, sharding: Any, ndim: int) -> int:
-        """Return the number of a placement, -1 for none."""
         if sharding is None:
             return -1
         for number, (dims, other) in enumerate(self._placed):
@@ -265,7 +274,6 @@ def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
 
 
 def _optimizer_paths(info: Any) -> list[tuple[Any, ...]]:
-    """List the paths of nodes that are states of optax optimizers."""
     pairs = jax.tree_util.tree_flatten_with_path(info, is_leaf=_is_optimizer_state)[0]
     return [path for path, node in pairs if _is_optimizer_state(node)]
 
@@ -282,9 +290,15 @@ def _is_named_tuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _statistics(compiled: jax.stages.Compiled) -> dict[str, int]:
+def _statistics(compiled: jax.stages.Compiled, platform: str) -> dict[str, int]:
     found = compiled.memory_analysis()
     if found is None:
         return {}
     names = [name for name in dir(found) if name.endswith("_in_bytes")]
-    return {name: int(getattr(found, name)) for name in names}
+    sizes = {name: int(getattr(found, name)) for name in names}
+    if platform == "tpu":
+        with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
+            executable: Any = compiled.runtime_executable()
+            size = allocated_bytes(executable.serialize())
+            sizes |= {_ALLOCATED: size} if size else {}
+    return sizes

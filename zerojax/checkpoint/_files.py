@@ -100,7 +100,6 @@ def digest_text(text: str) -> str:
 
 
 def _hash(content: bytes = b"") -> Any:
-    """Start an XXH3-128 digest."""
     with extra("checkpoint", "the digest of a checkpoint"):
         import xxhash
     return xxhash.xxh3_128(content)

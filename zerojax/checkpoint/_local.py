@@ -66,7 +66,6 @@ class LocalCopies:
         self.steps.append(step)
 
     def restore(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Read the arrays of a step."""
         from orbax.checkpoint import args, checkpoint_utils
 
         each = checkpoint_utils.construct_restore_args(dict(wanted))
@@ -74,7 +73,6 @@ class LocalCopies:
         return self._manager.restore(step, args.Composite(state=state)).state
 
     def wait(self) -> None:
-        """Wait for the save that is under way."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:

@@ -54,7 +54,6 @@ class Writing:
                 self._futures = thread.submit(asyncio.run, started).result()
 
     def wait(self) -> None:
-        """Wait until this process has written its part."""
         for future in self._futures:
             future.result()
 

@@ -49,7 +49,6 @@ class CompileOptions(BuiltStepOptions):
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages to compile."""
         return tuple(STAGES) if self.all_stages else (self.stage,)
 
 
@@ -68,7 +67,6 @@ class CompileRequest:
         self.theory = self.layout.count(tx, recipe).theory["total"]
 
     def lower(self) -> jax.stages.Lowered:
-        """Trace and lower the step."""
         shape = (self.num_examples, self.config.context + 1)
         batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.batch)
         return self.step.lower(self.step.abstract_state(), batch)
@@ -99,8 +97,8 @@ class CompileResult:
         """Audit a compiled program and hold it against the memory of a device."""
         step, memory = request.step, request.memory
         report = audit(program, step.layout, step.recipe)
-        peak = report.memory.peak
-        shortage = DoesNotFit(needed=peak, available=memory) if peak > memory else None
+        needed = report.memory.allocated
+        shortage = DoesNotFit(needed=needed, available=memory) if needed > memory else None
         return cls(request, report, shortage)
 
     @property
@@ -111,11 +109,11 @@ class CompileResult:
     @property
     def verdict(self) -> str:
         """Whether the program fits, and by how much, in a line."""
-        if self.shortage is not None:
+        if self.shortage is not None or self.report is None:
             return str(self.shortage)
-        peak, there = self.peak or 0, self.request.memory
-        left = f"{binary(there - peak)} ({1 - peak / there:.0%}) left"
-        return f"fits: {binary(peak)} of a device's {binary(there)}, {left}"
+        needed, there = self.report.memory.allocated, self.request.memory
+        left = f"{binary(there - needed)} ({1 - needed / there:.0%}) left"
+        return f"fits: {binary(needed)} of a device's {binary(there)}, {left}"
 
     @property
     def complaint(self) -> str:
@@ -168,7 +166,6 @@ def compile_(options: CompileOptions) -> None:
 
 
 def _facts(request: CompileRequest) -> dict[str, str]:
-    """Return model, hardware, mesh and step in words."""
     options, layout, config = request.options, request.layout, request.config
     devices, chosen = layout.devices, options.in_words()
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())

@@ -68,14 +68,12 @@ class PlanOptions(StepOptions):
 
     @property
     def chosen_model(self) -> gpt.Config:
-        """The model of that name or of that size."""
         if self.params is None:
             return super().chosen_model
         return self.resized(gpt.of_size(round(self.params)))
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages to plan."""
         return tuple(STAGES) if self.stage is None else (self.stage,)
 
 
@@ -102,12 +100,10 @@ class PlanQuestion:
         check_output("--plot", options.plot)
 
     def plan(self, stage: int) -> Plan:
-        """Plan one stage."""
         placement = Placement(num_shards=self.options.shards, model_axis=self.options.model_axis)
         return planner.plan(stage=stage, placement=placement, **self._given)
 
     def search(self) -> Choices:
-        """Search among all that the options leave open."""
         options = self.options
         # A group that was asked for has to divide what each model axis leaves: 1 leaves all.
         free = "model_axis" not in options.given and options.shards is None
@@ -120,7 +116,6 @@ class PlanQuestion:
 
 
 def _limited(hardware: Hardware, limit: float | None) -> Hardware:
-    """Return hardware with as much memory as may be used."""
     if limit is None:
         return hardware
     if limit * 1e9 > hardware.memory:
@@ -216,7 +211,6 @@ def _keep(found: Sequence[Plan], asked: PlanQuestion, screen: Screen) -> None:
 
 
 def _show_question(asked: PlanQuestion, screen: Screen) -> None:
-    """Show model, hardware and step."""
     options, one, config = asked.options, asked.hardware, asked.config
     limit = f"{one.memory / 1e9:,.1f} GB each"
     if options.memory_limit is not None:

@@ -55,7 +55,6 @@ class Boxed:
 
     @property
     def dtype(self) -> Any:
-        """The dtype that the program gave it."""
         return self.recorded[-1].eqn.outvars[0].aval.dtype if self.recorded else self.value.dtype
 
     @property
@@ -100,10 +99,6 @@ class Opening:
     def gathers(self) -> bool:
         """Whether parameters are partitioned, so that opening moves bytes."""
         return self.layout.partitions("parameter")
-
-    def policy(self, own: Any) -> Any:
-        """Wrap a rematerialisation policy so that gathered weights are kept, or never are."""
-        return (always_saves_gathered if self.keeps else never_saves_gathered)(own)
 
     def widens(self, dtype: Any) -> bool:
         """Whether gradients of this dtype are summed in another one."""
@@ -228,25 +223,17 @@ FROM_GATHERED = frozenset(
 
 
 @functools.cache
-def never_saves_gathered(policy: Any) -> Any:
-    """Wrap a user's policy, None for one that saves all, so that no gathered weight is kept."""
+def wrap_policy(policy: Any, *, keeps: bool) -> Any:
+    """Wrap a user's policy so that gathered weights are kept, or never are.
+
+    None is a policy that saves nothing else, or all else.
+    """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive.name in FROM_GATHERED or makes_gathered(primitive.name, params):
-            return False
-        return True if policy is None else policy(primitive, *avals, **params)
-
-    return wrapped
-
-
-@functools.cache
-def always_saves_gathered(policy: Any) -> Any:
-    """Wrap a user's policy, None for one that saves nothing, so that gathered weights are kept."""
-
-    def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if makes_gathered(primitive.name, params):
-            return True
-        return policy is not None and policy(primitive, *avals, **params)
+        is_derived = not keeps and primitive.name in FROM_GATHERED
+        if is_derived or makes_gathered(primitive.name, params):
+            return keeps
+        return not keeps if policy is None else policy(primitive, *avals, **params)
 
     return wrapped
 

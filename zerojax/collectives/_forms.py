@@ -96,7 +96,6 @@ def auto_region(
 
 
 def _is_explicit(x: Any) -> bool:
-    """Whether the type of an array names Explicit axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return mesh is not None and any(
@@ -277,7 +276,6 @@ def block_dim(shape: Shape, cut: Collection[int]) -> int | None:
 
 
 def num_blocks(size: int) -> int:
-    """Count the blocks of a row."""
     return 1 if size % BLOCK else size // BLOCK
 
 

@@ -219,7 +219,6 @@ class _Order:
         return eqns
 
     def step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Run an equation."""
         if isinstance(eqn, Handed):
             values = jax.lax.optimization_barrier(values)
             return [*map(self._placed, eqn.invars, values)]

@@ -37,13 +37,11 @@ class Spread:
 
     @property
     def spec(self) -> P:
-        """The PartitionSpec of rows."""
         entries = [tuple(a for a, _, dim in self.cuts if dim == d) for d in range(len(self.shape))]
         return as_spec(((), *entries))
 
     @property
     def parts(self) -> Shape:
-        """The parts that each dim is cut into."""
         dims = range(len(self.shape))
         return tuple(math.prod(n for _, n, d in self.cuts if d == dim) for dim in dims)
 
@@ -58,7 +56,6 @@ class Spread:
         return jnp.pad(rows, [(0, 0), *more])
 
     def unpad(self, rows: jax.Array) -> jax.Array:
-        """Undo `pad`."""
         return rows[(slice(None), *map(slice, self.shape))]
 
     def cut(self, rows: jax.Array) -> jax.Array:
@@ -71,7 +68,6 @@ class Spread:
         return x.reshape(-1, len(rows), *self.local)
 
     def join(self, parts: jax.Array) -> jax.Array:
-        """Undo `cut`."""
         x = parts.reshape(*(size for _, size, _ in self.cuts), parts.shape[1], *self.local)
         for axis, (_, _, dim) in reversed([*enumerate(self.cuts)]):
             at = axis + 1 + dim
@@ -93,7 +89,6 @@ class Job:
 
     @property
     def dtype(self) -> Any:
-        """The dtype that rows move in."""
         return jnp.result_type(*(spread.dtype for spread in self.ins + self.outs))
 
 
@@ -232,7 +227,6 @@ def _flat(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
 
 
 def _unflat(rows: jax.Array, spreads: Sequence[Spread]) -> list[jax.Array]:
-    """Undo `_flat`."""
     found, at = [], 0
     for spread in spreads:
         size = math.prod(spread.local)

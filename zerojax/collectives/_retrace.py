@@ -41,7 +41,7 @@ from zerojax._jaxpr import (
 )
 from zerojax._tree import leaves_by_path, with_leaves_like
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives._boxed import Boxed, Opening, always_saves_gathered, never_saves_gathered
+from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
 from zerojax.collectives._copies import (
     Copied,
     copied,
@@ -138,7 +138,6 @@ class _Retracer:
     looped: bool = False
 
     def run(self, program: Any, args: Sequence[Any]) -> list[Any]:
-        """Run a program; results may be boxes."""
         return run(program, args, self._step)
 
     def opened(self, value: Any) -> Any:
@@ -146,7 +145,6 @@ class _Retracer:
         return self.opening.opened(_uncopied(value))
 
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Run one equation, whose inputs may be boxes."""
         if not any(isinstance(v, Boxed | Copied) for v in values):
             return bind(eqn, values)
         name = eqn.primitive.name
@@ -178,7 +176,7 @@ class _Retracer:
 
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         if self.opening.gathers and (policy is not None or self.opening.keeps):
-            policy = self.opening.policy(policy)
+            policy = wrap_policy(policy, keeps=self.opening.keeps)
         return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
@@ -218,7 +216,7 @@ class _Retracer:
             isinstance(v, Boxed | Copied) and not sliced
             for v, sliced in zip(given, is_sliced, strict=False)
         ):
-            loop = self._again(loop, never_saves_gathered(None))
+            loop = self._again(loop, wrap_policy(None, keeps=False))
         return loop(*given)
 
     def _constant(self, program: Any, index: int, value: Boxed | Copied) -> Any:
@@ -292,7 +290,7 @@ class _Retracer:
         # A plain operation has nothing inside worth keeping; a user's custom derivative may. What
         # was recorded is run on a whole weight, of which no result is to be kept.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
-        policy = never_saves_gathered(None) if has_inside(eqn) and not recorded else None
+        policy = wrap_policy(None, keeps=False) if has_inside(eqn) and not recorded else None
         return self._again(use, policy)(*values)
 
     def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
@@ -302,7 +300,7 @@ class _Retracer:
         """
         if self.saved or not self.opening.gathers:
             return use
-        policy = always_saves_gathered(policy) if self.opening.keeps else policy
+        policy = wrap_policy(policy, keeps=True) if self.opening.keeps else policy
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
 
 

@@ -128,7 +128,6 @@ class _Reader:
         return read(one.outvars, two.outvars)
 
     def _step(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
-        """Return what is known of the results of one equation."""
         name = eqn.primitive.name
         if name != other.primitive.name or name == "shard_map":
             raise Refused("whether it joins examples can't be told")

@@ -101,7 +101,6 @@ def _write_stack(
 
 
 def _write_leaf(was: jax.Array, x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
-    """Gather one leaf."""
     if leaf.dim is None:
         return constrain(x.astype(was.dtype), layout, leaf.whole_spec)
     if layout.platform != "tpu" or leaf.is_padded:

@@ -53,7 +53,6 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """Count the elements."""
         return math.prod(self.dims)
 
     @property
@@ -135,7 +134,6 @@ class Computation:
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Map numbers to the parameters."""
         found = (line for line in self.instructions if line.opcode == "parameter")
         return {int(line.literal): line for line in found}
 

@@ -57,7 +57,6 @@ class Value:
 
     @property
     def line(self) -> Instruction:
-        """Return the instruction."""
         return self.frame.computation.by_name[self.name]
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import Shown, decimal, make_bar, make_table
-from zerojax._tree import floating_dtype, num_elements
+from zerojax._tree import floating_dtype
 from zerojax._types import Kind
 from zerojax.layout._leaf import LeafLayout, Rule, as_entries
 from zerojax.layout._optimizer import OptimizerLayout
@@ -139,7 +139,7 @@ def _groups(
         yield leaf.path, held + owned.get(number, [])
     scalars = []
     for one in owned.get(None, []):
-        if num_elements(one[1].shape) <= 1:
+        if math.prod(one[1].shape) <= 1:
             scalars.append(one)
         else:
             yield f"optimizer: {one[1].path}", [one]
@@ -172,7 +172,7 @@ def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> 
     notes = []
     small = [leaf for leaf in layout.leaves if leaf.dim is None]
     if layout.kinds and small:
-        elements = sum(num_elements(leaf.shape) for leaf in small)
+        elements = sum(math.prod(leaf.shape) for leaf in small)
         leaves = f"{len(small)} leaves stay" if small[1:] else "1 leaf stays"
         notes.append(f"{leaves} whole, {elements:,} elements (reasons above)")
     if padding:

@@ -52,7 +52,6 @@ class Dims:
         self._known: dict[Any, bool] = {}
 
     def fresh(self, count: int) -> Labels:
-        """Return labels that nothing has."""
         first = len(self._parents)
         self._parents += range(first, first + count)
         return tuple(range(first, first + count))
@@ -141,7 +140,6 @@ class Dims:
                 self.give(other, labels[more:], self._owners_of(atom))
 
     def _results(self, eqn: Any, given: list[Labels]) -> list[Labels]:
-        """Return the labels of an equation's results."""
         name, params = eqn.primitive.name, eqn.params
         mixed, met = self._mixed[id(eqn)], self._met[id(eqn)]
         if name == "transpose":

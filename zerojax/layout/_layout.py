@@ -201,7 +201,6 @@ def make_layout(
 
 
 def _check_choices(rules: Any, min_size: Any) -> None:
-    """Refuse rules and sizes that can't be meant."""
     others = [] if isinstance(rules, Sequence) else [rules]
     others += [rule for rule in rules if not isinstance(rule, Rule)] if not others else []
     if others:
@@ -214,7 +213,6 @@ def _check_choices(rules: Any, min_size: Any) -> None:
 
 
 def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int) -> LeafLayout:
-    """Place a parameter."""
     matching = [rule for rule in layout.rules if rule.kind == "parameter" and rule.matches(path)]
     stacked = next((r.stacked for r in matching if r.stacked is not None), stacked)
     rule = next((r for r in matching if r.whole or r.dim is not None), None)

@@ -1,6 +1,7 @@
 """One leaf's placement: which dim is cut, how far it is padded, and which count layers; rules."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -8,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import num_bytes, num_elements
+from zerojax._tree import num_bytes
 from zerojax._types import Axes, Kind, Shape
 
 #: Axis names per dim; the form in which specs are compared and extended.
@@ -242,8 +243,8 @@ def choose_cut(
     """
     if num_shards == 1:
         return None, "whole: there is one shard"
-    if wanted is None and num_elements(shape) < min_size:
-        size = num_elements(shape)
+    if wanted is None and math.prod(shape) < min_size:
+        size = math.prod(shape)
         return None, f"whole: {size} element{'' if size == 1 else 's'}, min_size {min_size}"
     layers = f", after {stacked} layer dim{'s' if stacked > 1 else ''}" if stacked else ""
     most = max(num_shards / 2, MOST_OF_TWO)

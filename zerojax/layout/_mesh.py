@@ -112,5 +112,4 @@ def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
 
 @functools.lru_cache
 def num_devices(mesh: AnyMesh, axes: Axes) -> int:
-    """Count the devices along some axes."""
     return math.prod(mesh.shape[name] for name in axes)

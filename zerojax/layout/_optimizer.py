@@ -1,13 +1,14 @@
 """Optimizer states: which parameter a leaf of the state belongs to, and where it lives."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._tree import floating_dtype, leaves_like, named_tuples, num_elements, path_name
+from zerojax._tree import floating_dtype, leaves_like, named_tuples, path_name
 from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout._leaf import Cut, LeafLayout, Rule
 from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
@@ -150,8 +151,7 @@ def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafL
 def _place(
     path: str, leaf: Any, owner: int | None, ways: list[Way], layout: TreeLayout
 ) -> LeafLayout:
-    """Place one leaf of the state."""
-    if num_elements(leaf.shape) <= 1:
+    if math.prod(leaf.shape) <= 1:
         reason = "whole" if leaf.shape else "whole: a scalar"
         return layout.placed(path, leaf, reason, parameter=owner)
     if owner is not None:

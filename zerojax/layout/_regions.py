@@ -6,6 +6,7 @@ are a *region*: its inputs go to the devices that own whole matrices, its result
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 
 from zerojax._jaxpr import CALLS, bind_here, bodies, depending, opened, run, run_bodies, variables
 from zerojax._traced import Slice, Traced
-from zerojax._tree import num_elements
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
 from zerojax.layout._leaf import as_entries
@@ -46,7 +46,6 @@ class Region:
 
     @property
     def num_rows(self) -> int:
-        """Count the matrices."""
         dim = self.row_dim(self.moved[0])
         return 1 if dim is None else self.moved[0].aval.shape[dim]
 
@@ -56,7 +55,6 @@ class Region:
         return labels.index(self.rows) if self.rows in labels else None
 
     def row_shape(self, var: Any) -> Shape:
-        """Return the shape of one row of a value."""
         dim = self.row_dim(var)
         return tuple(size for d, size in enumerate(var.aval.shape) if d != dim)
 
@@ -135,7 +133,6 @@ class Regions:
         self._names = {self.dims.find(label): axes for label, axes in names[::-1] if axes}
 
     def everywhere(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Region]:
-        """Yield all regions, those within branches too."""
         yield from self.find(eqns, outputs)
         for jaxpr in (opened(x)[0] for e in eqns if e.primitive.name == "cond" for x in bodies(e)):
             yield from self.everywhere(jaxpr.eqns, jaxpr.outvars)
@@ -203,7 +200,7 @@ class Regions:
 
     def _rows(self, part: Slice, owned: Sequence[Any]) -> int | None:
         """Return the label whose rows no equation mixes, of several the one of most rows."""
-        moved = [var for var in owned if num_elements(var.aval.shape) > 1]
+        moved = [var for var in owned if math.prod(var.aval.shape) > 1]
         if not moved:
             return None
         mixed = self.dims.mixed(part.eqns)

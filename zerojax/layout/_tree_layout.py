@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import leaves_like, num_elements, path_ends
+from zerojax._tree import leaves_like, path_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
@@ -144,7 +144,7 @@ class TreeLayout:
     @property
     def num_params(self) -> int:
         """Psi: the number of logical parameters."""
-        return sum(num_elements(leaf.shape) for leaf in self.leaves)
+        return sum(math.prod(leaf.shape) for leaf in self.leaves)
 
     @cached_property
     def auto_mesh(self) -> AnyMesh:

@@ -165,7 +165,6 @@ class _Runner:
         self.names = policy.partition is not None or LAYER_INPUT in policy.offload
 
     def run(self, program: Any, args: Sequence[Any], moving: Sequence[bool]) -> list[Any]:
-        """Run a program outside of layers."""
         jaxpr, _ = opened(program)
         moves = depending(jaxpr.eqns, itertools.compress(jaxpr.invars, moving))
 

@@ -7,6 +7,7 @@ Source: ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from jax.experimental import compute_on as _compute_on
 
 from zerojax._jaxpr import bind, depending
 from zerojax._traced import Slice, Traced, is_fill
-from zerojax._tree import num_elements
 from zerojax._types import TreeDef
 from zerojax.collectives import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
@@ -49,7 +49,7 @@ def hosted_leaves(
         check_host_memory("Recipe(offload=True)", layout.devices.flat)
 
     def is_large(leaf: LeafLayout) -> bool:
-        return num_elements(leaf.shape) >= max(layout.min_size, 2) and not leaf.is_padded
+        return math.prod(leaf.shape) >= max(layout.min_size, 2) and not leaf.is_padded
 
     large = [is_large(leaf) for leaf in layout.leaves]
     return Hosted(

@@ -5,6 +5,7 @@ row. The codes are of the moment's shape and the scales of its shape without the
 layout cuts both as it cuts the moment.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,6 @@ import optax
 
 from zerojax._jaxpr import depending
 from zerojax._traced import Traced
-from zerojax._tree import num_elements
 from zerojax._types import PyTree
 from zerojax.layout import as_transformation
 
@@ -108,7 +108,7 @@ def _is_quantized(x: Any) -> bool:
 
 def _is_large(x: Any) -> bool:
     is_floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
-    return is_floating and num_elements(x.shape) >= _MIN_SIZE
+    return is_floating and math.prod(x.shape) >= _MIN_SIZE
 
 
 def _encode(x: jax.Array, dtype: Any) -> Quantized:

@@ -82,7 +82,6 @@ class Choices(Shown):
         yield self._table("none is both faster and smaller", self.pareto)
 
     def _table(self, title: str, plans: Sequence[Plan]) -> Table:
-        """Make a table; what all rows share stands below it, once."""
         rows = [_row(plan) for plan in plans[:_ROWS]]
         shared = dict(set.intersection(*(set(row.items()) for row in rows))) if rows[1:] else {}
         names = [name for row in rows[:1] for name in row if name not in shared]
@@ -96,7 +95,6 @@ class Choices(Shown):
 
 
 def _row(plan: Plan) -> dict[str, str]:
-    """Write a plan as a row, by the names of columns."""
     return {
         "stage": f"{plan.stage}{'' if plan.recipe.reshard_after_forward else ' kept'}",
         ">N": f"{plan.num_shards:,}",

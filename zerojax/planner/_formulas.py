@@ -75,7 +75,6 @@ class Theory:
 
     @property
     def elements(self) -> float:
-        """Count all elements."""
         return sum(self.by_axes.values())
 
 

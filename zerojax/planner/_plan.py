@@ -94,7 +94,6 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
 
 
 def _bytes(given: Setting, demand: Demand, count: int) -> PlannedBytes:
-    """Add up what lies on the device at the worst moment."""
     counted = given.states.bytes
     beside = max(demand.peak(given, count), given.update_peak)
     return PlannedBytes(
@@ -109,7 +108,6 @@ def _bytes(given: Setting, demand: Demand, count: int) -> PlannedBytes:
 
 
 def _per_microbatch(num_examples: int, devices: Devices, accumulate: int) -> int:
-    """Return the examples of a device's microbatch."""
     parts = devices.num_batch_parts * accumulate
     if num_examples % parts:
         raise ValueError(
@@ -178,7 +176,6 @@ class _Hunt:
         self.num_examples = self.any.num_examples
 
     def run(self) -> Choices:
-        """Plan every family; raise where none fits."""
         families = [
             list(self._microbatches(devices, stage, recipe))
             for devices in self._meshes()
@@ -204,7 +201,6 @@ class _Hunt:
     # ------------------------------------------------------------------ what is tried
 
     def _meshes(self) -> Iterator[Devices]:
-        """List how devices can be shared out."""
         num_devices, domain = self.num_devices, self.hardware.domain
         axes = self.space.model_axes
         if axes is None:

@@ -35,7 +35,6 @@ class Setting:
 
     @property
     def hardware(self) -> Hardware:
-        """The device."""
         return self.network.hardware
 
     @cached_property
@@ -67,7 +66,6 @@ class Setting:
 
     @cached_property
     def theory(self) -> Theory:
-        """What the stage has to move."""
         return theory_of(
             self.layout, self.recipe, scatters=lambda leaf: _scatters(leaf, self.network)
         )

@@ -106,23 +106,19 @@ class Devices:
 
     @property
     def num_replicas(self) -> int:
-        """The groups of shards that hold the same."""
         return self.num_devices // (self.num_shards * self.model_axis)
 
     @property
     def num_batch_parts(self) -> int:
-        """The parts of the batch."""
         return self.num_devices // self.model_axis
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh."""
         sizes = {REPLICA: self.num_replicas, DATA: self.num_shards, MODEL: self.model_axis}
         return {name: size for name, size in sizes.items() if size > 1 or name == DATA}
 
 
 def share_out(num_devices: int, placement: Placement) -> Devices:
-    """Check how devices are shared out."""
     devices = as_count("num_devices", num_devices)
     model = as_count("model_axis", placement.model_axis)
     if devices % model:

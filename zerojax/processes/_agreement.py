@@ -105,7 +105,6 @@ def _has_copies(x: Any) -> bool:
 
 
 def _axes_of_copies(mesh: AnyMesh, spec: P) -> tuple[str, ...]:
-    """Return the mesh axes along which devices hold the same."""
     cut = {name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())}
     return tuple(name for name in mesh.axis_names if name not in cut and mesh.shape[name] > 1)
 

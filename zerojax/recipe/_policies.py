@@ -208,9 +208,4 @@ def as_remat(policy: RematPolicy | Remat | None) -> RematPolicy | None:
     """Return the policy of a name; None leaves the model as it is."""
     if policy is None or isinstance(policy, RematPolicy):
         return policy
-    if policy not in get_args(Remat):
-        raise ValueError(
-            f"remat must be one of {', '.join(get_args(Remat))}, a RematPolicy, or None for what "
-            f"the model does by itself, got {policy!r}"
-        )
     return RematPolicy(recompute=policy)

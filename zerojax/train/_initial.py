@@ -79,7 +79,6 @@ class InitialState:
 
     @cached_property
     def shardings(self) -> TrainState:
-        """The sharding of every leaf of the state."""
         layout, placed = self.update.layout, self.update.placed
         precision = self.update.recipe.precision
         everywhere = layout.sharding(P())

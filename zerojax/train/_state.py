@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import Shown, decimal, make_bar, make_table
-from zerojax._tree import UNNAMED, num_bytes, num_elements, unwrapped
+from zerojax._tree import UNNAMED, num_bytes, unwrapped
 from zerojax._types import PyTree, Shape
 from zerojax.collectives import auto_region, constrain, to_logical
 from zerojax.layout import Layout, check_layout
@@ -96,7 +97,7 @@ class TrainState(Shown):
 
     @property
     def _summary(self) -> str:
-        count = sum(num_elements(x.shape) for xs in _by_memory(self.params).values() for x in xs)
+        count = sum(math.prod(x.shape) for xs in _by_memory(self.params).values() for x in xs)
         held = _by_memory(self).items()
         sizes = [f"{decimal(sum(map(_bytes_per_device, xs)))}{where}" for where, xs in held]
         return f"{_count_of(self.step)}, {count:,} stored parameters, {', '.join(sizes)} per device"
@@ -107,7 +108,7 @@ class TrainState(Shown):
         for field in dataclasses.fields(self):
             for where, leaves in _by_memory(getattr(self, field.name)).items():
                 size = sum(map(_bytes_per_device, leaves))
-                elements = sum(num_elements(x.shape) for x in leaves)
+                elements = sum(math.prod(x.shape) for x in leaves)
                 dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in leaves))
                 counts = (f"{len(leaves):,}", f"{elements:,}", dtypes, f"{size:,}")
                 table.add_row(f"{field.name}{where}", *counts, make_bar(size, total))

@@ -92,7 +92,6 @@ def check_far(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
-    """Return what to do about what moves too much, the worst first."""
     sliced = [move for move in offenders if move.role == "sliced"]
     if sliced and evidence.program.platform == "tpu":
         if tolerance(evidence) in TOLERANCE["at once"]:
@@ -106,27 +105,14 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
                 "no token uses): the compiler reduces it whole where it is cut along a later dim, "
                 "and scatters rows"
             )
-    wrapped = hint(evidence, "make_train_step", "sharded(tx, layout)")
-    if wrapped and _gathers_for_update(evidence):
-        return (
-            "if the optimizer multiplies whole matrices, as Muon does, let each be computed by one "
-            f"device, to which its parts go by all-to-all{wrapped}"
-        )
     return (
-        "see the collectives named here: what is gathered again, or reduced whole where a shard "
-        "would do, is moved too often (report.collectives lists all)"
+        "of the collectives named here gather no weight again, reduce to shards, let one device "
+        "compute each matrix of an optimizer like Muon"
+        f"{hint(evidence, 'make_train_step', 'sharded(tx, layout)')}; report.collectives lists all"
     )
 
 
-def _gathers_for_update(evidence: Evidence) -> bool:
-    """Return whether more is gathered outside of the differentiated loss than new parameters."""
-    found = (m for m in evidence.large if m.role == "gather" and "jvp(" not in m.record.op_name)
-    own = 0 if evidence.layout.partitions("parameter") else evidence.partitioned_elements
-    return sum(move.handled for move in found) > 1.5 * own + evidence.floor
-
-
 def _is_too_much(evidence: Evidence) -> bool:
-    """Return whether the volume is above what passes."""
     allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
     return sum_moved(evidence.large, "judged") > allowed
 

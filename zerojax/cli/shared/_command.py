@@ -178,7 +178,6 @@ class Screen:
                 self.show(Text.assemble((f"{name:<{width}}", "bold"), lines))
 
     def title(self, text: str) -> None:
-        """Print the title of a table."""
         self.show(Text(f"\n{text}", style="bold"))
 
     def say(self, text: str) -> None:

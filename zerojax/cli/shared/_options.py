@@ -189,7 +189,6 @@ class StepOptions(CommandOptions):
 
     @property
     def chosen_optimizer(self) -> NamedOptimizer:
-        """The optimizer of that name."""
         return OPTIMIZERS[self.optimizer]
 
     @property
@@ -240,7 +239,6 @@ class StepOptions(CommandOptions):
         )
 
     def step_in_words(self, num_examples: int, context: int) -> str:
-        """Return what a step computes, in a line."""
         batch = f"{num_examples:,} example{'s' if num_examples > 1 else ''} of {context:,} tokens"
         parts = f" in {self.accumulate} microbatches" if self.accumulate > 1 else ""
         return f"{batch}{parts}, {self.optimizer}, {PRECISIONS[self.precision]}"
@@ -268,7 +266,6 @@ class BuiltStepOptions(StepOptions):
 
     @property
     def chosen_model(self) -> gpt.Config:
-        """The model as these options have it."""
         config, parts = super().chosen_model, self.model_axis
         multiple = parts if VOCAB_MULTIPLE % parts else VOCAB_MULTIPLE
         config = dataclasses.replace(

@@ -138,7 +138,6 @@ class _Training:
         raise Failure(stopped + (f"; {self.how}" if self.saved else ""), status)
 
     def train(self) -> None:
-        """Do the steps that are left."""
         options = self.options
         eval_every = options.eval_every or max(options.steps // 10, 10)
         if self.number >= options.steps:

@@ -117,7 +117,6 @@ class TrainOptions(BuiltStepOptions):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warmup."""
         return self.steps // 10 if self.warmup is None else self.warmup
 
     def kept(self) -> dict[str, Any]:

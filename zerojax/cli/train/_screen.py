@@ -117,7 +117,6 @@ class Metrics:
             partial.replace(path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all lines."""
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
     def add(self, **values: Any) -> None:

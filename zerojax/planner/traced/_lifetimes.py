@@ -193,7 +193,6 @@ class Lifetimes:
         return math.prod(self.program.values[value].shape)
 
     def _readers(self) -> dict[int, list[int]]:
-        """List the operations that read each value."""
         readers: dict[int, list[int]] = {}
         for t, op in enumerate(self.program.ops):
             for v in op.read:

@@ -47,7 +47,6 @@ class _Reader:
         self._ops: list[Op] = []
 
     def read(self, pair: tuple[Any, Any]) -> Operations:
-        """Flatten the pair of jaxprs."""
         env: Env = {}
         self._enter(env, pair, "constvars")
         inputs = self._enter(env, pair, "invars")
@@ -161,7 +160,6 @@ def _num_bytes(aval: Any) -> float:
 
 
 def _needed(ops: Sequence[Op], outputs: Sequence[int | None]) -> tuple[Op, ...]:
-    """Drop operations whose results nobody reads."""
     live = set(outputs)
     kept = []
     for op in reversed(ops):

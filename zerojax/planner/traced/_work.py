@@ -36,7 +36,6 @@ class Work(NamedTuple):
         return cls(*map(sum, zip(*parts, strict=True)))
 
     def times(self, count: float) -> "Work":
-        """Multiply, as for a loop."""
         return Work(*(count * part for part in self))
 
 

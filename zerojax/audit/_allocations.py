@@ -1,0 +1,81 @@
+"""What a TPU's program sets aside in a device's memory, read off the serialized program.
+
+libtpu reports the bytes that are in use at the peak. It sets aside more, since one arena for all
+temporaries has holes, and refuses a program by that; but it tells nobody. The plan of the memory
+stands in the serialized program, which is blocks with their lengths in front. One of them holds
+XLA's messages (xla/service/hlo.proto) as protocol buffers, here with the numbers of their fields:
+
+    block { 6: HloProto { 3: BufferAssignmentProto { 3: BufferAllocationProto, 3: ..., ... } } }
+    BufferAllocationProto { 2: size, 8: memory, 0 and left out for the device's own, ... }
+
+Example: 08 05  10 80 02  40 01 is an allocation: field 1 (08) is 5, field 2 (10) is 256, two bytes
+of seven bits each, and field 8 (40) is 1, a TPU's vector memory.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+_HLO, _ASSIGNMENT, _ALLOCATION = 6, 3, 3
+_SIZE, _MEMORY = 2, 8
+#: Bytes of values of a fixed width, by the kind of a field; a 2 has its length in front.
+_WIDTHS = {1: 8, 5: 4}
+
+
+def allocated_bytes(serialized: bytes) -> int | None:
+    """Count the bytes of a device's own memory that a program sets aside; None if it tells none."""
+    found = [
+        dict(_fields(allocation))
+        for block in _blocks(memoryview(serialized))
+        for program in _messages(block, _HLO)
+        for assignment in _messages(program, _ASSIGNMENT)
+        for allocation in _messages(assignment, _ALLOCATION)
+    ]
+    sizes = [one.get(_SIZE, 0) for one in found if not one.get(_MEMORY)]
+    return sum(size for size in sizes if isinstance(size, int)) or None
+
+
+def _blocks(data: memoryview) -> Iterator[memoryview]:
+    """Visit the blocks; none behind one that has no length."""
+    at = 0
+    with contextlib.suppress(IndexError):
+        while at < len(data):
+            size, at = _number(data, at)
+            yield data[at : at + size]
+            at += size
+
+
+def _messages(data: memoryview, number: int) -> Iterator[memoryview]:
+    """Visit the messages in a field; none where the data is no message."""
+    try:
+        found = [x for n, x in _fields(data) if n == number and isinstance(x, memoryview)]
+    except (IndexError, KeyError):
+        return
+    yield from found
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Visit the fields of a message: number and value."""
+    at = 0
+    while at < len(data):
+        tag, at = _number(data, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            value, at = _number(data, at)
+            yield number, value
+            continue
+        size, at = (_WIDTHS[kind], at) if kind != 2 else _number(data, at)
+        if at + size > len(data):
+            raise IndexError("a field ends behind its message")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _number(data: memoryview, at: int) -> tuple[int, int]:
+    """Read a number of seven bits a byte, the lowest first; return what stands behind it too."""
+    found = shift = 0
+    while True:
+        byte = data[at]
+        found |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return found, at
