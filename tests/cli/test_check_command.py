@@ -124,6 +124,9 @@ def test_a_file_that_starts_jax_is_checked_on_all_its_devices(steps):
         (["steps.py", (MARK, f"{MARK}    return 4\n")], "gives a int; return jax.jit(step).lower("),
         (["steps.py", (MARK, f"{MARK}    devices.at\n")], "steps.py:22: AttributeError"),
         (["steps.py", (MARK, f"{MARK}    jax.ShapeDtypeStruct((1,), 0.5)\n")], " (at jax/_src/"),
+        (["steps.py", (MARK, f"{MARK}    raise SystemExit(0)\n")], "steps.py:22: SystemExit: 0"),
+        (["steps.py", (MARK, f"raise SystemExit\n{MARK}")], "SystemExit"),
+        (["steps.py", ("devices), (", "devices[:1]), (")], "for 1 cpu device(s), not for the 8 of"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(steps, capsys, arguments, told):
@@ -140,3 +143,39 @@ def test_another_file_in_the_place_of_the_lock_is_told(steps, capsys):
     (steps.parent / "zerojax.lock").write_text("{}")
     assert main(["check", "steps.py"]) == 2
     assert "is no lock file that can be read" in capsys.readouterr().err
+
+
+def test_a_step_that_is_no_longer_marked_is_told(steps, capsys):
+    assert main(["check", "steps.py", "--accept"]) == 0
+    steps.write_text(STEPS.replace('@zerojax.checked("cpu:4")', ""))
+    assert main(["check", "steps.py"]) == 1
+    assert "audited @ cpu:4 is in the lock file, and steps.py does not" in capsys.readouterr().err
+    assert main(["check", "steps.py", "--accept"]) == 0
+    assert main(["check", "steps.py"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("leaves", "*", "bytes"), "many"),
+        (("leaves", "*", "settled"), "no"),
+        (("moved", "*", "bytes"), float("inf")),
+        (("moved", "*", "runs"), None),
+        (("totals", "peak bytes"), "x"),
+        (("totals",), []),
+    ],
+)
+def test_a_lock_file_with_values_of_other_types_is_told(steps, capsys, path, value):
+    assert main(["check", "steps.py", "--accept"]) == 0
+    lock = steps.parent / "zerojax.lock"
+    held = json.loads(lock.read_text())
+    node = held["steps"]["plain @ cpu:8"]
+    for key in path[:-1]:
+        node = next(iter(node.values())) if key == "*" else node[key]
+    node[path[-1]] = value
+    lock.write_text(json.dumps(held))
+    capsys.readouterr()
+    assert main(["check", "steps.py"]) == 2
+    err = capsys.readouterr().err
+    assert "is no lock file that can be read" in err
+    assert err.count("\n") == 1

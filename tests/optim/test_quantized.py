@@ -112,6 +112,13 @@ def test_every_stage_computes_the_same(dtype):
     assert found[0][-1] < found[0][0]
 
 
+def test_an_optimizer_that_keeps_iterates_is_refused():
+    """L-BFGS's begin as zeros, so that they can't be told from moments; in int8 it diverges."""
+    tx = zerojax.quantized(optax.chain(optax.clip(1.0), optax.lbfgs(0.1)))
+    with pytest.raises(ValueError, match="takes no L-BFGS"):
+        tx.init({"w": jnp.ones((64, 64))})
+
+
 def test_another_dtype_is_refused():
     for dtype in (jnp.float8_e4m3fn, "int9", None):
         with pytest.raises(ValueError, match="takes 'int8' or 'bfloat16', got"):

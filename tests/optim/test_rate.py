@@ -38,6 +38,11 @@ RATES = {
         None,
     ),
     "no rate": (optax.scale_by_adam(), None),
+    "decided by the loss": (
+        optax.chain(optax.sgd(FALLING), optax.contrib.reduce_on_plateau(accumulation_size=1)),
+        None,
+    ),
+    "every other step": (optax.chain(optax.sgd(FALLING), optax.apply_every(2)), None),
     "in a branch": (optax.MultiSteps(optax.adam(FALLING), 2), None),
 }
 

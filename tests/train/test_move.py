@@ -159,3 +159,25 @@ def test_a_step_goes_on_with_a_moved_state():
     moved = zerojax.move(state, one.layout, other.layout)
     assert float(other.evaluate(moved, batch)) == pytest.approx(loss, rel=1e-6)
     assert moved.params["embed"].sharding.spec == P()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("tx", [optax.sgd(1e-2), optax.adam(1e-2)], ids=["sgd", "adam"])
+def test_empty_leaves_move_and_are_saved(tx, stage, tmp_path):
+    params = {"w": jnp.ones((16, 16)), "none": jnp.zeros((0, 12)), "empty": jnp.zeros((12, 0))}
+
+    def loss(p, x):
+        return jnp.mean((x @ p["w"] + p["none"].sum() + p["empty"].sum()) ** 2)
+
+    steps = []
+    for mesh, stage_of in (("eight", stage), ("four", 3)):
+        mesh, _ = MESHES[mesh]()
+        layout = zerojax.make_layout(params, mesh, stage=stage_of, min_size=0)
+        steps.append(zerojax.make_train_step(loss, tx, layout))
+    before, after = steps
+    state, _ = before(before.init(params), jnp.ones((8, 16)))
+    zerojax.save(tmp_path / "saved", state, before.layout)
+    restored = zerojax.restore(tmp_path / "saved", after.layout, after.abstract_state())
+    moved = zerojax.move(state, before.layout, after.layout)
+    losses = [float(after(one, jnp.ones((8, 16)))[1]["loss"]) for one in (restored, moved)]
+    assert losses[0] == losses[1]

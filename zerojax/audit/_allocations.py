@@ -15,8 +15,7 @@ of seven bits each, and field 8 (40) is 1, a TPU's vector memory.
 import contextlib
 from collections.abc import Iterator
 
-_HLO, _ASSIGNMENT, _ALLOCATION = 6, 3, 3
-_SIZE, _MEMORY = 2, 8
+_HLO, _ASSIGNMENT, _ALLOCATION, _SIZE, _MEMORY = 6, 3, 3, 2, 8
 #: Bytes of values of a fixed width, by the kind of a field; a 2 has its length in front.
 _WIDTHS = {1: 8, 5: 4}
 

@@ -160,7 +160,6 @@ def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
 
 
 def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -> tuple[Shape, ...]:
-    """List the shapes that a device's part may have by the layout."""
     if kind not in STATES or (owner is None and kind != "optimizer"):
         return ()
     own = None if owner is None else layout.leaves[owner]

@@ -245,7 +245,6 @@ def _seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def _transfer(record: Collective, places: Places, hardware: Hardware) -> Transfer:
-    """Return for how long one run of a collective keeps links busy."""
     if record.groups:
         return places.transfer(record.op, record.groups, record.elements * record.item_bits / 8)
     seconds = record.moved_bytes / record.runs / hardware.slow_bandwidth  # between slices

@@ -207,7 +207,6 @@ def find_padding(moves: Sequence[Move], matcher: Matcher) -> tuple[Move, ...]:
 
 
 def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
-    """Count how much of a move is padding."""
     match = move.match
     if not match.form and move.role == "scatter" and move.is_ours:
         longer = matcher.match_longer(move.record.shape, move.record.trips)

@@ -133,7 +133,6 @@ def write(figure: Figure, path: Path | str) -> None:
 def make_figure(
     title: str, size: tuple[float, float], widths: tuple[float, ...] = (1,)
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Make a figure of drawings side by side."""
     with extra("cli", "zerojax.charts"):
         from matplotlib.figure import Figure
 

@@ -95,7 +95,6 @@ def remove(path: Path) -> None:
 
 
 def digest_text(text: str) -> str:
-    """Return the digest of a text."""
     return _hash(text.encode()).hexdigest()
 
 

@@ -52,7 +52,6 @@ class SavedLeaf:
 
     @property
     def is_key(self) -> bool:
-        """Whether the leaf holds typed PRNG keys."""
         return self.dtype.startswith("key<")
 
 
@@ -245,7 +244,6 @@ def _like(below: Sequence[Node], placed: Layout | OptimizerLayout) -> dict[str, 
 
 
 def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
-    """Return the shapes of the leaves below a node, by path."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(node)
     return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
 

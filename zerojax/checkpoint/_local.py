@@ -80,7 +80,6 @@ class LocalCopies:
         self._manager.close()
 
     def _check(self, mesh: Mesh, arrays: Arrays) -> None:
-        """Refuse what Orbax's managers can't bring back as it was."""
         for path, x in arrays.items():
             placed = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
             if not placed or x.sharding.memory_kind == "pinned_host":

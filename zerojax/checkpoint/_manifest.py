@@ -127,7 +127,6 @@ def parts(manifest: Manifest) -> dict[str, list[SavedLeaf]]:
 
 
 def read_leaf(root: Path, manifest: Manifest, path: str) -> np.ndarray:
-    """Read a logical leaf whole."""
     leaf = manifest.leaves[path]
     if not math.prod(leaf.shape):
         return np.zeros(leaf.shape, jnp.dtype(leaf.dtype))

@@ -113,7 +113,6 @@ def _read_header(path: Path) -> dict[str, Place]:
 
 
 def _read_indexed(path: Path) -> dict[str, Place]:
-    """Return the tensors' places in all files that an index names."""
     try:
         names = dict(json.loads(path.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -210,7 +210,6 @@ def _step_of(leaves: Mapping[str, jax.Array]) -> int | None:
 
 
 def check_step(step: Any) -> int:
-    """Return a number of steps as a plain int."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(f"step is a {type(step).__name__}; give a whole number")
     if operator.index(step) < 0:

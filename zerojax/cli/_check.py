@@ -25,6 +25,7 @@ from zerojax.cli.shared._command import (
     option,
     refusing,
 )
+from zerojax.hlo import parse_module
 from zerojax.lock import (
     CheckedStep,
     Difference,
@@ -34,6 +35,7 @@ from zerojax.lock import (
     read_lock,
     write_lock,
 )
+from zerojax.planner import find_hardware
 
 LOCK = "zerojax.lock"
 Result = TypeVar("Result")
@@ -44,7 +46,7 @@ class CheckOptions(CommandOptions):
     """What `zerojax check` was asked for."""
 
     steps: Path = argument("FILE")
-    """A Python file with marked steps; zerojax.lock lies beside it."""
+    """A Python file with marked steps, the only one of its folder; zerojax.lock lies beside it."""
     accept: bool = option(False)
     """Write what the steps are now into the lock file."""
 
@@ -76,7 +78,8 @@ def check(options: CheckOptions) -> None:
         steps = _told(lambda: find_steps(path), path)
         held = read_lock(lock_path) if lock_path.exists() else {}
         devices = {target: _devices(target) for target in {step.target for step in steps}}
-    found, wrong = dict(held), []
+    found: dict[str, StepRecord] = {}
+    wrong: list[str] = []
     for step in steps:
         record, problems = _read(step, devices[step.target], screen, path)
         words = _show(step.name, held.get(step.name), record, screen)
@@ -86,6 +89,8 @@ def check(options: CheckOptions) -> None:
         words += ["has problems by its audit"] if problems else []
         found[step.name] = record
         wrong += [f"{step.name} {' and '.join(words)}"] if words else []
+    gone = [] if options.accept else sorted(held.keys() - found.keys())
+    wrong += [f"{name} is in the lock file, and {path} does not mark it" for name in gone]
     if options.accept:
         write_lock(lock_path, found)
         screen.wrote(lock_path)
@@ -124,6 +129,13 @@ def _read(
         given, layout, recipe = _told(lambda: step.lower(devices), path)
     with screen.task(f"{step.name}: compiling"):
         program = _compile(given, step)
+    kind, count = step.target.partition(":")[0], parse_module(program.text).num_devices
+    platform = kind if kind == "cpu" else find_hardware(kind).platform
+    if (count, program.platform) != (len(devices), platform):
+        raise Failure(
+            f"{step.name}: the step is compiled for {count} {program.platform} device(s), not for "
+            f"the {len(devices)} of the target: make its mesh of the devices that are handed over"
+        )
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     record = StepRecord.of(program, devices, versions)
     return record, () if layout is None else audit(program, layout, recipe).problems
@@ -142,7 +154,7 @@ def _told(work: Callable[[], Result], path: Path) -> Result:
     """Run code of the user's; what it raises ends the command, with the line of the user's file."""
     try:
         return work()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [one.lineno for one in frames if Path(one.filename).resolve() == path.resolve()]
         told = f"{type(error).__name__}: {error}".removesuffix(": ")

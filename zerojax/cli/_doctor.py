@@ -62,7 +62,6 @@ def doctor(options: CommandOptions) -> None:
 
 
 def start_devices() -> list[Any]:
-    """Find the devices that a run would take."""
     asked = os.environ.get("JAX_PLATFORMS") or getattr(jax.config, "jax_platforms", None)
     if not asked and not has_accelerators() and version_of("libtpu"):
         # The compiler for TPUs is here and no TPU: jax would look for one, for minutes.

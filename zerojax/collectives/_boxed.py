@@ -73,7 +73,6 @@ class Boxed:
         return dataclasses.replace(self, value=value, entries=entries, dim=dim)
 
     def record(self, eqn: Any, operands: list[Any]) -> "Boxed":
-        """Return a box for which one more equation waits."""
         return dataclasses.replace(self, recorded=(*self.recorded, Recorded(eqn, tuple(operands))))
 
     def replayed(self, value: jax.Array, run: Callable[[Any, list[Any]], list[Any]]) -> jax.Array:
@@ -201,7 +200,6 @@ class Opening:
 
 
 def longer(x: jax.Array, dim: int | None, rows: int) -> jax.Array:
-    """Add rows of zeros along a dim."""
     # jnp.pad's zero is an operand of the gather in a loop, beside the shard.
     widths = [(0, rows if d == dim else 0, 0) for d in range(x.ndim)]
     return jax.lax.pad(x, np.zeros((), x.dtype), widths) if rows else x

@@ -57,7 +57,6 @@ def map_batch(
 
 
 def unmarked(batch: PyTree) -> PyTree:
-    """Return a batch as the loss sees it."""
     return jax.tree.map(lambda x: x.value if is_whole(x) else x, batch, is_leaf=is_whole)
 
 

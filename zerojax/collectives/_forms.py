@@ -58,7 +58,6 @@ def view(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
 
 
 def shard_tree(tree: PyTree, layout: Layout) -> PyTree:
-    """Cut a tree like the parameters into shards."""
     return layout.map_leaves(lambda leaf, x: shard(x, leaf, layout), tree)
 
 

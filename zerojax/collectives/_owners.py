@@ -205,13 +205,11 @@ def _computed(
 
 
 def _swapped(x: jax.Array, axes: Axes) -> jax.Array:
-    """Send row n to device n, and get a row from each."""
     with jax.named_scope(OWNERS):
         return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _stacked(parts: Sequence[jax.Array], count: int) -> jax.Array:
-    """Put parts below one another, a row for every device."""
     width = max(x.shape[1] for x in parts)
     x = jnp.concatenate([jnp.pad(x, [(0, 0), (0, width - x.shape[1])]) for x in parts])
     return jnp.pad(x, [(0, count - len(x)), (0, 0)])

@@ -161,7 +161,9 @@ class _Prefetch:
         body = joined(body, self.layout, self.bound)
         halves, late = _halves(body, *scan_parts(eqn.params), self.layers, self.parts, self.is_tpu)
         self.late += [source_info_util.summarize(gather.source_info) for gather in late]
-        if not halves.gathers or eqn.params["length"] < 2:
+        # Of a stack in the host's memory only a scan's own buffer is never on the device.
+        hosted = any(var.aval.memory_space == jax.memory.Space.Host for var in eqn.outvars)
+        if not halves.gathers or eqn.params["length"] < 2 or hosted:
             return run_scan(eqn, values, lambda given: run(body, given))
         self.num_ahead += 1
         return _run_ahead(eqn, values, halves, self.is_tpu)

@@ -58,7 +58,7 @@ def accumulate(
         # Nothing but the metrics reads the loss: libtpu computes it at the end of the step, and
         # keeps fp32 logits for it through the backward pass.
         seed = jax.lax.optimization_barrier((seed, scalar))[0] if is_tpu else seed
-        return value, pull(seed)[0]
+        return (_wide(value[0]), *value[1:]), pull(seed)[0]
 
     gradient = transform(differentiated)
     if count == 1:
@@ -90,11 +90,19 @@ def _joined(aux: PyTree, is_row: list[bool], join: Callable[[Any], Any]) -> PyTr
     def one(x: jax.Array, is_row: bool) -> jax.Array:
         if is_row:
             return join(x)
-        total = x.sum(0, dtype=x.dtype)
-        return total / len(x) if jnp.issubdtype(x.dtype, jnp.inexact) else total
+        total = _wide(x).sum(0, dtype=_wide(x).dtype)
+        is_mean = jnp.issubdtype(x.dtype, jnp.inexact)
+        return (total / len(x)).astype(x.dtype) if is_mean else total
 
     leaves, structure = jax.tree.flatten(aux)
     return structure.unflatten(map(one, leaves, is_row))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Return a value in a dtype that holds a sum of many: 32 bits at least."""
+    if x.dtype.itemsize >= 4 or not jnp.issubdtype(x.dtype, jnp.number):
+        return x
+    return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
 
 
 def row_leaves(

@@ -177,7 +177,6 @@ def load_corpus(
 
 
 def _mapped(path: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Map a file of tokens into memory, without reading it."""
     tokens = np.load(path, mmap_mode="r")
     kind = tokens.dtype.str[1:] if tokenizer.reads_bytes else tokens.dtype.kind
     if tokens.ndim != 1 or kind not in ("u1", "u", "i"):

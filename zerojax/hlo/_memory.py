@@ -169,7 +169,6 @@ def host_parameters(module: Module) -> set[int]:
 
 
 def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
-    """Count the bytes that one instruction moves down and up."""
     by_name = frame.computation.by_name
     given = [x for name in line.operands if name in by_name for x in by_name[name].shapes]
     made = [*line.shapes]

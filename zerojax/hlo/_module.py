@@ -114,7 +114,6 @@ class Computation:
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Map names to instructions."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property

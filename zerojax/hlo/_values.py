@@ -90,7 +90,6 @@ def source_of(
 
 
 def is_zero(module: Module, frame: Frame, name: str) -> bool:
-    """Return whether a value is zero throughout."""
     found = source_of(module, frame, name, through=KEEPS | {"broadcast"})
     return found is not None and found[1].opcode == "constant" and found[1].literal in _ZEROS
 
@@ -148,7 +147,6 @@ def arguments_of(
 
 
 def _made_of(module: Module, value: Value) -> Iterator[Value]:
-    """List the values of which one is computed, one step back."""
     line, frame, index = value.line, value.frame, value.index
     inner = frame.enter(module, line) if line.opcode in _ENTERED else None
     if inner is not None:

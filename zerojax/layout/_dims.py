@@ -62,7 +62,6 @@ class Dims:
         self.owners[var] = self.owners.get(var, frozenset()).union(owners)
 
     def labels(self, atom: Any) -> Labels:
-        """Return the label of each dim of a value."""
         if not is_variable(atom) or atom not in self._labels:
             labels = self.fresh(len(atom.aval.shape))
             if not is_variable(atom):
@@ -78,7 +77,6 @@ class Dims:
         return label
 
     def mixed(self, eqns: Iterable[Any]) -> set[int]:
-        """Return the labels that some equations mix."""
         return {self.find(label) for eqn in eqns for label in self._mixed[id(eqn)]}
 
     def met(self, eqn: Any) -> set[int]:

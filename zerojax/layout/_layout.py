@@ -266,7 +266,6 @@ def _broadcast(specs: PyTree, params: PyTree) -> list[P | None]:
 
 
 def _user_entries(mesh: AnyMesh, name: str, spec: P | None, leaf: jax.ShapeDtypeStruct) -> Entries:
-    """Check the user's spec of one leaf."""
     shape = leaf.shape
     if spec is None:
         return ((),) * len(shape)

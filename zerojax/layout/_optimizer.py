@@ -30,7 +30,6 @@ class OptimizerLayout:
 
     @property
     def specs(self) -> PyTree:
-        """The PartitionSpecs of the stored state."""
         return self.structure.unflatten(leaf.spec("optimizer") for leaf in self.leaves)
 
     @property
@@ -133,7 +132,8 @@ def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafL
         One for each reading, with the parameter's dtype. A leaf of no parameter has one, by its
         own shape; its `parameter` is None.
     """
-    for owner in layout.owners(path):
+    owners = layout.owners(path) if math.prod(shape) > 1 else ()
+    for owner in owners:
         source = layout.leaves[owner]
         found = []
         for way in possible_ways(len(shape), len(source.shape)):
@@ -143,7 +143,7 @@ def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafL
             leaf = jax.ShapeDtypeStruct(logical, source.dtype)
             found.append(_inherit(path, leaf, owner, way, layout))
         fitting = tuple(leaf for leaf in found if shape in (leaf.shape, leaf.stored_shape))
-        if shape and fitting:
+        if fitting:
             return fitting
     return (_by_own_shape(path, jax.ShapeDtypeStruct(shape, jnp.float32), layout),)
 
@@ -212,7 +212,8 @@ def _by_own_shape(
 ) -> LeafLayout:
     """Place a leaf that has no dims in common with a parameter, or as a rule says."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    if is_key or not layout.partitions("optimizer") or (rule is not None and rule.whole):
+    is_ruled = rule is not None and rule.whole
+    if is_key or not layout.partitions("optimizer") or is_ruled or math.prod(leaf.shape) <= 1:
         return layout.placed(path, leaf, f"whole: {why}")
     wanted, stacked = (None, 0) if rule is None else (rule.dim_of(path, leaf.shape), rule.stacked)
     free = ((),) * len(leaf.shape)

@@ -41,7 +41,6 @@ class Region:
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """The inputs that are the same for all rows."""
         return tuple(var for var in self.slice.inputs if var not in self.moved)
 
     @property

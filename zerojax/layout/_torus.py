@@ -213,7 +213,6 @@ def group_digits(span: Span, digits: Sequence[Digit]) -> list[list[Digit]]:
 
 
 def _cut(mesh: Mesh, groups: list[list[Digit]], further: tuple[Axes, ...]) -> Phases:
-    """Cut the axes of a mesh where a phase ends within them."""
     pieces: dict[str, dict[str, int]] = {axis: {} for axis in mesh.axis_names}
     phases: list[Axes] = []
     for number, group in enumerate(groups):
@@ -256,7 +255,6 @@ def _span_of(mesh: Mesh, axes: Axes) -> Span | None:
 
 
 def _fits(span: Span, sizes: dict[str, int]) -> bool:
-    """Return whether one collective may span these torus dims."""
     held = tuple(sorted(size for size in sizes.values() if size > 1))
     return len(held) <= span.num_dims or held in span.sizes
 

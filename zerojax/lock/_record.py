@@ -268,7 +268,7 @@ def read_lock(path: Path) -> dict[str, StepRecord]:
         ValueError: it is no lock file, or one of another format.
     """
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
         if held["format"] != FORMAT:
             raise ValueError(f"format {held['format']}, and this zerojax reads {FORMAT}")
         return {name: _record(step) for name, step in held["steps"].items()}
@@ -284,7 +284,15 @@ def _record(held: dict[str, Any]) -> StepRecord:
         for path, leaf in held["leaves"].items()
     }
     moved = {key: Moved(**one) for key, one in held["moved"].items()}
-    return StepRecord(**{**held, "leaves": leaves, "moved": moved})
+    record = StepRecord(**{**held, "leaves": leaves, "moved": moved})
+    for path, one in (leaves | moved).items():
+        for name, kind in type(one).__annotations__.items():
+            if kind in (int, str, bool) and type(getattr(one, name)) is not kind:
+                raise TypeError(f"{name} of {path} is {getattr(one, name)!r}")
+    for name, value in record.totals.items():
+        if type(value) not in (int, float):
+            raise TypeError(f"{name} is {value!r}")
+    return record
 
 
 def write_lock(path: Path, records: Mapping[str, StepRecord]) -> None:

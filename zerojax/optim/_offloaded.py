@@ -136,7 +136,6 @@ class OffloadedUpdate:
         return jax.tree.unflatten(traced.out_tree, [results[n] for n in range(len(places))])
 
     def _places(self, results: TreeDef) -> tuple[list[_Place], list[_Place]]:
-        """Return the place of each input leaf and of each result."""
         low = [_Place(number, False) for number in range(len(self.layout.leaves))]
         held = [_Place(number, is_far) for number, is_far in enumerate(self.hosted.masters)]
         state = [

@@ -14,6 +14,7 @@ import optax
 
 from zerojax._jaxpr import depending
 from zerojax._traced import Traced
+from zerojax._tree import named_tuples
 from zerojax._types import PyTree
 from zerojax.layout import as_transformation
 
@@ -60,7 +61,7 @@ def quantized(
 
     Raises:
         TypeError: `tx` is no optax optimizer.
-        ValueError: another dtype.
+        ValueError: another dtype; `init` of L-BFGS, whose iterates 8 bits don't hold.
 
     Example:
         >>> tx = zerojax.quantized(optax.adamw(1e-3))
@@ -77,6 +78,10 @@ def quantized(
 
     def init(params: PyTree) -> QuantizedState:
         state = tx.init(params)
+        if "ScaleByLBFGSState" in named_tuples(state):
+            raise ValueError(
+                "quantized(tx) takes no L-BFGS, whose state holds iterates, not moments"
+            )
         traced = Traced(tx.init, (params,))
         copies = depending(traced.eqns, traced.inputs)
         leaves, structure = jax.tree.flatten(state)

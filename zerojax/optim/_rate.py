@@ -33,15 +33,17 @@ def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -
         state: the leaves of the state before the update.
 
     Returns:
-        A scalar; None where leaves have rates of their own, or the update ends with another
-        operation (inside `optax.MultiSteps`, in schedule-free optimizers).
+        A scalar; None where leaves have rates of their own, the loss decides the rate or a count
+        whether there is an update, or it ends with another operation (inside `optax.MultiSteps`, in
+        schedule-free optimizers).
     """
     held = traced.inputs[num_leaves : num_leaves + len(state)]
+    decided = depending(traced.eqns, traced.inputs[2 * num_leaves + len(state) :])  # by the loss
     moving = depending(traced.eqns, set(traced.inputs) - set(held))
     results = [x for x in variables(traced.outputs[:num_leaves]) if x in moving]
     # In a leaf of one element a factor looks like the direction: others know better.
     results = [x for x in results if x.aval.size > 1] or results
-    found = {_factors(traced, x, moving) for x in results}
+    found = {_factors(traced, x, moving, decided) for x in results}
     if len(found) != 1:
         return None
     scalars, constant = found.pop()
@@ -56,7 +58,9 @@ def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -
     return rate
 
 
-def _factors(traced: Traced, var: Any, moving: set[Any]) -> tuple[tuple[Any, ...], float]:
+def _factors(
+    traced: Traced, var: Any, moving: set[Any], decided: set[Any]
+) -> tuple[tuple[Any, ...], float]:
     """Return what a result is multiplied with last: scalars of the state alone, and a constant.
 
     Scalars that the gradients or parameters decide are part of the direction.
@@ -81,6 +85,10 @@ def _factors(traced: Traced, var: Any, moving: set[Any]) -> tuple[tuple[Any, ...
                 constant *= number.real
             elif factor not in moving:
                 scalars.append(_source(traced, factor))
+                if not jnp.issubdtype(scalars[-1].aval.dtype, jnp.floating):
+                    return (), 1.0  # whether there is an update
+            elif factor in decided:
+                return (), 1.0
         else:
             break
     return tuple(scalars), constant

@@ -133,7 +133,6 @@ def as_params(tree: PyTree, layout: Layout, what: str, *, within: bool = False) 
 
 
 def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
-    """Return gradients in the structure of the layout's parameters."""
     leaves = layout.flatten(tree, "gradients")
     for x, leaf in zip(leaves, layout.leaves, strict=True):
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):

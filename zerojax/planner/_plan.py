@@ -229,7 +229,6 @@ class _Hunt:
         return model_axis == 1 or self.any.carried_elements(1) > 0
 
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
-        """List stages and recipes, the microbatches left open."""
         # Weights that are kept gathered are tried wherever they are not asked for.
         reshards = dict.fromkeys((self.recipe.reshard_after_forward, False))
         is_open = not self.recipe.offload and self.space.offload
@@ -287,7 +286,6 @@ class _Hunt:
     # ------------------------------------------------------------------ what is found once
 
     def _demand(self, recipe: Recipe) -> Demand:
-        """Trace once for all places in which layer inputs may lie."""
         remat = recipe.remat
         return self._traced(remat and dataclasses.replace(remat, partition=None, offload=()))
 

@@ -130,7 +130,6 @@ class Plan(Shown):
 
     @property
     def title(self) -> str:
-        """What is planned, in one line."""
         what = f"ZeRO stage {self.stage}, {self.num_params:,} parameters"
         return f"{what}, {self.num_devices:,} x {self.hardware.name}, {self.ways}"
 

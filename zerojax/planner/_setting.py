@@ -56,12 +56,10 @@ class Setting:
 
     @property
     def held(self) -> float:
-        """The bytes of parameters and reduced gradients."""
         return sum(leaf.held + leaf.kept + leaf.gradient for leaf in self.leaves)
 
     @property
     def gathered(self) -> float:
-        """The bytes of parameters, made whole."""
         return sum(leaf.gathered for leaf in self.leaves)
 
     @cached_property

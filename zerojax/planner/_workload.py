@@ -57,7 +57,6 @@ def read_model(
     recipe: Recipe | None,
     workload: Workload | None,
 ) -> Model:
-    """Check what is planned."""
     example = "zerojax.Workload(loss_fn=loss_fn, batch=batch)"
     load = as_given(Workload, workload, example, Workload())
     leaves = jax.tree.leaves(params)

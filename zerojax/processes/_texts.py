@@ -74,7 +74,6 @@ def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
 
 
 def _said(client: Any, root: str) -> dict[int, str]:
-    """Read what has been said so far, by process."""
     return {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(f"{root}/")}
 
 

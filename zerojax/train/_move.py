@@ -116,6 +116,8 @@ def _move_leaf(
         sharding = sharding.with_memory_kind(HOST_MEMORY)
     if shape == x.shape and x.sharding == sharding:
         return x
+    if 0 in logical:
+        return jnp.zeros(shape, x.dtype, device=sharding)
     between = x.shape
     if not logical == x.shape == shape:
         ways = ((x.shape, x.sharding.shard_shape(x.shape)), (shape, sharding.shard_shape(shape)))

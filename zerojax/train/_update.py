@@ -28,7 +28,6 @@ class LossScale(NamedTuple):
 
 
 def first_loss_scale(policy: DynamicLossScale | None) -> LossScale | None:
-    """Return what a training starts with."""
     if policy is None:
         return None
     return LossScale(jnp.full((), policy.initial, jnp.float32), jnp.zeros((), jnp.int32))

@@ -41,7 +41,6 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
 
 
 def note_dtypes(evidence: Evidence) -> Iterator[str]:
-    """Report which dtypes were not judged."""
     promoted = [
         move
         for move in evidence.large

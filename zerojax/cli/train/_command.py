@@ -131,7 +131,6 @@ class _Training:
             self.stop(seen)
 
     def stop(self, seen: set[int]) -> NoReturn:
-        """Say where the run stopped and how to go on."""
         options, preempted = self.options, not LOSSES.isdisjoint(seen)
         word, status = ("preempted", PREEMPTED) if preempted else ("interrupted", INTERRUPTED)
         stopped = f"{word} after step {self.number} of {options.steps}"

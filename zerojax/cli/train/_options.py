@@ -108,7 +108,6 @@ class TrainOptions(BuiltStepOptions):
 
     @functools.cached_property
     def text(self) -> Tokenizer:
-        """What makes tokens of text."""
         return Tokenizer(self.tokenizer)
 
     def resized(self, config: gpt.Config) -> gpt.Config:
@@ -120,7 +119,6 @@ class TrainOptions(BuiltStepOptions):
         return self.steps // 10 if self.warmup is None else self.warmup
 
     def kept(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, fit for JSON."""
         return self.to_dict(*OF_ONE_RUN)
 
     def taking_up(self, kept: dict[str, Any]) -> "TrainOptions":

@@ -146,7 +146,6 @@ class TrainRun:
         return self.step.init(init, jax.random.key(options.seed)), None
 
     def _check_memory(self) -> None:
-        """Refuse a model whose states alone are larger than a device."""
         options, devices, held = self.options, self.devices, self.description.bytes
         there, needed = memory_per_device(devices), held["total"]
         if "optimizer" in options.offload and devices[0].platform != "cpu":  # host = device there

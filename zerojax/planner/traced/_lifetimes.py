@@ -117,7 +117,6 @@ class Lifetimes:
         self.stacked = self._stacked()
 
     def _launches(self, reads: Mapping[int, frozenset[int]]) -> tuple[Launch, ...]:
-        """List the operations that run, and what each leaves and frees."""
         last = {v: t for t, values in reads.items() for v in values}
         for parameter, t in self.differentiated.items():
             last[parameter] = max(t, last.get(parameter, 0))
@@ -247,7 +246,6 @@ class Lifetimes:
         return found
 
     def _is_stored(self, value: int) -> bool:
-        """Return whether a value gets a buffer of its own."""
         t = self.maker.get(value)
         if t is None or value in self.owner:
             return False
@@ -304,7 +302,6 @@ class Lifetimes:
         return elements / _TILE < self.backend.splits_contraction
 
     def _takes_over(self, op: Op, gone: tuple[int, ...]) -> tuple[int, ...]:
-        """List the dying operands whose buffers the results may take."""
         if op.kind in ("fused", "scatter"):
             return gone
         if op.kind == "loop" and op.name != "cond":

@@ -66,7 +66,6 @@ class Op:
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The values among the inputs."""
         return tuple(v for v in self.inputs if v is not None)
 
 

@@ -152,7 +152,6 @@ class _Clock:
         return math.inf if part is None else part.share * self.leaves[part.leaf].gradient
 
     def _sizes(self) -> Sequence[float]:
-        """Count the bytes of every value on this device."""
         sharing = self.sharing
         sizes = [value.bytes.at(self.examples) for value in self.program.values]
         for v in self.lifetimes.brief:

@@ -74,7 +74,6 @@ class _Reader:
                 self._op(one, two, env)
 
     def _call(self, eqn: Any, pair: tuple[Any, Any], env: Env) -> None:
-        """Write a call out in its place."""
         given = zip(pair[0].invars, eqn.invars, strict=True)
         inner: Env = {var: _read(env, one) for var, one in given}
         self._enter(inner, pair, "constvars")
