@@ -1,14 +1,10 @@
 """Fine-tuning with the train step: weights from NumPy, a frozen embedding, a schedule.
 
-python examples/finetune.py --stage 3
+python examples/finetune.py --stage 3 [--cpu]
 """
 
 import argparse
-import os
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +54,8 @@ def held(tree):
 
 def train(stage, num_steps=20):
     params, tx = pretrained(), make_optimizer()
-    layout = zerojax.make_layout(params, zerojax.make_mesh({"data": 8}), stage=stage)
+    mesh = zerojax.make_mesh({"data": jax.device_count()})
+    layout = zerojax.make_layout(params, mesh, stage=stage)
     step = zerojax.make_train_step(loss_fn, tx, layout, zerojax.Recipe(clip_norm=1.0))
     state = step.init(params)
     losses = []
@@ -74,5 +71,11 @@ def train(stage, num_steps=20):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    losses, bytes_held, _ = train(parser.parse_args().stage)
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
+    args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    losses, bytes_held, _ = train(args.stage)
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

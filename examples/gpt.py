@@ -3,15 +3,11 @@
 The model knows nothing of ZeRO. At stage 3 each layer's weights are gathered where the scan uses
 them, and again for the backward pass, which computes the layer again.
 
-python examples/gpt.py --stage 3
+python examples/gpt.py --stage 3 [--cpu]
 """
 
 import argparse
-import os
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +72,7 @@ def held(tree):
 
 def train(stage, num_steps=40, precision="bf16"):
     key, tx = jax.random.key(0), optax.adamw(1e-3)
-    mesh = zerojax.make_mesh({"data": 8})
+    mesh = zerojax.make_mesh({"data": jax.device_count()})
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)
     recipe = zerojax.Recipe(precision=precision, clip_norm=1.0)
     step = zerojax.make_train_step(loss_fn, tx, layout, recipe)
@@ -93,5 +89,11 @@ def train(stage, num_steps=40, precision="bf16"):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    losses, bytes_held, _ = train(parser.parse_args().stage)
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
+    args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    losses, bytes_held, _ = train(args.stage)
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

@@ -3,17 +3,13 @@
 The base comes from a safetensors file. At stage 3 it is partitioned too and gathered where it is
 used; it has no gradients and no optimizer states at any stage.
 
-    python examples/lora.py --stage 3
+    python examples/lora.py --stage 3 [--cpu]
 """
 
 import argparse
 import functools
-import os
 import tempfile
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +70,7 @@ def train(stage, num_steps=20):
         write_base(f"{folder}/base.safetensors")
         base = load_file(f"{folder}/base.safetensors")
     params = {"base": base, "adapters": make_adapters(jax.random.key(0))}
-    mesh, tx = zerojax.make_mesh({"data": 8}), optax.adam(1e-2)
+    mesh, tx = zerojax.make_mesh({"data": jax.device_count()}), optax.adam(1e-2)
     layout = zerojax.make_layout(params, mesh, stage=stage)
     trained = zerojax.make_layout(params["adapters"], mesh, stage=stage)
     params = jax.device_put(params, layout.params)
@@ -104,5 +100,11 @@ def train(stage, num_steps=20):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    losses, bytes_held, _ = train(parser.parse_args().stage)
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
+    args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    losses, bytes_held, _ = train(args.stage)
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

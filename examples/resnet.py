@@ -2,14 +2,10 @@
 
 BatchNorm takes its statistics over the whole batch, of all devices, as one device would.
 
-python examples/resnet.py --stage 3
+python examples/resnet.py --stage 3 [--cpu]
 """
 
 import argparse
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import flax.linen as nn
 import jax
@@ -74,7 +70,8 @@ def train(stage, num_steps=60):
     data = load()
     variables = ResNet().init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)
     tx = optax.sgd(0.1, momentum=0.9)
-    layout = zerojax.make_layout(variables["params"], zerojax.make_mesh({"data": 8}), stage=stage)
+    mesh = zerojax.make_mesh({"data": jax.device_count()})
+    layout = zerojax.make_layout(variables["params"], mesh, stage=stage)
     step = zerojax.make_train_step(
         loss_fn, tx, layout, has_aux=True, model_state=variables["batch_stats"]
     )
@@ -95,5 +92,11 @@ def train(stage, num_steps=60):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    losses, bytes_held, _ = train(parser.parse_args().stage)
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
+    args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    losses, bytes_held, _ = train(args.stage)
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

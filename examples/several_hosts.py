@@ -4,16 +4,13 @@ Under Slurm, Open MPI, on Kubernetes and on TPU pods processes find each other. 
 
     python examples/several_hosts.py --coordinator host0:8476 --num-processes 2 --process-id 0
 
+It takes the devices that jax finds; with `--cpu 4` four virtual CPU devices in each process.
 docs/deploy.md has the scripts. FOLDER has to be on a file system that all see.
 """
 
 import argparse
-import os
 import tempfile
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import numpy as np
@@ -75,13 +72,19 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", metavar="FOLDER", help="of the checkpoints")
     parser.add_argument("--coordinator", metavar="HOST:PORT")
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
     args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
     zerojax.processes.initialize(args.coordinator, args.num_processes, args.process_id)
+    if jax.process_index() == 0:
+        print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     losses, bytes_held, _ = train(args.stage, args.steps, args.out)
     if jax.process_index() == 0:
         print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

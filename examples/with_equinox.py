@@ -1,14 +1,10 @@
 """equinox under ZeRO: filtered transformations as they are; lines that are new are marked.
 
-python examples/with_equinox.py --stage 3
+python examples/with_equinox.py --stage 3 [--cpu]
 """
 
 import argparse
-import os
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import equinox as eqx
 import jax
@@ -51,7 +47,8 @@ def held(tree):
 def train(stage, num_steps=20):
     model, tx = Model(jax.random.key(0)), optax.adamw(3e-3)
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    layout = zerojax.make_layout(params, zerojax.make_mesh({"data": 8}), stage=stage)  # new
+    mesh = zerojax.make_mesh({"data": jax.device_count()})  # new
+    layout = zerojax.make_layout(params, mesh, stage=stage)  # new
     model = eqx.combine(jax.device_put(params, layout.params), static)  # new
     loss = zerojax.gather_where_used(loss_fn, layout)  # new, for stage 3
     optim = zerojax.sharded(tx, layout)  # new
@@ -76,5 +73,11 @@ def train(stage, num_steps=20):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    losses, bytes_held, _ = train(parser.parse_args().stage)
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
+    args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    losses, bytes_held, _ = train(args.stage)
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

@@ -1,15 +1,11 @@
 """haiku under ZeRO, with an average of the weights (EMA): lines that are new are marked.
 
-python examples/with_haiku.py --stage 3
+python examples/with_haiku.py --stage 3 [--cpu]
 """
 
 import argparse
 import functools
-import os
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import haiku as hk
 import jax
@@ -47,7 +43,7 @@ def held(tree):
 def train(stage, num_steps=20):
     key, tx, averaging = jax.random.key(0), optax.lamb(1e-2), optax.ema(0.9)
     init = lambda key: model.init(key, np.zeros((1, 32), np.int32))
-    mesh = zerojax.make_mesh({"data": 8})  # new
+    mesh = zerojax.make_mesh({"data": jax.device_count()})  # new
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)  # new
     optimizer = zerojax.sharded(tx, layout)  # new
     ema = zerojax.sharded(averaging, layout)  # new: the average is partitioned from stage 1 on
@@ -79,5 +75,11 @@ def train(stage, num_steps=20):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    losses, bytes_held, _ = train(parser.parse_args().stage)
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
+    args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    losses, bytes_held, _ = train(args.stage)
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

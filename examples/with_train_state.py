@@ -1,14 +1,11 @@
 """flax's `TrainState` under ZeRO, with a schedule: lines that are new are marked.
 
-python examples/with_train_state.py --stage 3
+python examples/with_train_state.py --stage 3 [--cpu]
 """
 
 import argparse
-import os
+import functools
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import flax.linen as nn
 import jax
@@ -49,7 +46,7 @@ def train(stage, num_steps=20):
         optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
     )
     init = lambda key: model.init(key, np.zeros((1, 32), np.int32))
-    mesh = zerojax.make_mesh({"data": 8})  # new
+    mesh = zerojax.make_mesh({"data": jax.device_count()})  # new
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)  # new
     params = jax.jit(init, out_shardings=layout.params)(key)  # new: out_shardings
     state = TrainState.create(
@@ -58,7 +55,7 @@ def train(stage, num_steps=20):
         tx=zerojax.sharded(tx, layout),  # new: sharded
     )
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state, text):  # [B, T + 1]
         def loss_fn(params, text):
             logits = state.apply_fn(params, text[:, :-1])
@@ -80,5 +77,11 @@ def train(stage, num_steps=20):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    losses, bytes_held, _ = train(parser.parse_args().stage)
+    parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
+    args = parser.parse_args()
+    if args.cpu:  # in place of the devices that jax finds
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    losses, bytes_held, _ = train(args.stage)
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; bytes per device: {bytes_held}")

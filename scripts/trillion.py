@@ -70,10 +70,11 @@ def main() -> None:
     console.print(report)
     if layout.torus_note:
         console.print(layout.torus_note, style="dim")
+    peak, allocated = (size / GIB for size in (report.memory.peak, report.memory.allocated))
     console.print(
         f"{layout.num_params:.4g} parameters on {topology} ({num_devices} chips): traced and "
         f"compiled in {seconds:.0f} s, {report.volume:.3f} Psi moved per chip and step, peak "
-        f"{report.memory.peak / GIB:.1f} GiB per chip"
+        f"{peak:.1f} GiB in use per chip, {allocated:.1f} allocated"
     )
     report.raise_if_problems()
 

@@ -71,14 +71,19 @@ def test_an_example_learns_and_holds_what_its_stage_promises(name, stage):
 
 
 def test_hosts_share_a_run_and_another_number_of_them_goes_on(tmp_path):
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = ["--num-processes=2", f"--coordinator=127.0.0.1:{free_port()}", "--steps=10"]
-    program = [sys.executable, EXAMPLES["several_hosts"], "--stage=3", f"--out={tmp_path}"]
+    program = [
+        sys.executable,
+        EXAMPLES["several_hosts"],
+        "--cpu=4",
+        "--stage=3",
+        f"--out={tmp_path}",
+    ]
     started = [
         subprocess.Popen(
             [*program, *run, f"--process-id={index}"],
-            env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -89,16 +94,27 @@ def test_hosts_share_a_run_and_another_number_of_them_goes_on(tmp_path):
     finally:
         for process in started:
             process.kill()
-    assert ["bytes per device" in text for text in printed] == [True, False], "process 0 alone"
+    for words in ("8 x cpu", "bytes per device"):
+        assert [words in text for text in printed] == [True, False], "process 0 alone"
     assert verify(tmp_path / "10").step == 10
     module = load("several_hosts")
     np.testing.assert_allclose(module.train(2, 12, tmp_path)[0], module.train(2, 12)[0][10:], 1e-5)
 
 
-def test_an_example_is_a_program():
+def test_an_example_is_a_program_whose_devices_are_a_choice():
+    """Those that jax finds, here the CPU as one; or as many virtual ones as are asked for."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, EXAMPLES["with_equinox"], "--stage", "3"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
-    assert "bytes per device: {'parameters': " in done.stdout
+    env = {**os.environ, "PYTHONPATH": path}
+    env.pop("XLA_FLAGS")
+    for more, found in (["--cpu"], "8 x cpu"), ([], "1 x cpu"):
+        command = [sys.executable, EXAMPLES["with_equinox"], "--stage", "3", *more]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        first, last = done.stdout.splitlines()
+        assert first == found
+        assert "bytes per device: {'parameters': " in last
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_asks_for_no_platform_by_itself(name):
+    assert "environ" not in EXAMPLES[name].read_text()
+    assert 'add_argument("--cpu"' in EXAMPLES[name].read_text()

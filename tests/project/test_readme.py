@@ -15,7 +15,7 @@ from zerojax.layout import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-THREE_LINES, *PROGRAM = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FOUR_LINES, *PROGRAM = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def test_the_commands_that_it_names_exist():
@@ -30,9 +30,9 @@ def test_the_documents_that_it_names_exist():
         assert (ROOT / name).exists(), name
 
 
-def test_the_three_lines_are_those_of_the_program():
-    assert len(THREE_LINES.splitlines()) == 3
-    assert THREE_LINES in PROGRAM[0]
+def test_the_four_lines_are_those_of_the_program():
+    assert len(FOUR_LINES.splitlines()) == 4
+    assert FOUR_LINES in PROGRAM[0]
 
 
 def test_the_programs_run_and_learn(capsys):

@@ -134,8 +134,7 @@ class _Prefetch:
         self.layers, self.layout, self.bound = layers, layout, bound
         self.is_tpu = layout.platform == "tpu"
         self.parts = layout.num_batch_parts if self.is_tpu and not layout.offloads else 0
-        self.num_ahead = 0
-        self.late: list[str] = []
+        self.num_ahead, self.late = 0, list[str]()
 
     def step(self, eqn: Any, values: list[Any], *, looped: bool = False) -> Sequence[Any]:
         """Run an equation, of a loop's body or outside of loops."""
