@@ -91,7 +91,7 @@ def test_arguments_of_nnx_have_the_names_of_their_module(mesh8):
     assert (weight.count, weight.spec, weight.donated) == (2, "P('data',)", False)
     assert accepted.leaves["1/opt_state/0/mu/layers/*/up/kernel/value"].donated
     assert "inferred from 20 moments" in accepted.theory
-    assert "4 of 10 leaves partitioned; ZeRO moves 2.61" in accepted.theory
+    assert "4 of 10 leaves sharded; ZeRO moves 2.61" in accepted.theory
     found = differences(accepted, record_of(mesh8, nnx_step(mesh8, cut=P())))
     told = found["1/opt_state/0/mu/layers/*/down/kernel/value"]
     assert (told.expected[:15], told.seen[:8]) == ("spec P('data',)", "spec P()")
@@ -204,7 +204,7 @@ def test_parameters_of_one_name_and_shape_are_counted_one_by_one(mesh8, deep):
         state = (state,)
     x = shape(mesh8, CUT, *BATCH)
     record = record_of(mesh8, jax.jit(step, donate_argnums=0).lower(state, x).compile())
-    assert f"{2 * WIDTH**2:,} parameters, 2 of 2 leaves partitioned" in record.theory
+    assert f"{2 * WIDTH**2:,} parameters, those of 2 of 2 leaves sharded" in record.theory
 
 
 def test_a_layer_of_a_stack_along_any_dim_is_named(mesh8):

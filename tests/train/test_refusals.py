@@ -55,7 +55,17 @@ def whole_numbers():
     return zerojax.make_train_step(loss_fn, TX, lay(shapes=shapes))
 
 
+def with_a_number():
+    """A rate set by hand, as a whole number."""
+    step = zerojax.make_train_step(loss_fn, optax.inject_hyperparams(optax.adam)(1e-3), lay())
+    state = step.init(init)
+    state.opt_state.hyperparams["learning_rate"] = 1
+    return step(state, X)
+
+
 MISUSES = {
+    "a step within jit": (lambda: jax.jit(make())(make().init(init), X), "outside of jax.jit"),
+    "a whole number in the state": (with_a_number, r"learning_rate is int32\[\] where float32"),
     "arguments swapped": (
         lambda: use(state=X, batch=make().init(init)),
         "TrainState first, got nd",

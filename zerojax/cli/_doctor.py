@@ -35,8 +35,8 @@ def doctor(options: CommandOptions) -> None:
     """Check whether this machine can do what zerojax does.
 
     Looks at the packages and the devices. Then takes a step of a small model at stage 2 in bf16
-    over all devices, audits the compiled program, and saves and restores the state. Takes a few
-    seconds, and leaves no files.
+    over all devices, audits the compiled program, and saves and restores the state. Takes
+    half a minute, and leaves no files.
 
     Exit status: 0 zerojax works; 1 it does not.
 

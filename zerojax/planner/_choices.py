@@ -78,8 +78,9 @@ class Choices(Shown):
         return f"{len(self)} {fit}, the fastest: {self[0]._summary}"
 
     def _parts(self) -> Iterator[Table]:
-        yield self._table(f"fastest of {len(self)} that fit {gigabytes(self.limit)}", self.plans)
-        yield self._table("none is both faster and smaller", self.pareto)
+        fit = f"{len(self)} that fit {gigabytes(self.limit)} (kept: weights stay gathered)"
+        yield self._table(f"fastest of {fit}", self.plans)
+        yield self._table("Pareto front: none is both faster and smaller", self.pareto)
 
     def _table(self, title: str, plans: Sequence[Plan]) -> Table:
         rows = [_row(plan) for plan in plans[:_ROWS]]
@@ -101,7 +102,7 @@ def _row(plan: Plan) -> dict[str, str]:
         ">groups": f"{plan.num_groups:,}",
         ">model": f"{plan.model_axis}",
         "remat": (plan.remat or "-") + (" Pa" if plan.partitions_activations else ""),
-        "on the host": ", ".join(plan.offload) or "-",
+        "on the host": ", ".join(x[:3] for x in plan.offload) or "-",
         ">microbatch": f"{plan.recipe.accumulate} x {plan.count}",
         ">GB": f"{plan.bytes.total / 1e9:,.3f}",
         ">ms": f"{1e3 * plan.step_time:,.3f}",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from zerojax._tree import flatten_with_names, path_name
+from zerojax._tree import as_shapes, flatten_with_names, path_name
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives import has_examples, is_whole, unmarked
 from zerojax.layout import Layout
@@ -24,6 +24,8 @@ def check_usable(state: TrainState) -> None:
         raise TypeError(
             f"step(state, batch) takes a TrainState first, got {type(state).__name__}{returned}"
         )
+    if isinstance(state.step, Tracer):
+        raise TypeError("a train step is compiled by itself: call it outside of jax.jit")
     if getattr(state.step, "is_deleted", bool)():  # one leaf tells for all
         raise ValueError(
             "the state was donated to an earlier step; use the state that the step returned"
@@ -57,9 +59,10 @@ def difference(given: PyTree, like: PyTree) -> str:
 
 
 def _difference(name: str, x: Any, want: Any) -> str:
-    if (x.shape, x.dtype) != (want.shape, want.dtype):
+    given = as_shapes(x)  # a number has no shape
+    if (given.shape, given.dtype) != (want.shape, want.dtype):
         expected = f"{want.dtype}{list(want.shape)}"
-        return f"{name} is {x.dtype}{list(x.shape)} where {expected} is expected"
+        return f"{name} is {given.dtype}{list(given.shape)} where {expected} is expected"
     if isinstance(want, jax.ShapeDtypeStruct) and _lies_otherwise(x, want.sharding):
         return f"{name} is placed as {x.sharding} where {want.sharding} is expected"
     return ""
