@@ -184,7 +184,6 @@ class Evidence:
 
     @cached_property
     def carries(self) -> tuple[Carry, ...]:
-        """Return the sums and stacks that loops carry."""
         return tuple(find_carries(self.module))
 
     @cached_property

@@ -76,7 +76,6 @@ class LocalCopies:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and end Orbax's threads."""
         self._manager.close()
 
     def _check(self, mesh: Mesh, arrays: Arrays) -> None:

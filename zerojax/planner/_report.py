@@ -163,6 +163,10 @@ class Plan(Shown):
     def assumptions(self) -> tuple[str, ...]:
         """What the figures rest on."""
         found = ["time: latency is left out; links run beside work as far as in compiled programs"]
+        if self.hardware.platform == "tpu":
+            found.append(
+                "peak: what is in use; a TPU allocates up to a fifth more (docs/memory.md)"
+            )
         if not self.count:
             found.append("activations and products are not counted: give loss_fn and batch")
         if self.model_axis > 1:
@@ -172,10 +176,7 @@ class Plan(Shown):
                 f"hand on {kept}"
             )
             if not any(MODEL in axes for axes in self.volume_by_axes):
-                found.append(
-                    "what model parallelism moves is not known, and not counted: that takes layers "
-                    "that are scanned"
-                )
+                found.append("what model parallelism moves is not known: scan over the layers")
         if "optimizer" in self.offload:
             found.append(
                 "the update waits for its traffic with the host, whose work is not counted; a step "
