@@ -194,3 +194,23 @@ def test_an_axis_that_the_mesh_lacks_is_refused():
         zerojax.rematerialised(lambda w, x: x @ w, RematPolicy(partition="model"))(
             jnp.ones((2, 2)), jnp.ones((2, 2))
         )
+
+
+def test_what_the_host_keeps_of_layers_is_stacked_by_the_scan():
+    """A stack made for a loop that gathers ahead would lie on the device first."""
+    params = {"w": jax.random.normal(jax.random.key(0), (4, 64, 64)) / 8}
+    layout = zerojax.make_layout(params, zerojax.make_mesh({"data": 8}), stage=3, min_size=0)
+    policy = zerojax.RematPolicy(offload=("layer_input",))
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0] ** 2)
+
+    losses = []
+    for prefetch in (0, 0.5):
+        recipe = zerojax.Recipe(remat=policy, prefetch=prefetch)
+        step = zerojax.make_train_step(loss, optax.adam(1e-2), layout, recipe)
+        state = step.init(params)
+        for _ in range(2):
+            state, metrics = step(state, jnp.ones((32, 64)))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1]
