@@ -129,8 +129,8 @@ def _read(
         given, layout, recipe = _told(lambda: step.lower(devices), path)
     with screen.task(f"{step.name}: compiling"):
         program = _compile(given, step)
-    kind, count = step.target.partition(":")[0], parse_module(program.text).num_devices
-    platform = kind if kind == "cpu" else find_hardware(kind).platform
+    count, is_cpu = parse_module(program.text).num_devices, step.target.startswith("cpu:")
+    platform = "cpu" if is_cpu else find_hardware(parse_topology(step.target).chip).platform
     if (count, program.platform) != (len(devices), platform):
         raise Failure(
             f"{step.name}: the step is compiled for {count} {program.platform} device(s), not for "

@@ -268,6 +268,7 @@ def read_lock(path: Path) -> dict[str, StepRecord]:
         ValueError: it is no lock file, or one of another format.
     """
     try:
+        # int refuses the constants that Python's json reads: NaN, Infinity.
         held = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
         if held["format"] != FORMAT:
             raise ValueError(f"format {held['format']}, and this zerojax reads {FORMAT}")
