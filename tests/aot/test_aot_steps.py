@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zerojax
+from zerojax.collectives import OPTIONS
 from zerojax.models import gpt
 
 CONFIG = gpt.Config(num_layers=4, width=512, num_heads=4, vocab_size=1024, context=128)
@@ -81,6 +82,20 @@ def test_what_a_tpu_sets_aside_is_what_libtpu_plans(tmp_path):
     (planned,) = re.findall(r"color=0\)\nTotal bytes: (\d+)", report.read_text())
     memory = zerojax.audit(program, layout, recipe).memory
     assert memory.allocated == int(planned) >= memory.peak
+
+
+@pytest.mark.aot("libtpu")
+def test_temporaries_are_packed_by_size():
+    """libtpu's own choice, a merge of their times, has holes where memory is left."""
+    config = dataclasses.replace(CONFIG, num_layers=2)
+    lowered, layout, recipe = lowered_step("v6e:2x4", 8, 3, config)
+    (name,) = OPTIONS["tpu_packed"]["options"]
+    packed, merged = (
+        zerojax.audit(lowered.compile(compiler_options=options), layout, recipe).memory
+        for options in ({}, {name: "true"})
+    )
+    assert packed.peak == merged.peak
+    assert packed.allocated < merged.allocated
 
 
 @pytest.mark.aot("cuda")

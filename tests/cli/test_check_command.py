@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from zerojax.cli import main
@@ -143,6 +144,12 @@ def test_another_file_in_the_place_of_the_lock_is_told(steps, capsys):
     (steps.parent / "zerojax.lock").write_text("{}")
     assert main(["check", "steps.py"]) == 2
     assert "is no lock file that can be read" in capsys.readouterr().err
+
+
+def test_a_file_may_have_the_name_of_a_library(steps):
+    steps.rename(steps.with_name("jax.py"))
+    assert main(["check", "jax.py", "--accept"]) == 0
+    assert sys.modules["jax"] is jax
 
 
 def test_a_step_that_is_no_longer_marked_is_told(steps, capsys):

@@ -96,11 +96,11 @@ def find_steps(path: Path) -> list[CheckedStep]:
 def _load(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"steps_{path.stem}", path)  # jax.py is not jax
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module
