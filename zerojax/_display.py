@@ -33,7 +33,6 @@ class Shown:
 
     @property
     def _summary(self) -> str:
-        """What it is, in one line."""
         raise NotImplementedError
 
     def _parts(self) -> Iterator[Text | Table]:
@@ -43,7 +42,6 @@ class Shown:
         return f"<{type(self).__name__}: {self._summary}>"
 
     def __str__(self) -> str:
-        """Render the tables as plain text."""
         return "\n".join(map(str.rstrip, self._printed().export_text().splitlines())) + "\n"
 
     def _repr_html_(self) -> str:
@@ -57,7 +55,6 @@ class Shown:
         return printed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print on a terminal."""
         yield Text(self._summary, style=self._style)
         yield from self._parts()
 

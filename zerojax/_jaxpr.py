@@ -68,7 +68,6 @@ def bodies(eqn: Any) -> tuple[Any, ...]:
 
 
 def has_inside(eqn: Any) -> bool:
-    """Whether an equation holds a program of its own."""
     return any(True for _ in core.jaxprs_in_params(eqn.params))
 
 
@@ -160,7 +159,6 @@ def _is_constant(value: Any) -> bool:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Run one equation on arrays."""
     with eqn.ctx.manager:
         return bind_here(eqn, values)
 

@@ -29,7 +29,6 @@ class Slice:
     outputs: tuple[Any, ...]  # the results; literals may be among them
 
     def run(self, values: Sequence[Any], step: EquationRunner = bind) -> list[Any]:
-        """Run the equations; `step(eqn, operands)` runs one."""
         given = dict(zip(self.inputs, values, strict=True))
         return run_equations(self.eqns, given, self.outputs, step)
 

@@ -184,7 +184,8 @@ def test_libtpu_refuses_with_the_memory_that_the_chips_say():
         mesh = aot.topology_mesh(f"{chip}:{shape}", {"data": devices})
         with pytest.raises(DoesNotFit) as caught:
             compile_step(lower(mesh, size=devices * 2**33))
-        assert caught.value.available == find_hardware(chip).memory
+        # to 10 MiB: 95.74 GiB of a v5p by libtpu 0.0.42, 95.73 by 0.0.50
+        assert caught.value.available == pytest.approx(find_hardware(chip).memory, rel=5e-4)
         assert caught.value.needed > 2**38
 
 

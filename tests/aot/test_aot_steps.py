@@ -94,7 +94,7 @@ def test_temporaries_are_packed_by_size():
         zerojax.audit(lowered.compile(compiler_options=options), layout, recipe).memory
         for options in ({}, {name: "true"})
     )
-    assert packed.peak == merged.peak
+    assert packed.peak <= merged.peak
     assert packed.allocated < merged.allocated
 
 

@@ -94,6 +94,7 @@ def test_each_backend_spells_gathers_and_scatters_its_own_way(name):
     spelled = {
         "h100": {"all-gather", "reduce-scatter"},
         "v6e": {"all-gather", "all-reduce-scatter fusion"},
+        "v6e-sparse": {"all-gather", "reduce-scatter"},
         "cpu": {"all-gather", "all-reduce + slice"},
         "v5p": {"all-gather", "all-reduce + slice"},
         "v5e-wide": {"all-gather", "all-reduce + slice"},

@@ -111,7 +111,9 @@ def test_a_tpu_s_asynchronous_fusion_begins_once_and_its_cycles_count_beside_it(
     assert ("all-gather.42", 0, ["all-gather.42"], "all-gather.42") in told
 
 
-def test_a_gather_on_sparse_cores_moves_beside_what_follows():
+@pytest.mark.parametrize("given_later", [False, True])
+def test_a_gather_on_sparse_cores_moves_beside_what_follows(given_later):
+    """libtpu 0.0.50 (jax 0.12) starts a SparseCore first, and an update gives it its operand."""
     gather = "all-gather(%s), replica_groups={{0,1}}, dimensions={0}"
     there = f"""
 %there (s: f32[512]) -> f32[1024] {{
@@ -119,10 +121,17 @@ def test_a_gather_on_sparse_cores_moves_beside_what_follows():
   ROOT %ag = f32[1024]{{0}} {gather}
 }}, execution_thread="sparsecore"
 """
+    where = 'async_execution_thread="sparsecore", to_apply=%there'
+    starts = {
+        False: [f"%go = ((f32[512]), f32[1024]) call-start(%x), {where}"],
+        True: [
+            f"%before = ((), (), (s32[1])) call-start(), {where}",
+            "%go = ((f32[512]), f32[1024]) call-update(%before, %x)",
+        ],
+    }
     text = wrap(
         "%x = f32[512]{0} parameter(0)",
-        '%go = ((f32[512]), f32[1024]) call-start(%x), async_execution_thread="sparsecore", '
-        "to_apply=%there",
+        *starts[given_later],
         "%y = f32[512]{0} copy(%x)",
         "ROOT %end = f32[1024]{0} call-done(%go)",
         computations=there,

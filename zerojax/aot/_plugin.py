@@ -105,7 +105,6 @@ def _pinned(package: str) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 """What a TPU's program sets aside in a device's memory, read off the serialized program.
 
 libtpu reports the bytes that are in use at the peak. It sets aside more, since one arena for all
-temporaries has holes, and refuses a program by that; but it tells nobody. The plan of the memory
-stands in the serialized program, which is blocks with their lengths in front. One of them holds
+temporaries has holes, and refuses a program by that. From jax 0.12 on it reports that too; before,
+it stands in the serialized program alone, which is blocks with their lengths in front. One holds
 XLA's messages (xla/service/hlo.proto) as protocol buffers, here with the numbers of their fields:
 
     block { 6: HloProto { 3: BufferAssignmentProto { 3: BufferAllocationProto, 3: ..., ... } } }

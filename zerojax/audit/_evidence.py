@@ -50,7 +50,6 @@ class Problem:
     remedy: str  # what to do
 
     def __str__(self) -> str:
-        """Return all parts as a text."""
         found = f"{self.kind}: {self.where}: {self.seen}; expected {self.expected}"
         return f"{found}\n  remedy: {self.remedy}"
 

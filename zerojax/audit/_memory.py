@@ -107,7 +107,6 @@ class HostTraffic:
 
     @property
     def total(self) -> int:
-        """Add both ways."""
         return self.to_host + self.from_host
 
 

@@ -43,7 +43,7 @@ class Origins:
     def _ends(self, value: Value) -> bool:
         line = value.line
         # What runs in a branch or beside the program may have a collective in it.
-        beside = line.opcode == "conditional" or line.opcode.startswith(("async-", "call-"))
+        beside = line.opcode.startswith(("conditional", "async-", "call-", "fusion-"))
         crosses = is_collective(line) and value.key[:2] not in self._others
         return beside or crosses or value.key in self._clean
 

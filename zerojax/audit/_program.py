@@ -125,12 +125,10 @@ class Program:
         return max(self.statistics.get(_ALLOCATED, 0), self.peak)
 
     def to_json(self) -> str:
-        """Write the program as JSON, its text included."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Program":
-        """Read what `to_json` of the same version wrote."""
         held = json.loads(text)
         for key in ("inputs", "outputs"):
             held[key] = tuple(Argument(**_with_tuples(leaf)) for leaf in held[key])
@@ -297,8 +295,9 @@ def _statistics(compiled: jax.stages.Compiled, platform: str) -> dict[str, int]:
     names = [name for name in dir(found) if name.endswith("_in_bytes")]
     sizes = {name: int(getattr(found, name)) for name in names}
     if platform == "tpu":
+        size = getattr(found, "total_allocation_bytes", None)  # from jax 0.12 on
         with contextlib.suppress(RuntimeError, AttributeError):  # not every runtime serializes
             executable: Any = compiled.runtime_executable()
-            size = allocated_bytes(executable.serialize())
-            sizes |= {_ALLOCATED: size} if size else {}
+            size = size or allocated_bytes(executable.serialize())
+        sizes |= {_ALLOCATED: size} if size else {}
     return sizes

@@ -51,7 +51,6 @@ class Move:
 
     @property
     def branches(self) -> tuple[tuple[str, int], ...]:
-        """Return the conditionals around it."""
         return self.record.branches
 
     @property

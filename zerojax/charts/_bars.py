@@ -35,7 +35,6 @@ class Bar:
 
     @property
     def top(self) -> float:
-        """The height of all parts together, or of the line where that is higher."""
         return max(sum(self.parts.values()), self.theory or 0)
 
     def within(self, available: float) -> Bar:

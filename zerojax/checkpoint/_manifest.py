@@ -52,12 +52,10 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.num_bytes for file in self.files.values())
 
 
 def to_text(manifest: Manifest, **more: Any) -> str:
-    """Return the manifest as JSON, a line for each value."""
     return json.dumps({**more, **dataclasses.asdict(manifest)}, indent=1)
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zerojax.hlo._spellings import HOST_MEMORY
@@ -205,6 +205,7 @@ def parse_module(text: str) -> Module:
     current: Computation | None = None
     for line in text.splitlines():
         if current is not None and line.startswith("}"):
+            current.instructions[:] = _join_starts(current.instructions)
             current = None
         elif current is not None:
             instruction = parse_instruction(line)
@@ -227,6 +228,25 @@ def parse_module(text: str) -> Module:
             f"It starts with {text[:60]!r}; pass what compiled.as_text() returns."
         )
     return Module(header=header, computations=computations, unread=tuple(unread), tables=tables)
+
+
+def _join_starts(lines: list[Instruction]) -> list[Instruction]:
+    """Join what starts without operands with the update that gives them.
+
+    libtpu 0.0.50 starts a SparseCore before that has what it works on:
+
+        %s = ((), (), (s32[1])) call-start(), to_apply=%gather
+        %u = ((bf16[64]), bf16[512]) call-update(%s, %x)
+        %d = bf16[512] call-done(%u)
+
+    The first two are read as `%u = ((bf16[64]), bf16[512]) call-start(%x), to_apply=%gather`.
+    """
+    updates = {x.operands[0]: x for x in lines if x.opcode.endswith("-update")}
+    starts = {x.name: x for x in lines if x.name in updates and not x.operands}
+    for name, start in starts.items():
+        line, words = updates[name], {"opcode": start.opcode, "attributes": start.attributes}
+        lines[lines.index(line)] = replace(line, operands=line.operands[1:], **words)
+    return [line for line in lines if line.name not in starts]
 
 
 def parse_instruction(line: str) -> Instruction | None:

@@ -83,9 +83,9 @@ OPCODES = {
     # hands on a tuple as it is
     "whole": "copy-done opt-barrier all-gather-done",
     # its result is, or lies in, another's buffer
-    "no buffer": f"{_BOTH} all-gather-done all-reduce-done iota async-done call-done",
+    "no buffer": f"{_BOTH} all-gather-done all-reduce-done iota async-done call-done fusion-done",
     # moves nothing between memories, or is counted at its other end
-    "stays": f"{_BOTH} async-start call-start custom-call-done",
+    "stays": f"{_BOTH} async-start call-start fusion-start custom-call-done",
 }
 
 

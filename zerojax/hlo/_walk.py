@@ -16,8 +16,9 @@ from zerojax.hlo._values import Frame, is_zero, source_of
 
 #: What runs computations whose results lie in memory, as those within a fusion do not.
 SCHEDULED = ("while", "call", "conditional")
-#: What runs a computation beside what follows; a "call-start" does on a TPU's sparse cores.
-BESIDE = ("async-start", "call-start")
+#: What runs a computation beside what follows; a "call-start" does on a TPU's sparse cores, a
+#: "fusion-start" on a GPU (jax 0.12).
+BESIDE = ("async-start", "call-start", "fusion-start")
 #: The other ends of an `async-start`, which name its computation again.
 _REPEATS = ("async-update", "async-done")
 #: How many turns are followed: a difference that grew alike in two steps is taken to go on so.

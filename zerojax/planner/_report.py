@@ -163,10 +163,6 @@ class Plan(Shown):
     def assumptions(self) -> tuple[str, ...]:
         """What the figures rest on."""
         found = ["time: latency is left out; links run beside work as far as in compiled programs"]
-        if self.hardware.platform == "tpu":
-            found.append(
-                "peak: what is in use; a TPU allocates up to a fifth more (docs/memory.md)"
-            )
         if not self.count:
             found.append("activations and products are not counted: give loss_fn and batch")
         if self.model_axis > 1:

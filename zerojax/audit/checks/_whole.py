@@ -139,7 +139,6 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
 
 
 def users(evidence: Evidence, move: Move) -> list[Use]:
-    """List the first real consumers of what a collective gives."""
     return list(uses_of(evidence.module, move.record.result))
 
 

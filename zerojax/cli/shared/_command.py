@@ -65,7 +65,6 @@ class CommandOptions:
     given: frozenset[str] = frozenset()
 
     def to_dict(self, *left_out: str) -> dict[str, Any]:
-        """Return the options as plain data, some of them left out."""
         fields = (field.name for field in dataclasses.fields(self) if PARAMETER in field.metadata)
         return {name: getattr(self, name) for name in fields if name not in left_out}
 
@@ -181,7 +180,6 @@ class Screen:
         self.show(Text(f"\n{text}", style="bold"))
 
     def say(self, text: str) -> None:
-        """Print one line of what a reader may skip."""
         self.show(Text(text, style="dim"))
 
     def wrote(self, *paths: Path | None) -> None:

@@ -193,11 +193,9 @@ class StepOptions(CommandOptions):
 
     @property
     def chosen_model(self) -> gpt.Config:
-        """The model of that name, with the sizes that were asked for."""
         return self.resized(gpt.preset(self.model or ""))
 
     def resized(self, config: gpt.Config) -> gpt.Config:
-        """Return a model with the sizes that were asked for."""
         scale = None if self.width is None else INIT_SCALE * self.width**-0.5
         asked = {"num_layers": self.layers, "width": self.width, "num_heads": self.heads}
         asked |= {"context": self.context, "init_scale": scale}
