@@ -16,6 +16,8 @@ from zerojax.layout import OFFLOADS
 GPU = [
     f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter", "all_reduce")
 ]
+#: From which stage on a kind of tensor is partitioned.
+STAGES = {"optimizer": 1, "gradient": 2, "parameter": 3}
 TPU = [f"xla_{op}_combiner_threshold_in_bytes" for op in ("jf_crs", "tpu_ars")]
 
 
@@ -33,7 +35,7 @@ def layout_on(platform, stage):
         platform=platform,
         mesh=None,
         devices=np.array([device]),
-        partitions=lambda kind: stage == 3,
+        partitions=lambda kind: stage >= STAGES[kind],
     )
 
 
@@ -43,13 +45,14 @@ def options_of(platform, stage):
         for row in OPTIONS.values()
         if row["platform"] == platform and "TPU v5p" in row.get("device_kinds", ["TPU v5p"])
     ]
-    kept = [row["options"] for row in rows if stage == 3 or "partitions" not in row]
+    kept = [row["options"] for row in rows if stage >= STAGES.get(row.get("partitions"), 0)]
     return dict(pair for options in kept for pair in options.items())
 
 
 @pytest.mark.parametrize(
     ("platform", "stage", "bucket_bytes", "buckets"),
     [
+        ("gpu", 0, None, ()),
         ("gpu", 2, None, ()),
         ("gpu", 3, None, ()),
         ("gpu", 1, 5000, GPU),
@@ -82,7 +85,7 @@ def test_what_the_user_set_holds_but_not_over_the_recipe(monkeypatch, variable):
     monkeypatch.setenv(variable, f"--xla_other=1 --{GPU[0]}=7")
     layout = layout_on("gpu", 3)
     assert GPU[0] not in compiler_options(layout)
-    assert compiler_options(layout)[GPU[1]] == OPTIONS["gpu_buckets"]["options"][GPU[1]]
+    assert compiler_options(layout)[GPU[1]] == OPTIONS["gpu_reductions"]["options"][GPU[1]]
     assert compiler_options(layout, 5000)[GPU[0]] == "5000"
 
 
