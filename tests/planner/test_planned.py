@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 RECORDS = json.loads((ROOT / "tests" / "golden" / "compiled.json").read_text())["records"]
 #: Known misses: planned over compiled peak, volume and step; docs/benchmarks.md has the reasons.
 MISSES = {
+    "v5p:2x2x2-mlp-3-64": (0.88, 1.0, 1.0),
     "v5p:2x2x2-gpt2-small-2-2": (1.0, 1.04, 1.0),
     "v5p:2x2x2-gpt-14-384-32906-1024-2-1": (1.0, 1.15, 1.0),
     "v6e:2x4-gpt-11-1408-3471-256-0-4": (1.0, 1.0, 0.75),
