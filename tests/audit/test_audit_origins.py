@@ -43,3 +43,23 @@ def test_a_sum_beside_the_program_is_no_device_s_own(spelling, reduced):
     batch = SimpleNamespace(kind="batch", argument=SimpleNamespace(number=0))
     value = Value(Frame(computation=module.entry), "new", None)
     assert Origins(module, [batch], []).are_of_examples([value]) is not reduced
+
+
+def test_a_slice_beside_the_program_is_followed():
+    """As GPUs slice stacks (jax 0.12): what was read before the slice is what it is made of."""
+    text = wrap(
+        "%x = f32[64]{0} parameter(0)",
+        "%go = ((f32[64]), f32[8], u32[]) fusion-start(%x), kind=kLoop, calls=%first",
+        "%end = f32[8]{0} fusion-done(%go)",
+        "ROOT %new = f32[8]{0} negate(%end)",
+        computations="""
+%first (g: f32[64]) -> f32[8] {
+  %g = f32[64]{0} parameter(0)
+  ROOT %s = f32[8]{0} slice(%g), slice={[0:8]}
+}
+""",
+    )
+    module = parse_module(text)
+    batch = SimpleNamespace(kind="batch", argument=SimpleNamespace(number=0))
+    value = Value(Frame(computation=module.entry), "new", None)
+    assert Origins(module, [batch], []).are_of_examples([value])

@@ -111,6 +111,18 @@ def test_a_tpu_s_asynchronous_fusion_begins_once_and_its_cycles_count_beside_it(
     assert ("all-gather.42", 0, ["all-gather.42"], "all-gather.42") in told
 
 
+def test_a_fusion_beside_the_program_costs_what_it_costs_in_its_place():
+    """jax 0.12 slices and updates stacks so on a GPU."""
+    old, new = (f"jax-{version}/scan.h100" for version in ("0.10.2", "0.12.0"))
+    assert " fusion-start(" in text_of(new)
+    moved = []
+    for name in (old, new):
+        schedule = parse_schedule(parse_module(text_of(name)))
+        assert schedule is not None
+        moved.append(sum(one.cost.bytes for one in flat(schedule.operations)))
+    assert moved[1] == pytest.approx(moved[0], rel=0.01)
+
+
 @pytest.mark.parametrize("given_later", [False, True])
 def test_a_gather_on_sparse_cores_moves_beside_what_follows(given_later):
     """libtpu 0.0.50 (jax 0.12) starts a SparseCore first, and an update gives it its operand."""

@@ -53,23 +53,19 @@ class Collective:
 
     @property
     def computation(self) -> str:
-        """Name the computation that the instruction stands in."""
         return self.frame.computation.name
 
     @property
     def operand(self) -> Value:
-        """Return what is moved, as it goes in."""
         operands = self.frame.computation.by_name[self.name].operands
         return Value(self.frame, operands[min(self.part, len(operands) - 1)], None)
 
     @property
     def result(self) -> Value:
-        """Return what is moved, as it comes out."""
         return Value(self.frame, self.name, self.part if self.combined > 1 else None)
 
     @property
     def elements(self) -> int:
-        """Count the elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property

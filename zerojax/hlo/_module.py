@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from zerojax.hlo._spellings import HOST_MEMORY
+from zerojax.hlo._spellings import HOST_MEMORY, having
 
 #   ROOT %sum.1 = (f32[8]{0}, u32[]) all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
 # A tuple type ends where ") opcode(" follows.
@@ -24,6 +24,7 @@ _CALLED_LIST = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*
 # input_output_alias={ {0}: (0, {}, may-alias), {1, 2}: (5, {}, must-alias) }
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+),")
 _RUN = ("calls", "to_apply", "body")
+_MOVES = having("moves")
 # 1 "model.py"
 # 3 {file_name_id=1 function_name_id=3 line=104 end_line=104 column=11 end_column=11}
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
@@ -57,12 +58,10 @@ class Tensor:
 
     @property
     def bits(self) -> int | None:
-        """Return the bits of one element, or None for an unknown dtype."""
         return element_bits(self.dtype)
 
     @property
     def bytes(self) -> int:
-        """Count the bytes, 0 for an unknown dtype."""
         return self.elements * (self.bits or 0) // 8
 
 
@@ -118,7 +117,6 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Map names to the instructions that take them."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -148,7 +146,6 @@ class Module:
 
     @property
     def entry(self) -> Computation:
-        """Return the computation that the program starts with."""
         return next(c for c in self.computations.values() if c.is_entry)
 
     def callee(self, instruction: Instruction) -> Computation | None:
@@ -158,7 +155,6 @@ class Module:
 
     @cached_property
     def num_devices(self) -> int:
-        """Count the devices that run the program together."""
         partitions = re.search(r"num_partitions=(\d+)", self.header)
         replicas = re.search(r"replica_count=(\d+)", self.header)
         return int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
@@ -205,7 +201,6 @@ def parse_module(text: str) -> Module:
     current: Computation | None = None
     for line in text.splitlines():
         if current is not None and line.startswith("}"):
-            current.instructions[:] = _join_starts(current.instructions)
             current = None
         elif current is not None:
             instruction = parse_instruction(line)
@@ -227,6 +222,9 @@ def parse_module(text: str) -> Module:
             "This is not the HLO text of a compiled program: it has no ENTRY computation. "
             f"It starts with {text[:60]!r}; pass what compiled.as_text() returns."
         )
+    for computation in computations.values():
+        lines = _join_starts(computation.instructions)
+        computation.instructions[:] = _in_place(lines, computations)
     return Module(header=header, computations=computations, unread=tuple(unread), tables=tables)
 
 
@@ -241,12 +239,30 @@ def _join_starts(lines: list[Instruction]) -> list[Instruction]:
 
     The first two are read as `%u = ((bf16[64]), bf16[512]) call-start(%x), to_apply=%gather`.
     """
-    updates = {x.operands[0]: x for x in lines if x.opcode.endswith("-update")}
+    updates = {x.operands[0]: x for x in lines if x.opcode.endswith("-update") and x.operands}
     starts = {x.name: x for x in lines if x.name in updates and not x.operands}
-    for name, start in starts.items():
-        line, words = updates[name], {"opcode": start.opcode, "attributes": start.attributes}
-        lines[lines.index(line)] = replace(line, operands=line.operands[1:], **words)
-    return [line for line in lines if line.name not in starts]
+    joined = {
+        (x := updates[name]).name: replace(start, name=x.name, type=x.type, operands=x.operands[1:])
+        for name, start in starts.items()
+    }
+    return [joined.get(x.name, x) for x in lines if x.name not in starts]
+
+
+def _in_place(lines: list[Instruction], known: dict[str, Computation]) -> list[Instruction]:
+    """Read asynchronous fusions without a collective, as XLA slices stacks on GPUs, as plain ones.
+
+    `%s = ((f32[8]), f32[8], u32[]) fusion-start(%x), calls=%f` and `%d = f32[8] fusion-done(%s)`
+    (jax 0.12) are read as `%s = f32[8] fusion(%x), calls=%f` and `%d = f32[8] copy-done(%s)`.
+    """
+    ends = {x.operands[0]: x for x in lines if x.opcode == "fusion-done"}
+    plain: dict[str, Instruction] = {}
+    for start in (x for x in lines if x.name in ends):
+        called = [known[name] for _, name in start.called if name in known]
+        if not any(x.opcode in _MOVES for one in called for x in one.instructions):
+            end = ends[start.name]
+            plain[start.name] = replace(start, opcode="fusion", type=end.type)
+            plain[end.name] = replace(end, opcode="copy-done")
+    return [plain.get(x.name, x) for x in lines]
 
 
 def parse_instruction(line: str) -> Instruction | None:

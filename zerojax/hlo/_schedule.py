@@ -40,7 +40,6 @@ class Cost:
     bytes: int = 0  # read and written
 
     def __bool__(self) -> bool:
-        """Return whether it takes anything."""
         return self != Cost()
 
 

@@ -52,7 +52,6 @@ class Value:
 
     @property
     def key(self) -> tuple[str, str, int | None]:
-        """Return what tells values apart."""
         return self.frame.computation.name, self.name, self.index
 
     @property

@@ -263,7 +263,6 @@ class TreeLayout:
         return self.map_leaves(lambda leaf: self.sharding(leaf.spec(kind)))
 
     def sharding(self, spec: P) -> NamedSharding:
-        """Bind a spec to the layout's mesh."""
         return NamedSharding(self.mesh, spec)
 
     def map_leaves(self, function: Callable[..., Any], *rest: PyTree) -> PyTree:

@@ -21,7 +21,6 @@ class Difference:
     grows: bool | None = None  # whether it is more than it was; None where neither is more
 
     def __str__(self) -> str:
-        """Write it in one line."""
         return f"{self.kind}: {self.where}: expected {self.expected}, seen {self.seen}"
 
 

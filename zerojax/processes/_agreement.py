@@ -157,7 +157,6 @@ class CommonStop:
         self._step: int | None = None
 
     def is_reached(self, step: int, *, asked: bool) -> bool:
-        """Return whether to end after `step` steps; called before each, by all processes."""
         if jax.process_count() == 1:
             return asked
         if self._step is None:

@@ -112,13 +112,11 @@ class Precision:
         return self.params if self.master is None else self.master
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices as JSON values, dtypes by name."""
         held = dataclasses.asdict(self)
         return {name: x.name if isinstance(x, jnp.dtype) else x for name, x in held.items()}
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> "Precision":
-        """Read what `to_dict` returned."""
         scale = given.get("loss_scale")
         return cls(**given | {"loss_scale": scale and DynamicLossScale(**scale)})
 

@@ -47,7 +47,6 @@ class Stored:
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Stored":
-        """Hold a tree again."""
         return cls(children[0])
 
 

@@ -27,11 +27,9 @@ class Seconds:
     slow: float = 0.0  # those between domains
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        """Add the times of one collective after another."""
         return Seconds(self.fast + other.fast, self.slow + other.slow)
 
     def __mul__(self, times: float) -> "Seconds":
-        """Multiply, as the time of a tensor so many times as large."""
         return Seconds(self.fast * times, self.slow * times)
 
 

@@ -32,7 +32,6 @@ class Work(NamedTuple):
 
     @classmethod
     def total(cls, parts: Iterable["Work"]) -> "Work":
-        """Add up the work of operations one after another."""
         return cls(*map(sum, zip(*parts, strict=True)))
 
     def times(self, count: float) -> "Work":
