@@ -161,8 +161,12 @@ def test_the_gate_runs_every_part_and_names_those_that_failed(tmp_path, check, a
     assert done.returncode == (1 if check or aot else 0)
     assert done.stdout.startswith("check")
     assert "test --aot\n" in done.stdout
-    newest = "scripts/test --python python3.12 tests/test_jaxpr.py tests/collectives "
-    newest = [f"{newest}tests/memory tests/train"] if shutil.which("python3.12") else []
+    newest = [
+        "scripts/test --python python3.12 tests/test_jaxpr.py tests/collectives tests/memory "
+        "tests/train",
+        "scripts/test --aot --python python3.12 tests/aot/test_aot_steps.py",
+    ]
+    newest = newest if shutil.which("python3.12") else []
     assert [f"== {part}: 0 s" in done.stdout for part in newest] == [True] * len(newest)
     failed = ["scripts/check"] * check + ["scripts/test --aot", *newest] * aot
     assert done.stderr.splitlines() == [f"failed: {part}" for part in failed]
