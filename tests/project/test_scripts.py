@@ -161,9 +161,9 @@ def test_the_gate_runs_every_part_and_names_those_that_failed(tmp_path, check, a
     assert done.returncode == (1 if check or aot else 0)
     assert done.stdout.startswith("check")
     assert "test --aot\n" in done.stdout
+    heart = "tests/test_jaxpr.py tests/collectives tests/memory tests/train"
     newest = [
-        "scripts/test --python python3.12 tests/test_jaxpr.py tests/collectives tests/memory "
-        "tests/train",
+        f"scripts/test --python python3.12 {heart}",
         "scripts/test --aot --python python3.12 tests/aot/test_aot_steps.py",
     ]
     newest = newest if shutil.which("python3.12") else []
