@@ -242,8 +242,9 @@ def _join_starts(lines: list[Instruction]) -> list[Instruction]:
     updates = {x.operands[0]: x for x in lines if x.opcode.endswith("-update") and x.operands}
     starts = {x.name: x for x in lines if x.name in updates and not x.operands}
     joined = {
-        (x := updates[name]).name: replace(start, name=x.name, type=x.type, operands=x.operands[1:])
-        for name, start in starts.items()
+        x.name: replace(starts[name], name=x.name, type=x.type, operands=x.operands[1:])
+        for name, x in updates.items()
+        if name in starts
     }
     return [joined.get(x.name, x) for x in lines if x.name not in starts]
 
