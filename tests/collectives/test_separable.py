@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import zerojax
-from tests.collectives.losses import BATCH, EXAMPLES, MEANS, OTHERS, PARAMS, TOKENS, entropy
+from tests.collectives.losses import BATCH, EXAMPLES, MEANS, OTHERS, PARAMS, TOKENS, entropy, logits
 
 
 def make(mesh, loss, reduce, accumulate=1):
@@ -44,8 +44,26 @@ def test_what_is_no_mean_over_examples_is_refused_with_the_operation(loss, match
         assert "losses.py:" in str(caught.value), "it names the user's line"
 
 
-def lowered(mesh, loss, accumulate):
-    step = make(mesh, loss, "each", accumulate)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+def test_constants_of_every_dtype_that_count_examples_are_read(dtype, mesh8):
+    def narrow(params, batch):
+        return entropy(logits(params, batch), batch["y"]).astype(dtype)
+
+    def counted(params, batch):  # a sum
+        values = narrow(params, batch)
+        return jnp.mean(values) * jnp.asarray(values.shape[0], dtype)
+
+    def divided(params, batch):  # a mean
+        values = narrow(params, batch)
+        return jnp.sum(values) / values.shape[0]
+
+    with pytest.raises(ValueError, match="grows with the number of examples"):
+        lowered(mesh8, counted, 1, "once")
+    lowered(mesh8, divided, 1, "once")
+
+
+def lowered(mesh, loss, accumulate, reduce="each"):
+    step = make(mesh, loss, reduce, accumulate)
     return step.lower(step.abstract_state(), BATCH)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
@@ -82,7 +83,8 @@ def _varying(one: Any, two: Any) -> int | None:
 
 def _constant(one: Any, two: Any) -> Value:
     """Read a constant: one that differs between the traces depends on the number of examples."""
-    is_number = np.issubdtype(getattr(one, "dtype", float), np.number)
+    # NumPy takes bfloat16 for no number.
+    is_number = jnp.issubdtype(getattr(one, "dtype", float), np.number)
     if isinstance(one, Tracer) or not is_number:
         return Value()
     a, b = np.asarray(one), np.asarray(two)
