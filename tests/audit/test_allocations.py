@@ -55,6 +55,12 @@ def test_other_bytes_tell_nothing_or_a_number(data):
     assert found is None or found > 0
 
 
+def test_an_allocation_that_is_no_message_counts_nothing():
+    for strange in (b"\x13\x01", b"\x0a\x05ab", b"\x08"):  # a group, cut off, without its number
+        data = block(field(6, field(3, field(3, strange))))
+        assert allocated_bytes(data) is None
+
+
 def test_what_is_cut_off_tells_nothing():
     whole = program([(256, 0, b""), (512, 1, b"")])
     assert allocated_bytes(whole) == 256

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.usefixtures("folder")
     [
         "--model tiny --devices 16 --shards 4 --model-axis 2 --hardware v7 --accumulate 2",
         "--params 70e9 --devices 48 --offload optimizer --hardware v5p --stage 3",
+        "--model tiny --devices 8 --stage 3 --keep-gathered",
+        "--model tiny --devices 8 --stage 2 --accumulate 2 --reduce once",
+        "--model tiny --devices 8 --search --batch-size 16",
     ],
 )
 def test_a_drawing_is_written(folder, capsys, asked):

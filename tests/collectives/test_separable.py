@@ -62,6 +62,37 @@ def test_constants_of_every_dtype_that_count_examples_are_read(dtype, mesh8):
     lowered(mesh8, divided, 1, "once")
 
 
+def first_few(params, batch):
+    """Add an expensive penalty of the first eight examples alone."""
+    few = logits(params, batch)[:8]
+    return entropy(logits(params, batch), batch["y"]).mean() + jnp.mean(few**2)
+
+
+def by_size(params, batch):
+    """Choose a temperature by the number of examples."""
+    scale = 0.1 if len(batch["y"]) > 8 else 1.0
+    return entropy(logits(params, batch) / scale, batch["y"]).mean()
+
+
+@pytest.mark.parametrize("loss", [first_few, by_size])
+def test_what_python_makes_of_the_size_of_the_whole_batch_is_seen(loss, mesh8):
+    """No part has more than eight examples: only the batch of 16 is another program."""
+    for accumulate in (1, 2):
+        with pytest.raises(ValueError, match="number of examples"):
+            lowered(mesh8, loss, accumulate, "once")
+
+
+def test_an_error_of_the_loss_tells_how_many_examples_it_had(mesh8):
+    def grouped(params, batch):
+        return entropy(logits(params, batch), batch["y"]).reshape(-1, 4).mean()
+
+    with pytest.raises(TypeError, match="reshape") as caught:
+        lowered(mesh8, grouped, 1, "once")
+    (note,) = (note for note in caught.value.__notes__ if "reduce" in note)
+    assert "with 2 examples" in note
+    assert "Recipe(reduce='each')" in note
+
+
 def lowered(mesh, loss, accumulate, reduce="each"):
     step = make(mesh, loss, reduce, accumulate)
     return step.lower(step.abstract_state(), BATCH)

@@ -71,6 +71,8 @@ REFUSALS = {
         ValueError,
         "axis of kind 'parameter' names no axis; a lower stage",
     ),
+    "no axis": (lambda: layout(axis=()), ValueError, "axis names no axis; a lower stage"),
+    "None for an axis": (lambda: layout(axis=None), ValueError, "axis names no axis"),
     "an unknown batch axis": (
         lambda: layout(batch_axes="dp"),
         ValueError,
@@ -137,6 +139,11 @@ REFUSALS = {
         "one of dim and whole is meant, got dim=0",
     ),
     "Rule: negative stacked": (lambda: rule(stacked=-1), ValueError, "stacked counts .* got -1"),
+    "more layer dims than dims": (
+        lambda: layout(rules=[rule(stacked=3)]),
+        ValueError,
+        r"stacked=3.* asks for more layer dims than leaf 'w' \(\d+, \d+\) has; name",
+    ),
     "Rule: dim as text": (lambda: rule(dim="0"), ValueError, "dim is a whole number, got '0'"),
     "make_mesh(8)": (lambda: mesh(8), TypeError, AXES + "8"),
     "make_mesh of a name": (lambda: mesh("data"), TypeError, AXES + "'data'"),

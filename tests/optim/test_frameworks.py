@@ -77,6 +77,45 @@ def test_a_loss_that_writes_into_its_model_is_refused_at_stage_3(mesh8):
         nnx.value_and_grad(loss)(model, X)
 
 
+class Tower(nnx.Module):
+    """Linear layers, each within a transformation that writes all of it back as it was."""
+
+    def __init__(self, how):
+        self.how, rngs = how, nnx.Rngs(0)
+        if how == "scan":
+            make = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs))
+            self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+        else:
+            self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        inner = (nnx.jit if self.how == "jit" else nnx.remat)(lambda x, layer: jnp.tanh(layer(x)))
+        if self.how == "scan":
+            return nnx.scan(inner, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        for layer in self.layers:
+            x = inner(x, layer)
+        return x
+
+
+@pytest.mark.parametrize("how", ["jit", "remat", "scan"])
+def test_parameters_that_nnx_writes_back_unchanged_are_no_writes(mesh8, how):
+    graph, params = nnx.split(Tower(how))
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+
+    def loss(params, x):
+        return jnp.mean((nnx.merge(graph, params)(x) - x) ** 2)
+
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=64)
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
+    state, metrics = step(step.init(params), jax.device_put(x, layout.batch))
+    want, grads = jax.jit(jax.value_and_grad(loss))(params, x)
+    assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-5)
+    pairs = zip(*(jax.tree.leaves(tree) for tree in (state.params, params, grads)), strict=True)
+    for new, old, grad in pairs:
+        np.testing.assert_allclose(new, old - 0.1 * grad, atol=1e-6)
+    assert not step.audit(jax.device_put(x, layout.batch)).problems
+
+
 class Net(eqx.Module):
     up: jax.Array
     down: jax.Array

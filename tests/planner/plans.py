@@ -80,8 +80,8 @@ def odd_mix(params, x):
     return jnp.mean(jnp.sin(h @ params["head"]))
 
 
-def odd_batch(num_examples):
-    return shape(num_examples, 64, 45, dtype=jnp.bfloat16)
+def odd_batch(num_examples, tokens=64):
+    return shape(num_examples, tokens, 45, dtype=jnp.bfloat16)
 
 
 TRACED = {"params": ODD, "loss_fn": odd_mix, "batch": odd_batch(16 * 3)}

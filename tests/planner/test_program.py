@@ -278,8 +278,9 @@ def test_scanned_layers_hand_on_what_they_carry():
         (lambda w, x: (w * (jnp.floor if len(x) < 8 else jnp.ceil)(w)).sum(), "floor for one"),
         (lambda w, x: sum((row @ w).sum() for row in x), "eqns for one batch are"),
         (lambda w, x: ((x @ w) @ (x @ w).T).sum(), "grows faster than the batch"),
+        (lambda w, x: (x.reshape(2, 2, 5) @ w).sum(), "for 4 examples as for 8.*reshape"),
     ],
-    ids=["a branch", "unrolled", "each example with each"],
+    ids=["a branch", "unrolled", "each example with each", "a batch by number"],
 )
 def test_a_loss_that_is_another_program_for_another_batch_is_refused(loss, why):
     trace = Trace(loss, shape(5, 5), shape(4, 5))

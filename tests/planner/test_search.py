@@ -162,9 +162,9 @@ def test_microbatches_are_tried_from_the_largest_to_the_first_that_fits_and_one_
 def test_a_third_of_an_odd_batch_can_be_what_fits():
     """Powers of two do not divide it: the smallest microbatch is one example all the same."""
     space = Space(stages=(0,), model_axes=(1,), num_shards=(8,), offload=False)
-    given = {"num_devices": 8, "space": space, "remat": "full", "batch": odd_batch(8 * 3)}
+    given = {"num_devices": 8, "space": space, "remat": "full", "batch": odd_batch(8 * 3, 256)}
     whole = find("traced", **given)[0]
-    smaller = planned_again("traced", divided(whole, 3), batch=odd_batch(8 * 3))
+    smaller = planned_again("traced", divided(whole, 3), batch=given["batch"])
     assert smaller.bytes.total < whole.bytes.total
     found = find("traced", **given, memory_limit=smaller.bytes.total)
     assert [one.recipe.accumulate for one in found] == [3]
@@ -275,3 +275,13 @@ def test_tables_hold_choices_and_front():
     text = " ".join(str(choices).split())
     assert f"fastest of {len(choices)} that fit" in text
     assert "none is both faster and smaller" in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "option"), [(2, {"reshard_after_forward": False}), (3, {"reduce": "once"})]
+)
+def test_a_recipe_that_no_stage_takes_is_refused_by_its_name(stage, option):
+    with pytest.raises(ValueError, match=rf"none of the stages \({stage},\) takes") as caught:
+        find("traced", space=Space(stages=(stage,)), **option)
+    assert next(iter(option)) in str(caught.value)
+    assert "batch" not in str(caught.value)

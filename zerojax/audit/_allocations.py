@@ -43,30 +43,27 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
             at += size
 
 
-def _messages(data: memoryview, number: int) -> Iterator[memoryview]:
-    """Visit the messages in a field; none where the data is no message."""
-    try:
-        found = [x for n, x in _fields(data) if n == number and isinstance(x, memoryview)]
-    except (IndexError, KeyError):
-        return
-    yield from found
+def _messages(data: memoryview, number: int) -> list[memoryview]:
+    """List the messages in a field."""
+    return [x for n, x in _fields(data) if n == number and isinstance(x, memoryview)]
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Visit the fields of a message: number and value."""
+def _fields(data: memoryview) -> list[tuple[int, int | memoryview]]:
+    """List the fields of a message, number and value; none where the data is no message."""
+    found: list[tuple[int, int | memoryview]] = []
     at = 0
-    while at < len(data):
-        tag, at = _number(data, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            value, at = _number(data, at)
-            yield number, value
-            continue
-        size, at = (_WIDTHS[kind], at) if kind != 2 else _number(data, at)
-        if at + size > len(data):
-            raise IndexError("a field ends behind its message")
-        yield number, data[at : at + size]
-        at += size
+    with contextlib.suppress(IndexError, KeyError):
+        while at < len(data):
+            tag, at = _number(data, at)
+            number, kind = tag >> 3, tag & 7
+            if kind == 0:
+                value, at = _number(data, at)
+                found.append((number, value))
+                continue
+            size, at = (_WIDTHS[kind], at) if kind != 2 else _number(data, at)
+            found.append((number, data[at : at + size]))
+            at += size
+    return found if at == len(data) else []
 
 
 def _number(data: memoryview, at: int) -> tuple[int, int]:

@@ -165,11 +165,12 @@ class Evidence:
         """Map leaves of the layout to what the program makes of them: kinds of state to values."""
         entry, outputs = Frame(computation=self.module.entry), self.program.outputs
         results = entry.computation.root.operands
+        results = dict(zip(outputs, results, strict=True)) if len(results) == len(outputs) else {}
         found: dict[int, dict[str, Value]] = {}
-        for one, new in self.pairs if len(results) == len(outputs) else ():
+        for one, new in self.pairs if results else ():
             if one.parameter is not None:
                 values = found.setdefault(one.parameter, {})
-                values[one.kind] = Value(entry, results[outputs.index(new)], None)
+                values[one.kind] = Value(entry, results[new], None)
         return found
 
     @cached_property

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class PlanOptions(StepOptions):
     json: bool = option(False, panel=OUTPUT)
     """Print the figures of each plan as JSON in the place of tables."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
-    """Draw what a device holds under each stage, and the time of a step."""
+    """Draw what a device holds and moves under each stage, or by the fastest six of a search."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,7 +178,7 @@ def _show_stages(asked: PlanQuestion, screen: Screen) -> None:
             screen.say(line)
     else:
         screen.show(plans[0])
-    _keep(plans, asked, screen)
+    _keep(plans, {f"stage {one.stage}": one for one in plans}, asked, screen)
     if asked.options.memory_limit is not None and not any(one.fits for one in plans):
         least = min(plans, key=lambda one: one.bytes.total)
         raise Failure(
@@ -192,21 +192,23 @@ def _show_search(asked: PlanQuestion, screen: Screen) -> None:
         choices = asked.search()
     _show_question(asked, screen)
     screen.show(choices)
-    _keep(choices.plans, asked, screen)
+    fastest = {f"{rank}: stage {one.stage}": one for rank, one in enumerate(choices.plans[:6], 1)}
+    _keep(choices.plans, fastest, asked, screen)
 
 
-def _keep(found: Sequence[Plan], asked: PlanQuestion, screen: Screen) -> None:
-    """Print JSON and draw all stages, where that was asked for."""
+def _keep(
+    found: Sequence[Plan], drawn: Mapping[str, Plan], asked: PlanQuestion, screen: Screen
+) -> None:
+    """Print JSON and draw, where that was asked for."""
     options = asked.options
     if options.json:
         typer.echo(json.dumps([one.to_dict() for one in found], indent=2))
     if options.plot is None:
         return
-    plans = {f"stage {stage}": asked.plan(stage) for stage in STAGES}
     hardware = f"{options.devices:,} x {asked.hardware.name}"
     step = options.step_in_words(asked.num_examples, asked.config.context)
-    title = f"{plans['stage 0'].num_params:,} parameters, {hardware}\n{step}"
-    charts.write(charts.compare(plans, title=title), options.plot)
+    title = f"{found[0].num_params:,} parameters, {hardware}\n{step}"
+    charts.write(charts.compare(drawn, title=title), options.plot)
     screen.wrote(options.plot)
 
 

@@ -191,7 +191,7 @@ def reduce_once(
     is_row: list[bool] = []
 
     def local(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-        if refused := why_no_mean(loss_fn, params, batch, count):
+        if refused := why_no_mean(loss_fn, params, batch, count, num_parts):
             raise ValueError(
                 "with reduce='once' each device computes the loss of its own examples, and "
                 f"{refused}; write Recipe(reduce='each'), or {REMEDY}"

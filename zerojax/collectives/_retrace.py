@@ -39,7 +39,7 @@ from zerojax._jaxpr import (
     scan_parts,
     variables,
 )
-from zerojax._tree import leaves_by_path, with_leaves_like
+from zerojax._tree import with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
 from zerojax.collectives._copies import (
@@ -54,6 +54,7 @@ from zerojax.collectives._copies import (
 )
 from zerojax.collectives._forms import auto_region
 from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
+from zerojax.collectives._writes import trace_unwritten
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Precision, Recipe
 
@@ -105,14 +106,10 @@ def gather_where_used(
             jax.ShapeDtypeStruct(leaf.shape, x.dtype)
             for leaf, x in zip(layout.leaves, stored, strict=True)
         ]
+        params_of = functools.partial(with_leaves_like, params, layout.structure)
         # On a mesh that is set, a model may place its activations over axes that are its own.
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
-            traced, out = jax.make_jaxpr(
-                lambda leaves, *args: _unchanged(
-                    loss_fn, with_leaves_like(params, layout.structure, leaves), *args
-                ),
-                return_shape=True,
-            )(logical, *args)
+            traced, out = trace_unwritten(loss_fn, params_of, logical, *args)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
         boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
@@ -307,20 +304,3 @@ class _Retracer:
 def _uncopied(value: Any) -> Any:
     """Return the box of what other uses read copies of; pass anything else on."""
     return value.box if isinstance(value, Copied) else value
-
-
-def _unchanged(loss_fn: LossFn, params: PyTree, *args: Any) -> Any:
-    """Run a loss; refuse it where it writes to its parameters' tree, as an nnx module allows.
-
-    What it writes there belongs to this trace and would be lost.
-    """
-    before = jax.tree.leaves(params)
-    out = loss_fn(params, *args)
-    after = leaves_by_path(params)
-    changed = [path for path, was in zip(after, before, strict=True) if after[path] is not was]
-    if changed:
-        raise ValueError(
-            f"gather_where_used: the loss writes {changed[0]!r} into the model that it was given, "
-            "where it would be lost; return what changes (aux), and pass it in as an argument"
-        )
-    return out

@@ -1,6 +1,7 @@
 """Whether a loss is a mean over examples, so that devices may compute it from their own.
 
-The loss is traced for two batch sizes. A dim that differs between the traces counts examples; a
+The loss is traced for two batch sizes, that of a part and that of the whole batch, since Python may
+look at them (`x[:16]`, `if len(x) > 32`). A dim that differs between the traces counts examples; a
 constant that differs depends on how many there are. With 4 and 8 examples:
 
     l:f32[4]  |  l:f32[8]      a value of each example
@@ -36,12 +37,17 @@ REMEDY = (
 
 
 def why_no_mean(
-    loss_fn: Callable[[PyTree, PyTree, None], Any], params: PyTree, batch: PyTree, count: int
+    loss_fn: Callable[[PyTree, PyTree, None], Any],
+    params: PyTree,
+    batch: PyTree,
+    count: int,
+    num_parts: int = 1,
 ) -> Refused | None:
-    """Return why the loss of a microbatch is not the mean of those of its parts; None if it is.
+    """Return why a loss is not the mean of those of its microbatches; None if it is.
 
     `loss_fn(params, microbatch, None)` returns the loss and whatever else, of `count` microbatches
-    of the batch. What refuses it says the operation, and where it stands.
+    of a batch, which is one of `num_parts` of the whole. What refuses it says the operation, and
+    where it stands.
     """
     batch = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
     few = max(num_examples(batch) or 0, 2)
@@ -49,22 +55,36 @@ def why_no_mean(
         *(Value() for _ in jax.tree.leaves(params)),
         *jax.tree.leaves(map_batch(lambda _: Value(1), batch, lambda x: Value(fresh=is_key(x)))),
     ]
-    try:
-        one, two = (_traced(loss_fn, params, batch, size) for size in (few, 2 * few))
-        (loss,) = _Reader(few).run(one, two, values)
-        if loss.degree:
-            raise Refused(f"it grows with the number of examples (to the power {loss.degree:g})")
-    except Refused as refused:
-        return refused
-    return None
+
+    def why(times: int) -> Refused | None:
+        sizes = (few, times * few)
+        try:
+            one, two = (_traced(loss_fn, params, batch, size, num_parts) for size in sizes)
+            (loss,) = _Reader(few, times).run(one, two, values)
+        except Refused as refused:
+            return refused
+        grows = f"it grows with the number of examples (to the power {loss.degree:g})"
+        return Refused(grows) if loss.degree else None
+
+    times = max(count * num_parts, 2)
+    refused = why(times)
+    # JAX may sort many examples otherwise than few: of sizes near to each other more is told.
+    return refused and (why(2) or refused)
 
 
-def _traced(loss_fn: Any, params: PyTree, batch: PyTree, size: int) -> core.ClosedJaxpr:
+def _traced(
+    loss_fn: Any, params: PyTree, batch: PyTree, size: int, num_parts: int
+) -> core.ClosedJaxpr:
     """Trace the loss alone, without what else is returned, for some number of examples."""
     try:
         traced = jax.make_jaxpr(loss_fn)(params, resized(batch, size), None)
     except Exception as error:
         if size == num_examples(batch):
+            if num_parts > 1:
+                error.add_note(
+                    f"Under reduce='once' the loss is called with {size} examples, what a device "
+                    "has of a microbatch; Recipe(reduce='each') calls it with the whole one."
+                )
             raise
         raise Refused(f"it can't be traced for {size} examples: {error}") from error
     wanted = [number == 0 for number in range(len(traced.jaxpr.outvars))]
@@ -81,7 +101,7 @@ def _varying(one: Any, two: Any) -> int | None:
     return found[0] if found else None
 
 
-def _constant(one: Any, two: Any) -> Value:
+def _constant(one: Any, two: Any, times: int) -> Value:
     """Read a constant: one that differs between the traces depends on the number of examples."""
     # NumPy takes bfloat16 for no number.
     is_number = jnp.issubdtype(getattr(one, "dtype", float), np.number)
@@ -91,8 +111,16 @@ def _constant(one: Any, two: Any) -> Value:
     if (a.shape, a.tobytes()) == (b.shape, b.tobytes()):
         return Value(zero=not a.any())
     if a.size == b.size == 1 and a != 0 and b / a > 0:
-        return Value(degree=round(math.log2(float(b / a)), 6))
+        return Value(degree=_power(float(b) / float(a), times, a.dtype))
     raise Refused("a constant in it has entries that depend on the number of examples")
+
+
+def _power(ratio: float, times: int, dtype: Any) -> float:
+    """Return to which power of `times` a ratio is, half powers as far as the dtype tells."""
+    power = math.log(ratio) / math.log(times)
+    near = round(2 * power) / 2
+    exact = 2 * float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+    return near if abs(ratio / times**near - 1) <= max(exact, 1e-6) else round(power, 6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +128,18 @@ class _Reader:
     """Goes through the two traces side by side."""
 
     num_examples: int  # of the first
+    times: int  # as many has the second
 
     def run(self, one: Any, two: Any, values: Sequence[Value]) -> list[Value]:
         """Return what is known of a program's results, from what is known of its inputs."""
         (one, mine), (two, others) = opened(one), opened(two)
         known = dict(zip(one.invars, values, strict=True))
-        known.update(zip(one.constvars, map(_constant, mine, others), strict=True))
+        same = (_constant(a, b, self.times) for a, b in zip(mine, others, strict=True))
+        known.update(zip(one.constvars, same, strict=True))
 
         def read(atoms: Sequence[Any], same: Sequence[Any]) -> list[Value]:
             return [
-                known[a] if is_variable(a) else _constant(a.val, b.val)
+                known[a] if is_variable(a) else _constant(a.val, b.val, self.times)
                 for a, b in zip(atoms, same, strict=True)
             ]
 

@@ -101,9 +101,10 @@ def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
             raise ValueError(
                 f"axis of kind {kind!r} is {own}; give it those of the kinds before it too, {axes}"
             )
-        if is_by_kind and not own:
+        if not own:
+            of = f" of kind {kind!r}" if is_by_kind else ""
             raise ValueError(
-                f"axis of kind {kind!r} names no axis; a lower stage keeps what is whole everywhere"
+                f"axis{of} names no axis; a lower stage keeps what is whole everywhere"
             )
         found[kind] = axes = (*axes, *(name for name in own if name not in axes))
     found["master"] = axes

@@ -141,10 +141,10 @@ class Trace:
         """The operations, sizes as lines over the number of examples."""
         few = max(self.num_examples, 2)  # a batch of one may be another program
         sizes = (few, 2 * few)
-        one, two = map(self._jaxpr, sizes)
+        one = self._jaxpr(few)
         try:
-            return read_operations(one, two, sizes)
-        except ValueError as error:
+            return read_operations(one, self._jaxpr(2 * few), sizes)
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the loss can't be planned, which takes the same operations for {sizes[0]} "
                 f"examples as for {sizes[1]}, on arrays twice as large: {error}; write the loss so"

@@ -176,11 +176,15 @@ class _Hunt:
         self.num_examples = self.any.num_examples
 
     def run(self) -> Choices:
-        families = [
-            list(self._microbatches(devices, stage, recipe))
-            for devices in self._meshes()
-            for stage, recipe in self._families(devices)
-        ]
+        meshes = list(self._meshes())
+        asked = [(devices, *way) for devices in meshes for way in self._families(devices)]
+        if meshes and not asked:
+            raise ValueError(
+                f"none of the stages {tuple(self.space.stages)} takes {self.recipe}: "
+                "reshard_after_forward=False is for stage 3, reduce='once' for those below; give "
+                "other stages, or leave that to the search"
+            )
+        families = [list(self._microbatches(*one)) for one in asked]
         tried = tuple(itertools.chain.from_iterable(families))
         if not tried:
             raise ValueError(

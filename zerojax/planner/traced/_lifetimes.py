@@ -18,13 +18,10 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from zerojax.planner.traced._operations import BACKENDS, Backend, Op, Operations, Value, run_late
+from zerojax.planner.traced._split import num_parts
 
-#: Elements of a GPU's output tile.
-_TILE = 128 * 128
-#: Of what a split contraction has to be a multiple.
-_MULTIPLE = 8
 #: Launches from the one that makes a value to its last use, for libtpu to keep it in vector memory.
-_SOON = 3
+_SOON = 5
 
 
 class Part(NamedTuple):
@@ -269,15 +266,17 @@ class Lifetimes:
                 or (op.kind == "scatter" and t not in self.summed)
             ):
                 return True
-        if not self.backend.fuses_operands or len(self.readers.get(value, ())) < 2:
+        if len(self.readers.get(value, ())) < 2:
             return False
         # The product that a sum reads, such as a residual stream's, writes it for all its readers.
-        op, values = self.program.ops[self.maker[value]], self.program.values
+        op = self.program.ops[self.maker[value]]
         if op.name in ("add", "add_any") and len(op.read) == 2:
             return all(self._elements(v) == self._elements(value) for v in op.read)
+        if not self.backend.fuses_operands:
+            return False
         # Two products make a softmax's gradient again; what a cast narrows they read.
-        own = values[value].dtype.itemsize
-        return merged > 1 and any(values[v].dtype.itemsize > own for v in op.read)
+        own = self.itemsize(value)
+        return merged > 1 and any(self.itemsize(v) > own for v in op.read)
 
     def _reads(self, t: int, op: Op) -> frozenset[int]:
         """List the buffers and parameters that an operation that runs reads."""
@@ -294,12 +293,19 @@ class Lifetimes:
             return frozenset({self.owner.get(value, value)})
         return frozenset({value}) if value in self.stored else self.sources[value]
 
-    def is_split(self, op: Op, examples: float, size: float) -> bool:
-        """Return whether a dot product of so many bytes is made from padded copies of operands."""
-        if op.name != "dot_general" or op.contracted.at(examples) % _MULTIPLE == 0:
-            return False
-        elements = size / self.program.values[op.outputs[0]].dtype.itemsize
-        return elements / _TILE < self.backend.splits_contraction
+    def num_parts(self, op: Op, examples: float) -> int:
+        """Count the parts that a dot product is made in; see `_split`."""
+        k = op.contracted.at(examples)
+        if op.name != "dot_general" or not self.backend.splits_products or not k:
+            return 1
+        read = [self.program.values[v] for v in (*op.read[:2], op.outputs[0])]
+        left, right, made = (x.bytes.at(examples) / x.dtype.itemsize for x in read)
+        batch = left * right / (made * k * k)  # bmk * bkn / (bmn * k * k)
+        m, n = left / (batch * k), right / (batch * k)
+        return num_parts(m, n, k, batch, self.itemsize(op.outputs[0]))
+
+    def itemsize(self, value: int) -> int:
+        return self.program.values[value].dtype.itemsize
 
     def _takes_over(self, op: Op, gone: tuple[int, ...]) -> tuple[int, ...]:
         if op.kind in ("fused", "scatter"):

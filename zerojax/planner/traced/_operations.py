@@ -108,9 +108,8 @@ class Backend:
     #: them, and reductions into the one that makes what they read (TPU); else operands of a dot
     #: product lie in memory, and what a gather reads is merged into it (GPU, CPU)
     fuses_operands: bool = False
-    #: output tiles below which a dot product is split along what it sums over to keep all cores
-    #: busy (GPU); where that does not divide, padded copies of both operands are made first
-    splits_contraction: int = 0
+    #: whether dot products are made in parts that are added up (GPU; `_split`)
+    splits_products: bool = False
     #: whether the gather of the next weight is under way while one is used
     prefetches: bool = False
     #: whether operations run as late as possible (GPU); else in their order
@@ -118,7 +117,7 @@ class Backend:
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "gpu": Backend(splits_contraction=132, prefetches=True, runs_late=True),
+    "gpu": Backend(splits_products=True, prefetches=True, runs_late=True),
     "tpu": Backend(fuses_operands=True, prefetches=True),
     "cpu": Backend(),
 }

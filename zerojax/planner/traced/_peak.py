@@ -21,9 +21,13 @@ from types import MappingProxyType
 
 from zerojax.planner.traced._lifetimes import Launch, Lifetimes
 from zerojax.planner.traced._operations import Op
+from zerojax.planner.traced._split import is_padded
 
 #: Gathers below this are never what matters: norms and biases.
 _SMALL = 2**14
+#: The part of vector memory in which all that a small scan makes lies; gathered weights, and the
+#: gradients of a list, which wait for each other, lie in memory.
+_ALL = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,9 @@ def peak_of(
     owners = {v: leaves[part.leaf] for v, part in parameters.items()}
     held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
-    return clock.peak(held, frozenset(batch if frees else held))
+    peak, fixed = clock.peak(held, frozenset(batch if frees else held)), sum(held.values())
+    is_small = peak - fixed <= _ALL * clock.sharing.vector_memory
+    return fixed if is_small and not (lifetimes.is_list or clock.gathers) else peak
 
 
 def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) -> float:
@@ -132,7 +138,7 @@ class _Clock:
             reused = _reused(launch, alive, wanted, kept)
             marks = [self.lifetimes.marked[v] for v in wanted if v in self.lifetimes.marked]
             turned = sum(self.leaves[x.leaf].turned for x in marks)
-            beyond = within + self._padded(launch, kept) + beside + leaving + turned
+            beyond = within + self._parts(launch, kept) + beside + leaving + turned
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel":
                 leaving = 0.0
@@ -201,18 +207,21 @@ class _Clock:
         ]
         return [*ahead.values(), *whole]
 
-    def _padded(self, launch: Launch, kept: frozenset[int]) -> float:
-        """Count padded copies of a split dot product's operands, which are there while it runs.
+    def _parts(self, launch: Launch, kept: frozenset[int]) -> float:
+        """Count what a dot product that is made in parts has beside it while it runs.
 
-        In a list of layers, that of a parameter that nothing else reads any more takes its place.
+        The parts, and padded copies of its operands; in a list of layers, that of a parameter that
+        nothing else reads any more takes its place.
         """
         op, lives = launch.op, self.lifetimes
-        size = self.sizes[op.outputs[0]] if op.outputs else 0.0
-        if not lives.is_split(op, self.examples, size):
+        if (parts := lives.num_parts(op, self.examples)) == 1:
             return 0.0
+        written = 4 * parts * self.sizes[op.outputs[0]] / lives.itemsize(op.outputs[0])
+        if not is_padded(op.contracted.at(self.examples), parts):
+            return written
         last = dict(lives.uses) if lives.is_list else {}
         ends = {v for v, time in last.items() if time == launch.time} - kept
-        return sum(self.sizes[v] for v in op.read[:2] if lives.owner.get(v) not in ends)
+        return written + sum(self.sizes[v] for v in op.read[:2] if lives.owner.get(v) not in ends)
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:

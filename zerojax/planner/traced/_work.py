@@ -7,6 +7,7 @@ from typing import NamedTuple
 from zerojax.planner.hardware import Hardware
 from zerojax.planner.traced._lifetimes import Launch, Lifetimes
 from zerojax.planner.traced._peak import HeldLeaf
+from zerojax.planner.traced._split import is_padded
 
 
 class Work(NamedTuple):
@@ -66,8 +67,11 @@ def work_of(
         # A lookup reads what it finds and no more of the table.
         read = launch.reads - near if op.kind != "gather" else launch.results
         traffic = sum(moved(scope, v) for v in itertools.chain(read, launch.results))
-        if scope.is_split(op, examples, moved(scope, op.outputs[0])):
-            traffic += 2 * sum(moved(scope, v) for v in op.read[:2])
+        if (parts := scope.num_parts(op, examples)) > 1:
+            numbers = moved(scope, op.outputs[0]) / scope.itemsize(op.outputs[0])
+            traffic += 2 * 4 * parts * numbers  # written and read, in fp32
+            if is_padded(op.contracted.at(examples), parts):
+                traffic += 2 * sum(moved(scope, v) for v in op.read[:2])
         return Work.of(op.flops.at(examples) / model_axis, traffic, hardware, is_wide=op.is_wide)
 
     def stacks(scope: Lifetimes) -> Work:

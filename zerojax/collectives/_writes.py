@@ -1,0 +1,70 @@
+"""What a loss writes to the tree of parameters that it is given, as models with state in nodes may.
+
+`nnx.remat` and `nnx.jit` write every parameter back into its module, unchanged: a result that only
+passes on what went in. Of `a, b = jit[jaxpr={ lambda x. (x * 2, x) }] w`, `b` is `w`. Anything else
+belongs to this trace and would be lost.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from zerojax._jaxpr import bodies, called, opened, scan_parts
+from zerojax._tree import leaves_by_path
+from zerojax._types import PyTree
+
+
+def trace_unwritten(
+    loss_fn: Callable[..., Any], params_of: Callable[[Sequence[Any]], PyTree], *args: Any
+) -> tuple[core.ClosedJaxpr, Any]:
+    """Trace `loss_fn(params_of(leaves), *rest)` for `args` of leaves and rest; give its shapes too.
+
+    Raises:
+        ValueError: it writes something new to a leaf of its parameters, which is named.
+    """
+    paths: list[str] = []
+
+    def watched(leaves: Sequence[Any], *rest: Any) -> Any:
+        params = params_of(leaves)
+        before = jax.tree.leaves(params)
+        out = loss_fn(params, *rest)
+        after = leaves_by_path(params)
+        pairs = zip(after.items(), before, strict=True)
+        written = {path: (was, now) for (path, now), was in pairs if now is not was}
+        paths[:] = written
+        return out, list(written.values())
+
+    traced, (out, _) = jax.make_jaxpr(watched, return_shape=True)(*args)
+    if not paths:
+        return traced, out
+    num_outputs = len(jax.tree.leaves(out))
+    results = traced.jaxpr.outvars[num_outputs:]
+    for path, was, now in zip(paths, results[::2], results[1::2], strict=True):
+        if _passed_on(traced.jaxpr, now) is not was:
+            raise ValueError(
+                f"gather_where_used: the loss writes {path!r} into the model that it was given, "
+                "where it would be lost; return what changes (aux), and pass it in as an argument"
+            )
+    wanted = [number < num_outputs for number in range(len(traced.jaxpr.outvars))]
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, traced.consts), out
+
+
+def _passed_on(jaxpr: Any, var: Any) -> Any:
+    """Return the input that a variable is, passed on by calls and by loops that slice and stack."""
+    while maker := next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None):
+        scan = maker.primitive.name == "scan"
+        consts, carry = scan_parts(maker.params) if scan else (0, 0)
+        program = bodies(maker)[0] if scan else called(maker)
+        place = maker.outvars.index(var)
+        if program is None or place < carry:
+            return None
+        inner = opened(program)[0]
+        source = _passed_on(inner, inner.outvars[place])
+        if source not in inner.invars[consts + carry :]:
+            return None
+        var = maker.invars[inner.invars.index(source)]
+    return var
