@@ -45,7 +45,6 @@ class Shown:
         return "\n".join(map(str.rstrip, self._printed().export_text().splitlines())) + "\n"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         printed = self._printed()
         return printed.export_html(theme=_COLOURS, code_format=_PAGE, inline_styles=True)
 
@@ -99,7 +98,6 @@ class Unit(NamedTuple):
         return f"{count / self.size:,.2f}" if self in BINARY else amount(count / self.size)
 
     def words(self, count: float) -> str:
-        """Write bytes with this unit: 79.11 GiB."""
         return f"{self.number(count)} {self.name}"
 
 

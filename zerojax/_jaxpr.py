@@ -72,7 +72,6 @@ def has_inside(eqn: Any) -> bool:
 
 
 def with_inner(eqn: Any) -> Iterator[Any]:
-    """Yield an equation and those of all programs that it holds."""
     yield eqn
     for program in core.jaxprs_in_params(eqn.params):
         for inner in program.eqns:
@@ -99,12 +98,10 @@ def runs_in_place(eqn: Any) -> bool:
 
 
 def is_variable(atom: Any) -> bool:
-    """Whether an input or result of an equation is a variable; else it is a literal."""
     return not isinstance(atom, core.Literal)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return the atoms that are variables; the others are literals."""
     return list(filter(is_variable, atoms))
 
 
@@ -191,7 +188,6 @@ def is_elementwise(eqn: Any) -> bool:
 
 
 def _fits(operand: Any, result: Any) -> bool:
-    """Whether an operand is a scalar, or has the result's sizes or 1."""
     sizes = zip(operand.shape, result.shape, strict=False)
     return operand.ndim in (0, result.ndim) and all(a in (1, b) for a, b in sizes)
 

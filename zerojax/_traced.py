@@ -84,7 +84,6 @@ class Traced:
         return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
 
     def maker(self, var: Any) -> Any:
-        """Return the equation that makes a variable; None for an input."""
         return self.eqns[self._made[var]] if var in self._made else None
 
     def is_scalar(self, var: Any) -> bool:
@@ -98,7 +97,6 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def is_fill(eqn: Any) -> bool:
-    """Whether an equation fills an array with one number."""
     return eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
 
 

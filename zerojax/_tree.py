@@ -135,11 +135,12 @@ def floating_dtype(own: Any, wanted: Any) -> Any:
     return wanted if wanted is not None and jnp.issubdtype(own, jnp.floating) else own
 
 
-def as_shapes(tree: PyTree) -> PyTree:
-    """Replace every leaf by its shape and dtype."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype(leaf)), tree)
+def as_shapes(tree: PyTree, dtype: Any = None) -> PyTree:
+    """Replace every leaf by its shape and dtype; floating ones have `dtype`, if one is given."""
 
+    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        own = getattr(leaf, "dtype", None)
+        own = jnp.result_type(leaf) if own is None else own
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), floating_dtype(own, dtype))
 
-def _dtype(leaf: Any) -> Any:
-    found = getattr(leaf, "dtype", None)
-    return jnp.result_type(leaf) if found is None else found
+    return jax.tree.map(shape_of, tree)

@@ -142,7 +142,7 @@ REFUSALS = {
     "more layer dims than dims": (
         lambda: layout(rules=[rule(stacked=3)]),
         ValueError,
-        r"stacked=3.* asks for more layer dims than leaf 'w' \(\d+, \d+\) has; name",
+        r"stacked=3.* asks for a dim that leaf 'w' \(\d+, \d+\) does not have",
     ),
     "Rule: dim as text": (lambda: rule(dim="0"), ValueError, "dim is a whole number, got '0'"),
     "make_mesh(8)": (lambda: mesh(8), TypeError, AXES + "8"),

@@ -83,7 +83,6 @@ def keep(key: str, answer: Program | DoesNotFit) -> None:
 
 
 def _path(key: str) -> Path:
-    """Return the file of a key, in the folder that programs are kept in."""
     if named := os.environ.get(VARIABLE):
         return Path(named).expanduser() / f"{key}.json.gz"
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")

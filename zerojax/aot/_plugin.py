@@ -117,7 +117,6 @@ def _has_module(package: str, name: str) -> bool:
 
 
 def has_accelerators() -> bool:
-    """Return whether the system shows a TPU or a GPU, whatever jax can use."""
     return any(any(Path("/dev").glob(pattern)) for pattern in _DEVICE_FILES)
 
 

@@ -44,7 +44,6 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
 
 
 def _messages(data: memoryview, number: int) -> list[memoryview]:
-    """List the messages in a field."""
     return [x for n, x in _fields(data) if n == number and isinstance(x, memoryview)]
 
 

@@ -111,7 +111,6 @@ def _common_prefix(
 
 
 def _prefix(path: str, of: str) -> str | None:
-    """Return what stands before a parameter's path; None where the path is not of it."""
     if of == ".":
         return path
     if path == of:

@@ -112,17 +112,14 @@ class Evidence:
 
     @cached_property
     def ours(self) -> tuple[Move, ...]:
-        """Return the moves along the axes of ZeRO and of the batch."""
         return tuple(move for move in self.moves if move.is_ours)
 
     @cached_property
     def large(self) -> tuple[Move, ...]:
-        """Return those of them that are large enough to be judged one by one."""
         return tuple(move for move in self.ours if move.record.elements >= self.floor)
 
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:
-        """List every state argument with the result that takes its place in the next step."""
         return pairs(self.program, self.held)
 
     @cached_property
@@ -202,7 +199,6 @@ class Evidence:
         return frozenset(tool for tool, file in TOOLS.items() if file in files)
 
     def gathered_elements(self, indices: Iterable[int]) -> int:
-        """Count the elements per device of some leaves, of those that the layout partitions."""
         leaves = [self.layout.leaves[index] for index in indices]
         local = (self.layout.local_shape(x, x.stored_shape) for x in leaves if x.dim is not None)
         return sum(map(math.prod, local))
@@ -211,11 +207,9 @@ class Evidence:
         return [one for one in self.held if one.kind in kinds]
 
     def leaf_names(self, *moves: Move) -> str:
-        """Name the leaves that some collectives may move, the first two of many."""
         return self.paths(index for move in moves for index in move.match.leaves)
 
     def paths(self, indices: Iterable[int]) -> str:
-        """Name leaves of the layout, the first two of many."""
         return some([self.layout.leaves[index].path for index in dict.fromkeys(indices)], 2)
 
 
@@ -245,7 +239,6 @@ def _scales_shapes(layout: Layout) -> dict[int, set[tuple[int, ...]]]:
 
 
 def some(names: Sequence[str], count: int = 3) -> str:
-    """Name the first few of many."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
 

@@ -108,7 +108,6 @@ class Matcher:
 
 
 def key_of(shape: Shape) -> Key:
-    """Return the dims above 1, sorted."""
     return tuple(sorted(size for size in shape if size > 1))
 
 

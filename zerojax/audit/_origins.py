@@ -21,7 +21,6 @@ class Origins:
         self._clean: set[tuple[str, str, int | None]] = set()
 
     def are_of_examples(self, values: Iterable[Value]) -> bool:
-        """Return whether one of some values is made of a device's own examples."""
         return not self._batch.isdisjoint(self._arguments(values))
 
     def is_activation(self, value: Value) -> bool:

@@ -159,7 +159,6 @@ class _Placements:
         return len(self._placed) - 1
 
     def memory_kind(self, sharding: Any) -> str:
-        """Name the memory of a placement, nothing for the platform's own."""
         kind = getattr(sharding, "memory_kind", None) or "device"
         own = ("device", "unpinned_host") if self.platform == "cpu" else ("device",)
         return "" if kind in own else kind

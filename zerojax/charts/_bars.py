@@ -38,7 +38,6 @@ class Bar:
         return max(sum(self.parts.values()), self.theory or 0)
 
     def within(self, available: float) -> Bar:
-        """Return the same bar, which fits only where its parts do."""
         fits = self.fits and sum(self.parts.values()) <= available
         return dataclasses.replace(self, fits=fits)
 

@@ -111,7 +111,6 @@ def _digest(path: Path) -> FileDigest:
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
-    """Read files and return their digests, by path below `root` with slashes."""
     names = {path.relative_to(root).as_posix(): path for path in sorted(paths)}
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         return dict(zip(names, threads.map(_digest, names.values()), strict=True))

@@ -182,7 +182,6 @@ class Checkpoints:
         return self._copies
 
     def _described(self, step: int) -> Path:
-        """Return the folder, which all see, of the manifest of a copy on the hosts."""
         return self.directory / LOCAL / str(step)
 
     def wait(self) -> None:

@@ -228,7 +228,6 @@ def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoRetu
 
 
 def is_key(x: Any) -> bool:
-    """Return whether a leaf holds typed PRNG keys."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -101,7 +101,6 @@ class LocalCopies:
 
 
 def cuts(x: Any) -> dict[int, tuple[str, ...]]:
-    """Return the dims of an array that are partitioned, and over which axes."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in x.sharding.spec)
     return {dim: tuple(names) for dim, names in enumerate(entries) if names}
 

@@ -58,7 +58,6 @@ class Writing:
             future.result()
 
     def join(self) -> None:
-        """Join the parts; called by one process when all have waited."""
         if self._futures:
             self._handler.finalize(self._directory)
 

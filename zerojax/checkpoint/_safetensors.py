@@ -86,7 +86,6 @@ class SafetensorsReader:
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is such a file, or an index of several, by its name."""
     return local_path(path).name.endswith((SUFFIX, INDEX_SUFFIX))
 
 

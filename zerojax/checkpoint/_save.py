@@ -202,7 +202,6 @@ def start_save(
 
 
 def _step_of(leaves: Mapping[str, jax.Array]) -> int | None:
-    """Read the number of steps off a leaf of that name, as a train state has one."""
     found = leaves.get("step")
     if found is None or found.shape or not jnp.issubdtype(found.dtype, jnp.integer):
         return None

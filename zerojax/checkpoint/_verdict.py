@@ -71,7 +71,6 @@ def find_sources(
 
 
 def check_leaves(found: Leaves, wanted: Leaves, path: Path) -> None:
-    """Refuse weights that are not those that are wanted, leaf by leaf."""
     _, lines = _compare(found, wanted)
     if lines:
         raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
@@ -111,7 +110,6 @@ def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves) -> str:
 def _difference(
     path: str, leaf: SavedLeaf, source: str, found: SavedLeaf, *, lossy: bool
 ) -> list[str]:
-    """List why a leaf can't be read from its source; empty where it can."""
     if found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=lossy):
         return []
     where = f"{path!r}" if source == path else f"{path!r} (from {source!r})"

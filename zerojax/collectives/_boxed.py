@@ -59,7 +59,6 @@ class Boxed:
 
     @property
     def held(self) -> frozenset[int]:
-        """The dims that are cut, by the user or by ZeRO."""
         own = (dim for dim, axes in enumerate(self.entries) if axes)
         return frozenset(own) if self.dim is None else frozenset({*own, self.dim})
 
@@ -148,7 +147,6 @@ class Opening:
         return dataclasses.replace(boxed, value=placed(boxed.value))
 
     def num_parts(self, boxed: Boxed, dim: int) -> int:
-        """Return into how many parts a dim of a box is cut."""
         axes = (*boxed.entries[dim], *(self.layout.axis if dim == boxed.dim else ()))
         return math.prod(self.layout.mesh.shape[axis] for axis in axes)
 

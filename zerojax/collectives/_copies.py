@@ -64,7 +64,6 @@ class Copied:
     whole: jax.Array | None = None
 
     def gathered(self, opening: Opening) -> "Copied":
-        """Gather it now, with all that is recorded, for all turns of a loop."""
         whole = checkpoint_name(self.copies(opening), GATHERED)
         origin = dataclasses.replace(self.origin, recorded=())
         return dataclasses.replace(self, origin=origin, whole=whole)
@@ -99,7 +98,6 @@ class Copied:
 
 @jax.custom_vjp
 def _with_gradient_of(values: jax.Array, other: jax.Array) -> jax.Array:
-    """Return values whose gradient goes to another array of their shape."""
     return values
 
 
@@ -308,7 +306,6 @@ def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
 
 
 def _one_each(copies: jax.Array, box: Boxed, opening: Opening) -> jax.Array:
-    """Place copies, one on each device, cut as the user cuts the weight."""
     layout = opening.layout
     return constrain(copies, layout, P(layout.batch_axes, *as_spec(box.entries)))
 

@@ -28,7 +28,6 @@ class Whole:
 
 
 def is_whole(x: Any) -> bool:
-    """Whether a node of a batch is marked whole."""
     return isinstance(x, Whole)
 
 
@@ -61,13 +60,11 @@ def unmarked(batch: PyTree) -> PyTree:
 
 
 def num_examples(batch: PyTree) -> int | None:
-    """Count the examples; None where no array holds any."""
     leaves = jax.tree.leaves(batch, is_leaf=is_whole)
     return next((x.shape[0] for x in leaves if has_examples(x)), None)
 
 
 def resized(batch: PyTree, size: int) -> PyTree:
-    """Return the shapes of a batch with another number of examples."""
 
     def shape(x: Any, *size: int) -> Any:
         return jax.ShapeDtypeStruct((*size, *jnp.shape(x)[len(size) :]), x.dtype)

@@ -28,7 +28,6 @@ def constrain(x: jax.Array, layout: Layout, spec: P) -> jax.Array:
 
 
 def to_stored(x: jax.Array, leaf: LeafLayout) -> jax.Array:
-    """Pad a logical leaf with zeros to its stored shape."""
     if not leaf.is_padded:
         return x
     widths = [(0, new - old) for old, new in zip(leaf.shape, leaf.stored_shape, strict=True)]
@@ -36,7 +35,6 @@ def to_stored(x: jax.Array, leaf: LeafLayout) -> jax.Array:
 
 
 def to_logical(x: jax.Array, leaf: LeafLayout) -> jax.Array:
-    """Cut the padding off a stored leaf."""
     if not leaf.is_padded:
         return x
     return jax.lax.slice(x, [0] * x.ndim, leaf.shape)
@@ -103,7 +101,6 @@ def _is_explicit(x: Any) -> bool:
 
 
 def shard_spec(layout: Layout, leaf: Placed, kind: Kind) -> P:
-    """Return the spec of a leaf's shards; the user's own axes stay the major ones."""
     return as_spec(leaf.entries, leaf.dim, layout.axes[kind])
 
 
@@ -238,7 +235,6 @@ class PerDevice:
         return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axes), start, rows, dim)
 
     def spec(self, dim: int) -> P:
-        """Return the spec of what `sum_over` returns."""
         return P(*[None] * dim, self._names)
 
 
@@ -299,6 +295,5 @@ def encode(x: jax.Array, along: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, scales: jax.Array, along: int, dtype: Any) -> jax.Array:
-    """Return what codes and scales stand for."""
     blocks = _in_blocks(codes.astype(jnp.float32), along, scales.shape[along])
     return (blocks * jnp.expand_dims(scales, along + 1)).reshape(codes.shape).astype(dtype)

@@ -131,7 +131,6 @@ def _kept(eqns: Sequence[Any], paths: dict[int, Any], bound: int) -> dict[int, H
 
 
 def _num_before(eqn: Any) -> int:
-    """Count the equations of a gather before anything moves; 0 where it may not be joined."""
     inner = called(eqn) if is_gather(eqn) and len(eqn.invars) == 1 else None
     names = [] if inner is None else [x.params.get("name") for x in opened(inner)[0].eqns]
     return names.index(CUT) + 1 if CUT in names else 0
@@ -152,14 +151,12 @@ def _gathered(group: _Group, values: list[Any], layout: Layout) -> list[Any]:
 
 
 def _made(x: Any, how: tuple[Any, Any]) -> Any:
-    """Make the next value of a shard's; barriers are passed by."""
     eqn, var = how
     given = {variables(eqn.invars)[0]: x}
     return x if is_barrier(eqn) else run_equations([eqn], given, [var])[0]
 
 
 def _halves(eqn: Any, shard: Any) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Run a gather up to what moves; return also what it does with that when it is whole."""
     inner, at = opened(called(eqn))[0], _num_before(eqn)
     given, (name,) = inputs_of(called(eqn), [shard]), inner.eqns[at - 1].outvars
     (x,) = run_equations(inner.eqns[:at], given, [name])

@@ -150,7 +150,6 @@ def _meet_outer(given: Iterable[int | None]) -> int | None:
 
 
 def _degree(name: str, values: Sequence[Value]) -> float:
-    """Return the power of the number of examples that a result grows with."""
     if name in _PRODUCTS:
         return values[0].degree + (-1 if name == "div" else 1) * values[1].degree
     degrees = {value.degree for value in values if not value.zero}

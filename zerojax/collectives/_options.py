@@ -67,7 +67,6 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
 
 
 def _is_for(row: Mapping[str, Any], layout: Layout) -> bool:
-    """Return whether a set is for these devices, and for what the stage partitions."""
     kind = str(layout.devices.flat[0].device_kind)
     return (
         layout.platform == row["platform"]

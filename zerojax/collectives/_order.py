@@ -179,7 +179,6 @@ class _Order:
                 ready = []
 
     def _maker(self, var: Any, is_it: Callable[[Any], Any]) -> Any:
-        """Return the last equation of a kind on the way to a value; None where there is none."""
         path, _ = path_to(var, self.eqns, self.places)
         eqns = (self.eqns[self.places[x]] for x in path if x in self.places)
         return next(filter(is_it, eqns), None)
@@ -251,12 +250,10 @@ def is_named(eqn: Any, name: str) -> bool:
 
 
 def adds_up(eqn: Any) -> bool:
-    """Whether an equation is a sum or a product, as over all examples."""
     return eqn.primitive.name == "reduce_sum" or num_products(eqn) > 0
 
 
 def is_gather(eqn: Any) -> bool:
-    """Whether an equation's result is a gathered weight."""
     return makes_gathered(eqn.primitive.name, eqn.params)
 
 
@@ -284,5 +281,4 @@ def path_to(var: Any, eqns: Sequence[Any], places: dict[Any, int]) -> tuple[list
 
 
 def is_barrier(eqn: Any) -> bool:
-    """Whether results of an equation wait for all of its operands."""
     return eqn.primitive.name == "optimization_barrier"

@@ -51,7 +51,6 @@ class Spread:
         return tuple(-(-size // n) for size, n in zip(self.shape, self.parts, strict=True))
 
     def pad(self, rows: jax.Array) -> jax.Array:
-        """Pad rows so that all parts are as large; each device keeps what it has."""
         more = [(0, -size % n) for size, n in zip(self.shape, self.parts, strict=True)]
         return jnp.pad(rows, [(0, 0), *more])
 
@@ -220,7 +219,6 @@ def _width(spreads: Sequence[Spread]) -> int:
 
 
 def _flat(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    """Lay the parts of each row side by side: [rows, *local] each to [rows, elements]."""
     return jnp.concatenate([x.reshape(len(x), -1).astype(dtype) for x in arrays], 1)
 
 

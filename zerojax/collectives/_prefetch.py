@@ -232,7 +232,6 @@ class _Halves:
         return [x if step is None else count(step, x) for x, step in pairs]
 
     def gather(self, given: Sequence[Any]) -> list[Any]:
-        """Gather the weights of a layer; values that the loop computes are not read."""
         wanted = [eqn.outvars[0] for eqn in self.gathers]
         eqns = [eqn for eqn in opened(self.body)[0].eqns if not eqn.effects]
         return self._run(eqns, given, {}, wanted)

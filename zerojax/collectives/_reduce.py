@@ -99,7 +99,6 @@ def _joined(aux: PyTree, is_row: list[bool], join: Callable[[Any], Any]) -> PyTr
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Return a value in a dtype that holds a sum of many: 32 bits at least."""
     if x.dtype.itemsize >= 4 or not jnp.issubdtype(x.dtype, jnp.number):
         return x
     return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)

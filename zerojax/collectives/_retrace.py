@@ -138,7 +138,6 @@ class _Retracer:
         return run(program, args, self._step)
 
     def opened(self, value: Any) -> Any:
-        """Open a box, in the dtype that the program gave it; pass arrays on."""
         return self.opening.opened(_uncopied(value))
 
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -302,5 +301,4 @@ class _Retracer:
 
 
 def _uncopied(value: Any) -> Any:
-    """Return the box of what other uses read copies of; pass anything else on."""
     return value.box if isinstance(value, Copied) else value

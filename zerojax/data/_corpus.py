@@ -55,7 +55,6 @@ class Tokenizer:
         return np.concatenate([np.asarray(one.ids, dtype) for one in found])
 
     def num_bytes(self, tokens: np.ndarray) -> int:
-        """Count the bytes of the text that tokens stand for."""
         if self.reads_bytes:
             return tokens.size
         return len(self._inner.decode(tokens.tolist(), skip_special_tokens=False).encode())
@@ -81,7 +80,6 @@ class Corpus:
 
 
 def standard_library_files() -> list[Path]:
-    """List the source files of this Python's standard library, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(path for path in _walk(root, leave_out=_LEFT_OUT) if path.suffix == ".py")
 
@@ -109,7 +107,6 @@ def find_files(inputs: Iterable[StrPath]) -> list[Path]:
 
 
 def _files_in(path: Path) -> list[Path]:
-    """List a file itself, or the text files below a folder; nothing for a pipe or a device."""
     if path.is_dir():
         return [file for file in _walk(path) if file.is_file() and _is_text(file)]
     return [path] if path.is_file() else []

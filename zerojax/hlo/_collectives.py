@@ -70,7 +70,6 @@ class Collective:
 
     @property
     def trips(self) -> tuple[int | None, ...]:
-        """Return the lengths of the loops around it, outermost first."""
         return tuple(loop.trip_count for loop in self.loops)
 
     @property

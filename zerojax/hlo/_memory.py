@@ -163,7 +163,6 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
 
 
 def host_parameters(module: Module) -> set[int]:
-    """Return the numbers of the program's parameters that lie in the host's memory."""
     parameters = module.entry.parameters.items()
     return {number for number, line in parameters if any(x.is_far for x in line.shapes)}
 

@@ -37,7 +37,6 @@ _NUMBERED = re.compile(r"(?:bf|bfloat|f|float|s|int|u|uint|c|complex)(\d+)(?:_?e
 
 
 def element_bits(dtype: str) -> int | None:
-    """Return the bits of one element, for a dtype as HLO or as numpy spells it; None if unknown."""
     if dtype in ("pred", "bool"):
         return 8
     match = _NUMBERED.fullmatch(dtype)
@@ -79,7 +78,6 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Tensor, ...]:
-        """List the tensors of the result, a tuple's flattened."""
         return parse_shapes(self.type)
 
     @cached_property
@@ -125,7 +123,6 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """Return the result: the line marked ROOT, or the last."""
         marked = [instruction for instruction in self.instructions if instruction.is_root]
         return marked[0] if marked else self.instructions[-1]
 

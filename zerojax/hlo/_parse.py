@@ -59,7 +59,6 @@ def parse_collectives(program: str | Module) -> Collectives:
 
 
 def is_collective(line: Instruction) -> bool:
-    """Return whether an instruction moves data between devices, or waits for one that does."""
     return _OPCODE.fullmatch(line.opcode) is not None
 
 

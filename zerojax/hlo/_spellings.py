@@ -90,5 +90,4 @@ OPCODES = {
 
 
 def having(trait: str) -> frozenset[str]:
-    """Return the opcodes that do something."""
     return frozenset(OPCODES[trait].split())

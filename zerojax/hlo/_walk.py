@@ -91,7 +91,6 @@ def inner_sites(
 
 
 def num_runs(loops: Iterable[Loop]) -> int:
-    """Return how often loops within each other run; one of unknown length counts as one turn."""
     return math.prod(1 if loop.trip_count is None else loop.trip_count for loop in loops)
 
 
@@ -222,7 +221,6 @@ def find_carries(module: Module) -> Iterator[Carry]:
 
 
 def _grows(module: Module, frame: Frame, line: Instruction, body: Frame, index: int) -> bool:
-    """Return whether a value is an element of a loop's state that was added to or written into."""
     if line.opcode in _GROWS:
         operands = line.operands[: 2 if line.opcode == "add" else 1]
         found = (source_of(module, frame, operand) for operand in operands)

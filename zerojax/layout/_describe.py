@@ -239,7 +239,6 @@ class Holders(Shown):
 
 
 def _shown_dim(leaf: LeafLayout) -> int:
-    """Return the dim that bars run along: the one that ZeRO cuts, else the first that is cut."""
     cut = [dim for dim, names in enumerate(leaf.entries) if names]
     return leaf.dim if leaf.dim is not None else (*cut, 0)[0]
 

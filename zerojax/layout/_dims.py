@@ -70,7 +70,6 @@ class Dims:
         return tuple(map(self.find, self._labels[atom]))
 
     def find(self, label: int) -> int:
-        """Return the one label that stands for all that are the same."""
         while self._parents[label] != label:
             self._parents[label] = self._parents[self._parents[label]]
             label = self._parents[label]
@@ -80,7 +79,6 @@ class Dims:
         return {self.find(label) for eqn in eqns for label in self._mixed[id(eqn)]}
 
     def met(self, eqn: Any) -> set[int]:
-        """Return the labels that meet in an equation as rows and columns of matrices."""
         return set(map(self.find, self._met[id(eqn)]))
 
     def read(self, eqns: Sequence[Any]) -> None:
@@ -129,7 +127,6 @@ class Dims:
             yield jaxpr.eqns
 
     def _tie(self, eqn: Any, atoms: Sequence[Any], inner: Sequence[Any]) -> None:
-        """Let values be the same outside and inside; a scan works along the dim that it slices."""
         for atom, other in zip(atoms, inner, strict=True):
             labels = self.labels(atom)
             more = len(labels) - len(other.aval.shape)
@@ -216,7 +213,6 @@ class Dims:
 
 
 def has_matrices(eqns: Iterable[Any]) -> bool:
-    """Whether any equation, within loops and branches too, may be of matrices."""
     return any(
         inner.primitive.name in _MATRICES | _OTHERS for eqn in eqns for inner in with_inner(eqn)
     )

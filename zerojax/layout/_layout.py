@@ -214,8 +214,8 @@ def _check_choices(rules: Any, min_size: Any) -> None:
 
 def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int) -> LeafLayout:
     matching = [rule for rule in layout.rules if rule.kind == "parameter" and rule.matches(path)]
-    ruled = (r.stacked_of(path, leaf.shape) for r in matching if r.stacked is not None)
-    stacked = next(ruled, stacked)
+    layers = next((r for r in matching if r.stacked is not None), None)
+    stacked = stacked if layers is None else layers.stacked_of(path, leaf.shape)
     rule = next((r for r in matching if r.whole or r.dim is not None), None)
     taken = sorted({name for name in itertools.chain(*entries) if name in layout.axis})
     cut = None

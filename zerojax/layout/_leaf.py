@@ -194,15 +194,6 @@ class Rule:
         """Return whether the rule is for the leaf with this path."""
         return re.search(self.path, path) is not None
 
-    def stacked_of(self, path: str, shape: Shape) -> int | None:
-        """Return how many layer dims a leaf has by the rule, or raise a ValueError."""
-        if self.stacked is not None and self.stacked > len(shape):
-            raise ValueError(
-                f"{self} asks for more layer dims than leaf {path!r} {shape} has; name what is "
-                "stacked otherwise in a rule before it"
-            )
-        return self.stacked
-
     def dim_of(self, path: str, shape: Shape) -> int | None:
         """Return the dim of a leaf that the rule asks for, counted from the front.
 
@@ -214,6 +205,12 @@ class Rule:
         if not -len(shape) <= self.dim < len(shape):
             raise ValueError(f"{self} asks for a dim that leaf {path!r} {shape} does not have")
         return self.dim % len(shape)
+
+    def stacked_of(self, path: str, shape: Shape) -> int:
+        """Return the number of a leaf's layer dims; raises as `dim_of` does."""
+        if (found := self.stacked or 0) > len(shape):
+            raise ValueError(f"{self} asks for a dim that leaf {path!r} {shape} does not have")
+        return found
 
 
 #: Padding is worth it where a shard is at most half of the leaf; with two shards, three quarters.

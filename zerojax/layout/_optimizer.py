@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._tree import floating_dtype, leaves_like, named_tuples, path_name
+from zerojax._tree import as_shapes, leaves_like, named_tuples, path_name
 from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout._leaf import Cut, LeafLayout, Rule
 from zerojax.layout._owners import Way, find_owners, find_ways, possible_ways
@@ -34,7 +34,6 @@ class OptimizerLayout:
 
     @property
     def padded(self) -> tuple[tuple[int, Shape], ...]:
-        """Number and logical shape of the leaves that are stored with padding."""
         leaves = enumerate(self.leaves)
         return tuple((number, leaf.shape) for number, leaf in leaves if leaf.is_padded)
 
@@ -90,9 +89,7 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
     is told by tracing `tx.init` once more with all sizes distinct. Others go by their shape.
     """
     tx = as_transformation(tx)
-    shapes = layout.map_leaves(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, floating_dtype(leaf.dtype, dtype))
-    )
+    shapes = as_shapes(layout.shapes, dtype)
     pairs, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, shapes))
     found = [leaf for _, leaf in pairs]
     owners = find_owners(tx, shapes, found, structure)

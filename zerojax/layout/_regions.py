@@ -49,7 +49,6 @@ class Region:
         return 1 if dim is None else self.moved[0].aval.shape[dim]
 
     def row_dim(self, var: Any) -> int | None:
-        """Return the dim of a value whose rows are matrices of their own."""
         labels = self.dims.labels(var)
         return labels.index(self.rows) if self.rows in labels else None
 

@@ -80,7 +80,6 @@ class Phases:
     cut: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
 
     def expand(self, axes: Iterable[str]) -> Axes:
-        """Name axes of the layout's mesh as `mesh` has them."""
         return tuple(piece for axis in axes for piece in self.cut.get(axis, (axis,)))
 
     def __str__(self) -> str:

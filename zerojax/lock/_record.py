@@ -297,7 +297,6 @@ def _record(held: dict[str, Any]) -> StepRecord:
 
 
 def write_lock(path: Path, records: Mapping[str, StepRecord]) -> None:
-    """Write records in the order of their names, whole or not at all; a line per leaf."""
     steps = {name: _to_dict(records[name]) for name in sorted(records)}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(_dumps({"format": FORMAT, "steps": steps}, depth=4) + "\n")
@@ -313,7 +312,6 @@ def _to_dict(record: StepRecord) -> dict[str, Any]:
 
 
 def _dumps(value: Any, depth: int, indent: str = "") -> str:
-    """Write JSON with a line per entry down to some depth."""
     if not depth or not isinstance(value, dict) or not value:
         return json.dumps(value)
     inner = indent + "  "

@@ -28,5 +28,4 @@ def has_host_memory(device: Any) -> bool:
 
 
 def memory_kinds(device: Any) -> tuple[str, ...]:
-    """Name the kinds of memory that a device addresses; none where it does not tell."""
     return tuple(memory.kind for memory in device.addressable_memories())

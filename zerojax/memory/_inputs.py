@@ -30,7 +30,6 @@ def mesh_parts(axis: str | None) -> int:
 
 
 def check_axis(axis: str, mesh: Any) -> None:
-    """Refuse an axis that a mesh does not have."""
     if axis not in mesh.axis_names:
         raise ValueError(
             f"RematPolicy(partition={axis!r}): the mesh has no such axis; it has {dict(mesh.shape)}"
@@ -90,10 +89,8 @@ def _dim_to_cut(x: jax.Array, axis: str | None) -> int | None:
 
 
 def _is_activation(x: jax.Array) -> bool:
-    """Whether a value can be cut: a floating array of examples."""
     return jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.ndim(x) > 1
 
 
 def _spec(x: jax.Array, dim: int, axis: str | None) -> P:
-    """Place one dim and leave the others as they are."""
     return P(*[axis if d == dim else P.UNCONSTRAINED for d in range(x.ndim)])

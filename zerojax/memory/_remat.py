@@ -89,7 +89,6 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
 
 
 def _names(jaxpr: Any) -> Iterator[str]:
-    """Yield the names that `jax.ad_checkpoint.checkpoint_name` gave to values."""
     for eqn in opened(jaxpr)[0].eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
@@ -107,7 +106,6 @@ NO_LAYERS = (
 
 
 def check_policy(policy: RematPolicy, mesh: Any) -> None:
-    """Refuse an axis that a mesh does not have, and an offload where its devices have no host's."""
     if policy.partition is not None:
         check_axis(policy.partition, mesh)
     if policy.offload:

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 
 def num_parts(axis: str | None) -> int:
-    """Count the devices along an axis of type Auto of the mesh that is set; 1 where it has none."""
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return mesh.shape[axis] if (axis, AxisType.Auto) in types else 1

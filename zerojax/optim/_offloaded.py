@@ -215,7 +215,6 @@ def _mixes(does: str) -> ValueError:
 
 
 def _fill(number: Any, like: jax.Array, aval: Any) -> jax.Array:
-    """Fill an array with one number in the memory of another: jax makes it in the device's."""
     nothing = jnp.logical_and(like != 0, False).astype(aval.dtype)
     if aval.dtype == jnp.bool_:
         return jax.lax.bitwise_or(nothing, jnp.asarray(number, bool))

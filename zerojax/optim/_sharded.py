@@ -97,7 +97,6 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
 
 
 def init_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree) -> PyTree:
-    """Build the stored state from logical parameters, shard by shard."""
     placed = state_layout(tx, layout, params)
 
     def build(params: PyTree) -> PyTree:
@@ -107,14 +106,12 @@ def init_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree)
 
 
 def in_layout_of_params(tree: PyTree, layout: Layout) -> PyTree:
-    """Place logical leaves as the layout places logical parameters."""
     return layout.map_leaves(
         lambda _, x, sharding: constrain(x, layout, sharding.spec), tree, layout.params
     )
 
 
 def store_state(state: PyTree, placed: OptimizerLayout, layout: Layout) -> PyTree:
-    """Turn a logical state into stored shards."""
     leaves = zip(placed.flatten(state), placed.leaves, strict=True)
     return placed.structure.unflatten(store(x, leaf, layout) for x, leaf in leaves)
 
@@ -122,13 +119,11 @@ def store_state(state: PyTree, placed: OptimizerLayout, layout: Layout) -> PyTre
 def state_layout(
     tx: optax.GradientTransformation, layout: Layout, params: PyTree
 ) -> OptimizerLayout:
-    """Place the state that an optimizer makes from these parameters, dtypes included."""
     dtypes = {x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)}
     return layout.optimizer(tx, dtypes.pop() if len(dtypes) == 1 else None)
 
 
 def as_params(tree: PyTree, layout: Layout, what: str, *, within: bool = False) -> PyTree:
-    """Return a tree in the structure of the layout's parameters; see `Layout.flatten`."""
     return layout.structure.unflatten(layout.flatten(tree, what, within=within))
 
 
@@ -145,12 +140,10 @@ def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def _in_place_of(tree: PyTree, new: PyTree, layout: Layout) -> PyTree:
-    """Return a tree as the caller holds it, with the leaves of one in the layout's structure."""
     return with_leaves_like(tree, layout.structure, layout.structure.flatten_up_to(new))
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Return whether any leaf is being traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 

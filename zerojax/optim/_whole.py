@@ -48,7 +48,6 @@ class _Runner:
         return run_equations(last, values, outputs, self._step)
 
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        """Run an equation; the branches of a cond may have regions of many leaves."""
         if eqn.primitive.name != "cond" or not self._regions.dims.met(eqn):
             return bind(eqn, values)
 

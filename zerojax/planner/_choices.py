@@ -55,11 +55,9 @@ class Choices(Shown):
         return len(self.plans)
 
     def __getitem__(self, rank: int) -> Plan:
-        """Return a choice by its rank."""
         return self.plans[rank]
 
     def __iter__(self) -> Iterator[Plan]:
-        """Go through the choices, fastest first."""
         return iter(self.plans)
 
     @property

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from zerojax._tree import as_shapes, floating_dtype, path_name
+from zerojax._tree import as_shapes, path_name
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives import has_examples, is_whole, resized, unmarked
 from zerojax.memory import has_layers, rematerialised
@@ -55,13 +55,12 @@ class Demand:
 
     @property
     def has_layers(self) -> bool:
-        """Whether it knows layers that can be rematerialised otherwise."""
         return self.trace is not None and self.trace.has_layers
 
     def peak(self, given: Setting, count: int) -> float:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
         if self.trace is None:
-            return given.held
+            return sum(leaf.held + leaf.kept + leaf.gradient for leaf in given.leaves)
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         options = {"frees": given.frees, "accumulate": given.recipe.accumulate}
         return self._peaks(lifetimes, given.leaves, count, sharing=given.sharing, **options)
@@ -69,13 +68,12 @@ class Demand:
     def work(self, given: Setting, count: int) -> Work:
         """Count products and traffic with the device's memory; without a loss three reads."""
         if self.trace is None:
-            return Work.of(0.0, 3 * given.gathered, given.hardware)
+            return Work.of(0.0, 3 * sum(x.gathered for x in given.leaves), given.hardware)
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         parts = given.sharing.model_axis
         return self._works(lifetimes, given.leaves, count, given.hardware, model_axis=parts)
 
     def checkpoints(self, given: Setting, count: int) -> float:
-        """Count the bytes of layer inputs that go to the host."""
         if self.trace is None or not given.sharing.offloads:
             return 0.0
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
@@ -125,10 +123,7 @@ class Trace:
             )
         self.num_examples, self.remat = next(iter(sizes.values())), remat
         self._loss_fn = lambda params, batch: loss_fn(params, unmarked(batch))
-        self._params = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, floating_dtype(x.dtype, dtype)),
-            as_shapes(params),
-        )
+        self._params = as_shapes(params, dtype)
         self._batch, self._has_aux = as_shapes(batch), has_aux
         if remat is not None and remat.recompute != "none" and not self.has_layers:
             raise ValueError(

@@ -228,7 +228,6 @@ class _Hunt:
         return share_out(self.num_devices, placement)
 
     def _cuts(self, model_axis: int) -> bool:
-        """Return whether a model axis can be planned for the model."""
         # What moves is known of scanned layers alone.
         return model_axis == 1 or self.any.carried_elements(1) > 0
 
@@ -280,7 +279,6 @@ class _Hunt:
             beyond = plan.bytes.total <= self.limit
 
     def _splits(self, whole: int) -> list[int]:
-        """List numbers of microbatches that leave whole examples in each."""
         given = self.recipe.accumulate
         if not whole:  # there is no loss
             return [given]

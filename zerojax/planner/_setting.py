@@ -54,14 +54,6 @@ class Setting:
         """Whether a parameter's buffer is free after its last use: it comes back from a master."""
         return self.recipe.precision.master is not None and self.recipe.accumulate == 1
 
-    @property
-    def held(self) -> float:
-        return sum(leaf.held + leaf.kept + leaf.gradient for leaf in self.leaves)
-
-    @property
-    def gathered(self) -> float:
-        return sum(leaf.gathered for leaf in self.leaves)
-
     @cached_property
     def theory(self) -> Theory:
         return theory_of(
@@ -83,12 +75,10 @@ class Setting:
 
     @cached_property
     def hosted(self) -> int:
-        """The bytes of optimizer states and masters that live on the host."""
         return self._optimizer if self.recipe.offload else 0
 
     @property
     def optimizer(self) -> int:
-        """The bytes of those that live on the device."""
         return self._optimizer - self.hosted
 
     @property
@@ -172,7 +162,6 @@ def place(
 
 
 def hosts_inputs(recipe: Recipe) -> bool:
-    """Return whether layer inputs wait for the backward pass in the host's memory."""
     return recipe.remat is not None and LAYER_INPUT in recipe.remat.offload
 
 
@@ -233,7 +222,6 @@ def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf
 
 
 def _scatters(leaf: LeafLayout, network: Network) -> bool:
-    """Return whether a gradient is reduce-scattered on this hardware: XLA all-reduces on a CPU."""
     phases = network.phases((DATA,), "reduce-scatter")
     if leaf.dim is None or len(phases) < 2:
         return network.hardware.platform != "cpu"

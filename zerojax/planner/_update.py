@@ -16,7 +16,7 @@ import optax
 from jax.extend import core
 
 from zerojax._jaxpr import num_products, opened
-from zerojax._tree import floating_dtype
+from zerojax._tree import as_shapes
 from zerojax._types import Axes
 from zerojax.layout import Layout, has_matrices
 from zerojax.optim import sharded
@@ -33,7 +33,6 @@ class Matrices(NamedTuple):
 
 
 def multiplies(tx: optax.GradientTransformation, params: Any) -> bool:
-    """Return whether an optimizer's update has operations of matrices."""
     try:
         return has_matrices(jax.make_jaxpr(_update(tx))(params).eqns)
     except (TypeError, ValueError):  # it asks for functions of the loss, which a plan does not have
@@ -42,10 +41,7 @@ def multiplies(tx: optax.GradientTransformation, params: Any) -> bool:
 
 def matrices_of(tx: optax.GradientTransformation, layout: Layout, recipe: Recipe) -> Matrices:
     """Count what an update that `multiplies` moves and multiplies on a device."""
-    wide = recipe.precision.updated
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, floating_dtype(x.dtype, wide)), layout.shapes
-    )
+    params = as_shapes(layout.shapes, recipe.precision.updated)
     elements: dict[Axes, float] = {}
     num_bytes: dict[Axes, float] = {}
     flops, is_wide = 0.0, False

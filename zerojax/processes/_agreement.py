@@ -49,7 +49,6 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
 
 
 def _packed(text: str) -> str:
-    """Compress a text; the program of a large model is some MB long."""
     return base64.b64encode(zlib.compress(text.encode()))[:MOST_SENT].decode()
 
 

@@ -29,7 +29,6 @@ _LOST = (jax.errors.JaxRuntimeError, ProcessError)
 
 
 def has_started() -> bool:
-    """Whether this process uses its devices already, and so can't be connected any more."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()

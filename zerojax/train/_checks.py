@@ -69,7 +69,6 @@ def _difference(name: str, x: Any, want: Any) -> str:
 
 
 def _lies_otherwise(x: Any, wanted: NamedSharding) -> bool:
-    """Return whether an array was placed, and not as wanted; a traced one has no place yet."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
         return False
     return not x.sharding.is_equivalent_to(wanted, x.ndim)

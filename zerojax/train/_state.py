@@ -57,7 +57,6 @@ _STORED = (
 
 
 def hold(params: PyTree, layout: Layout) -> PyTree:
-    """Return parameters as a state holds them: `Stored` if some of them are padded."""
     padded = layout.partitions("parameter") and any(leaf.is_padded for leaf in layout.leaves)
     return Stored(params) if padded else params
 
@@ -128,13 +127,11 @@ def _by_memory(tree: PyTree) -> dict[str, list[Any]]:
 
 
 def _bytes_per_device(x: Any) -> int:
-    """Count the bytes of a leaf that one device holds; a leaf without placement counts whole."""
     sharding = getattr(x, "sharding", None)
     return num_bytes(x.shape if sharding is None else sharding.shard_shape(x.shape), x.dtype)
 
 
 def _count_of(step: Any) -> str:
-    """Write how many steps were done, where that can be read."""
     if not isinstance(step, jax.Array) or isinstance(step, Tracer):
         return "shapes of a state"
     return "donated to a step" if step.is_deleted() else f"step {int(step)}"

@@ -237,7 +237,6 @@ class TrainStep(Shown):
         return auto_region(run, self.layout, self._spec_like(batch))(state, batch)
 
     def _spec_like(self, batch: PyTree) -> Callable[[Any], P]:
-        """Return where a result lies: rows of examples over the batch axes, the rest everywhere."""
         rows = num_examples(batch)
         return lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P()
 
@@ -324,7 +323,6 @@ class TrainStep(Shown):
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:
-    """Return the loss that is differentiated, and the one that is told, as `accumulate` wants."""
 
     def run(params: PyTree, given: dict[str, Any], carried: PyTree) -> Any:
         loss, aux, carried = loss_fn(params, given, carried)

@@ -43,7 +43,6 @@ def next_loss_scale(policy: DynamicLossScale, now: LossScale, finite: jax.Array)
 
 
 def kept_unless(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Return the new leaves where the gradients are finite, else the old ones as they were."""
     return jax.tree.map(lambda x, was: jnp.where(finite, x, was), new, old)
 
 
@@ -64,7 +63,6 @@ def unscaled(grads: PyTree, now: LossScale | None) -> PyTree:
 
 
 def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
-    """Cast the floating leaves of a tree; None casts nothing."""
     return jax.tree.map(lambda x: x.astype(floating_dtype(x.dtype, dtype)), tree)
 
 
@@ -205,7 +203,6 @@ class Update:
         return self.tx.update(grads, state, params, grad=grads, **extra)
 
     def _logical(self, x: jax.Array, leaf: LeafLayout, is_far: bool = False) -> jax.Array:
-        """View a leaf as logical shards; what lives with the host stays as it is."""
         if is_far:
             return x
         is_stored = x.shape == leaf.stored_shape

@@ -37,8 +37,7 @@ def tolerance(evidence: Evidence) -> float:
         and (any("[" in span for span in move.spans) or set(move.axes) not in groups)
         for move in evidence.large
     )
-    kind = "in stages" if staged else "at once"
-    return TOLERANCE[kind][evidence.layout.partitions("parameter")]
+    return TOLERANCE["in stages" if staged else "at once"][evidence.layout.partitions("parameter")]
 
 
 def check_volume(evidence: Evidence) -> Iterator[Problem]:

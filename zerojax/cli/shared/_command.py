@@ -165,7 +165,6 @@ class Screen:
         self.console = Console(highlight=False, width=None if known else width, quiet=quiet)
 
     def show(self, what: RenderableType) -> None:
-        """Print a table, or text on as many columns as it takes."""
         self.console.print(what, soft_wrap=isinstance(what, Text))
 
     def facts(self, rows: Mapping[str, str]) -> None:
@@ -183,7 +182,6 @@ class Screen:
         self.show(Text(text, style="dim"))
 
     def wrote(self, *paths: Path | None) -> None:
-        """Print which files were written; None is one that nobody asked for."""
         if names := ", ".join(str(path) for path in paths if path is not None):
             self.say(f"wrote {names}")
 

@@ -74,7 +74,6 @@ def train(options: TrainOptions) -> None:
 
 
 def _connect(options: TrainOptions) -> int:
-    """Connect this process with the others, if there are any; returns how many there are."""
     # jax would take SIGTERM, and end nothing; a run that is set up ends as any other process.
     jax.config.update("jax_enable_preemption_service", False)
     places = options.coordinator, options.num_processes, options.process_id

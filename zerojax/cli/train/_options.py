@@ -111,7 +111,6 @@ class TrainOptions(BuiltStepOptions):
         return Tokenizer(self.tokenizer)
 
     def resized(self, config: gpt.Config) -> gpt.Config:
-        """Return a model with the tokenizer's vocabulary: no row of the embedding is in vain."""
         return dataclasses.replace(super().resized(config), vocab_size=self.text.vocab_size)
 
     @property

@@ -56,7 +56,6 @@ def held_out_batches(
 
 
 def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
-    """Return the mean loss over batches, in nats per token."""
     return float(np.mean([step.evaluate(state, step.place(rows)) for rows in batches]))
 
 
@@ -123,7 +122,6 @@ class TrainRun:
         self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
 
     def bits(self, nats: float) -> float:
-        """Convert a loss, in nats per token, to bits per byte of text."""
         return nats / float(np.log(2)) / self.bytes_per_token
 
     def start(self) -> tuple[TrainState, Restored | None]:

@@ -57,7 +57,6 @@ class TrainScreen(Screen):
         )
 
     def restored(self, restored: Restored, step: int) -> None:
-        """Show which checkpoint the run goes on from, and which were no good."""
         for why in restored.passed_over.values():
             self.show(Text(f"passed over: {why}", style="yellow"))
         self.say(f"going on from step {step}, {restored.path}")

@@ -31,7 +31,6 @@ class Signals:
         self._common_stop = CommonStop(most_queued)
 
     def end_before(self, step: int) -> bool:
-        """Whether any process was asked to end; true for the same `step` on all of them."""
         return self._common_stop.is_reached(step - 1, asked=bool(self.seen))
 
     def everywhere(self) -> set[int]:

@@ -137,6 +137,5 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 
 @functools.cache
 def _names() -> dict[str, str]:
-    """Map all that hardware is called, in lower case, to the keys of `HARDWARE`."""
     kinds = {kind.lower(): key for key, one in HARDWARE.items() for kind in one.device_kinds}
     return {**kinds, **_ALIASES, **{key: key for key in HARDWARE}}

@@ -84,7 +84,6 @@ class Places:
 
 
 def _place(hardware: Hardware, device: Any) -> tuple[int, ...]:
-    """Return where a device stands: its slice or node, and its place there."""
     if hardware.torus and hasattr(device, "coords"):
         return (getattr(device, "slice_index", 0) or 0, *device.coords, device.core_on_chip)
     return divmod(int(device.id), hardware.domain)

@@ -31,7 +31,6 @@ class Part(NamedTuple):
     share: float = 1.0  # of its elements
 
     def sliced(self, outer: Value, inner: Value) -> "Part":
-        """Return what one iteration sees of a value."""
         elements = self.share * math.prod(inner.shape)
         return Part(self.leaf, elements / max(math.prod(outer.shape), 1))
 
@@ -279,7 +278,6 @@ class Lifetimes:
         return merged > 1 and any(self.itemsize(v) > own for v in op.read)
 
     def _reads(self, t: int, op: Op) -> frozenset[int]:
-        """List the buffers and parameters that an operation that runs reads."""
         behind = [self._behind(v) for v in op.read]
         for scatter, add in self.summed.items():
             if add == t:

@@ -31,7 +31,6 @@ class Line:
     each: float = 0.0
 
     def at(self, examples: float) -> float:
-        """Return the quantity for a number of examples."""
         return self.fixed + self.each * examples
 
 

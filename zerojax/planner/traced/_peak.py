@@ -62,7 +62,6 @@ class Sharing:
 
     @property
     def checkpoint_parts(self) -> int:
-        """Devices that share what layers hand on to each other."""
         return self.model_axis if self.partitions else 1
 
 
@@ -96,7 +95,6 @@ def peak_of(
 
 
 def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) -> float:
-    """Count the layer inputs that loops stack for their backward pass."""
     handed_on = [v for v, is_handed_on in lifetimes.stacked.items() if is_handed_on]
     values = lifetimes.program.values
     return sum(values[v].bytes.at(examples) for v in handed_on) / sharing.checkpoint_parts
@@ -153,7 +151,6 @@ class _Clock:
         return worst
 
     def _gradient(self, value: int) -> float:
-        """Return the bytes of a reduced gradient; infinite for what becomes none."""
         part = self.lifetimes.marked.get(value)
         return math.inf if part is None else part.share * self.leaves[part.leaf].gradient
 

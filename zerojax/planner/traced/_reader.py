@@ -55,7 +55,6 @@ class _Reader:
         return Operations(tuple(self._values), _needed(self._ops, outputs), inputs, outputs)
 
     def _enter(self, env: Env, pair: tuple[Any, Any], name: str) -> tuple[int, ...]:
-        """Make values of the variables that a jaxpr starts with."""
         found = [(one, self._new(one, two)) for one, two in _zip(pair, name)]
         env.update(found)
         return tuple(value for _, value in found)
