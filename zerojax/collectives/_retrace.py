@@ -284,9 +284,11 @@ class _Retracer:
             return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
         # A plain operation has nothing inside worth keeping; a user's custom derivative may. What
-        # was recorded is run on a whole weight, of which no result is to be kept.
+        # was recorded is run on a whole weight, of which no result is to be kept; nor of a
+        # shard_map, which would keep the weight as a result of its own.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
-        policy = wrap_policy(None, keeps=False) if has_inside(eqn) and not recorded else None
+        keeps = has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
+        policy = wrap_policy(None, keeps=False) if keeps else None
         return self._again(use, policy)(*values)
 
     def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
