@@ -110,6 +110,35 @@ def test_only_what_is_looked_up_is_copied(mesh8):
     assert "f32[8,4,64,64]" not in str(traced), "a copy of the stack per device"
 
 
+def looked_up_in_turns(params, tokens):
+    """Predict several tokens ahead: each turn looks tokens up, and multiplies by the same table."""
+    table = params["emb"]
+
+    def turn(carry, _):
+        x, tokens = carry
+        x = jnp.tanh(x + table[tokens])
+        logits, tokens = x @ table.T, jnp.roll(tokens, -1, 1)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        return (x, tokens), losses.mean()
+
+    carry = (jnp.zeros((*tokens.shape, WIDTH)), tokens)
+    return jax.lax.scan(jax.checkpoint(turn), carry, length=3)[1].mean()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_table_that_a_loop_looks_up_and_multiplies_by_is_reduced_once(stage, mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=stage)
+    step = zerojax.make_train_step(looked_up_in_turns, optax.adam(1e-3), layout)
+    report = step.audit(TOKENS)
+    report.raise_if_problems()
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
+    tokens = jax.device_put(TOKENS, layout.batch)
+    loss = gather_where_used(looked_up_in_turns, layout)
+    got = jax.jit(jax.value_and_grad(loss))(PARAMS, tokens)
+    want = jax.jit(jax.value_and_grad(looked_up_in_turns))(PARAMS, TOKENS)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
+
+
 PRIME = 101  # no dim of any weight divides
 USES = {
     "product": ((PRIME, PRIME), lambda x, w: x @ w),

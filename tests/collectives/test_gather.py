@@ -306,3 +306,16 @@ def test_constants_and_platforms_of_a_loss_stay_what_they_are(stage, mesh8):
     args = stored_params(params, layout), jax.device_put(x, layout.batch)
     got = jax.jit(jax.grad(gather_where_used(loss, layout)))(*args)
     np.testing.assert_allclose(got["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_takes_arguments_by_name(stage, mesh8):
+    params = {"w": jnp.ones((64, 64))}
+
+    def loss(params, x, *, scale):
+        return scale * jnp.sum(jnp.sin(x @ params["w"]))
+
+    given = {"x": jnp.ones((8, 64)), "scale": 3.0}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=64)
+    got = jax.jit(jax.grad(gather_where_used(loss, layout)))(params, **given)
+    np.testing.assert_allclose(got["w"], jax.grad(loss)(params, **given)["w"], rtol=1e-5)

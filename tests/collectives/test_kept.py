@@ -7,7 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives.uses import (
@@ -99,6 +101,30 @@ def test_a_loop_holds_one_layer(name, mesh8):
     weights, memory = memory_of(LOOPS[name], name, mesh8, lambda loss, p, x: jax.grad(loss)(p, x))
     layers = 2 if name == "pairs" else 1
     assert memory.temp_size_in_bytes < weights * (2 / NUM_DEVICES + 3 * layers / NUM_LAYERS)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+def test_no_weight_is_kept_for_a_shard_map_of_the_user_s_own(scan, mesh8):
+    """What it keeps for its backward pass would be the weights, whole, under other shapes."""
+    spec = {"mesh": mesh8, "in_specs": (P("data"), P(), P()), "out_specs": P("data")}
+    mlp = jax.shard_map(lambda x, w, v: jnp.tanh(x @ w) @ v, **spec)
+
+    def layer(x, p):
+        return x + mlp(x, p["w"], p["v"]), None
+
+    def loss(params, x):
+        if scan:
+            return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+        for p in params:
+            x, _ = layer(x, p)
+        return jnp.mean(x**2)
+
+    one = {"w": jnp.ones((64, 256)), "v": jnp.ones((256, 64))}
+    params = jax.tree.map(lambda x: jnp.stack([x] * 4), one) if scan else [one] * 4
+    rules = [zerojax.Rule(path=".", stacked=1)] if scan else []
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1, rules=rules)
+    report = zerojax.make_train_step(loss, optax.sgd(0.1), layout).audit(jnp.ones((32, 64)))
+    report.raise_if_problems()
 
 
 def test_a_table_that_a_loop_looks_tokens_up_in_is_no_stack(mesh8):

@@ -193,7 +193,7 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
         is_fixed = from_batch.isdisjoint(variables(eqn.invars))
         if is_fixed and name in ENLARGE | {"broadcast_in_dim", "convert_element_type", "transpose"}:
             return only(eqn.outvars[0])
-        dims = None if name == "gather" else _example_dims(eqn, place)
+        dims = _example_dims(eqn, place)
         return dims is not None and eqn.invars[1 - place].aval.shape[dims[0]] % parts == 0
 
     return only(jaxpr.invars[index])

@@ -96,12 +96,12 @@ def gather_where_used(
         layout, precision.reduce, gather_dtype, keeps=recipe.keeps_gathered(layout.kinds)
     )
 
-    def wrapped(params: PyTree, *args: Any) -> Any:
+    def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
         gathering = functools.partial(run, params)
-        return auto_region(gathering, layout, lambda _: P())(stored, *args)
+        return auto_region(gathering, layout, lambda _: P())(stored, args, named)
 
-    def run(params: PyTree, stored: list[jax.Array], *args: Any) -> Any:
+    def run(params: PyTree, stored: list[jax.Array], args: Any, named: Any) -> Any:
         logical = [
             jax.ShapeDtypeStruct(leaf.shape, x.dtype)
             for leaf, x in zip(layout.leaves, stored, strict=True)
@@ -109,11 +109,11 @@ def gather_where_used(
         params_of = functools.partial(with_leaves_like, params, layout.structure)
         # On a mesh that is set, a model may place its activations over axes that are its own.
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
-            traced, out = trace_unwritten(loss_fn, params_of, logical, *args)
+            traced, out = trace_unwritten(loss_fn, params_of, logical, args, named)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
         boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
-        examples = jax.tree.leaves(args)
+        examples = jax.tree.leaves((args, named))
         from_batch = depending_within(traced, [False] * len(boxes) + [True] * len(examples))
         retracer = _Retracer(opening, from_batch)
         flat = retracer.run(traced, [*boxes, *examples])

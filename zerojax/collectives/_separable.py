@@ -37,17 +37,12 @@ REMEDY = (
 
 
 def why_no_mean(
-    loss_fn: Callable[[PyTree, PyTree, None], Any],
-    params: PyTree,
-    batch: PyTree,
-    count: int,
-    num_parts: int = 1,
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, count: int, num_parts: int = 1
 ) -> Refused | None:
     """Return why a loss is not the mean of those of its microbatches; None if it is.
 
     `loss_fn(params, microbatch, None)` returns the loss and whatever else, of `count` microbatches
-    of a batch, which is one of `num_parts` of the whole. What refuses it says the operation, and
-    where it stands.
+    of a batch, one of `num_parts` of the whole. A refusal says the operation, and where it stands.
     """
     batch = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
     few = max(num_examples(batch) or 0, 2)
@@ -66,8 +61,7 @@ def why_no_mean(
         grows = f"it grows with the number of examples (to the power {loss.degree:g})"
         return Refused(grows) if loss.degree else None
 
-    times = max(count * num_parts, 2)
-    refused = why(times)
+    refused = why(max(count * num_parts, 2))
     # JAX may sort many examples otherwise than few: of sizes near to each other more is told.
     return refused and (why(2) or refused)
 

@@ -5,7 +5,7 @@ passes on what went in. Of `a, b = jit[jaxpr={ lambda x. (x * 2, x) }] w`, `b` i
 belongs to this trace and would be lost.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,26 +18,29 @@ from zerojax._types import PyTree
 
 
 def trace_unwritten(
-    loss_fn: Callable[..., Any], params_of: Callable[[Sequence[Any]], PyTree], *args: Any
+    loss_fn: Callable[..., Any],
+    params_of: Callable[[Sequence[Any]], PyTree],
+    leaves: Sequence[Any],
+    args: Sequence[Any],
+    named: Mapping[str, Any],
 ) -> tuple[core.ClosedJaxpr, Any]:
-    """Trace `loss_fn(params_of(leaves), *rest)` for `args` of leaves and rest; give its shapes too.
+    """Trace `loss_fn(params_of(leaves), *args, **named)`; return its shapes too.
 
-    Raises:
-        ValueError: it writes something new to a leaf of its parameters, which is named.
+    Raises a ValueError where it writes something new to a leaf of its parameters.
     """
     paths: list[str] = []
 
-    def watched(leaves: Sequence[Any], *rest: Any) -> Any:
+    def watched(leaves: Sequence[Any], args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         params = params_of(leaves)
         before = jax.tree.leaves(params)
-        out = loss_fn(params, *rest)
+        out = loss_fn(params, *args, **named)
         after = leaves_by_path(params)
         pairs = zip(after.items(), before, strict=True)
         written = {path: (was, now) for (path, now), was in pairs if now is not was}
         paths[:] = written
         return out, list(written.values())
 
-    traced, (out, _) = jax.make_jaxpr(watched, return_shape=True)(*args)
+    traced, (out, _) = jax.make_jaxpr(watched, return_shape=True)(leaves, args, named)
     if not paths:
         return traced, out
     num_outputs = len(jax.tree.leaves(out))
