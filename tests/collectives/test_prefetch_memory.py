@@ -211,6 +211,7 @@ def test_what_a_table_is_multiplied_with_waits_as_the_table(
 
 @pytest.mark.parametrize(("platform", "words", "waits"), [
     ("gpu", 97, True), ("gpu", 96, False), ("tpu", 97, False),
+    ("gpu", 5000, True), ("gpu", 5120, False),  # 8 divides both, 16 parts of one alone
 ])  # fmt: skip
 def test_a_product_that_pads_waits_for_what_is_cast(platform, words, waits, mesh8, monkeypatch):
     """XLA:GPU would make a padded copy of the logits' gradient while it lies there in fp32."""

@@ -142,9 +142,11 @@ class _Order:
         """Let a product that pads its operands wait until what a cast makes narrower is there.
 
         Else XLA:GPU pads the cast computed again: 50,257 logits lie there in fp32, cast and padded.
+        Long sums are made in up to 16 parts, each of a multiple of 8 elements of bf16.
         """
         for at, eqn in enumerate(self.eqns):
-            for var in variables(eqn.invars) if num_summed(eqn) % 8 else ():
+            multiple = 16 * 8 if num_summed(eqn) > 4096 else 8
+            for var in variables(eqn.invars) if num_summed(eqn) % multiple else ():
                 made = [x for x in path_to(var, self.eqns, self.places)[0] if x in self.places]
                 if made and made[-1].aval.dtype.itemsize > var.aval.dtype.itemsize:
                     self.tied.setdefault(at, [])

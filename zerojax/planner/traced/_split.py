@@ -11,7 +11,6 @@ Source: xla/backends/gpu/transforms/splitk_rewriter.cc, its costs on an H100.
 import math
 
 _CORES = 132
-#: Rows and columns of a tile.
 _TILE = 128
 #: Elements of 2 bytes that each part of an operand's row has to be a multiple of.
 _MULTIPLE = 8
