@@ -27,7 +27,7 @@ from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
 from zerojax.recipe import Recipe, as_recipe
 
-#: The share of what a step has to move from which what no one expected is worth a problem.
+#: The least share of the volume by theory for which unexpected traffic is a problem.
 SHARE = 0.01
 
 
@@ -105,8 +105,8 @@ class Evidence:
         return self.program.platform != "cpu"
 
     @property
-    def gives_up(self) -> bool:
-        """Return whether a pass gathers weights and gives them up again."""
+    def reshards_after_use(self) -> bool:
+        """Return whether weights that a pass gathers are freed after their use."""
         kinds = self.layout.kinds
         return "parameter" in kinds and not self.recipe.keeps_gathered(kinds)
 

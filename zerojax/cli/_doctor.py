@@ -75,7 +75,7 @@ def start_devices() -> list[Any]:
 
 
 def describe_devices(devices: Sequence[Any]) -> str:
-    """Describe devices, and say how to have more where an accelerator is idle or there is one."""
+    """Describe devices, and say how to have more if one is unused or there is only one."""
     one, count, size = devices[0], len(devices), memory_per_device([*devices])
     on_cpu = one.platform == "cpu"
     kind = "virtual, on the CPU" if on_cpu else f"{one.device_kind} ({one.platform})"
@@ -102,7 +102,7 @@ def try_step(devices: Sequence[Any], show: Callable[[str, str], None]) -> None:
     state, metrics = compiled(state, batch)
     loss = float(metrics["loss"])
     if not math.isfinite(loss):
-        remedy = "try JAX_PLATFORMS=cpu; if it passes there, the accelerator or its driver is ill"
+        remedy = "try JAX_PLATFORMS=cpu; if it passes there, the accelerator or driver is faulty"
         raise Failure(f"the loss is {loss}; {remedy}", 1)
     held = f"{layout.num_params:,} parameters over N = {len(devices)}"
     show(f"step at stage {STAGE}", f"{held}, loss {loss:.3f}")

@@ -128,7 +128,7 @@ class Opening:
         return self._placed_by(place, boxed)
 
     def uncut(self, x: jax.Array, like: Boxed) -> jax.Array:
-        """Keep an operand or the result of `w / norm(w)` whole below stage 3, in the shape of `w`.
+        """Replicate an operand or the result of `w / norm(w)` below stage 3, in the shape of `w`.
 
         The partitioner would cut them as their gradients are cut, and gather norms or quotients.
         """
@@ -156,7 +156,7 @@ class Opening:
         return 0 if dim is None else -boxed.value.shape[dim] % self.num_parts(boxed, dim)
 
     def settled(self, values: list[Any]) -> list[Any]:
-        """Return what boxes hold after all that was recorded, which is elementwise, on shards."""
+        """Run on the shards of boxes what was recorded of them, which is elementwise."""
         return [v.replayed(v.value, bind) if isinstance(v, Boxed) else v for v in values]
 
     def open_box(self, boxed: Boxed) -> jax.Array:
@@ -175,12 +175,12 @@ class Opening:
         @jax.custom_vjp
         def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
-                x = longer(x, dim, padding)
+                x = pad_rows(x, dim, padding)
                 x = unpadded(gather_weight(x, self.layout, boxed, self.gather_dtype))
             return checkpoint_name(x.astype(wide), GATHERED)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            cotangent = longer(cotangent.astype(wide), dim, padding)
+            cotangent = pad_rows(cotangent.astype(wide), dim, padding)
             cotangent = unpadded(scatter(cotangent, self.layout, boxed))
             return (checkpoint_name(cotangent.astype(stored), REDUCED),)
 
@@ -197,7 +197,7 @@ class Opening:
         return self.open_box(value).astype(value.dtype) if isinstance(value, Boxed) else value
 
 
-def longer(x: jax.Array, dim: int | None, rows: int) -> jax.Array:
+def pad_rows(x: jax.Array, dim: int | None, rows: int) -> jax.Array:
     # jnp.pad's zero is an operand of the gather in a loop, beside the shard.
     widths = [(0, rows if d == dim else 0, 0) for d in range(x.ndim)]
     return jax.lax.pad(x, np.zeros((), x.dtype), widths) if rows else x

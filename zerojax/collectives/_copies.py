@@ -39,7 +39,7 @@ from zerojax._jaxpr import (
     scan_parts,
     variables,
 )
-from zerojax.collectives._boxed import GATHERED, Boxed, Opening, longer
+from zerojax.collectives._boxed import GATHERED, Boxed, Opening, pad_rows
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
 from zerojax.collectives._wide import bind_wide
@@ -119,7 +119,7 @@ def copied(box: Boxed, opening: Opening) -> Copied:
         return _one_each(zeros, box, opening)
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        cotangent = longer(cotangent, None if dim is None else dim + 1, opening.padding(box))
+        cotangent = pad_rows(cotangent, None if dim is None else dim + 1, opening.padding(box))
         if (own_dim := devices.dim_of(box)) is not None:
             sum_over = functools.partial(devices.sum_over, dim=own_dim)
             spec = devices.spec(own_dim)

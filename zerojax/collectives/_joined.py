@@ -109,9 +109,9 @@ def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group | Handed]:
 
 
 def _kept(eqns: Sequence[Any], paths: dict[int, Any], bound: int) -> dict[int, Handed]:
-    """Find the gathers whose result is there, by their place: that of one before is handed on.
+    """Find the gathers that can use the result of an earlier one, by their place.
 
-    It is there where a gather reads the very same shard, or where at most `bound` bytes of weights
+    They can where both read the very same shard, or where at most `bound` bytes of weights
     were gathered since its last use, with its own.
     """
     first, last, kept, done = dict[Any, Any](), dict[Any, int](), dict[int, Handed](), 0
@@ -137,7 +137,7 @@ def _num_before(eqn: Any) -> int:
 
 
 def _gathered(group: _Group, values: list[Any], layout: Layout) -> list[Any]:
-    """Gather weights together; what else their gathers do, each does for itself."""
+    """Join shards, gather once, cut the result apart, and run the rest of each gather."""
     axes, rows, rest = layout.axes["parameter"], [], []
     for eqn, late, value in zip(group.gathers, group.late, values, strict=True):
         x, after = _halves(eqn, functools.reduce(_made, late, value))

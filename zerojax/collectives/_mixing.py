@@ -45,7 +45,7 @@ _PICKS = frozenset(f"{_SAME} {_MOVES} add concatenate gather lt select_n".split(
 class Value:
     """What is known of a value."""
 
-    # parts more major than examples in their dim, 1 for [examples * tokens]; None: any would do
+    # parts before examples in a dim that a reshape merged: 1 for [examples * tokens]; None: any
     outer: int | None = None
     degree: float = 0.0  # the power of the number of examples that it grows with
     pooled: bool = False  # whether it was made of all examples

@@ -1,4 +1,4 @@
-"""Order: gathers of layers that stand in no loop wait for those before, and layers for reductions.
+"""Order: when layers of a Python list are gathered, and when their gradients are reduced.
 
 Nothing in a Python list of layers says when a layer's weights may be gathered, so a compiler may
 gather all of them first. In the order of the program, gathers are put into groups of half a layer,
@@ -14,9 +14,9 @@ where each weight is a group, `b` is gathered beside the first product, and `c` 
     b = GATHER w1; h1, b, w2 = BARRIER h1 b w2; h2 = dot_general h1 b
     c = GATHER w2; h3 = dot_general h2 c
 
-Gradients wait whole for the links, and products that make them wait with them, with all that these
-read, since compilers schedule them late. So on GPUs and SparseCores a product waits until the
-gradients of the group before the last two are reduced:
+Compilers schedule products that make weight gradients late, so that unreduced gradients, and the
+activations that these products read, stay in memory until the links are free. So on GPUs and
+SparseCores a product waits until the gradients of the group before the last two are reduced:
 
     d2 = REDUCE (dot_general g x2); g1, d4 = BARRIER g1 d4; h = dot_general g1 w1; d1 = REDUCE ...
 
@@ -192,7 +192,7 @@ class _Order:
         return var
 
     def _new_path(self, var: Any) -> list[Any]:
-        """List what a gather's operand is made of, value by value; nothing where it is there.
+        """Return `path_to` a gather's operand; nothing where the same path was asked for before.
 
         A compiler gathers the same weight once, if it waits for the same.
         """
@@ -260,10 +260,10 @@ def is_gather(eqn: Any) -> bool:
 
 
 def path_to(var: Any, eqns: Sequence[Any], places: dict[Any, int]) -> tuple[list[Any], Any]:
-    """List what a gather's operand is made of, value by value, and how; nothing where it is there.
+    """Return the values that a gather's operand is made of, one from the next, and a key of them.
 
-    `places` are those of the equations by their results. How it is made are its input and what is
-    done to it, and apart from these the places of the barriers on the way.
+    `places` are those of the equations by their results. The key is the first value with what is
+    done to it, and the places of the barriers on the way. `([], None)` for a gathered weight.
     """
     path, steps, barriers = [var], [], []
     while (at := places.get(path[-1])) is not None:

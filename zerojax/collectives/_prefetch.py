@@ -223,7 +223,7 @@ class _Halves:
     parts: int  # of the batch, where reductions run within products (no SparseCores); else 0
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
-        """Return what the next iteration is given of what only counts."""
+        """Advance the loop's counters among the carried values; leave the others as they are."""
 
         def count(step: Any, x: Any) -> Any:
             return run_equations([step], {variables(step.invars)[0]: x}, step.outvars)[0]
@@ -288,7 +288,7 @@ class _Halves:
 def _halves(
     body: Any, num_consts: int, num_carry: int, layers: float, parts: int, is_tpu: bool
 ) -> tuple[_Halves, list[Any]]:
-    """Cut a body behind the gathers that go ahead; return also those that can't."""
+    """Split a loop's body into gathers to prefetch and the rest; return those that can't, too."""
     jaxpr, _ = opened(body)
     first = num_consts + num_carry
     carried = jaxpr.invars[num_consts:first]

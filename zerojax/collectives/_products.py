@@ -60,7 +60,7 @@ def product(
 
 
 def is_narrow(eqn: Any) -> bool:
-    """Whether an equation is a product of bf16, of which nobody says how it is computed."""
+    """Whether an equation is a product of bf16 with the default precision and placement."""
     if eqn.primitive.name != "dot_general" or eqn.params["precision"] is not None:
         return False
     placed = getattr(eqn.params["out_sharding"], "spec", ())  # over Auto axes it says nothing

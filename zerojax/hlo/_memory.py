@@ -82,7 +82,7 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
 
 
 def source_of(module: Module, record: Collective) -> str:
-    """Return the instruction that made what a collective takes, under its first name.
+    """Return the name of the instruction that made a collective's operand, behind views and copies.
 
     %g = f32[8,4] fusion(%x);  %b = f32[32] bitcast(%g);  %s = f32[4] reduce-scatter(%b)
 

@@ -239,7 +239,7 @@ def _cut(mesh: Mesh, groups: list[list[Digit]], further: tuple[Axes, ...]) -> Ph
 
 
 def _span_of(mesh: Mesh, axes: Axes) -> Span | None:
-    """Return what a collective along axes may span, where that is not all that they span.
+    """Return the chip's limit on what a collective spans, if these axes exceed it; else None.
 
     None too where they lie on no torus, or on several.
     """

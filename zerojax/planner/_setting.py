@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def frees(self) -> bool:
-        """Whether a parameter's buffer is free after its last use: it comes back from a master."""
+        """Whether a parameter's buffer is free after its last use: masters give the new ones."""
         return self.recipe.precision.master is not None and self.recipe.accumulate == 1
 
     @cached_property

@@ -47,7 +47,7 @@ def check_batch(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_reduction(evidence: Evidence) -> Iterator[Problem]:
-    """Check that what becomes of examples in a new parameter went through a collective.
+    """Check that a new parameter that depends on the batch depends on a collective over it too.
 
         %g = f32[64] reduce(%x_of_own_examples);  %new = f32[64] subtract(%bias, %g)
 

@@ -24,7 +24,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
             expected=f"gathers of {bits}-bit elements, as "
             + ("the precision says" if bits == 8 else "the parameters are computed with"),
             seen=f"{largest.record.dtype} moved where {bits} bits would do: {moved:,.0f} B in "
-            f"{len(found)} gather(s), of which {saved:,.0f} B in vain",
+            f"{len(found)} gather(s), of which {saved:,.0f} B are needless",
             remedy="cast to the parameters' dtype before the gather, with an optimization_barrier "
             "between them (Precision(params=jnp.bfloat16) does so)",
         )

@@ -106,7 +106,7 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
 
 def check_kept(evidence: Evidence) -> Iterator[Problem]:
     """Check that gathered weights are given up after the forward pass and gathered again."""
-    if not evidence.gives_up or not evidence.is_step:
+    if not evidence.reshards_after_use or not evidence.is_step:
         return
     kept: list[tuple[Move, int]] = []
     stacked, sure = _stacks(evidence)
@@ -216,7 +216,7 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
     layout, recipe = evidence.layout, evidence.recipe
     if evidence.program.platform == "cpu" or not layout.layers:
         return
-    if evidence.gives_up:
+    if evidence.reshards_after_use:
         gathers = [move for moves in gathers_by_leaf(evidence).values() for move in moves]
         ahead = recipe.lookahead(layout.kinds, layout.devices.flat[0].device_kind)
         yield from _beyond(evidence, "weights", gathers, 1 + ahead)
