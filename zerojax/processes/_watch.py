@@ -206,7 +206,6 @@ class _Watch:
                 self.lose_coordinator(f"did not answer for {self.patience:.0f} s")
 
     def lose_coordinator(self, how: str) -> None:
-        """End this process, unless it is about to end by itself."""
         if self._says(f"process 0, the coordinator, {how}{_CAUSES}"):
             os._exit(1)
 

@@ -42,7 +42,6 @@ class Stored:
     __getitem__ = __call__ = _refuse
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any], None]:
-        """Return the stored tree as the child; its leaves have the paths that they have in it."""
         return ((UNNAMED, self._tree),), None
 
     @classmethod

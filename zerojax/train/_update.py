@@ -67,7 +67,6 @@ def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Return numbers in fp32 at least; floats of a byte promote to nothing by themselves."""
     own = jnp.bfloat16 if x.dtype.itemsize == 1 else x.dtype
     return x.astype(jnp.promote_types(own, jnp.float32))
 

@@ -55,7 +55,10 @@ def work_of(
     def moved(scope: Lifetimes, value: int) -> float:
         if (part := scope.parameters.get(value)) is not None:
             return part.share * leaves[part.leaf].gathered
-        return scope.program.values[value].bytes.at(examples) / model_axis
+        size = scope.program.values[value].bytes.at(examples) / model_axis
+        # Half of what lies in vector memory goes to memory all the same, by libtpu's estimates.
+        is_near = value in scope.brief and size <= hardware.vector_memory
+        return size / 2 if is_near else size
 
     def run(scope: Lifetimes, launch: Launch, near: frozenset[int]) -> Work:
         op = launch.op
