@@ -57,7 +57,7 @@ class PlanOptions(StepOptions):
     json: bool = option(False, panel=OUTPUT)
     """Print the figures of each plan as JSON in the place of tables."""
     plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
-    """Draw what a device holds and moves under each stage, or by the fastest six of a search."""
+    """Draw what a device holds and moves under each stage, or by the fastest four of a search."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,7 +192,7 @@ def _show_search(asked: PlanQuestion, screen: Screen) -> None:
         choices = asked.search()
     _show_question(asked, screen)
     screen.show(choices)
-    fastest = {f"{rank}: stage {one.stage}": one for rank, one in enumerate(choices.plans[:6], 1)}
+    fastest = {f"{rank}: stage {one.stage}": one for rank, one in enumerate(choices.plans[:4], 1)}
     _keep(choices.plans, fastest, asked, screen)
 
 
