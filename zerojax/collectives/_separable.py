@@ -52,9 +52,8 @@ def why_no_mean(
     ]
 
     def why(times: int) -> Refused | None:
-        sizes = (few, times * few)
         try:
-            one, two = (_traced(loss_fn, params, batch, size, num_parts) for size in sizes)
+            one, two = (_traced(loss_fn, params, batch, few * n, num_parts) for n in (1, times))
             (loss,) = _Reader(few, times).run(one, two, values)
         except Refused as refused:
             return refused
@@ -104,8 +103,9 @@ def _constant(one: Any, two: Any, times: int) -> Value:
     a, b = np.asarray(one), np.asarray(two)
     if (a.shape, a.tobytes()) == (b.shape, b.tobytes()):
         return Value(zero=not a.any())
-    if a.size == b.size == 1 and a != 0 and b / a > 0:
-        return Value(degree=_power(float(b) / float(a), times, a.dtype))
+    ratio = complex(b.item()) / complex(a.item()) if a.size == b.size == 1 and a.any() else 0j
+    if ratio.real > 0 and not ratio.imag:
+        return Value(degree=_power(ratio.real, times, a.dtype))
     raise Refused("a constant in it has entries that depend on the number of examples")
 
 
