@@ -24,7 +24,7 @@ from tests.texts import bits_per_byte, prose
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
 from zerojax.cli.shared._machine import find_devices
-from zerojax.cli.shared._options import OPTIMIZERS
+from zerojax.cli.shared._options import OPTIMIZERS, make_schedule
 from zerojax.cli.train._run import evaluate, held_out_batches
 from zerojax.cli.train._screen import Metrics
 from zerojax.data import make_batches
@@ -235,8 +235,8 @@ def test_an_evaluation_is_the_mean_over_whole_batches_of_windows(mesh8, asked, l
 def test_every_optimizer_is_made_for_the_model():
     config = gpt.Config(num_layers=1, width=16, num_heads=2, vocab_size=16, context=8)
     params = gpt.init(config, jax.random.key(0))
-    for named in OPTIMIZERS.values():
-        tx = named.make(named.schedule(None, 1, 10, config.width), 0.1)
+    for make in OPTIMIZERS.values():
+        tx = make(make_schedule(None, 1, 10, config.width), 0.1)
 
         @jax.jit
         def moves(params, tx=tx):

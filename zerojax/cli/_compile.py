@@ -60,7 +60,7 @@ class CompileRequest:
         self.config = options.chosen_model
         self.num_examples = options.examples(mesh.shape["data"])  # of all devices and microbatches
         loss: Any = functools.partial(gpt.loss, self.config)
-        tx = options.chosen_optimizer.unscheduled(self.config.width)
+        tx = options.unscheduled(self.config.width)
         recipe = options.recipe(CLIP_NORM)
         self.layout = gpt_layout(self.config, mesh, stage)
         self.step = make_train_step(loss, tx, self.layout, recipe)

@@ -29,7 +29,7 @@ from zerojax.cli.shared._options import (
 from zerojax.layout import STAGES
 from zerojax.models import gpt
 from zerojax.planner import HARDWARE as KNOWN
-from zerojax.planner import Choices, Hardware, Placement, Plan, Space, Workload, find_hardware
+from zerojax.planner import Choices, Placement, Plan, Space, Workload, find_hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,14 @@ class PlanQuestion:
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
-        self.hardware = _limited(find_hardware(options.hardware), options.memory_limit)
+        self.hardware = find_hardware(options.hardware)
+        if (limit := options.memory_limit) is not None:
+            if limit * 1e9 > self.hardware.memory:
+                raise ValueError(
+                    f"--memory-limit {limit:g} is more than the {self.hardware.memory / 1e9:,.1f} "
+                    f"GB that a program has of {self.hardware.name}; give less"
+                )
+            self.hardware = dataclasses.replace(self.hardware, memory=round(limit * 1e9))
         self.config = config = options.chosen_model
         # A search cuts no layer before it starts.
         groups = max(1, options.devices // (1 if options.search else options.model_axis))
@@ -91,7 +98,7 @@ class PlanQuestion:
         #: what a plan and a search are asked alike
         self._given: dict[str, Any] = {
             "params": gpt_shapes(config),
-            "tx": options.chosen_optimizer.unscheduled(config.width),
+            "tx": options.unscheduled(config.width),
             "num_devices": options.devices,
             "hardware": self.hardware,
             "recipe": options.recipe(),
@@ -113,17 +120,6 @@ class PlanQuestion:
             model_axes=None if free else (options.model_axis,),
         )
         return planner.search_plans(space=space, **self._given)
-
-
-def _limited(hardware: Hardware, limit: float | None) -> Hardware:
-    if limit is None:
-        return hardware
-    if limit * 1e9 > hardware.memory:
-        raise ValueError(
-            f"--memory-limit {limit:g} is more than the {hardware.memory / 1e9:,.1f} GB that a "
-            f"program has of {hardware.name}; give less"
-        )
-    return dataclasses.replace(hardware, memory=round(limit * 1e9))
 
 
 #: Columns where there is no terminal to say how many: those of the widest table.

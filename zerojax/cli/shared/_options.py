@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Container
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
@@ -16,44 +16,29 @@ from zerojax.layout import Layout, make_layout
 from zerojax.models import gpt
 from zerojax.recipe import LAYER_INPUT, Recipe, Reduce, Remat, RematPolicy
 
-#: Width of the model that the base rates were chosen for.
-BASE_WIDTH = 128
+#: The peak learning rate for a model of that width; wider ones want one that is smaller in
+#: proportion (arXiv 2203.03466, table 3).
+BASE_RATE, BASE_WIDTH = 3e-3, 128
 #: Leaves that weight decay applies to; biases and norms are left alone.
 DECAYED = ("embed", "positions", "kernel")
 
 
-@dataclasses.dataclass(frozen=True)
-class NamedOptimizer:
-    """An optimizer that the command line names."""
+def make_schedule(rate: float | None, warmup: int, steps: int, width: int) -> optax.Schedule:
+    """Make the schedule: a linear warmup, then half a cosine down to a tenth of the peak.
 
-    # from schedule and weight decay to the transformation
-    make: Callable[[optax.Schedule, float], optax.GradientTransformation]
-    # the learning rate that suits a model of `BASE_WIDTH`; wider ones want one that is smaller in
-    # proportion (arXiv 2203.03466, table 3)
-    rate: float
-
-    def schedule(self, rate: float | None, warmup: int, steps: int, width: int) -> Any:
-        """Make the schedule: a linear warmup, then half a cosine down to a tenth of the peak.
-
-        `rate` is the peak; None is what suits a model of that width.
-        """
-        if rate is None:
-            rate = self.rate * BASE_WIDTH / width
-        if not warmup < steps:
-            raise ValueError(
-                f"--warmup {warmup} leaves none of --steps {steps}; give a smaller warmup"
-            )
-        return optax.warmup_cosine_decay_schedule(
-            init_value=rate / (warmup + 1),  # not 0, which would waste the first step
-            peak_value=rate,
-            warmup_steps=warmup,
-            decay_steps=steps,
-            end_value=rate / 10,
-        )
-
-    def unscheduled(self, width: int) -> optax.GradientTransformation:
-        """Make one for a step that is planned or compiled, where the rates change no byte."""
-        return self.make(self.schedule(None, 100, 1000, width), 0.1)
+    `rate` is the peak; None is what suits a model of that width.
+    """
+    if rate is None:
+        rate = BASE_RATE * BASE_WIDTH / width
+    if not warmup < steps:
+        raise ValueError(f"--warmup {warmup} leaves none of --steps {steps}; give a smaller warmup")
+    return optax.warmup_cosine_decay_schedule(
+        init_value=rate / (warmup + 1),  # not 0, which would waste the first step
+        peak_value=rate,
+        warmup_steps=warmup,
+        decay_steps=steps,
+        end_value=rate / 10,
+    )
 
 
 def _decayed(params: PyTree, names: Container[str] = DECAYED) -> PyTree:
@@ -91,11 +76,12 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
 
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
-OPTIMIZERS: dict[Optimizer, NamedOptimizer] = {
-    "adamw": NamedOptimizer(_adamw, 3e-3),
-    "adamw_8bit": NamedOptimizer(lambda *given: zerojax.quantized(_adamw(*given)), 3e-3),
-    "adafactor": NamedOptimizer(_adafactor, 3e-3),
-    "muon": NamedOptimizer(_muon, 3e-3),
+#: From schedule and weight decay to the transformation.
+OPTIMIZERS: dict[Optimizer, Callable[[optax.Schedule, float], optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "adamw_8bit": lambda *given: zerojax.quantized(_adamw(*given)),
+    "adafactor": _adafactor,
+    "muon": _muon,
 }
 
 
@@ -187,9 +173,9 @@ class StepOptions(CommandOptions):
             )
         self.recipe()  # refuses what contradicts itself
 
-    @property
-    def chosen_optimizer(self) -> NamedOptimizer:
-        return OPTIMIZERS[self.optimizer]
+    def unscheduled(self, width: int) -> optax.GradientTransformation:
+        """Make the optimizer of a step that is planned or compiled, where rates change no byte."""
+        return OPTIMIZERS[self.optimizer](make_schedule(None, 100, 1000, width), 0.1)
 
     @property
     def chosen_model(self) -> gpt.Config:

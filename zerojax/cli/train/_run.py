@@ -34,7 +34,7 @@ from zerojax.cli.shared._machine import (
     find_devices,
     memory_per_device,
 )
-from zerojax.cli.shared._options import gpt_layout
+from zerojax.cli.shared._options import OPTIMIZERS, gpt_layout, make_schedule
 from zerojax.cli.train._options import TrainOptions
 from zerojax.data import load_corpus, make_batches
 from zerojax.layout import Layout, make_mesh
@@ -82,10 +82,10 @@ class TrainRun:
     def __init__(self, options: TrainOptions, checkpoint: Path | None, num_processes: int) -> None:
         found = find_devices(options.devices, num_processes)
         axes = options.mesh_axes(len(found))
-        self.config, optimizer = options.chosen_model, options.chosen_optimizer
+        self.config = options.chosen_model
         context, width = self.config.context, self.config.width
-        schedule = optimizer.schedule(options.lr, options.warmup_steps, options.steps, width)
-        tx = optimizer.make(schedule, options.weight_decay)
+        schedule = make_schedule(options.lr, options.warmup_steps, options.steps, width)
+        tx = OPTIMIZERS[options.optimizer](schedule, options.weight_decay)
         self.corpus = load_corpus(options.data, context=context, tokenizer=options.text)
         sample = self.corpus.held_out[: 1 << 16]
         self.bytes_per_token = options.text.num_bytes(sample) / sample.size
