@@ -13,8 +13,7 @@ import jax
 from rich.text import Text
 
 from zerojax._display import binary
-from zerojax.aot import DoesNotFit, compile_step, parse_topology
-from zerojax.aot import topology_mesh as make_topology_mesh
+from zerojax.aot import DoesNotFit, compile_step, parse_topology, topology_mesh
 from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared._command import (
     CommandOptions,
@@ -112,7 +111,7 @@ def _keep_to_cpu(path: Path) -> None:
 def _devices(target: str) -> list[Any]:
     kind, _, count = target.partition(":")
     if kind != "cpu":
-        mesh = make_topology_mesh(target, {"device": parse_topology(target).num_devices})
+        mesh = topology_mesh(target, {"device": parse_topology(target).num_devices})
         return list(mesh.devices.flat)
     if not count.isdigit() or int(count) < 1:
         raise ValueError(f"{target}: name the number of virtual devices, as in cpu:8")
@@ -128,7 +127,11 @@ def _read(
     with screen.task(f"{step.name}: lowering"):
         given, layout, recipe = _told(lambda: step.lower(devices), path)
     with screen.task(f"{step.name}: compiling"):
-        program = _compile(given, step)
+        try:
+            is_done = isinstance(given, jax.stages.Compiled)
+            program = Program.of(given) if is_done else compile_step(given)
+        except DoesNotFit as refusal:
+            raise Failure(f"{step.name}: {refusal}", 1) from refusal
     count, is_cpu = parse_module(program.text).num_devices, step.target.startswith("cpu:")
     platform = "cpu" if is_cpu else find_hardware(parse_topology(step.target).chip).platform
     if (count, program.platform) != (len(devices), platform):
@@ -139,15 +142,6 @@ def _read(
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     record = StepRecord.of(program, devices, versions)
     return record, () if layout is None else audit(program, layout, recipe).problems
-
-
-def _compile(given: Any, step: CheckedStep) -> Program:
-    if isinstance(given, jax.stages.Compiled):
-        return Program.of(given)
-    try:
-        return compile_step(given)
-    except DoesNotFit as refusal:
-        raise Failure(f"{step.name}: {refusal}", 1) from refusal
 
 
 def _told(work: Callable[[], Result], path: Path) -> Result:

@@ -31,7 +31,6 @@ checkpoint = typer.Typer(
     help="Inspect, verify and export checkpoints; needs no accelerator.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -70,7 +69,17 @@ def inspect(options: CheckpointOptions) -> None:
         path = find_checkpoint(options.directory)
         manifest = read_manifest(path)
     screen = Screen(width=WIDTH)
-    screen.facts(_facts(path, manifest))
+    mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh.items())
+    step = "not told" if manifest.step is None else f"{manifest.step:,}"
+    facts = {
+        "path": str(path),
+        "step": f"{step}, written {manifest.written}",
+        "placement": f"stage {manifest.stage} over {', '.join(manifest.axis)}; mesh {mesh}",
+        "optimizer": " > ".join(manifest.optimizer.values()),
+        "data": "" if manifest.data is None else json.dumps(manifest.data),
+        "on disk": f"{decimal(manifest.num_bytes)} in {len(manifest.files)} files",
+    }
+    screen.facts(facts)
     screen.show(_parts_table(manifest))
 
 
@@ -124,19 +133,6 @@ def export(options: ExportOptions) -> None:
         with screen.console.status(f"export {path}"):
             file = export_safetensors(path, options.out, part=options.part)
     screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")
-
-
-def _facts(path: Path, manifest: Manifest) -> dict[str, str]:
-    mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh.items())
-    step = "not told" if manifest.step is None else f"{manifest.step:,}"
-    return {
-        "path": str(path),
-        "step": f"{step}, written {manifest.written}",
-        "placement": f"stage {manifest.stage} over {', '.join(manifest.axis)}; mesh {mesh}",
-        "optimizer": " > ".join(manifest.optimizer.values()),
-        "data": "" if manifest.data is None else json.dumps(manifest.data),
-        "on disk": f"{decimal(manifest.num_bytes)} in {len(manifest.files)} files",
-    }
 
 
 def _parts_table(manifest: Manifest) -> Table:

@@ -64,10 +64,6 @@ class CommandOptions:
     # the fields that stood on the command line, and were not left out
     given: frozenset[str] = frozenset()
 
-    def to_dict(self, *left_out: str) -> dict[str, Any]:
-        fields = (field.name for field in dataclasses.fields(self) if PARAMETER in field.metadata)
-        return {name: getattr(self, name) for name in fields if name not in left_out}
-
 
 Options = TypeVar("Options", bound=CommandOptions)
 
@@ -93,9 +89,8 @@ def argument(metavar: str, *, several: bool = False) -> Any:
     With `several` it takes all words that are left, in a tuple.
     """
     info = typer.Argument(None if several else ..., metavar=metavar, show_default=False)
-    if several:
-        return dataclasses.field(default=(), metadata={PARAMETER: info})
-    return dataclasses.field(metadata={PARAMETER: info})
+    default: Any = () if several else dataclasses.MISSING
+    return dataclasses.field(default=default, metadata={PARAMETER: info})
 
 
 def command(run: Callable[[Options], None]) -> Callable[..., None]:
@@ -181,9 +176,8 @@ class Screen:
     def say(self, text: str) -> None:
         self.show(Text(text, style="dim"))
 
-    def wrote(self, *paths: Path | None) -> None:
-        if names := ", ".join(str(path) for path in paths if path is not None):
-            self.say(f"wrote {names}")
+    def wrote(self, *paths: Path) -> None:
+        self.say(f"wrote {', '.join(map(str, paths))}")
 
     @contextmanager
     def task(self, what: str) -> Iterator[None]:

@@ -20,9 +20,9 @@ from zerojax.data import Tokenizer
 from zerojax.models import gpt
 from zerojax.processes import PATIENCE, WAIT
 
-#: Options of one run; the others decide what is learned and kept: a checkpoint has them.
+#: What is of one run; the other options decide what is learned and kept: a checkpoint has them.
 OF_ONE_RUN = (
-    *("devices", "out", "init", "resume", "profile"),
+    *("given", "devices", "out", "init", "resume", "profile"),
     *("coordinator", "num_processes", "process_id", "patience", "wait"),
 )
 FOUND: Any = {"show_default": "found by jax on a cluster", "panel": PROCESSES}
@@ -118,7 +118,8 @@ class TrainOptions(BuiltStepOptions):
         return self.steps // 10 if self.warmup is None else self.warmup
 
     def kept(self) -> dict[str, Any]:
-        return self.to_dict(*OF_ONE_RUN)
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names if name not in OF_ONE_RUN}
 
     def taking_up(self, kept: dict[str, Any]) -> "TrainOptions":
         """Take the options of an earlier run, apart from those that were given now."""

@@ -40,16 +40,18 @@ class TrainScreen(Screen):
         train, held = corpus.train.size, corpus.held_out.size
         unit = f"tokens of {options.tokenizer}" if options.tokenizer else "bytes"
         sizes = f"layers={config.num_layers}, width={config.width}, tokens={config.vocab_size}"
-        self.facts(
-            {
-                "mesh": _mesh(run),
-                "model": f"{options.model} ({sizes}), {run.layout.num_params:,} parameters",
-                "data": f"{corpus.source}: {files}, {train + held:,} {unit}, {held:,} held out",
-                "step": options.step_in_words(run.batch_size, run.config.context)
-                + f", learning rate up to {run.rates.max():.3g}",
-                "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
-            }
-        )
+        devices, chosen = run.devices, options.in_words()
+        kind = "virtual CPU" if devices[0].platform == "cpu" else devices[0].device_kind
+        axes = ", ".join(f"{name}={size}" for name, size in run.layout.mesh.shape.items())
+        step = options.step_in_words(run.batch_size, config.context)
+        facts = {
+            "mesh": f"{len(devices)} x {kind} ({axes})" + (f"; {chosen}" if chosen else ""),
+            "model": f"{options.model} ({sizes}), {run.layout.num_params:,} parameters",
+            "data": f"{corpus.source}: {files}, {train + held:,} {unit}, {held:,} held out",
+            "step": f"{step}, learning rate up to {run.rates.max():.3g}",
+            "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
+        }
+        self.facts(facts)
         self.title(f"bytes per device, stage {run.layout.stage} over N = {run.layout.num_shards}")
         self.show(bytes_table(run))
         self.say(
@@ -72,13 +74,6 @@ class TrainScreen(Screen):
         text += f"({line['train_bits_per_byte']:.2f} bits/byte)  {rate:,.0f} tokens/s"
         seconds = int(left * tokens / rate)
         self.show(Text(text + (f"  ETA {timedelta(seconds=seconds)}" if seconds else "")))
-
-
-def _mesh(run: TrainRun) -> str:
-    devices, chosen = run.devices, run.options.in_words()
-    kind = "virtual CPU" if devices[0].platform == "cpu" else devices[0].device_kind
-    axes = ", ".join(f"{name}={size}" for name, size in run.layout.mesh.shape.items())
-    return f"{len(devices)} x {kind} ({axes})" + (f"; {chosen}" if chosen else "")
 
 
 def bytes_table(run: TrainRun) -> Table:
