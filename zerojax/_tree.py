@@ -111,15 +111,18 @@ def _unboxed(name: str) -> str:
 
 def named_tuples(tree: PyTree) -> list[str]:
     """Return the types of all NamedTuples in a tree, which the states of optax are made of."""
-    found: list[str] = []
+    return [
+        type(x).__name__ for _, x in nodes(tree) if isinstance(x, tuple) and hasattr(x, "_fields")
+    ]
 
-    def see(node: Any) -> bool:
-        if isinstance(node, tuple) and hasattr(node, "_fields"):
-            found.append(type(node).__name__)
-        return False
 
-    jax.tree.flatten(tree, is_leaf=see)
-    return found
+def nodes(tree: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield every node of a tree that is not a leaf, with its key path, from the root down."""
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    if all(step for step, _ in children):  # a leaf is below itself
+        yield path, tree
+        for step, child in children:
+            yield from nodes(child, (*path, *step))
 
 
 def num_bytes(shape: Shape, dtype: Any) -> int:

@@ -13,7 +13,7 @@ drop values, or keep zeros.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
-from zerojax._tree import flatten_with_names, leaves_by_path, num_bytes, path_name, unwrapped
+from zerojax._tree import leaves_by_path, nodes, num_bytes, path_name, unwrapped
 from zerojax._types import Kind, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout, optimizer_leaves
 
@@ -126,8 +126,8 @@ def logical_shapes(
     of_tx = {} if tx is None else _like(below, layout.optimizer(tx))
     known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
     tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
-    names, leaves, _ = flatten_with_names(tree)
-    for name, x in zip(names, leaves, strict=True):
+    leaves = leaves_by_path(tree)
+    for name, x in leaves.items():
         is_optax = name.startswith(tuples)
         # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
         in_doubt = name not in known and (tx is None or (is_optax and not of_tx))
@@ -137,7 +137,7 @@ def logical_shapes(
                 "tx=, the optimizer that made the state (zerojax.save, zerojax.restore and "
                 "Checkpoints take it)"
             )
-    return {name: known.get(name, jnp.shape(x)) for name, x in zip(names, leaves, strict=True)}
+    return {name: known.get(name, jnp.shape(x)) for name, x in leaves.items()}
 
 
 def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
@@ -172,20 +172,6 @@ def check_placement(tree: PyTree, layout: Layout) -> None:
                         f"leaf {path_name((*path, GetAttrKey(name), *step))!r} is {words[0]}; at "
                         f"the layout's stage {layout.stage} it is {words[1]}; {REMEDY}"
                     )
-
-
-def nodes(tree: PyTree) -> Iterator[Node]:
-    """Yield every node of a tree that is not a leaf, with its key path, from the root down."""
-
-    def below(path: tuple[Any, ...], node: PyTree) -> Iterator[Node]:
-        children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-        if any(not step for step, _ in children):  # a leaf is below itself
-            return
-        yield path, node
-        for step, child in children:
-            yield from below((*path, *step), child)
-
-    return below((), tree)
 
 
 def _as_train_states_say(

@@ -25,7 +25,7 @@ import optax
 
 from zerojax._extras import extra
 from zerojax._tree import num_bytes, path_name
-from zerojax._types import PyTree, Shape
+from zerojax._types import PyTree
 from zerojax.checkpoint._files import local_path, sync
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, place_of, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest, verify
@@ -193,7 +193,7 @@ def export_safetensors(
     endings = _endings(manifest, part, root)
     verify(root)
 
-    held = {_tensor_name(ending): leaf for leaf, ending in endings.items()}
+    held = {ending.replace("/", "."): leaf for leaf, ending in endings.items()}
     if len(held) < len(endings):
         raise ValueError(f"{root}: two leaves are one tensor by name; rename one that has a dot")
     leaves = {name: manifest.leaves[leaf] for name, leaf in held.items()}
@@ -203,10 +203,6 @@ def export_safetensors(
         lambda name: read_leaf(root, manifest, held[name]),
     )
     return path
-
-
-def _tensor_name(path: str) -> str:
-    return path.replace("/", ".")
 
 
 def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
@@ -245,7 +241,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     """
     reader = SafetensorsReader(path)
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
-    names = {leaf: name for leaf in wanted if (name := _tensor_name(leaf)) in reader.tensors}
+    names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in reader.tensors}
     left = reader.tensors.keys() - names.values()
     names |= {name.replace(".", "/"): name for name in sorted(left)}
     found = {}
@@ -258,23 +254,19 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     check_leaves(found, wanted, reader.path)
 
     def read(path: tuple[Any, ...], x: Any) -> jax.Array:
-        return _placed(reader, names[path_name(path)], x.shape, x.dtype, place_of(x, layout))
+        """Read a tensor as shards; those of one place are read once, padding is zeros."""
+        parts: dict[str, np.ndarray] = {}
+
+        def part(index: Any) -> np.ndarray:
+            if str(index) not in parts:
+                block = reader.read(names[path_name(path)], index)  # ends where the tensor does
+                block = block.astype(x.dtype, copy=False)
+                dims = zip(index, x.shape, block.shape, strict=True)
+                padding = [(0, len(range(*one.indices(n))) - have) for one, n, have in dims]
+                is_whole = all(after == 0 for _, after in padding)
+                parts[str(index)] = block if is_whole else np.pad(block, padding)
+            return parts[str(index)]
+
+        return jax.make_array_from_callback(x.shape, place_of(x, layout), part)
 
     return jax.tree.map_with_path(read, like)
-
-
-def _placed(
-    reader: SafetensorsReader, name: str, shape: Shape, dtype: Any, sharding: jax.sharding.Sharding
-) -> jax.Array:
-    """Read a tensor as shards; those of one place are read once, padding is zeros."""
-    read: dict[str, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        if str(index) not in read:
-            block = reader.read(name, index).astype(dtype, copy=False)  # ends where the tensor does
-            sizes = [len(range(*one.indices(size))) for one, size in zip(index, shape, strict=True)]
-            padding = [(0, size - have) for size, have in zip(sizes, block.shape, strict=True)]
-            read[str(index)] = np.pad(block, padding) if tuple(sizes) != block.shape else block
-        return read[str(index)]
-
-    return jax.make_array_from_callback(shape, sharding, part)
