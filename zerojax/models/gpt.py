@@ -158,12 +158,12 @@ def _blocks(config: Config, blocks: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-def _attend(*qkv: jax.Array, is_causal: bool) -> jax.Array:
+def _attend(*qkv: jax.Array) -> jax.Array:
     """Attend over heads, [B, T, H, D/H] each; the softmax is in fp32."""
     dtype = qkv[0].dtype
     if dtype == jnp.float16:  # for which JAX asks of a product what only GPUs can
         qkv = tuple(x.astype(jnp.float32) for x in qkv)
-    return jax.nn.dot_product_attention(*qkv, is_causal=is_causal).astype(dtype)
+    return jax.nn.dot_product_attention(*qkv, is_causal=True).astype(dtype)
 
 
 def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
@@ -172,27 +172,21 @@ def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     heads = (batch, num_tokens, config.num_heads, 3 * width // config.num_heads)
     qkv = _dense(layer["qkv"], cut(_norm(layer["norm_1"], x), axis))  # [B, T, 3D]
     qkv = cut(qkv.reshape(heads), axis, 2)  # [B, T, H, 3D/H]
-    attend = functools.partial(_attend, is_causal=True)
-    if config.remat:
-        # Recomputed for the layer's backward pass, the scores [B, H, T, T] would wait there until
-        # the feed-forward part is done; they are computed once more instead.
-        attend = jax.checkpoint(attend)
+    # Recomputed for the layer's backward pass, the scores [B, H, T, T] would wait there until the
+    # feed-forward part is done; they are computed once more instead.
+    attend = jax.checkpoint(_attend) if config.remat else _attend
     attended = attend(*jnp.split(qkv, 3, axis=-1))  # [B, T, H, D/H]
     attended = checkpoint_name(cut(attended.reshape(x.shape), axis, -1), "attention")
-    x = x + _by_rows(axis, layer["proj"], attended)
+    x = x + _dense(layer["proj"], attended, axis)
     hidden = _dense(layer["up"], cut(_norm(layer["norm_2"], x), axis))  # [B, T, 4D]
     hidden = checkpoint_name(cut(hidden, axis, -1), "hidden")
-    return x + _by_rows(axis, layer["down"], jax.nn.gelu(hidden, approximate=True))
+    return x + _dense(layer["down"], jax.nn.gelu(hidden, approximate=True), axis)
 
 
-def _by_rows(axis: str | None, params: Params, x: jax.Array) -> jax.Array:
-    """Multiply by a weight cut by rows; the devices' sums are added before the bias is, once."""
+def _dense(params: Params, x: jax.Array, axis: str | None = None) -> jax.Array:
+    """Multiply; of a weight cut by rows, the devices' sums are added before the bias is, once."""
     out = cut(x @ params["kernel"].astype(x.dtype), axis)
     return out + params["bias"].astype(x.dtype)
-
-
-def _dense(params: Params, x: jax.Array) -> jax.Array:
-    return x @ params["kernel"].astype(x.dtype) + params["bias"].astype(x.dtype)
 
 
 def _norm(params: Params, x: jax.Array) -> jax.Array:
