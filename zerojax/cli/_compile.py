@@ -151,33 +151,29 @@ def compile_(options: CompileOptions) -> None:
     screen = Screen()
     with refusing():
         requests = read_requests(options)
-    screen.facts(_facts(requests[0]))
+    request = requests[0]
+    layout, config, chosen = request.layout, request.config, options.in_words()
+    axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
+    kept = "activations kept" if options.remat == "none" else "rematerialised"
+    layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''} scanned, {kept}"
+    device = f"{layout.devices.flat[0].device_kind}, {binary(request.memory)} each"
+    facts = {
+        "model": f"{options.model}, {layout.num_params:,} parameters, {layers}",
+        "hardware": f"{options.topology}: {layout.devices.size} x {device}",
+        "mesh": axes + (f"; {chosen}" if chosen else ""),
+        "step": options.step_in_words(request.num_examples, config.context),
+    }
+    screen.facts(facts)
     results = [_compile(request, screen) for request in requests]
     _show(results, screen)
     reports = {f"stage {x.request.stage}": x.report for x in results if x.report is not None}
     if options.plot is not None and reports:
-        request = requests[0]
-        title = f"{options.model}, {request.layout.num_params:,} parameters, {options.precision}, "
+        title = f"{options.model}, {layout.num_params:,} parameters, {options.precision}, "
         title += f"{options.optimizer}, compiled for {options.topology}"
         charts.write(charts.compare(reports, title=title, available=request.memory), options.plot)
         screen.wrote(options.plot)
     if wrong := [f"stage {one.request.stage}: {one.complaint}" for one in results if one.complaint]:
         raise Failure("; ".join(wrong), 1)
-
-
-def _facts(request: CompileRequest) -> dict[str, str]:
-    options, layout, config = request.options, request.layout, request.config
-    devices, chosen = layout.devices, options.in_words()
-    axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
-    kept = "activations kept" if options.remat == "none" else "rematerialised"
-    layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''} scanned, {kept}"
-    device = f"{devices.flat[0].device_kind}, {binary(request.memory)} each"
-    return {
-        "model": f"{options.model}, {layout.num_params:,} parameters, {layers}",
-        "hardware": f"{options.topology}: {devices.size} x {device}",
-        "mesh": axes + (f"; {chosen}" if chosen else ""),
-        "step": options.step_in_words(request.num_examples, config.context),
-    }
 
 
 def _compile(request: CompileRequest, screen: Screen) -> CompileResult:

@@ -113,10 +113,6 @@ class TrainOptions(BuiltStepOptions):
     def resized(self, config: gpt.Config) -> gpt.Config:
         return dataclasses.replace(super().resized(config), vocab_size=self.text.vocab_size)
 
-    @property
-    def warmup_steps(self) -> int:
-        return self.steps // 10 if self.warmup is None else self.warmup
-
     def kept(self) -> dict[str, Any]:
         names = (field.name for field in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if name not in OF_ONE_RUN}

@@ -84,7 +84,8 @@ class TrainRun:
         axes = options.mesh_axes(len(found))
         self.config = options.chosen_model
         context, width = self.config.context, self.config.width
-        schedule = make_schedule(options.lr, options.warmup_steps, options.steps, width)
+        warmup = options.steps // 10 if options.warmup is None else options.warmup
+        schedule = make_schedule(options.lr, warmup, options.steps, width)
         tx = OPTIMIZERS[options.optimizer](schedule, options.weight_decay)
         self.corpus = load_corpus(options.data, context=context, tokenizer=options.text)
         sample = self.corpus.held_out[: 1 << 16]
