@@ -282,11 +282,7 @@ def run_bodies(
         return body(inner, values)
     if eqn.primitive.name == "scan":
         return run_scan(eqn, values, functools.partial(body, eqn.params["jaxpr"]))
-
-    def branch(program: Any) -> Callable[..., list[Any]]:
-        return lambda *given: body(program, given)
-
-    branches = [*map(branch, bodies(eqn))]
+    branches = [lambda *given, held=held: body(held, given) for held in bodies(eqn)]
     if (platforms := eqn.params.get("branches_platforms")) is not None:  # lax.platform_dependent
         named = {x: f for xs, f in zip(platforms, branches, strict=True) for x in xs or ["default"]}
         return jax.lax.platform_dependent(*values[1:], **named)

@@ -170,8 +170,7 @@ def make_layout(
 
     Warns of rules that match no leaf.
     """
-    _mesh.check_mesh(mesh)
-    _check_choices(rules, min_size)
+    _check_choices(mesh, rules, min_size)
     axes, widest = _mesh.axes_by_kind(axis, mesh)
     shapes = {path: _shape_of(path, leaf) for path, leaf in leaves_by_path(params).items()}
     if not shapes:
@@ -200,7 +199,12 @@ def make_layout(
     return layout
 
 
-def _check_choices(rules: Any, min_size: Any) -> None:
+def _check_choices(mesh: Any, rules: Any, min_size: Any) -> None:
+    if not isinstance(mesh, AnyMesh):
+        raise TypeError(
+            f"a mesh is expected, got {type(mesh).__name__}; write make_layout(params, mesh, "
+            "stage=...) with mesh = zerojax.make_mesh({'data': 8})"
+        )
     others = [] if isinstance(rules, Sequence) else [rules]
     others += [rule for rule in rules if not isinstance(rule, Rule)] if not others else []
     if others:

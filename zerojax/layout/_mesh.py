@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 from zerojax._types import AnyMesh, Axes, Kind
 from zerojax.layout._torus import in_order
@@ -53,15 +53,6 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
             devices=found,
         )
     )
-
-
-def check_mesh(given: Any) -> None:
-    """Raise a TypeError where something else is given as a mesh."""
-    if not isinstance(given, Mesh | AbstractMesh):
-        raise TypeError(
-            f"a mesh is expected, got {type(given).__name__}; write make_layout(params, mesh, "
-            "stage=...) with mesh = zerojax.make_mesh({'data': 8})"
-        )
 
 
 def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:

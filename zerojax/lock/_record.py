@@ -297,18 +297,14 @@ def _record(held: dict[str, Any]) -> StepRecord:
 
 
 def write_lock(path: Path, records: Mapping[str, StepRecord]) -> None:
-    steps = {name: _to_dict(records[name]) for name in sorted(records)}
+    steps = {name: asdict(records[name]) for name in sorted(records)}
+    for step in steps.values():
+        del step["theory"]
+        for one in step["moved"].values():
+            del one["source"]
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(_dumps({"format": FORMAT, "steps": steps}, depth=4) + "\n")
     partial.replace(path)
-
-
-def _to_dict(record: StepRecord) -> dict[str, Any]:
-    held = asdict(record)
-    del held["theory"]
-    for one in held["moved"].values():
-        del one["source"]
-    return held
 
 
 def _dumps(value: Any, depth: int, indent: str = "") -> str:
