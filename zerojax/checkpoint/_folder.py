@@ -103,7 +103,7 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self.wait()
         if self._copies is not None:
-            self._copies.close()
+            self._copies.manager.close()
 
     def save(
         self,
@@ -190,7 +190,7 @@ class Checkpoints:
         if pending is not None:
             pending.wait()
         if self._copies is not None:
-            self._copies.wait()
+            self._copies.manager.wait_until_finished()
 
     def restore_latest(self, layout: Layout, like: PyTree) -> Restored | None:
         """Restore the newest checkpoint that is whole, as `zerojax.restore` does; None without any.
@@ -210,7 +210,7 @@ class Checkpoints:
         for name in reversed(named):
             path = self.directory / name
             try:
-                manifest, state = read_state(path, layout, like, tx=self._tx)
+                manifest, state = read_state(path, layout, like, self._tx)
             except DAMAGE as error:
                 passed_over[path] = str(error) if _is_saved(path) else _cut_short(path)
                 self._damaged |= {path} if _is_saved(path) else set()

@@ -14,7 +14,7 @@ drop values, or keep zeros.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ PARAMS, MASTERS = (f"{name}/" for name in COPIES)
 #: All of its parts that are placed, with their kinds.
 KINDS: dict[str, Kind] = {"params": "parameter", "masters": "master", "opt_state": "optimizer"}
 REMEDY = "pass the layout that the state was made under: step.layout"
+#: The optimizer, where it was handed over.
+Optimizer: TypeAlias = optax.GradientTransformation | None
 #: A key path and what is there.
 Node = tuple[tuple[Any, ...], Any]
 #: The part of a train state that a loss scale adds: the paths begin so.
@@ -55,9 +57,7 @@ class SavedLeaf:
         return self.dtype.startswith("key<")
 
 
-def saved_leaves(
-    tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
-) -> dict[str, SavedLeaf]:
+def saved_leaves(tree: PyTree, layout: Layout, tx: Optimizer = None) -> dict[str, SavedLeaf]:
     """Describe every leaf of a tree of arrays or shapes, by path; see `logical_shapes`."""
     logical = logical_shapes(tree, layout, tx)
     return {
@@ -118,9 +118,7 @@ def named_tuples(tree: PyTree) -> dict[str, str]:
     return {path: name for path, name in found.items() if not f"{path}/".startswith(others)}
 
 
-def logical_shapes(
-    tree: PyTree, layout: Layout, tx: optax.GradientTransformation | None = None
-) -> dict[str, Shape]:
+def logical_shapes(tree: PyTree, layout: Layout, tx: Optimizer = None) -> dict[str, Shape]:
     """Return the logical shape of every leaf of a tree of arrays or shapes, by path."""
     below = list(nodes(tree))
     of_tx = {} if tx is None else _like(below, layout.optimizer(tx))

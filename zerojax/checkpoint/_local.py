@@ -28,6 +28,7 @@ class LocalCopies:
     Attributes:
         steps: those of which there is a whole copy, in order.
         passed_over: folders that were removed, and why: others are needed with them.
+        manager: Orbax's, which writes and reads them.
 
     Args:
         folder: the hosts' own.
@@ -46,12 +47,12 @@ class LocalCopies:
         _initialize()
         if replicator:
             self.steps = self._drop_parts()
-            self._manager = _replicator(folder, mesh)
+            self.manager = _replicator(folder, mesh)
         else:
             like = jax.ShapeDtypeStruct
             wanted = {k: like(x.shape, x.dtype, sharding=x.sharding) for k, x in arrays.items()}
-            self._manager = _emergency(folder, shared, mesh, wanted, axis)
-            self.steps = sorted(self._manager.all_steps())
+            self.manager = _emergency(folder, shared, mesh, wanted, axis)
+            self.steps = sorted(self.manager.all_steps())
 
     def save(self, step: int, arrays: Arrays) -> None:
         """Start to save a step; arrays may be donated meanwhile."""
@@ -62,7 +63,7 @@ class LocalCopies:
                 f"{self._folder} has a copy of step {self.steps[-1]}, and takes none of step "
                 f"{step}; go on from that, or remove the folder on all hosts"
             )
-        self._manager.save(step, args.Composite(state=args.PyTreeSave(dict(arrays))))
+        self.manager.save(step, args.Composite(state=args.PyTreeSave(dict(arrays))))
         self.steps.append(step)
 
     def restore(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
@@ -70,13 +71,7 @@ class LocalCopies:
 
         each = checkpoint_utils.construct_restore_args(dict(wanted))
         state = args.PyTreeRestore(item=dict(wanted), restore_args=each)
-        return self._manager.restore(step, args.Composite(state=state)).state
-
-    def wait(self) -> None:
-        self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        self._manager.close()
+        return self.manager.restore(step, args.Composite(state=state)).state
 
     def _check(self, mesh: Mesh, arrays: Arrays) -> None:
         for path, x in arrays.items():

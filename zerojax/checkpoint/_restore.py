@@ -19,7 +19,7 @@ from zerojax.checkpoint._files import (
     wrong_contents,
     wrong_sizes,
 )
-from zerojax.checkpoint._leaves import dtype_of, is_key, place_of
+from zerojax.checkpoint._leaves import Optimizer, dtype_of, is_key, place_of
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
@@ -64,7 +64,7 @@ def restore(
     require_orbax()
     check_layout(layout, "restore(directory, layout, like)")
     root = local_path(directory)
-    return read_state(root, layout, like, tx=tx, partial=partial)[1]
+    return read_state(root, layout, like, tx, partial=partial)[1]
 
 
 def read_agreed(root: Path) -> Manifest:
@@ -82,16 +82,11 @@ def read_agreed(root: Path) -> Manifest:
 
 
 def read_state(
-    root: Path,
-    layout: Layout,
-    like: PyTree,
-    *,
-    tx: optax.GradientTransformation | None = None,
-    partial: bool = False,
+    root: Path, layout: Layout, like: PyTree, tx: Optimizer, *, partial: bool = False
 ) -> tuple[Manifest, PyTree]:
     """Read what `restore` does, and the manifest with it."""
     manifest = read_agreed(root)
-    sources = find_sources(manifest, layout, like, root, tx=tx, partial=partial)
+    sources = find_sources(manifest, layout, like, root, tx, partial=partial)
     _agree(root, wrong_sizes(root, manifest.files).values())
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     own = largest_first[jax.process_index() :: jax.process_count()]

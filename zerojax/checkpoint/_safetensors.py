@@ -53,36 +53,29 @@ DTYPES = {
 Place = tuple[jax.ShapeDtypeStruct, Path, int]
 
 
-class SafetensorsReader:
-    """Reads the tensors of one file, or of the several that an index names.
+def find_tensors(path: Path) -> dict[str, Place]:
+    """Find the tensors of one file, or of the several that an index names, by their headers."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no file {path}; give one of {SUFFIX}, or {INDEX_SUFFIX} of several"
+        )
+    return _read_indexed(path) if path.name.endswith(INDEX_SUFFIX) else _read_header(path)
 
-    Opening it reads and checks headers only.
+
+def read_tensor(place: Place, index: tuple[slice, ...] = ()) -> np.ndarray:
+    """Read a part of a tensor, a slice for each of the first dims; only that part is copied.
+
+    Raises:
+        ValueError: the file has been cut short since its header was read.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = local_path(path)
-        if not self.path.is_file():
-            raise FileNotFoundError(
-                f"there is no file {self.path}; give one of {SUFFIX}, or {INDEX_SUFFIX} of several"
-            )
-        read = _read_indexed if self.path.name.endswith(INDEX_SUFFIX) else _read_header
-        self._places = read(self.path)
-        self.tensors = {name: shape for name, (shape, _, _) in self._places.items()}
-
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read a part of a tensor, a slice for each of the first dims; only that part is copied.
-
-        Raises:
-            ValueError: the file has been cut short since it was opened.
-        """
-        tensor, path, offset = self._places[name]
-        if not tensor.size:  # nothing can't be mapped
-            return np.empty(tensor.shape, tensor.dtype)[index]
-        try:
-            mapped = np.memmap(path, tensor.dtype, "r", offset, tensor.shape)
-        except ValueError as error:
-            raise ValueError(f"{path} has been cut short since it was opened") from error
-        return np.array(mapped[index])
+    tensor, path, offset = place
+    if not tensor.size:  # nothing can't be mapped
+        return np.empty(tensor.shape, tensor.dtype)[index]
+    try:
+        mapped = np.memmap(path, tensor.dtype, "r", offset, tensor.shape)
+    except ValueError as error:
+        raise ValueError(f"{path} has been cut short since it was opened") from error
+    return np.array(mapped[index])
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
@@ -239,27 +232,30 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
             dtype; nothing has been read then.
         ValueError: a file is damaged.
     """
-    reader = SafetensorsReader(path)
+    path = local_path(path)
+    places = find_tensors(path)
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
-    names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in reader.tensors}
-    left = reader.tensors.keys() - names.values()
+    names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in places}
+    left = places.keys() - names.values()
     names |= {name.replace(".", "/"): name for name in sorted(left)}
     found = {}
     for leaf, name in names.items():
-        x = reader.tensors[name]
+        x, _, _ = places[name]
         size = num_bytes(x.shape, x.dtype)
         found[leaf] = SavedLeaf(
             shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size
         )
-    check_leaves(found, wanted, reader.path)
+    check_leaves(found, wanted, path)
 
-    def read(path: tuple[Any, ...], x: Any) -> jax.Array:
+    def read(keys: tuple[Any, ...], x: Any) -> jax.Array:
         """Read a tensor as shards; those of one place are read once, padding is zeros."""
         parts: dict[str, np.ndarray] = {}
 
         def part(index: Any) -> np.ndarray:
             if str(index) not in parts:
-                block = reader.read(names[path_name(path)], index)  # ends where the tensor does
+                block = read_tensor(
+                    places[names[path_name(keys)]], index
+                )  # ends where the tensor does
                 block = block.astype(x.dtype, copy=False)
                 dims = zip(index, x.shape, block.shape, strict=True)
                 padding = [(0, len(range(*one.indices(n))) - have) for one, n, have in dims]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
@@ -18,6 +17,7 @@ from zerojax.checkpoint._leaves import (
     LOSS_SCALE_LEAVES,
     MASTERS,
     PARAMS,
+    Optimizer,
     SavedLeaf,
     named_tuples,
     saved_leaves,
@@ -44,13 +44,7 @@ class IncompatibleCheckpointError(ValueError):
 
 
 def find_sources(
-    manifest: Manifest,
-    layout: Layout,
-    like: PyTree,
-    root: Path,
-    *,
-    tx: optax.GradientTransformation | None = None,
-    partial: bool = False,
+    manifest: Manifest, layout: Layout, like: PyTree, root: Path, tx: Optimizer, *, partial: bool
 ) -> dict[str, str]:
     """Return the saved leaf that each wanted one is read from; a fresh loss scale has none."""
     wanted = saved_leaves(like, layout, tx)
