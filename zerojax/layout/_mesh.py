@@ -45,14 +45,8 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         raise ValueError(
             f"the mesh {dict(axes)} takes {wanted} devices, and {where} has {len(found)}; {remedy}"
         )
-    return in_order(
-        jax.make_mesh(
-            tuple(axes.values()),
-            tuple(axes),
-            axis_types=(AxisType.Auto,) * len(axes),
-            devices=found,
-        )
-    )
+    types = (AxisType.Auto,) * len(axes)
+    return in_order(jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=found))
 
 
 def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:

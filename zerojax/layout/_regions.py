@@ -216,9 +216,8 @@ class Regions:
 def why_whole(tx: Any, placed: OptimizerLayout, layout: TreeLayout) -> dict[str, str]:
     """Say of each parameter whose optimizer needs whole matrices which, and where it has them."""
     bare = as_transformation(tx)
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layout.leaves]
     state = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in placed.leaves]
-    params, held = layout.structure.unflatten(shapes), placed.structure.unflatten(state)
+    params, held = layout.shapes, placed.structure.unflatten(state)
 
     def update(grads: Any, state: Any, params: Any, loss: Any) -> Any:
         return bare.update(grads, state, params, value=loss, grad=grads)

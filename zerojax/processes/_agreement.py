@@ -152,7 +152,6 @@ class CommonStop:
 
     def __init__(self, most_queued: int) -> None:
         self._most_queued = most_queued
-        self._has_asked = False
         self._step: int | None = None
 
     def is_reached(self, step: int, *, asked: bool) -> bool:
@@ -164,9 +163,8 @@ class CommonStop:
 
     def _agreed_step(self, step: int, asked: bool) -> int | None:
         client, index = connection().client, jax.process_index()
-        if asked and not self._has_asked:
-            client.key_value_set(f"{_ASKED}{index}", "")
-            self._has_asked = True
+        if asked:
+            client.key_value_set(f"{_ASKED}{index}", "", allow_overwrite=True)
         if index:
             told = client.key_value_dir_get(_STEP)
             return int(told[0][1]) if told else None
