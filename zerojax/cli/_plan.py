@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,66 +159,55 @@ def plan(options: PlanOptions) -> None:
         asked = PlanQuestion(options)
     screen = Screen(width=WIDTH, quiet=options.json)
     with screen.console:  # all at once: `| grep -q` may stop listening
-        (_show_search if options.search else _show_stages)(asked, screen)
+        with refusing():
+            choices = asked.search() if options.search else None
+            plans = choices.plans if choices else [asked.plan(stage) for stage in options.stages]
+        hardware, step = _show_question(asked, screen)
+        if choices is not None:
+            screen.show(choices)
+            drawn = {f"{rank}: stage {one.stage}": one for rank, one in enumerate(plans[:4], 1)}
+        else:
+            _show_stages(plans, screen)
+            drawn = {f"stage {one.stage}": one for one in plans}
+        if options.json:
+            typer.echo(json.dumps([one.to_dict() for one in plans], indent=2))
+        if options.plot is not None:
+            title = f"{plans[0].num_params:,} parameters, {hardware}\n{step}"
+            charts.write(charts.compare(drawn, title=title), options.plot)
+            screen.wrote(options.plot)
+        if options.memory_limit is not None and not any(one.fits for one in plans):
+            least = min(plans, key=lambda one: one.bytes.total)
+            raise Failure(
+                f"nothing fits {least.hardware.memory / 1e9:,.3f} GB per device; the smallest need "
+                f"is {least.bytes.total / 1e9:,.3f} GB: {least.title}; --search goes through more "
+                "ways"
+            )
 
 
-def _show_stages(asked: PlanQuestion, screen: Screen) -> None:
-    with refusing():
-        plans = [asked.plan(stage) for stage in asked.options.stages]
-    _show_question(asked, screen)
-    if len(plans) > 1:
-        unit = unit_for(max(one.bytes.theory for one in plans), DECIMAL)
-        screen.title(f"one device, in {unit.name}" + (" (1e9 bytes)" if unit.size == 1e9 else ""))
-        screen.show(stages_table(plans, unit.size))
-        for line in notes(plans):
-            screen.say(line)
-    else:
-        screen.show(plans[0])
-    _keep(plans, {f"stage {one.stage}": one for one in plans}, asked, screen)
-    if asked.options.memory_limit is not None and not any(one.fits for one in plans):
-        least = min(plans, key=lambda one: one.bytes.total)
-        raise Failure(
-            f"nothing fits {least.hardware.memory / 1e9:,.3f} GB per device; the smallest need is "
-            f"{least.bytes.total / 1e9:,.3f} GB: {least.title}; --search goes through more ways"
-        )
-
-
-def _show_search(asked: PlanQuestion, screen: Screen) -> None:
-    with refusing():
-        choices = asked.search()
-    _show_question(asked, screen)
-    screen.show(choices)
-    fastest = {f"{rank}: stage {one.stage}": one for rank, one in enumerate(choices.plans[:4], 1)}
-    _keep(choices.plans, fastest, asked, screen)
-
-
-def _keep(
-    found: Sequence[Plan], drawn: Mapping[str, Plan], asked: PlanQuestion, screen: Screen
-) -> None:
-    """Print JSON and draw, where that was asked for."""
-    options = asked.options
-    if options.json:
-        typer.echo(json.dumps([one.to_dict() for one in found], indent=2))
-    if options.plot is None:
-        return
-    hardware = f"{options.devices:,} x {asked.hardware.name}"
-    step = options.step_in_words(asked.num_examples, asked.config.context)
-    title = f"{found[0].num_params:,} parameters, {hardware}\n{step}"
-    charts.write(charts.compare(drawn, title=title), options.plot)
-    screen.wrote(options.plot)
-
-
-def _show_question(asked: PlanQuestion, screen: Screen) -> None:
+def _show_question(asked: PlanQuestion, screen: Screen) -> tuple[str, str]:
+    """Show what was asked; return the devices and the step in words."""
     options, one, config = asked.options, asked.hardware, asked.config
     limit = f"{one.memory / 1e9:,.1f} GB each"
     if options.memory_limit is not None:
         limit += f" allowed of {find_hardware(one.name).memory / 1e9:,.1f}"
     step = options.step_in_words(asked.num_examples, config.context)
-    hardware = f"{options.devices:,} x {one.name}, {limit}"
+    hardware = f"{options.devices:,} x {one.name}"
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
     model = f"{options.model or 'a GPT'}, {gpt.num_params(config):,} parameters, {layers}"
     model += f" of width {config.width}"
-    screen.facts({"model": model, "hardware": hardware, "step": step})
+    screen.facts({"model": model, "hardware": f"{hardware}, {limit}", "step": step})
+    return hardware, step
+
+
+def _show_stages(plans: Sequence[Plan], screen: Screen) -> None:
+    if len(plans) == 1:
+        screen.show(plans[0])
+        return
+    unit = unit_for(max(one.bytes.theory for one in plans), DECIMAL)
+    screen.title(f"one device, in {unit.name}" + (" (1e9 bytes)" if unit.size == 1e9 else ""))
+    screen.show(stages_table(plans, unit.size))
+    for line in notes(plans):
+        screen.say(line)
 
 
 def stages_table(plans: Sequence[Plan], size: float) -> Table:

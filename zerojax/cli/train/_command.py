@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import absl.logging  # which orbax logs with
 import jax
@@ -127,13 +127,10 @@ class _Training:
         seen = self.signals.everywhere()
         leave()
         if seen:
-            self.stop(seen)
-
-    def stop(self, seen: set[int]) -> NoReturn:
-        options, preempted = self.options, not LOSSES.isdisjoint(seen)
-        word, status = ("preempted", PREEMPTED) if preempted else ("interrupted", INTERRUPTED)
-        stopped = f"{word} after step {self.number} of {options.steps}"
-        raise Failure(stopped + (f"; {self.how}" if self.saved else ""), status)
+            preempted = not LOSSES.isdisjoint(seen)
+            word, status = ("preempted", PREEMPTED) if preempted else ("interrupted", INTERRUPTED)
+            stopped = f"{word} after step {self.number} of {self.options.steps}"
+            raise Failure(stopped + (f"; {self.how}" if self.saved else ""), status)
 
     def train(self) -> None:
         options = self.options
