@@ -1,7 +1,6 @@
 """What a layout places where, and why: as a table beside the theory, and as who holds what."""
 
 import dataclasses
-import difflib
 import itertools
 import math
 import re
@@ -19,7 +18,7 @@ from zerojax._types import Kind
 from zerojax.layout._leaf import LeafLayout, Rule, as_entries
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._tree_layout import TreeLayout
-from zerojax.recipe import Precision
+from zerojax.recipe import Precision, Recipe
 
 #: Columns of the table: the kind of tensor and the key under which its bytes are reported.
 KINDS: tuple[tuple[Kind, str], ...] = (
@@ -97,13 +96,10 @@ _Held = tuple[Kind, LeafLayout, Any]
 
 
 def describe(
-    layout: TreeLayout, state: OptimizerLayout, precision: Precision, stored: bool, keeps: bool
+    layout: TreeLayout, state: OptimizerLayout, recipe: Recipe, stored: bool
 ) -> Description:
-    """Count what every leaf takes on one device and compare it with the stage's formula.
-
-    `keeps` says whether gathered weights wait for the backward pass.
-    """
-    groups = list(_groups(layout, state, precision))
+    """Count what every leaf takes on one device and compare it with the stage's formula."""
+    groups = list(_groups(layout, state, recipe.precision))
     rows = tuple(_row(path, held, stored) for path, held in groups)
     total = {key: sum(row.bytes.get(key, 0) for row in rows) for _, key in KINDS}
     theory = dict.fromkeys(total, 0)
@@ -119,7 +115,7 @@ def describe(
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
     notes = _notes(layout, padding, state.unmatched_rules)
-    if keeps:
+    if recipe.keeps_gathered(layout.kinds):
         notes = (*notes, f"until the backward pass, gathered parameters take {whole:,} B beside")
     return Description(layout.title, rows, total, theory, padding, notes)
 
@@ -241,15 +237,3 @@ class Holders(Shown):
 def _shown_dim(leaf: LeafLayout) -> int:
     cut = [dim for dim, names in enumerate(leaf.entries) if names]
     return leaf.dim if leaf.dim is not None else (*cut, 0)[0]
-
-
-def holders(layout: TreeLayout, path: str) -> Holders:
-    """Find the leaf of a path, or all below it."""
-    found = [one for one in layout.leaves if f"{one.path}/".startswith(f"{path}/")]
-    if not found:
-        near = difflib.get_close_matches(path, [leaf.path for leaf in layout.leaves], cutoff=0.3)
-        raise ValueError(
-            f"no parameter has the path {path!r} or one below it; near ones: {near}; "
-            "print(layout) lists all"
-        )
-    return Holders(layout.mesh.shape, tuple(found))

@@ -1,6 +1,7 @@
 """`Layout`: where every leaf lives, decided once from shapes and a mesh, as plain data."""
 
 import dataclasses
+import difflib
 import functools
 import itertools
 import warnings
@@ -17,7 +18,7 @@ from zerojax._display import Shown, decimal
 from zerojax._tree import leaves_by_path
 from zerojax._types import AnyMesh, PyTree
 from zerojax.layout import _mesh
-from zerojax.layout._describe import Description, Holders, describe, holders
+from zerojax.layout._describe import Description, Holders, describe
 from zerojax.layout._leaf import Entries, LeafLayout, Rule, as_entries, stacked_from_shapes
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
 from zerojax.layout._regions import why_whole
@@ -91,8 +92,7 @@ class Layout(Shown, TreeLayout):
         """Describe the placement without where the optimizer computes, which takes a trace."""
         recipe = as_recipe(recipe)
         state = self.optimizer(tx, recipe.precision.updated)
-        keeps = recipe.keeps_gathered(self.kinds)
-        return describe(self, state, recipe.precision, stored, keeps)
+        return describe(self, state, recipe, stored)
 
     def describe(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True
@@ -116,7 +116,14 @@ class Layout(Shown, TreeLayout):
         Raises:
             ValueError: no parameter has the path, or one below it.
         """
-        return holders(self, path)
+        found = [leaf for leaf in self.leaves if f"{leaf.path}/".startswith(f"{path}/")]
+        if not found:
+            near = difflib.get_close_matches(path, [leaf.path for leaf in self.leaves], cutoff=0.3)
+            raise ValueError(
+                f"no parameter has the path {path!r} or one below it; near ones: {near}; "
+                "print(layout) lists all"
+            )
+        return Holders(self.mesh.shape, tuple(found))
 
     @property
     def _summary(self) -> str:
