@@ -37,7 +37,7 @@ from zerojax.cli.shared._machine import (
 from zerojax.cli.shared._options import OPTIMIZERS, gpt_layout, make_schedule
 from zerojax.cli.train._options import TrainOptions
 from zerojax.data import load_corpus, make_batches
-from zerojax.layout import Layout, make_mesh
+from zerojax.layout import Layout, LeafLayout, make_mesh
 from zerojax.models import gpt
 from zerojax.train import TrainState, TrainStep, first_loss_scale, make_train_step
 
@@ -214,15 +214,13 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
 
 def _read_weights(path: Path, layout: Layout) -> PyTree:
     """Read parameters from safetensors files, or from a checkpoint; each device reads its part."""
-    like = layout.map_leaves(
-        lambda leaf, x: jax.ShapeDtypeStruct(
-            x.shape,
-            x.dtype,
-            # What is cut without padding comes cut; the step's state is made of it.
-            sharding=layout.sharding(leaf.whole_spec if leaf.is_padded else leaf.shard_spec),
-        ),
-        layout.shapes,
-    )
+
+    def placed(leaf: LeafLayout) -> jax.ShapeDtypeStruct:
+        # What is cut without padding comes cut; the step's state is made of it.
+        spec = leaf.whole_spec if leaf.is_padded else leaf.shard_spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(spec))
+
+    like = layout.map_leaves(placed)
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
     found = find_checkpoint(path)

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,13 @@ class Metrics:
             folder = str(path.with_name("tensorboard"))
             self._board = SummaryWriter(folder, purge_step=first_step + 1, flush_secs=10)
         if is_kept:
+            is_old = first_step and path.exists()
+            lines = path.read_text().splitlines(keepends=True) if is_old else []
+            whole = (
+                line for line in lines if line.endswith("\n")
+            )  # a crash may cut the last short
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(_lines(path, first_step)))
+            partial.write_text("".join(x for x in whole if json.loads(x)["step"] <= first_step))
             partial.replace(path)
 
     def read(self) -> list[dict[str, Any]]:
@@ -130,14 +135,6 @@ class Metrics:
         """Write what TensorBoard's file, which is up to 10 s late, has not got yet."""
         if self._board:
             self._board.close()
-
-
-def _lines(path: Path, first_step: int) -> Iterator[str]:
-    """Read the lines up to a step; a last line that a crash cut short is dropped."""
-    if first_step and path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n") and json.loads(line)["step"] <= first_step:
-                yield line
 
 
 def measure(
