@@ -15,7 +15,7 @@ from tests.audit.test_audit_schedule import evidence_of
 from zerojax import charts
 from zerojax._display import duration
 from zerojax.audit import audit
-from zerojax.charts._bars import TOO_MUCH
+from zerojax.charts._figures import TOO_MUCH
 
 PARAMS = {
     "down": jax.ShapeDtypeStruct((4, 2048, 512), jnp.float32),
