@@ -73,6 +73,28 @@ def test_states_are_not_copied_into_the_order_of_their_gradient(stage):
 
 
 @pytest.mark.aot("libtpu")
+@pytest.mark.parametrize("scan", [True, False])
+def test_sparse_cores_move_beside_work_from_stage_1_on(scan):
+    """By default each collective blocks; what waits for them takes little memory."""
+    size = {"num_layers": 6, "width": 1024, "context": 512, "vocab_size": 4096}
+    config = dataclasses.replace(CONFIG, scan=scan, **size)
+    lowered, layout, recipe = lowered_step("v5p:2x2x2", 8, 2, config)
+    names = (
+        f"xla_tpu_enable_sparse_core_collective_offload_{op}"
+        for op in ("all_gather", "reduce_scatter")
+    )
+    beside, blocking = (
+        zerojax.audit(lowered.compile(compiler_options=options), layout, recipe)
+        for options in ({}, dict.fromkeys(names, "false"))
+    )
+    beside.raise_if_problems()
+    assert beside.schedule.blocking_share < 0.05 < 0.9 < blocking.schedule.blocking_share
+    assert beside.schedule.step_seconds < 0.95 * blocking.schedule.step_seconds
+    a_layer = 2 * 12 * 1024**2
+    assert beside.memory.peak < blocking.memory.peak + a_layer
+
+
+@pytest.mark.aot("libtpu")
 def test_what_a_tpu_sets_aside_is_what_libtpu_plans(tmp_path):
     """Its plan of the memory, which it writes where `xla_dump_to` says, has the figure in words."""
     config = dataclasses.replace(CONFIG, num_layers=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import zerojax
+from zerojax._jaxpr import depending
 from zerojax.collectives import compiler_options, shard_tree, write_back
 from zerojax.hlo import parse_collectives
 
@@ -74,6 +76,21 @@ def test_groups_of_layers_write_what_single_layers_write(
         assert {c.shape[0] for c in gathers} == {1}
         assert sum(c.runs for c in gathers) == NUM_LAYERS
         assert len(gathers) == count + rest
+
+
+def test_leaves_take_turns_where_gathers_run_beside(mesh8, monkeypatch):
+    """SparseCores would gather all of them at once; of 8 MiB each, two pairs are under way."""
+    old = {f"w{n}": jax.ShapeDtypeStruct((1024, 2048), jnp.float32) for n in range(8)}
+    layout = dataclasses.replace(zerojax.make_layout(old, mesh8, stage=2), has_options=True)
+    monkeypatch.setattr(type(layout), "offloads", property(lambda _: True))
+    program = jax.make_jaxpr(lambda old, new: write_back(old, new, layout))(old, old).jaxpr
+    news = program.invars[8:]
+    behind = [depending(program.eqns, [new]) for new in news]
+    for n, new in enumerate(news):
+        (barrier,) = (eqn for eqn in program.eqns if new in eqn.invars)
+        assert barrier.primitive.name == "optimization_barrier"
+        first = [min(m for m in range(8) if x in behind[m]) for x in barrier.invars[1:]]
+        assert [m // 2 for m in first] == [n // 2 - 2] * (2 * (n >= 4))
 
 
 def test_a_barrier_stands_between_every_cast_and_its_gather(layout):

@@ -160,6 +160,33 @@ def test_products_of_a_list_wait_for_gradients_by_the_bucket(num_rows, weights, 
     assert [n for n in waited if n] == [1] * 13
 
 
+@pytest.mark.parametrize(("num_rows", "waits"), [(2048, [1]), (16, [])])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_products_of_a_turn_wait_for_its_gradients(stage, num_rows, waits, mesh8, monkeypatch):
+    """Or what they are made of waits for the links too, if it takes more than they do."""
+    stack = [jnp.ones((4, 64, 64))] * 4
+
+    def loss(stack, x):
+        def body(x, ws):
+            for w in ws:
+                x = jnp.tanh(x @ w)
+            return x, None
+
+        return jax.lax.scan(jax.checkpoint(body), x, stack)[0].sum()
+
+    layout = zerojax.make_layout(stack, mesh8, stage=stage, min_size=16)
+    monkeypatch.setattr(type(layout), "platform", "gpu")
+    gradient = jax.grad(gather_where_used(loss, layout))
+    ahead = prefetched(gradient, 0, layout, bucket_bytes=3 * 4 * 64 * 64)
+    loops = [*loops_of(ahead, as_shapes((stack, jnp.zeros((num_rows, 64)))))]
+    reduced = [
+        {v for e in body.eqns if is_named(e, REDUCED) for v in e.outvars} for _, body, _ in loops
+    ]
+    assert [len(found) for found in reduced] == [0, 4]
+    waited = [len(reduced[-1] & {*variables(e.invars)}) for e in loops[-1][1].eqns if is_barrier(e)]
+    assert [n for n in waited if n] == waits  # behind the last three weights stands no product
+
+
 @pytest.mark.parametrize(("stage", "min_size"), [(0, 16), (3, 16), (3, 1000)])
 def test_sums_of_vectors_wait_with_the_gradients_of_matrices(stage, min_size, mesh8, monkeypatch):
     """Or what they add up lies there until the end; cut or not, in the shape of their parameter."""
@@ -232,11 +259,12 @@ def test_a_product_that_pads_waits_for_what_is_cast(platform, words, waits, mesh
     assert behind.issuperset(product.invars) == waits
 
 
+@pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_order_of_gradients_changes_no_bit(stage, mesh8, monkeypatch):
-    """A tied embedding, biases, norms and heads, in a Python list of layers on a GPU."""
+def test_an_order_of_gradients_changes_no_bit(stage, scan, mesh8, monkeypatch):
+    """A tied embedding, biases, norms and heads, in a list of layers or a scan on a GPU."""
     sizes = {"num_layers": 3, "width": 64, "num_heads": 2, "vocab_size": 96, "context": 16}
-    config = gpt.Config(**sizes, scan=False)
+    config = gpt.Config(**sizes, scan=scan)
     params = gpt.init(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (16, 17), 0, 96)
     layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=16)

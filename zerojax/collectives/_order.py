@@ -47,13 +47,21 @@ from zerojax.layout import Layout
 
 
 def run_in_order(
-    program: Any, args: Sequence[Any], layout: Layout, ahead: float, waiting: float
+    program: Any,
+    args: Sequence[Any],
+    layout: Layout,
+    ahead: float = 0,
+    waiting: float = 0,
+    *,
+    is_turn: bool = False,
 ) -> tuple[list[Any], int]:
     """Run a program whose calls are in place, one group of gathers after another.
 
     `ahead` elements may be gathered ahead of a product: two groups; a weight that is larger than
     one is a group of its own; 0 leaves gathers as they are. `waiting` bytes of gradients, or of
-    what they are made of, may wait on each device: three groups; 0 does not order them.
+    what they are made of, may wait on each device: three groups; 0 does not order them. A loop's
+    turn (`is_turn`) has a layer's gradients at most, so it waits only for those that are smaller
+    than what they are made of.
 
     Returns:
         Its results, and how many gathers wait for something.
@@ -66,7 +74,7 @@ def run_in_order(
     if layout.platform == "gpu":
         order.tie_padded()
     if waiting:
-        order.tie_products(waiting / 3, layout, variables(jaxpr.outvars))
+        order.tie_products(waiting / 3, layout, variables(jaxpr.outvars), is_turn=is_turn)
     inputs = inputs_of(program, args)
     results = run_equations(order.equations(), inputs, jaxpr.outvars, order.step)
     return results, num_gathers
@@ -151,7 +159,9 @@ class _Order:
                 if made and made[-1].aval.dtype.itemsize > var.aval.dtype.itemsize:
                     self.tied.setdefault(at, [])
 
-    def tie_products(self, bound: float, layout: Layout, outvars: Sequence[Any]) -> None:
+    def tie_products(
+        self, bound: float, layout: Layout, outvars: Sequence[Any], *, is_turn: bool
+    ) -> None:
         """Let the product behind each group of gradients wait for the group two before it.
 
         A gradient waits, or what makes it with all that this reads: the larger counts. One that is
@@ -170,10 +180,13 @@ class _Order:
         size, groups, ready = 0.0, [[], [], []], []
         for at, eqn in enumerate(self.eqns):
             if is_reduced(eqn) or eqn in plain:
-                groups[-1] += eqn.outvars
                 product = self._maker(eqn.outvars[0], num_products)
                 read = _bytes_of(product.invars) / parts if product else 0
-                size += max(_bytes_of(eqn.outvars), read)
+                made = _bytes_of(eqn.outvars)
+                if is_turn and read <= made:
+                    continue
+                groups[-1] += eqn.outvars
+                size += max(made, read)
                 if size >= bound:
                     size, groups, ready = 0.0, [*groups[1:], []], [*ready, *groups[0]]
             elif ready and num_products(eqn):

@@ -76,26 +76,29 @@ def prefetched(
             the first large weight; 0 leaves gathers as they are.
         layout: the placement.
         bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
-            GPUs and SparseCores, layers of a list wait for gradients beyond these or three layers'.
+            GPUs and SparseCores, products wait for gradients beyond these or three layers'.
             Between processes on CPUs, of weights gathered together or kept for the backward pass.
         warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
-    waiting = _waiting_bytes(layout, bucket_bytes)
+    waits = layout.offloads or layout.platform == "gpu"
+    waiting = (BUCKET if bucket_bytes is None else bucket_bytes) * waits
+    is_list = any(not one[0].stacked for one in layout.layers)
     joins = uses_gloo(layout) and layout.partitions("parameter") and not layers
     bound = (bucket_bytes or BUCKET) if joins else 0
-    if not (layers or waiting or joins or layout.platform == "gpu"):
+    if not (layers or waits or joins):
         return function
 
     def wrapped(*args: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        runner = _Prefetch(layers, layout, bound)
-        leaves = jax.tree.leaves(args)
-        in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
-        in_place = joined(in_place, layout, bound)
         of = layout.layers or ([leaf] for leaf in layout.leaves)
         layer = max(sum(math.prod(x.shape[x.stacked :]) for x in one) for one in of)
         most = min(waiting, 3 * 2 * layer)  # three layers of bf16
-        results, num_tied = run_in_order(in_place, leaves, layout, layers * layer, most)
+        runner = _Prefetch(layers, layout, bound, most)
+        leaves = jax.tree.leaves(args)
+        in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
+        in_place = joined(in_place, layout, bound)
+        ahead, most = layers * layer, most if is_list else 0
+        results, num_tied = run_in_order(in_place, leaves, layout, ahead, most)
         if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)
         for where in dict.fromkeys(runner.late) if warn and layers else ():
@@ -120,18 +123,11 @@ LATE = (
 BUCKET = 30 * 2**20
 
 
-def _waiting_bytes(layout: Layout, bucket_bytes: int | None) -> int:
-    """Return the bytes of a list's gradients that may wait whole; 0 where they are not ordered."""
-    waits = layout.offloads or layout.platform == "gpu"
-    is_list = any(not one[0].stacked for one in layout.layers)
-    return (BUCKET if bucket_bytes is None else bucket_bytes) if is_list and waits else 0
-
-
 class _Prefetch:
     """Runs a differentiated program, and counts the loops that gather ahead."""
 
-    def __init__(self, layers: float, layout: Layout, bound: int) -> None:
-        self.layers, self.layout, self.bound = layers, layout, bound
+    def __init__(self, layers: float, layout: Layout, bound: int, waiting: int) -> None:
+        self.layers, self.layout, self.bound, self.waiting = layers, layout, bound, waiting
         self.is_tpu = layout.platform == "tpu"
         self.parts = layout.num_batch_parts if self.is_tpu and not layout.offloads else 0
         self.num_ahead, self.late = 0, list[str]()
@@ -142,12 +138,13 @@ class _Prefetch:
         if eqn.primitive.name == REMATERIALISED:
             # As jax does it, so that the forward pass is not taken for what is computed again. In
             # loops one by one where a gather is within: it must not wait for what the loop carries.
-            hold, program = jax.lax.optimization_barrier, called(eqn)
-            apart = looped and any(is_gather(inner) for inner in with_inner(eqn))
+            held = self.layers or any(jax.tree.leaves(eqn.params["prevent_cse"]))
+            hold, program = jax.lax.optimization_barrier if held else list, called(eqn)
+            apart = self.layers and looped and any(is_gather(inner) for inner in with_inner(eqn))
             return run(program, [*map(hold, values)] if apart else hold(values), step)
         if runs_in_place(eqn):
             return run(called(eqn), values, step)
-        if eqn.primitive.name == "scan" and (self.layers or self.bound):
+        if eqn.primitive.name == "scan" and (self.layers or self.bound or self.waiting):
             return self._scan(eqn, values)
         return bind(eqn, values)
 
@@ -163,7 +160,10 @@ class _Prefetch:
         # Of a stack in the host's memory only a scan's own buffer is never on the device.
         hosted = any(var.aval.memory_space == jax.memory.Space.Host for var in eqn.outvars)
         if not halves.gathers or eqn.params["length"] < 2 or hosted:
-            return run_scan(eqn, values, lambda given: run(body, given))
+            reduces = any(is_named(x, REDUCED) for x in opened(body)[0].eqns)
+            most = self.waiting if reduces else 0
+            ordered = functools.partial(run_in_order, body, layout=self.layout, is_turn=True)
+            return run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
         self.num_ahead += 1
         return _run_ahead(eqn, values, halves, self.is_tpu)
 

@@ -21,6 +21,9 @@ from zerojax.collectives._forms import constrain, gather, store, to_logical, to_
 from zerojax.collectives._tiles import row_major
 from zerojax.layout import Layout, LeafLayout
 
+#: Bytes of new leaves that SparseCores gather together; the next ones wait for those two before.
+TOGETHER = 16 * 2**20
+
 
 def write_back(old: PyTree, new: PyTree, layout: Layout, bucket_bytes: int | None = None) -> PyTree:
     """Gather updated shards into the buffers of the old parameters.
@@ -34,11 +37,22 @@ def write_back(old: PyTree, new: PyTree, layout: Layout, bucket_bytes: int | Non
     olds, news = layout.structure.flatten_up_to(old), layout.structure.flatten_up_to(new)
     out = list(olds)
     stacks: dict[int, list[int]] = {}
+    groups, size = [list[int](), list[int](), list[int]()], 0
     for number, leaf in enumerate(layout.leaves):
         if leaf.dim is not None and leaf.stacked:
             stacks.setdefault(leaf.shape[0], []).append(number)
-        else:
-            out[number] = _write_leaf(olds[number], news[number], leaf, layout)
+            continue
+        if leaf.dim is not None and layout.has_options and layout.offloads:
+            # SparseCores would gather all leaves at once, beside the old ones.
+            before = {n: out[n] for n in groups[0]}
+            news[number], before = jax.lax.optimization_barrier((news[number], before))
+            for n, x in before.items():
+                out[n] = x
+            size += num_bytes(leaf.shape, olds[number].dtype)
+            groups[-1].append(number)
+            if size >= TOGETHER:
+                groups, size = [*groups[1:], []], 0
+        out[number] = _write_leaf(olds[number], news[number], leaf, layout)
     for numbers in stacks.values():
         held, given = ([x[n] for n in numbers] for x in (olds, news))
         leaves = [layout.leaves[n] for n in numbers]

@@ -160,7 +160,7 @@ class TreeLayout:
     def offloads(self) -> bool:
         """Whether SparseCores gather weights and scatter gradients in a train step of it."""
         kind = None if isinstance(self.mesh, AbstractMesh) else self.devices.flat[0].device_kind
-        return self.partitions("parameter") and kind in OFFLOADS
+        return self.partitions("optimizer") and kind in OFFLOADS
 
     def phases_of(self, shape: Shape, dim: int | None) -> Phases:
         """Return the phases of one leaf: SparseCores move whole tiles along all dims at once."""

@@ -157,7 +157,7 @@ def place(
     leaves = _held_leaves(layout, recipe, hardware.platform == "tpu")
     states = layout.count(model.tx, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
-    network = Network(hardware, axes, is_cut=layout.partitions("parameter"))
+    network = Network(hardware, axes, is_cut=layout.partitions("optimizer"))
     return Setting(devices, network, layout, states, leaves, recipe, matrices)
 
 
