@@ -33,6 +33,8 @@ USES = {
     "rows of length one": lambda w, g, k: (normalised(w, 1), k),
     "columns of length one": lambda w, g, k: (normalised(w, 0), k),
     "weight norm": lambda w, g, k: (g * w / jnp.linalg.norm(w, axis=0), k),
+    "scaled columns": lambda w, g, k: (g * w, k),
+    "scaled by a ratio": lambda w, g, k: (g / jnp.linalg.norm(w, axis=0) * w, k),
     "gates": lambda w, g, k: (w * jax.nn.sigmoid(g)[:, None] * g, k),
     "standardised kernels": lambda w, g, k: (w * g, standardised(k) * g),
     "transposed after": lambda w, g, k: (normalised(w, 1).T, k),
@@ -56,9 +58,12 @@ def loss_fn(params, x):
     return jnp.mean(x**2)
 
 
+@pytest.mark.parametrize("min_size", [None, 16])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_computed_of_weights_moves_no_more(stage, mesh8):
-    layout = zerojax.make_layout(jax.eval_shape(init), mesh8, stage=stage)
+def test_what_is_computed_of_weights_moves_no_more(stage, min_size, mesh8):
+    """Of `g * w`, `w` is cut along its rows and `g`, if at all, along the columns."""
+    options = {} if min_size is None else {"min_size": min_size}
+    layout = zerojax.make_layout(jax.eval_shape(init), mesh8, stage=stage, **options)
     step = zerojax.make_train_step(loss_fn, optax.adam(1e-2), layout)
     x = normal(3, 16, 4, WIDTH)
     report = step.audit(jax.ShapeDtypeStruct(x.shape, x.dtype))
