@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import zerojax
 from zerojax.checkpoint import (
     Checkpoints,
     IncompatibleCheckpointError,
+    _save,
     export_safetensors,
     import_safetensors,
     restore,
@@ -150,3 +153,46 @@ def test_a_list_of_weights_goes_out_and_comes_back(tmp_path, layout):
     out = export_safetensors(tmp_path / "list", tmp_path / "list.safetensors")
     back = import_safetensors(out, layout, weights)
     assert [float(x[0]) for x in back] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+STUCK = """
+import sys, time, jax.numpy as jnp, zerojax
+from zerojax.checkpoint import _save
+_save._finish = lambda *given: (print("writing", flush=True), time.sleep(100))
+layout = zerojax.make_layout({"w": jnp.ones(3)}, zerojax.make_mesh({"data": 1}), stage=0)
+zerojax.save(sys.argv[1], {"w": jnp.ones(3)}, layout)
+"""
+
+
+def test_of_two_saves_of_one_folder_the_later_is_refused(tmp_path, layout, monkeypatch):
+    """Each would remove what the other writes, and give its own arrays the other's manifest."""
+    finish, go_on = _save._finish, threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, "_finish", lambda *given: (go_on.wait(60), finish(*given)))
+        pending = start_save(tmp_path / "5", {"w": jnp.ones(3)}, layout)
+        said = "5 is being written by another save; save to another directory"
+        with pytest.raises(ValueError, match=said):
+            save(tmp_path / "5", {"w": jnp.zeros(3)}, layout)
+        with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=said):
+            checkpoints.save(5, {"w": jnp.zeros(3)}, layout)
+        go_on.set()
+        pending.wait()
+    assert verify(tmp_path / "5").step is None
+    assert restore(tmp_path / "5", layout, {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+    assert not (tmp_path / "5" / ".lock").exists()
+
+
+def test_a_save_of_another_process_is_in_the_way_until_that_is_killed(tmp_path, layout):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STUCK, str(tmp_path)]
+    other: Any = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    with other:
+        try:
+            assert other.stdout.readline() == "writing\n"
+            with pytest.raises(ValueError, match="is being written by another save"):
+                save(tmp_path, {"w": jnp.zeros(3)}, layout)
+        finally:
+            other.kill()
+    save(tmp_path, {"w": jnp.zeros(3)}, layout)
+    assert verify(tmp_path).leaves["w"].shape == (3,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrays", "checkpoint.json"]
