@@ -58,6 +58,7 @@ LEAVES = {
     "a text": ("hello", TypeError, "leaf 'x' is a str and no array"),
     "a function": (len, TypeError, r"eqx\.filter"),
     "64 bits": (np.int64(2**40 + 5), ValueError, "leaf 'x' is int64 and would lose values"),
+    "a double beside NaN": (np.array([0.1, np.nan]), ValueError, "float64 and would lose values"),
     "a double": (np.full(3, 0.1), ValueError, "float64 and would lose values as float32"),
 }
 
@@ -78,14 +79,19 @@ def test_keys_without_a_name_are_refused(tmp_path, layout, tree):
 
 def test_numbers_and_numpy_arrays_come_back_as_arrays(tmp_path, layout):
     tree = {"step": 0, "rate": 0.1, "on": True, "many": np.arange(3), "scalar": np.float64(0.5)}
+    tree |= {"best": np.float32("nan"), "half": np.array([1, np.nan], jnp.bfloat16)}
+    tree |= {"complex": np.array([np.nan + 1j, 2], np.complex64)}
     save(tmp_path, tree, layout)
     verify(tmp_path)
     back = restore(tmp_path, layout, tree)
     assert {name: x.dtype.name for name, x in back.items()} == {
         "step": "int32", "rate": "float32", "on": "bool", "many": "int32", "scalar": "float32",
+        "best": "float32", "half": "bfloat16", "complex": "complex64",
     }  # fmt: skip
     assert (int(back["step"]), float(back["scalar"])) == (0, 0.5)
     assert float(back["rate"]) == np.float32(0.1)
+    for name in ("best", "half", "complex"):
+        np.testing.assert_array_equal(np.complex64(back[name]), np.complex64(tree[name]))
     with jax.enable_x64(True):
         save(tmp_path / "wide", {"n": np.int64(2**40 + 5)}, layout)
         assert int(restore(tmp_path / "wide", layout, {"n": np.int64(0)})["n"]) == 2**40 + 5
