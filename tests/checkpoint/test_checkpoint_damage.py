@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import re
@@ -14,7 +15,15 @@ import pytest
 
 import zerojax
 from tests.checkpoint.damages import MANIFEST, NONE, WAYS, data, flipped
-from zerojax.checkpoint import Checkpoints, DamagedCheckpointError, restore, save, verify
+from zerojax.checkpoint import (
+    Checkpoints,
+    DamagedCheckpointError,
+    read_manifest,
+    restore,
+    save,
+    verify,
+)
+from zerojax.checkpoint._manifest import write_manifest
 
 # Where a read fails, orbax leaves others behind, which report to a loop that is closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -112,3 +121,19 @@ def test_where_all_are_damaged_every_one_is_named(tmp_path, saved):
         Checkpoints(tmp_path).restore_latest(layout, like)
     for step in ("1", "2"):
         assert str(tmp_path / step) in str(caught.value)
+
+
+def test_a_manifest_of_other_arrays_is_damage_though_every_digest_is_right(tmp_path):
+    layout, _ = place()
+    save(tmp_path / "1", {"v": np.array([1, 2, 3], np.float32)}, layout)
+    save(tmp_path / "2", {"w": np.array([4, 5, 6], np.float32)}, layout)
+    manifest = read_manifest(tmp_path / "2")
+    other = dataclasses.replace(manifest, leaves={"v": manifest.leaves["w"]})
+    write_manifest(tmp_path / "2", other)
+    like = {"v": np.zeros(3, np.float32)}
+    with pytest.raises(DamagedCheckpointError, match="2 is damaged: its arrays are not those of"):
+        restore(tmp_path / "2", layout, like)
+    found = Checkpoints(tmp_path).restore_latest(layout, like)
+    assert found is not None
+    assert (found.path, list(found.passed_over)) == (tmp_path / "1", [tmp_path / "2"])
+    assert np.asarray(found.state["v"]).tolist() == [1, 2, 3]

@@ -19,7 +19,7 @@ from zerojax import Precision
 from zerojax._tree import flatten_with_names, unwrapped
 from zerojax.checkpoint import IncompatibleCheckpointError, restore, save
 from zerojax.checkpoint._leaves import logical_shapes
-from zerojax.checkpoint._safetensors import import_safetensors
+from zerojax.checkpoint._safetensors import export_safetensors, import_safetensors
 
 MESHES = {
     "1": {"data": 1},
@@ -155,6 +155,33 @@ def test_wider_dtypes_hold_the_same_values_and_narrower_ones_are_refused(tmp_pat
     save(tmp_path / "fp32", back, other)
     with pytest.raises(IncompatibleCheckpointError, match=r"is float32\[.*wanted bfloat16"):
         restore(tmp_path / "fp32", layout, like)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "narrower"),
+    [
+        ("float8_e4m3fn", "bfloat16", "float8_e5m2"),
+        ("float8_e5m2", "float16", "float8_e4m3fn"),
+        ("float8_e4m3fnuz", "float32", "float8_e4m3fn"),
+        ("float4_e2m1fn", "float8_e4m3fn", None),
+    ],
+)
+def test_every_value_of_8_bits_and_less_fits_wider_dtypes(tmp_path, narrow, wide, narrower):
+    layout, _ = placed(0, "1")
+    kept = np.arange(256, dtype=np.uint8)
+    bits = jnp.finfo(narrow).bits
+    kept = kept[: 1 << bits].view(jnp.dtype(narrow))
+    save(tmp_path / "here", {"x": jnp.asarray(kept)}, layout)
+    back = restore(tmp_path / "here", layout, {"x": jax.ShapeDtypeStruct(kept.shape, wide)})
+    np.testing.assert_array_equal(np.float64(back["x"]), np.float64(kept))
+    if bits == 8:
+        path = tmp_path / "x.safetensors"
+        export_safetensors(tmp_path / "here", path)
+        back = import_safetensors(path, layout, {"x": jax.ShapeDtypeStruct(kept.shape, wide)})
+        np.testing.assert_array_equal(np.float64(back["x"]), np.float64(kept))
+    if narrower is not None:
+        with pytest.raises(IncompatibleCheckpointError, match=f"is {narrow}.*wanted {narrower}"):
+            restore(tmp_path / "here", layout, {"x": jax.ShapeDtypeStruct(kept.shape, narrower)})
 
 
 def back_dtype(state, name):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import zerojax
 from zerojax.checkpoint import (
     Checkpoints,
     IncompatibleCheckpointError,
+    _save,
     export_safetensors,
     import_safetensors,
     restore,
@@ -55,6 +58,7 @@ LEAVES = {
     "a text": ("hello", TypeError, "leaf 'x' is a str and no array"),
     "a function": (len, TypeError, r"eqx\.filter"),
     "64 bits": (np.int64(2**40 + 5), ValueError, "leaf 'x' is int64 and would lose values"),
+    "a double beside NaN": (np.array([0.1, np.nan]), ValueError, "float64 and would lose values"),
     "a double": (np.full(3, 0.1), ValueError, "float64 and would lose values as float32"),
 }
 
@@ -75,14 +79,19 @@ def test_keys_without_a_name_are_refused(tmp_path, layout, tree):
 
 def test_numbers_and_numpy_arrays_come_back_as_arrays(tmp_path, layout):
     tree = {"step": 0, "rate": 0.1, "on": True, "many": np.arange(3), "scalar": np.float64(0.5)}
+    tree |= {"best": np.float32("nan"), "half": np.array([1, np.nan], jnp.bfloat16)}
+    tree |= {"complex": np.array([np.nan + 1j, 2], np.complex64)}
     save(tmp_path, tree, layout)
     verify(tmp_path)
     back = restore(tmp_path, layout, tree)
     assert {name: x.dtype.name for name, x in back.items()} == {
         "step": "int32", "rate": "float32", "on": "bool", "many": "int32", "scalar": "float32",
+        "best": "float32", "half": "bfloat16", "complex": "complex64",
     }  # fmt: skip
     assert (int(back["step"]), float(back["scalar"])) == (0, 0.5)
     assert float(back["rate"]) == np.float32(0.1)
+    for name in ("best", "half", "complex"):
+        np.testing.assert_array_equal(np.complex64(back[name]), np.complex64(tree[name]))
     with jax.enable_x64(True):
         save(tmp_path / "wide", {"n": np.int64(2**40 + 5)}, layout)
         assert int(restore(tmp_path / "wide", layout, {"n": np.int64(0)})["n"]) == 2**40 + 5
@@ -150,3 +159,46 @@ def test_a_list_of_weights_goes_out_and_comes_back(tmp_path, layout):
     out = export_safetensors(tmp_path / "list", tmp_path / "list.safetensors")
     back = import_safetensors(out, layout, weights)
     assert [float(x[0]) for x in back] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+STUCK = """
+import sys, time, jax.numpy as jnp, zerojax
+from zerojax.checkpoint import _save
+_save._finish = lambda *given: (print("writing", flush=True), time.sleep(100))
+layout = zerojax.make_layout({"w": jnp.ones(3)}, zerojax.make_mesh({"data": 1}), stage=0)
+zerojax.save(sys.argv[1], {"w": jnp.ones(3)}, layout)
+"""
+
+
+def test_of_two_saves_of_one_folder_the_later_is_refused(tmp_path, layout, monkeypatch):
+    """Each would remove what the other writes, and give its own arrays the other's manifest."""
+    finish, go_on = _save._finish, threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, "_finish", lambda *given: (go_on.wait(60), finish(*given)))
+        pending = start_save(tmp_path / "5", {"w": jnp.ones(3)}, layout)
+        said = "5 is being written by another save; save to another directory"
+        with pytest.raises(ValueError, match=said):
+            save(tmp_path / "5", {"w": jnp.zeros(3)}, layout)
+        with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=said):
+            checkpoints.save(5, {"w": jnp.zeros(3)}, layout)
+        go_on.set()
+        pending.wait()
+    assert verify(tmp_path / "5").step is None
+    assert restore(tmp_path / "5", layout, {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+    assert not (tmp_path / "5" / ".lock").exists()
+
+
+def test_a_save_of_another_process_is_in_the_way_until_that_is_killed(tmp_path, layout):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STUCK, str(tmp_path)]
+    other: Any = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    with other:
+        try:
+            assert other.stdout.readline() == "writing\n"
+            with pytest.raises(ValueError, match="is being written by another save"):
+                save(tmp_path, {"w": jnp.zeros(3)}, layout)
+        finally:
+            other.kill()
+    save(tmp_path, {"w": jnp.zeros(3)}, layout)
+    assert verify(tmp_path).leaves["w"].shape == (3,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrays", "checkpoint.json"]

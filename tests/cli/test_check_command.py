@@ -140,6 +140,22 @@ def test_a_mistake_is_told_in_one_line(steps, capsys, arguments, told):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("held", [b"\0\1\2", b"\xff\xfe def", "# ü cpu:4\nx = é".encode("latin-1")])
+def test_what_is_no_text_is_told_by_name(steps, capsys, held):
+    steps.write_bytes(held)
+    assert main(["check", "steps.py"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("zerojax: ")
+    assert "steps.py" in err
+    assert err.count("\n") == 1
+
+
+def test_a_lock_file_that_is_nested_without_end_is_told(steps, capsys):
+    (steps.parent / "zerojax.lock").write_text("[" * 100_000)
+    assert main(["diff", "zerojax.lock", "zerojax.lock"]) == 2
+    assert "is no lock file that can be read" in capsys.readouterr().err
+
+
 def test_another_file_in_the_place_of_the_lock_is_told(steps, capsys):
     (steps.parent / "zerojax.lock").write_text("{}")
     assert main(["check", "steps.py"]) == 2

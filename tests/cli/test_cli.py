@@ -89,6 +89,24 @@ def test_an_unknown_command_and_none(capsys):
     assert not err
 
 
+@pytest.mark.parametrize("command", ["doctor", "plan --help", "--version"])
+@pytest.mark.parametrize(
+    ("where", "status", "said"),
+    [(">&-", 2, "stdout is closed"), (">/dev/full", 1, "No space left on device")],
+)
+def test_a_stdout_that_takes_nothing_is_told_in_one_line(where, status, said, command):
+    shell = f'"$@" {command} {where}'
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", *COMMAND],
+        stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if line.startswith("zerojax: ")]
+    assert (done.returncode, len(lines)) == (status, 1), done.stderr
+    assert said in lines[0]
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def test_the_help_teaches(capsys):
     assert main(["train", "--help"]) == 0
     out = capsys.readouterr().out

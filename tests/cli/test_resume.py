@@ -33,11 +33,11 @@ def test_sigterm_saves_and_the_curve_is_that_of_a_run_without_it(folder, capsys)
     """Equal to the bit on the same mesh, within roundings on another one at another stage."""
     options = ["--steps", "24", "--stage", "2", "--eval-every", "24", *SMALL]
     assert main(["train", *options, "--out", "whole"]) == 0
-    command = [*COMMAND, "train", *options, "--out", "run"]
+    command = [*COMMAND, "train", *options, "--out", "a run", "--devices", "8"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
     )
-    metrics = folder / "run/metrics.jsonl"
+    metrics = folder / "a run/metrics.jsonl"
     while process.poll() is None and '"step": 9' not in (
         metrics.read_text() if metrics.exists() else ""
     ):
@@ -45,15 +45,16 @@ def test_sigterm_saves_and_the_curve_is_that_of_a_run_without_it(folder, capsys)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 75, (out, err)
-    (stopped,) = find_checkpoints(folder / "run/checkpoints")  # though none was asked for
+    (stopped,) = find_checkpoints(folder / "a run/checkpoints")  # though none was asked for
     assert 9 <= stopped < 24
-    assert f"preempted after step {stopped} of 24; go on with: zerojax train --resume" in err
-    shutil.copytree(folder / "run", folder / "elsewhere")
+    assert f"preempted after step {stopped} of 24; go on with: zerojax train --resume --out" in err
+    assert "--out 'a run' --devices 8\n" in err
+    shutil.copytree(folder / "a run", folder / "elsewhere")
     capsys.readouterr()
 
-    assert main(["train", "--resume", "--out", "run"]) == 0  # the other options are kept
+    assert main(["train", "--resume", "--out", "a run"]) == 0  # the other options are kept
     assert f"going on from step {stopped}" in capsys.readouterr().out
-    assert losses(folder / "run") == losses(folder / "whole")
+    assert losses(folder / "a run") == losses(folder / "whole")
 
     bound = roundings(24 - stopped, 32 * 16)  # rows and tokens of a batch
     assert main(["train", "--resume", "--out", "elsewhere", "--devices", "4", "--stage", "3"]) == 0

@@ -43,6 +43,20 @@ RATES = {
         None,
     ),
     "every other step": (optax.chain(optax.sgd(FALLING), optax.apply_every(2)), None),
+    "one": (optax.sgd(1.0, momentum=0.9, nesterov=True), 1.0),
+    "one, with decay": (optax.adamw(1.0), 1.0),
+    "one, by a root": (optax.rmsprop(1.0), 1.0),
+    "before decay": (optax.adafactor(FALLING, weight_decay_rate=1e-3), None),
+    "before decay, constant": (optax.adafactor(1e-3, weight_decay_rate=1e-3), None),
+    "before momentum": (optax.adafactor(FALLING, momentum=0.9), None),
+    "before both": (optax.adafactor(1e-3, momentum=0.9, weight_decay_rate=1e-3), None),
+    "before a scale": (
+        optax.chain(
+            optax.scale_by_schedule(FALLING), optax.add_decayed_weights(1e-4), optax.scale(-1.0)
+        ),
+        None,
+    ),
+    "a step per weight": (optax.rprop(0.01), None),
     "in a branch": (optax.MultiSteps(optax.adam(FALLING), 2), None),
 }
 

@@ -93,7 +93,8 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
                 "(of an equinox module: eqx.filter(module, eqx.is_array))"
             )
         placed = jax.device_put(array, sharding)
-        if isinstance(x, float) or np.array_equal(np.asarray(placed).astype(array.dtype), array):
+        same = np.asarray(placed).astype(array.dtype) == array
+        if isinstance(x, float) or (same | (array != array)).all():  # NaN equals nothing
             return placed
         raise ValueError(
             f"leaf {path!r} is {array.dtype} and would lose values as {placed.dtype}; cast it "

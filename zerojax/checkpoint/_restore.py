@@ -28,6 +28,8 @@ from zerojax.processes import gather_texts
 
 #: Characters of its damages that a process tells the others.
 MOST_TOLD = 1 << 16
+#: How tensorstore's errors begin where an array, or a part of it, is not there or not one.
+UNREADABLE = ("NOT_FOUND", "DATA_LOSS")
 
 
 def restore(
@@ -97,7 +99,10 @@ def read_state(
             found = _read(root, sources, layout, like)
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
             failure = error
-    _agree(root, wrong.result(), failure)
+    damages = wrong.result()
+    if not damages and str(failure).startswith(UNREADABLE):
+        damages = [f"its arrays are not those of its manifest ({failure})"]
+    _agree(root, damages, failure)
     return manifest, rebuilt(found, like)
 
 

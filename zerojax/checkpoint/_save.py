@@ -1,15 +1,17 @@
 """Saving: every array by the devices that hold it, the manifest last."""
 
 import atexit
+import contextlib
 import dataclasses
 import datetime as dt
+import fcntl
 import json
 import operator
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +85,6 @@ class PendingSave:
             self._finish()
         except BaseException as error:  # noqa: BLE001  # raised by wait()
             self._error = error
-            # A full disk has room again for what comes next.
-            if jax.process_index() == 0 and (self.path / UNFINISHED).exists():
-                remove(self.path / UNFINISHED)
 
 
 def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
@@ -182,23 +181,57 @@ def start_save(
     require_orbax()
     with together("save"):
         root = local_path(directory)
-        if (root / MANIFEST).exists():
-            raise ValueError(f"{root} holds a checkpoint already; save to another directory")
+        _check_free(root)
     manifest, arrays = prepare("save", state, layout, folder=str(root), **told)
     check_copies("save", arrays)
-    with together("save"):
-        if jax.process_index() == 0:
-            root.mkdir(parents=True, exist_ok=True)
-            _clear(root)
-            (root / UNFINISHED).mkdir()
-    with together("save"):
-        writing = Writing(root / UNFINISHED, arrays)
+    with contextlib.ExitStack() as stack:
+        with together("save"):
+            if jax.process_index() == 0:
+                root.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_sole_save(root))
+                _clear(root)
+                (root / UNFINISHED).mkdir()
+        with together("save"):
+            writing = Writing(root / UNFINISHED, arrays)
+        held = stack.pop_all()
 
     def finish() -> None:
-        _finish(root, manifest, writing)
-        then()
+        with held:
+            _finish(root, manifest, writing)
+            then()
 
     return PendingSave(root, finish)
+
+
+def _check_free(root: Path) -> None:
+    if (root / MANIFEST).exists():
+        raise ValueError(f"{root} holds a checkpoint already; save to another directory")
+
+
+@contextlib.contextmanager
+def _sole_save(root: Path) -> Iterator[None]:
+    """Keep other saves out of a folder, and leave nothing unfinished in it.
+
+    The lock ends with the process, however that ends. Some mounted file systems have none.
+    """
+    with (root / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_sole = os.fstat(file.fileno()).st_nlink > 0  # else a save has ended since the open
+        except OSError as error:
+            is_sole = not isinstance(error, BlockingIOError)
+        if not is_sole:
+            raise ValueError(
+                f"{root} is being written by another save; save to another directory, or again "
+                "where that one fails"
+            )
+        try:
+            _check_free(root)
+            yield
+        finally:  # a full disk has room again for what comes next
+            if (root / UNFINISHED).exists():
+                remove(root / UNFINISHED)
+            (root / ".lock").unlink(missing_ok=True)
 
 
 def _step_of(leaves: Mapping[str, jax.Array]) -> int | None:
@@ -252,8 +285,8 @@ def save(
         metadata: what else to keep, fit for JSON.
 
     Raises:
-        ValueError: the directory holds a checkpoint already, two leaves have the same path, or a
-            train state was made under another layout.
+        ValueError: the directory holds a checkpoint already or another save writes one there, two
+            leaves have the same path, or a train state was made under another layout.
         TypeError: `data` or `metadata` is not fit for JSON, or a leaf is no array.
     """
     start_save(directory, state, layout, tx=tx, step=step, data=data, metadata=metadata).wait()

@@ -119,7 +119,9 @@ def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
         return False
     if not all(jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in (found, wanted)):
         return False
-    return lossy or jnp.promote_types(found, wanted) == jnp.dtype(wanted)
+    own, other = jnp.finfo(found), jnp.finfo(wanted)  # float8 and less JAX promotes to nothing
+    holds = own.bits < other.bits and own.nmant <= other.nmant and own.max <= other.max
+    return lossy or bool(holds and own.smallest_subnormal >= other.smallest_subnormal)
 
 
 def _missing_line(path: str, saved: Leaves, extra: list[str]) -> str:

@@ -1,5 +1,7 @@
 """The `zerojax` command, and how every one of its commands ends."""
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -66,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if sys.stdout is None:  # Python's name for a stream that is closed
+            raise Failure("stdout is closed: send it to a file, or to /dev/null")
         status = app(given, prog_name="zerojax", standalone_mode=False) or 0
         # typer itself catches Ctrl-C in a command and gives its status without a word.
         return _end("interrupted", status) if status == INTERRUPTED else status
@@ -75,6 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(str(failure), getattr(failure, "status", 2))
     except (KeyboardInterrupt, typer.Abort):
         return _end("interrupted", INTERRUPTED)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what stdout holds is written at the end
+        return _end(f"{error}: make room where stdout or the command's files go", 1)
 
 
 def _end(message: str, status: int) -> int:

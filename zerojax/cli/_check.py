@@ -103,7 +103,7 @@ def _keep_to_cpu(path: Path) -> None:
     """Keep jax to the CPU, divided as the marks of a file ask: importing the file may start jax."""
     if not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")
-    counts = re.findall(r"cpu:(\d+)", path.read_text()) if path.is_file() else []
+    counts = re.findall(r"cpu:(\d+)", path.read_text(errors="replace")) if path.is_file() else []
     with contextlib.suppress(RuntimeError):  # jax has started
         jax.config.update("jax_num_cpu_devices", max([1, *map(int, counts)]))
 
@@ -155,7 +155,8 @@ def _told(work: Callable[[], Result], path: Path) -> Result:
         if Path(frames[-1].filename).resolve() != path.resolve():  # within what the file calls
             inner = frames[-1].filename.rpartition("site-packages/")[2]
             told += f" (at {inner}:{frames[-1].lineno})"
-        raise Failure(f"{path}:{lines[-1]}: {told}" if lines else str(error)) from error
+        told = f"{path}:{lines[-1]}: {told}" if lines else str(error)
+        raise Failure(told if path.name in told else f"{path}: {told}") from error
 
 
 def _show(name: str, old: StepRecord | None, record: StepRecord, screen: Screen) -> list[str]:

@@ -273,7 +273,7 @@ def read_lock(path: Path) -> dict[str, StepRecord]:
         if held["format"] != FORMAT:
             raise ValueError(f"format {held['format']}, and this zerojax reads {FORMAT}")
         return {name: _record(step) for name, step in held["steps"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no lock file that can be read ({error}): write it anew with --accept"
         ) from error

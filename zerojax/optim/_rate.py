@@ -22,6 +22,8 @@ from zerojax._traced import Traced, is_fill
 
 #: Operations that change neither the values nor their order.
 _PASSED_ON = frozenset({"convert_element_type", "copy", "reshape"})
+#: Operations whose last two operands may each have been multiplied with a rate.
+_JOINED = frozenset({"add", "sub", "select_n"})
 
 
 def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -> jax.Array | None:
@@ -35,7 +37,7 @@ def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -
     Returns:
         A scalar; None where leaves have rates of their own, the loss decides the rate or a count
         whether there is an update, or it ends with another operation (inside `optax.MultiSteps`, in
-        schedule-free optimizers).
+        schedule-free optimizers), or with a sum of what has factors of its own, times -1.
     """
     held = traced.inputs[num_leaves : num_leaves + len(state)]
     decided = depending(traced.eqns, traced.inputs[2 * num_leaves + len(state) :])  # by the loss
@@ -44,11 +46,10 @@ def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -
     # In a leaf of one element a factor looks like the direction: others know better.
     results = [x for x in results if x.aval.size > 1] or results
     found = {_factors(traced, x, moving, decided) for x in results}
-    if len(found) != 1:
+    factors = found.pop() if len(found) == 1 else None
+    if factors in (None, ((), 1)):
         return None
-    scalars, constant = found.pop()
-    if not scalars and constant == 1:
-        return None
+    scalars, constant = factors
     needed = traced.slice(scalars, stop=lambda _: False)
     given = traced.consts | dict(zip(held, state, strict=True))
     values = needed.run([given[x] for x in needed.inputs])
@@ -60,10 +61,11 @@ def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -
 
 def _factors(
     traced: Traced, var: Any, moving: set[Any], decided: set[Any]
-) -> tuple[tuple[Any, ...], float]:
+) -> tuple[tuple[Any, ...], float] | None:
     """Return what a result is multiplied with last: scalars of the state alone, and a constant.
 
-    Scalars that the gradients or parameters decide are part of the direction.
+    Scalars that the gradients or parameters decide are part of the direction. None where a rate may
+    stand further inside: in every term of a sum, or branch of a choice.
     """
     scalars, constant = [], 1.0
     while (eqn := traced.maker(var)) is not None:
@@ -86,10 +88,15 @@ def _factors(
             elif factor not in moving:
                 scalars.append(_source(traced, factor))
                 if not jnp.issubdtype(scalars[-1].aval.dtype, jnp.floating):
-                    return (), 1.0  # whether there is an update
+                    return None  # whether there is an update
             elif factor in decided:
-                return (), 1.0
+                return None
         else:
+            if not scalars and abs(constant) == 1 and eqn.primitive.name in _JOINED:
+                terms = [x for x in eqn.invars[-2:] if is_variable(x) and x in moving]
+                own = [_factors(traced, x, moving, decided) for x in terms]
+                if ((), 1) not in own and ((), -1) not in own:
+                    return None
             break
     return tuple(scalars), constant
 

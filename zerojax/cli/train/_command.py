@@ -1,6 +1,7 @@
 """`zerojax train`: the loop of steps, evaluations and checkpoints, and an orderly end."""
 
 import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -90,7 +91,10 @@ class _Training:
     ) -> None:
         self.run, self.options = run, run.options
         self.screen, self.signals, self.queued_steps = screen, signals, queued_steps
-        self.how = f"go on with: zerojax train --resume --out {self.options.out}"
+        asked = ["--resume", "--out", str(self.options.out)]
+        if "devices" in self.options.given:
+            asked += ["--devices", str(self.options.devices)]
+        self.how = f"go on with: zerojax train {shlex.join(asked)}"
         self.first_step = 0
         with refusing():
             self.state, restored = run.start()
