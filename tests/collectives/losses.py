@@ -273,6 +273,10 @@ OTHERS = {
         lambda p, b: jnp.mean(b["x"][0] @ p["out"]),
         "joins examples|computes with the number",
     ),
+    "by number": (
+        lambda p, b: jnp.mean(b["x"][b["y"]] @ p["out"]),
+        "picks examples by their number: add",
+    ),
     "position": (
         lambda p, b: jnp.mean(logits(p, b) * jnp.arange(len(b["y"]))[:, None]),
         "place of examples",

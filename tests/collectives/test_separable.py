@@ -12,6 +12,7 @@ import pytest
 
 import zerojax
 from tests.collectives.losses import BATCH, EXAMPLES, MEANS, OTHERS, PARAMS, TOKENS, entropy, logits
+from tests.collectives.rules import LINEAR_RULES, OTHER_RULES
 
 
 def make(mesh, loss, reduce, accumulate=1):
@@ -42,6 +43,22 @@ def test_what_is_no_mean_over_examples_is_refused_with_the_operation(loss, match
     assert "Recipe(reduce='each')" in str(caught.value)
     if re.search(": [a-z]", match):
         assert "losses.py:" in str(caught.value), "it names the user's line"
+
+
+@pytest.mark.parametrize("loss", LINEAR_RULES.values(), ids=LINEAR_RULES)
+def test_rules_that_are_linear_in_the_gradient_of_each_example_are_accepted(loss, mesh8):
+    test_a_mean_over_examples_is_that_of_the_whole_batch(loss, mesh8)
+    lowered(mesh8, loss, 2)  # a warning would be an error
+
+
+@pytest.mark.parametrize(("loss", "match"), OTHER_RULES.values(), ids=OTHER_RULES)
+def test_other_rules_are_refused_and_warned_of_with_their_line(loss, match, mesh8):
+    match = f"a backward rule has to be linear.*, and here .*{match}.* at .*/rules.py:"
+    with pytest.raises(ValueError, match=match):
+        lowered(mesh8, loss, 1, "once")
+    with pytest.warns(UserWarning, match=match):
+        lowered(mesh8, loss, 2)
+    lowered(mesh8, loss, 1)  # without a warning, which would be an error
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "complex64"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zerojax._jaxpr import is_elementwise
 
 _SAME = (
-    "convert_element_type copy device_put name optimization_barrier reduce_precision "
+    "convert_element_type copy device_put name optimization_barrier reduce_precision reshard "
     "sharding_constraint"
 )
 _MOVES = "broadcast_in_dim expand_dims reshape squeeze"
@@ -28,17 +28,29 @@ _APART = frozenset(f"{_SAME} {_MOVES} bitcast_convert_type dot_general reduce_su
 _CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice tile transpose".split())
 #: Operations that mix the last dims: two, or as many as a Fourier transform has lengths.
 _MATRICES = frozenset("cholesky eig eigh fft householder_product lu qr svd".split())
-_PRODUCTS = frozenset("conv_general_dilated div dot_general mul".split())
+_PRODUCTS = frozenset("conv_general_dilated div dot_general mul ragged_dot_general".split())
 _RANDOM = frozenset(
     "random_bits random_fold_in random_seed random_split random_unwrap random_wrap".split()
 )
 #: What a pooled value may go through.
 LINEAR = _PRODUCTS.union(
-    f"{_SAME} {_MOVES} add add_any concatenate cumsum imag neg pad real reduce_sum rev select_n "
-    "slice split stack stop_gradient sub tile transpose unstack".split()
+    f"{_SAME} {_MOVES} add add_any complex concatenate conj cumsum dynamic_slice fft gather imag "
+    "dynamic_update_slice neg pad real reduce_sum reduce_window_sum rev scatter scatter-add slice "
+    "select_and_scatter_add select_n split stack stop_gradient sub tile transpose triangular_solve "
+    "unstack".split()
 )
+#: Of these the operands that they are not linear in: what chooses, and a matrix that is inverted.
+_FIXED = {
+    "select_n": range(1),
+    "triangular_solve": range(1),
+    **dict.fromkeys(("gather", "scatter", "scatter-add", "select_and_scatter_add"), range(1, 2)),
+    "dynamic_slice": range(1, 99),
+    "dynamic_update_slice": range(2, 99),
+    "ragged_dot_general": range(2, 99),
+}
 #: What positions in the batch, 0, 1, 2, ..., may go through: it picks an element of each example.
-_PICKS = frozenset(f"{_SAME} {_MOVES} add concatenate gather lt select_n".split())
+_TAKES = ("gather", "scatter", "scatter-add")
+_PICKS = frozenset((*f"{_SAME} {_MOVES} add concatenate lt select_n".split(), *_TAKES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,22 +97,47 @@ def result_of(
             )
         return Value(outer)
     column = _column(eqn, values)
-    degree = 0.0 if column is not None else _degree(name, values)
-    summed = name == "reduce_sum" and given in params["axes"]
-    if name == "dot_general" and given is not None:
-        contracting = params["dimension_numbers"][0]
-        summed = any(dim in c for dim, c in zip(dims, contracting, strict=True))
-    if summed:
+    if name == "scatter-add" and dims[0] is None and dims[2] is not None:
+        return _scattered(values)
+    whole = name == "add" and not is_real(eqn.outvars[0])
+    degree = 0.0 if column is not None else _degree("an index" if whole else name, values)
+    if given is not None and _is_summed(eqn, dims):
         return Value(degree=degree + 1, pooled=True)
     if name in ("reshape", "expand_dims", "squeeze") and outer is not None:
         outer = _reshaped(eqn, outer, given, out, num_examples)
     elif not _keeps(eqn, values, dims, out):
         raise Refused("it joins examples, or whether it does can't be told")
-    pooled = any(value.pooled for value in values)
-    if pooled and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact) and given is None:
-        raise Refused("it rounds what was made of all examples")
+    pooled, rounded = any(value.pooled for value in values), any(map(is_real, eqn.invars))
+    if not is_real(eqn.outvars[0]) and ((pooled and given is None) or (degree and rounded)):
+        raise Refused("it rounds what was made of all examples, or what their number divides")
     zero = name in LINEAR and all(value.zero for value in values)
     return Value(outer, degree, pooled, column=column, zero=zero)
+
+
+def is_real(atom: Any) -> bool:
+    """Whether a value has a gradient: no whole number, truth value or key."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _is_summed(eqn: Any, dims: list[int | None]) -> bool:
+    """Whether an operation adds up examples."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "reduce_sum":
+        return dims[0] in params["axes"]
+    if name == "dot_general":
+        contracting = params["dimension_numbers"][0]
+        return any(dim in c for dim, c in zip(dims, contracting, strict=True))
+    if name != "conv_general_dilated" or params["feature_group_count"] > 1:
+        return False
+    numbers = params["dimension_numbers"]  # the gradient of a filter takes examples for features
+    return dims == [numbers.lhs_spec[1], numbers.rhs_spec[1]]
+
+
+def _scattered(values: list[Value]) -> Value:
+    """Return what is known of rows of examples that are added to rows of what all share."""
+    if values[1].column is not None:
+        raise Refused("it computes with the place of examples in the batch")
+    return meet([values[0], Value(degree=values[2].degree + 1, pooled=True)])
 
 
 def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None:
@@ -110,10 +147,11 @@ def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None
         raise Refused("it joins single examples with what was made of all")
     if pooled and (name not in LINEAR or (len(pooled) > 1 and name in _PRODUCTS)):
         raise Refused("it is not linear in what was made of all examples")
-    if (name == "div" and values[1].pooled) or (name == "select_n" and values[0].pooled):
+    fixed = [values[n] for n in _FIXED.get(name, ()) if n < len(values)]
+    if (name == "div" and values[1].pooled) or any(value.pooled for value in fixed):
         raise Refused("it is not linear in what was made of all examples")
-    if name not in LINEAR and any(value.degree for value in values):
-        raise Refused("it computes with the number of examples")
+    if any(value.degree for value in (fixed if name in LINEAR else values)):
+        raise Refused("it computes with the number of examples, or with what that divides")
     if name not in _PICKS and any(value.column is not None for value in values):
         raise Refused("it computes with the place of examples in the batch")
 
@@ -152,8 +190,11 @@ def _meet_outer(given: Iterable[int | None]) -> int | None:
 def _degree(name: str, values: Sequence[Value]) -> float:
     if name in _PRODUCTS:
         return values[0].degree + (-1 if name == "div" else 1) * values[1].degree
-    degrees = {value.degree for value in values if not value.zero}
+    fixed = _FIXED.get(name, ())
+    degrees = {v.degree for n, v in enumerate(values) if not v.zero and n not in fixed}
     if len(degrees) > 1:
+        if name == "an index":  # counted from the end: select_n (i < 0) (i + n) i
+            raise Refused("it picks examples by their number")
         raise Refused("it adds what grows with the number of examples to what does not")
     return degrees.pop() if degrees else 0.0
 
@@ -170,7 +211,7 @@ def _column(eqn: Any, values: list[Value]) -> int | None:
     name = eqn.primitive.name
     columns = [value.column for value in values]
     number = next((n for n, column in enumerate(columns) if column is not None), None)
-    if number is None or name == "gather" or (name == "lt" and values[1].zero):
+    if number is None or name in _TAKES or (name == "lt" and values[1].zero):
         return None
     if name == "concatenate":
         return sum((x.aval.shape[-1] for x in eqn.invars[:number]), start=columns[number] or 0)
@@ -212,14 +253,17 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
     if name == "gather":
         return _picks(eqn, values[1], first, dims[1])
     if name.startswith("scatter"):
-        numbers = params["dimension_numbers"]
+        numbers, column = params["dimension_numbers"], values[1].column
+        if column is not None:
+            picked = numbers.scatter_dims_to_operand_dims[column]
+            return picked == first and dims[1] is not None and dims[2] is not None
         if first is not None and dims[1] is None:
             return dims[2] is not None and first not in numbers.scatter_dims_to_operand_dims
         return first in numbers.operand_batching_dims
     if name == "conv_general_dilated":
         batch = params["dimension_numbers"].lhs_spec[0]
         return dims[1] is None and first == batch and params["batch_group_count"] == 1
-    if name.startswith("reduce_window"):
+    if name.startswith(("reduce_window", "select_and")):
         same = first == out and eqn.invars[0].aval.shape[first] == size
         return same and params["window_dimensions"][first] == 1
     return False

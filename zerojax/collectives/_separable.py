@@ -9,7 +9,8 @@ constant that differs depends on how many there are. With 4 and 8 examples:
     m = div s 4.0 | div s 8.0  degree 0: what the devices' average of is the same for all examples
     e = exp m                  refused: the mean of exp is not exp of the mean
 
-A pooled value goes through linear operations alone, and none that mixes examples is allowed.
+A pooled value goes through linear operations alone, and none that mixes examples is allowed. The
+same holds for gradients in the rules of custom derivatives (`_rules`), which are read as well.
 """
 
 import dataclasses
@@ -22,12 +23,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
-from jax.interpreters import partial_eval
 
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts
 from zerojax._types import PyTree
 from zerojax.collectives._examples import is_key, map_batch, microbatch, num_examples, resized
-from zerojax.collectives._mixing import LINEAR, Refused, Value, check_operands, meet, result_of
+from zerojax.collectives._mixing import (
+    LINEAR,
+    Refused,
+    Value,
+    check_operands,
+    is_real,
+    meet,
+    result_of,
+)
+from zerojax.collectives._rules import (
+    KERNELS,
+    backward,
+    check_gradients,
+    gradient_of,
+    is_of_jax,
+    name_rule,
+    used,
+)
 
 #: What a loss should be where parts of the batch are averaged.
 REMEDY = (
@@ -81,8 +98,12 @@ def _traced(
             raise
         raise Refused(f"it can't be traced for {size} examples: {error}") from error
     wanted = [number == 0 for number in range(len(traced.jaxpr.outvars))]
-    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
-    return core.ClosedJaxpr(jaxpr, traced.consts)
+    return used(traced, wanted)
+
+
+def _held(eqn: Any) -> Any:
+    """Return the program that an equation runs once; that of `optimize_remat` is a call as well."""
+    return eqn.params["fwd_jaxpr"] if eqn.primitive.name == "remat_opt" else called(eqn)
 
 
 def _varying(one: Any, two: Any) -> int | None:
@@ -123,6 +144,8 @@ class _Reader:
 
     num_examples: int  # of the first
     times: int  # as many has the second
+    differentiated: bool = True  # whether rules of its functions are used
+    in_rule: bool = False
 
     def run(self, one: Any, two: Any, values: Sequence[Value]) -> list[Value]:
         """Return what is known of a program's results, from what is known of its inputs."""
@@ -159,8 +182,14 @@ class _Reader:
             raise Refused("whether it joins examples can't be told")
         if bodies(eqn):
             return self._loop(eqn, other, values)
-        if called(eqn) is not None:
-            return self.run(called(eqn), called(other), values)
+        if (
+            name in ("custom_jvp_call", "custom_vjp_call")
+            and self.differentiated
+            and not is_of_jax(eqn)
+        ):
+            return self._custom(eqn, other, values)
+        if (inner := _held(eqn)) is not None:
+            return self.run(inner, _held(other), values)
         if name == "custom_linear_solve":
             # Its operands: the constants of four programs, of which the third solves, and b.
             first, second = (x.params["jaxprs"].solve for x in (eqn, other))
@@ -174,9 +203,32 @@ class _Reader:
         if not of_examples and not any(value.pooled or value.degree for value in values):
             zero = bool(values) and name in LINEAR and all(value.zero for value in values)
             return [Value(fresh=fresh, zero=zero)] * len(outs)
+        if self.in_rule and name in KERNELS and not of_examples:
+            return [meet(values)] * len(outs)
         check_operands(name, values, of_examples=of_examples)
         found = [result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         return [dataclasses.replace(value, fresh=fresh) for value in found]
+
+    def _custom(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
+        """Read a function that has a rule for its derivative, and the rule."""
+        reader = dataclasses.replace(self, differentiated=False)
+        found = reader.run(called(eqn), called(other), values)
+
+        def gradients(atoms: Any, others: Any, values: list[Value]) -> list[Value]:
+            known = zip(atoms, others, values, strict=True)
+            return [gradient_of(v, _varying(a, b)) for a, b, v in known if is_real(a)]
+
+        given = gradients(eqn.outvars, other.outvars, found)
+        first = eqn.params["num_consts"]
+        wanted = gradients(eqn.invars[first:], other.invars[first:], values[first:])
+        reader = dataclasses.replace(reader, in_rule=True)
+        try:
+            pulled = reader.run(backward(eqn), backward(other), [*values, *given])
+            check_gradients(pulled, wanted)
+        except Refused as refused:
+            name_rule(refused, eqn)
+            raise
+        return found
 
     def _map(
         self, one: Any, two: Any, values: list[Value], first: int, carried: int
