@@ -74,7 +74,7 @@ def test_leaves_that_cannot_be_kept_are_refused_by_path(tmp_path, layout, name):
 def test_a_leaf_that_was_donated_is_named(tmp_path, layout):
     given = {"w": jnp.ones(8), "old": jnp.ones(8)}
     given["old"].delete()
-    with pytest.raises(ValueError, match=r"leaf 'old' is deleted.*save what it returns"):
+    with pytest.raises(ValueError, match=r"leaf 'old' is deleted.*save what the step returned"):
         save(tmp_path / "here", given, layout)
     assert not (tmp_path / "here").exists()
 

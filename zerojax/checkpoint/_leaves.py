@@ -87,9 +87,7 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
         if isinstance(x, jax.Array) and not x.is_deleted():
             return x
         if isinstance(x, jax.Array):
-            raise ValueError(
-                f"leaf {path!r} is deleted, as a step donates it; save what it returns"
-            )
+            raise ValueError(f"leaf {path!r} is deleted (donated); save what the step returned")
         array = np.asarray(x)
         if array.dtype.kind in "OUSMm":  # objects, texts, times
             raise TypeError(
