@@ -191,7 +191,7 @@ def test_of_two_saves_of_one_folder_the_later_is_refused(tmp_path, layout, monke
     """Each would remove what the other writes, and give its own arrays the other's manifest."""
     finish, go_on = _save._finish, threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(_save, "_finish", lambda *given: (go_on.wait(60), finish(*given)))
+        patch.setattr(_save, "_finish", lambda *given: (go_on.wait(20), finish(*given)))
         pending = start_save(tmp_path / "5", {"w": jnp.ones(3)}, layout)
         said = "5 is being written by another save; save to another directory"
         with pytest.raises(ValueError, match=said):
