@@ -71,6 +71,23 @@ def test_leaves_that_cannot_be_kept_are_refused_by_path(tmp_path, layout, name):
     assert not (tmp_path / "here").exists()
 
 
+def test_a_leaf_that_was_donated_is_named(tmp_path, layout):
+    given = {"w": jnp.ones(8), "old": jnp.ones(8)}
+    given["old"].delete()
+    with pytest.raises(ValueError, match=r"leaf 'old' is deleted.*save what the step returned"):
+        save(tmp_path / "here", given, layout)
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    "told", [{"data": {"a": {"b": jnp.ones(2)}}}, {"metadata": {"a": np.int64(1)}}]
+)
+def test_what_json_has_not_is_told_with_the_remedy(tmp_path, layout, told):
+    with pytest.raises(TypeError, match=r"data= or metadata= holds a \w+, which.*x\.tolist\(\)"):
+        save(tmp_path / "here", {"w": jnp.ones(3)}, layout, **told)
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.parametrize("tree", [{"a/": 1}, {"m": {"": 1}}, {"/a": 1}])
 def test_keys_without_a_name_are_refused(tmp_path, layout, tree):
     with pytest.raises(ValueError, match="a part without a name"):
@@ -174,7 +191,7 @@ def test_of_two_saves_of_one_folder_the_later_is_refused(tmp_path, layout, monke
     """Each would remove what the other writes, and give its own arrays the other's manifest."""
     finish, go_on = _save._finish, threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(_save, "_finish", lambda *given: (go_on.wait(60), finish(*given)))
+        patch.setattr(_save, "_finish", lambda *given: (go_on.wait(20), finish(*given)))
         pending = start_save(tmp_path / "5", {"w": jnp.ones(3)}, layout)
         said = "5 is being written by another save; save to another directory"
         with pytest.raises(ValueError, match=said):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -140,6 +142,28 @@ def test_a_line_search_calls_back_with_logical_parameters(mesh8):
         grads, tx.init(placed), placed, value=value, grad=grads, value_fn=value_fn
     )
     assert value_fn(optax.apply_updates(placed, updates)) < value
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_texts_and_flags_choose_within_an_update(mesh8, compiled):
+    """As with optax alone: `if` takes them."""
+
+    def update(updates, state, params=None, *, mode, flag, **extra):
+        factor = {"a": 2.0, "b": 3.0}[mode] * (-1 if flag else 1)
+        return jax.tree.map(lambda x: factor * x, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    params = make_params()
+    tx = zerojax.sharded(tx, zerojax.make_layout(params, mesh8, stage=2, min_size=16))
+    for mode, flag, factor in (("a", False, 2), ("b", True, -3)):
+        call = functools.partial(tx.update, mode=mode, flag=flag)
+        call = jax.jit(call) if compiled else call
+        updates, _ = call(params, tx.init(params), params)
+        jax.tree.map(
+            lambda x, g, factor=factor: np.testing.assert_allclose(x, factor * g, rtol=1e-6),
+            updates,
+            params,
+        )
 
 
 def test_a_flax_model_on_the_default_mesh_in_a_loop_of_ones_own():

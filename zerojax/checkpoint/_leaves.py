@@ -84,8 +84,10 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
         path = path_name(keys)
         if not all(path.split("/")):
             raise ValueError(f"the path {path!r} has a part without a name; rename that key")
-        if isinstance(x, jax.Array):
+        if isinstance(x, jax.Array) and not x.is_deleted():
             return x
+        if isinstance(x, jax.Array):
+            raise ValueError(f"leaf {path!r} is deleted (donated); save what the step returned")
         array = np.asarray(x)
         if array.dtype.kind in "OUSMm":  # objects, texts, times
             raise TypeError(

@@ -56,7 +56,11 @@ class Manifest:
 
 
 def to_text(manifest: Manifest, **more: Any) -> str:
-    return json.dumps({**more, **dataclasses.asdict(manifest)}, indent=1)
+    def refuse(x: Any) -> None:
+        told = f"data= or metadata= holds a {type(x).__name__}, which JSON has not"
+        raise TypeError(f"{told}; give numbers, texts, lists and dicts (of an array: x.tolist())")
+
+    return json.dumps({**more, **dataclasses.asdict(manifest)}, indent=1, default=refuse)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

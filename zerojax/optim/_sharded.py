@@ -52,11 +52,11 @@ def sharded(
     ) -> tuple[PyTree, PyTree]:
         grads = _as_gradients(updates, layout)
         params = None if params is None else as_params(params, layout, "params", within=True)
-        functions = {k: x for k, x in extra.items() if any(map(callable, jax.tree.leaves(x)))}
-        arrays = {k: x for k, x in extra.items() if k not in functions}
-        run = functools.partial(_update, tx, layout, functions)
+        static = {k: x for k, x in extra.items() if any(map(_is_static, jax.tree.leaves(x)))}
+        arrays = {k: x for k, x in extra.items() if k not in static}
+        run = functools.partial(_update, tx, layout, static)
         if not is_traced((grads, state, params)):
-            run = jax.jit(run) if functions else compiled
+            run = jax.jit(run) if static else compiled
         new, state = run(grads, state, params, arrays)
         return _in_place_of(updates, new, layout), state
 
@@ -143,6 +143,10 @@ def _in_place_of(tree: PyTree, new: PyTree, layout: Layout) -> PyTree:
     return with_leaves_like(tree, layout.structure, layout.structure.flatten_up_to(new))
 
 
+def _is_static(x: Any) -> bool:
+    return callable(x) or isinstance(x, str | bool)
+
+
 def is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
@@ -150,7 +154,7 @@ def is_traced(tree: PyTree) -> bool:
 def _update(
     tx: optax.GradientTransformationExtraArgs,
     layout: Layout,
-    functions: dict[str, Any],
+    static: dict[str, Any],
     updates: PyTree,
     state: PyTree,
     params: PyTree,
@@ -161,7 +165,7 @@ def _update(
     placed = state_layout(tx, layout, like)
 
     def call(grads: PyTree, state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
-        return tx.update(grads, state, params, **arrays, **functions)
+        return tx.update(grads, state, params, **arrays, **static)
 
     def run(updates: PyTree, leaves: list[Any], params: PyTree, arrays: dict[str, Any]) -> Any:
         shards = None if params is None else shard_tree(params, layout)
@@ -174,7 +178,8 @@ def _update(
         phased = functools.partial(cut, in_phases=len(layout.groups) > 1)
         grads = layout.map_leaves(lambda leaf, x: phased(x, layout, leaf, "optimizer"), updates)
         given = (grads, seen, shards, arrays)
-        if functions or not all(hasattr(x, "weak_type") for x in jax.tree.leaves(given)):
+        are_arrays = all(hasattr(x, "weak_type") for x in jax.tree.leaves(given))
+        if any(map(callable, jax.tree.leaves(static))) or not are_arrays:
             updates, new = call(*given)
         else:
             updates, new = update_whole(Traced(call, given), given, placed, layout)
