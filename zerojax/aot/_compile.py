@@ -110,7 +110,7 @@ def _is_deciding(variable: str) -> bool:
 
 
 # "memory required for HLO temporaries (124.22G) exceeds available HBM (15.75G)", and
-# "Used 33.00G of 15.75G hbm": what libtpu says where a program does not fit.
+# "Used 33.00G of 15.75G hbm": what libtpu says, in powers of 1024, where a program does not fit.
 _SIZE = r"(\d+(?:\.\d+)?)\s*([KMGTP]?)"
 _REFUSAL = re.compile(rf"(?:required\D*\(|Used ){_SIZE}\)? (?:exceeds available\D*\(|of ){_SIZE}")
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
@@ -159,12 +159,7 @@ def _compile(lowered: jax.stages.Lowered) -> Program | DoesNotFit:
         except jax.errors.JaxRuntimeError as error:
             if _EXHAUSTED not in str(error):
                 raise
-            return _read_refusal(str(error))
-
-
-def _read_refusal(message: str) -> DoesNotFit:
-    """Read libtpu's refusal of a program; its sizes are in powers of 1024."""
-    message = " ".join(message.split())
+            message = " ".join(str(error).split())
     needed, available = None, None
     if match := _REFUSAL.search(message):
         needed, available = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))

@@ -41,19 +41,19 @@ def labelled(texts: Mapping[str, str], style: str = "") -> Table:
     return grid
 
 
-def volume_table(by_axis: Mapping[str, AxisVolume], totals: Mapping[str, float]) -> Table:
-    """Make a table of what moves beside theory, by axis; `totals` are the report's volumes."""
+def volume_table(report: "AuditReport") -> Table:
+    """Make a table of what moves beside theory, by axis."""
     table = make_table("axis", *BESIDE, title="volume (elements per parameter)")
-    for axis, volume in by_axis.items():
+    for axis, volume in report.volume_by_axis.items():
         if volume.theory is None:
             table.add_row(axis, f"{volume.seen:.4f}", "not judged", "")
         else:
             table.add_row(axis, *_beside(volume.seen, volume.theory, ".4f"))
-    theory = totals["theory_volume"]
-    if padding := totals["padding_volume"]:
+    theory = report.theory_volume
+    if padding := report.padding_volume:
         table.add_row("of which padding", f"{padding:.4f}", "", _ratio(padding, theory))
-    if totals["judged_volume"] != totals["volume"]:
-        table.add_row("as judged", *_beside(totals["judged_volume"], theory, ".4f"))
+    if report.judged_volume != report.volume:
+        table.add_row("as judged", *_beside(report.judged_volume, theory, ".4f"))
     return table
 
 
@@ -76,7 +76,6 @@ def collective_table(moves: Iterable[Move]) -> Table:
 
 
 def memory_table(memory: MemoryReport) -> Table:
-    """Make a table of the bytes of one device by kind, beside theory."""
     table = make_table("what", *BESIDE, "of the peak", title="memory (B per device)")
 
     def add(name: str, seen: int, theory: int = 0) -> None:
@@ -104,7 +103,6 @@ def memory_table(memory: MemoryReport) -> Table:
 
 
 def host_table(traffic: HostTraffic) -> Table:
-    """Make a table of what moves between a device and its host, beside theory."""
     table = make_table("what", *BESIDE, title="host (B per device and step)")
     table.add_row("to the host", f"{traffic.to_host:,}")
     table.add_row("from the host", f"{traffic.from_host:,}")
@@ -133,7 +131,6 @@ def schedule_table(schedule: ScheduleReport) -> Table:
 
 
 def largest_table(memory: MemoryReport) -> Table:
-    """Make a table of the largest results of instructions."""
     table = make_table("what", "of", ">B", title="largest results (some share a buffer)")
     for column in table.columns[:2]:
         column.no_wrap, column.overflow = True, "ellipsis"
@@ -148,10 +145,6 @@ def _beside(seen: float, theory: float, style: str = ",") -> tuple[str, str, str
 
 def _ratio(seen: float, theory: float) -> str:
     return f"{seen / theory:.3f}" if theory and seen else ""
-
-
-#: The volumes of a report, in elements moved per parameter.
-VOLUMES = ("volume", "judged_volume", "padding_volume", "theory_volume")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -224,8 +217,7 @@ class AuditReport(Shown):
             yield Text(problem.kind, style="bold red")
             names = ("where", "seen", "expected", "remedy")
             yield labelled({f"{name}:": getattr(problem, name) for name in names}, "red")
-        totals = {name: getattr(self, name) for name in VOLUMES}
-        yield volume_table(self.volume_by_axis, totals)
+        yield volume_table(self)
         yield collective_table(self.moves)
         yield memory_table(self.memory)
         yield largest_table(self.memory)
@@ -272,10 +264,12 @@ def audit(
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
     evidence = Evidence.gather(program, layout, recipe)
     psi = max(layout.num_params, 1)
+    axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     names = ("moved", "judged", "padding")
     volume, judged, padding = (sum_moved(evidence.ours, name) / psi for name in names)
     return AuditReport(
-        title=_title(evidence),
+        title=f"ZeRO stage {layout.stage} over {layout.over} on {program.platform}, mesh {axes}; "
+        f"{layout.num_params:,} parameters",
         volume=volume,
         judged_volume=judged,
         padding_volume=padding,
@@ -287,15 +281,6 @@ def audit(
         problems=find_problems(evidence),
         notes=tuple(note for find in NOTES for note in find(evidence)),
         moves=evidence.moves,
-    )
-
-
-def _title(evidence: Evidence) -> str:
-    layout = evidence.layout
-    axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
-    return (
-        f"ZeRO stage {layout.stage} over {layout.over} on "
-        f"{evidence.program.platform}, mesh {axes}; {layout.num_params:,} parameters"
     )
 
 

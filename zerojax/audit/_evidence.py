@@ -30,7 +30,6 @@ from zerojax.recipe import Recipe, as_recipe
 #: The least share of the volume by theory for which unexpected traffic is a problem.
 SHARE = 0.01
 
-
 #: A file whose lines a program has where it was written with a part of zerojax.
 TOOLS = {
     "make_train_step": "zerojax/train/_step.py",
@@ -185,7 +184,6 @@ class Evidence:
 
     @cached_property
     def schedule(self) -> ScheduleReport | None:
-        """Return what the step waits for, as scheduled."""
         leaves = {id(move.record): likeliest(move, self.layout) for move in self.moves}
         records, devices = [move.record for move in self.moves], list(self.layout.devices.flat)
         return schedule_of(

@@ -113,13 +113,10 @@ class HostTraffic:
 def traffic_of(evidence: Evidence) -> HostTraffic:
     """Count what a program moves to and from the host; an unknown loop counts once."""
     moves = list(find_host_moves(evidence.module))
-    down = [move.to_host * move.runs for move in moves]
-    up = [move.from_host * move.runs for move in moves]
-    both = zip(moves, down, up, strict=True)
     return HostTraffic(
-        to_host=sum(down),
-        from_host=sum(up),
-        updated=sum(x + y for move, x, y in both if move.is_computed),
+        to_host=sum(m.to_host * m.runs for m in moves),
+        from_host=sum(m.from_host * m.runs for m in moves),
+        updated=sum((m.to_host + m.from_host) * m.runs for m in moves if m.is_computed),
         theory=_updated_theory(evidence),
     )
 

@@ -179,15 +179,11 @@ def _inputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     roles = _optimizer_paths(compiled.args_info)
     numbers = _entry_numbers(compiled, len(pairs))
-    for index, ((path, info), sharding) in enumerate(zip(pairs, shardings, strict=True)):
+    for (path, info), sharding, number in zip(pairs, shardings, numbers, strict=True):
         aval = getattr(info, "_aval", info)
         # The path begins with 0 and a position, or with 1 and a keyword.
-        yield dataclasses.replace(
-            _leaf(path_name(path[1:]), info, aval, sharding, places),
-            number=numbers[index],
-            donated=bool(info.donated),
-            role=_role(path, roles),
-        )
+        one = _leaf(path_name(path[1:]), info, aval, sharding, places, _role(path, roles))
+        yield dataclasses.replace(one, number=number, donated=bool(info.donated))
 
 
 def _outputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
@@ -196,8 +192,7 @@ def _outputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
     shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     avals = getattr(compiled._executable, "out_avals", None) or [info for _, info in pairs]
     for (path, info), aval, sharding in zip(pairs, avals, shardings, strict=True):
-        leaf = _leaf(path_name(path), info, aval, sharding, places)
-        yield dataclasses.replace(leaf, role=_role(path, roles))
+        yield _leaf(path_name(path), info, aval, sharding, places, _role(path, roles))
 
 
 def _named_by_results(
@@ -226,7 +221,9 @@ def _role(path: tuple[Any, ...], states: list[tuple[Any, ...]]) -> str:
     return "optimizer" if held or names else ""
 
 
-def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -> Argument:
+def _leaf(
+    path: str, info: Any, aval: Any, sharding: Any, places: _Placements, role: str
+) -> Argument:
     shape = tuple(info.shape)
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
     placement = places.number(sharding, len(shape))
@@ -240,6 +237,7 @@ def _leaf(path: str, info: Any, aval: Any, sharding: Any, places: _Placements) -
         placement=placement,
         weak_type=bool(getattr(aval, "weak_type", False)),
         memory_kind=places.memory_kind(sharding),
+        role=role,
     )
 
 
@@ -291,8 +289,7 @@ def _statistics(compiled: jax.stages.Compiled, platform: str) -> dict[str, int]:
     found = compiled.memory_analysis()
     if found is None:
         return {}
-    names = [name for name in dir(found) if name.endswith("_in_bytes")]
-    sizes = {name: int(getattr(found, name)) for name in names}
+    sizes = {name: int(getattr(found, name)) for name in dir(found) if name.endswith("_in_bytes")}
     if platform == "tpu":
         size = getattr(found, "total_allocation_bytes", None)  # from jax 0.12 on
         with contextlib.suppress(RuntimeError, AttributeError):  # not every runtime serializes

@@ -130,8 +130,7 @@ def parse_groups(text: str, num_devices: int) -> Groups | None:
     The spellings: `{{0,1},{2,3}}`, `{}` (all devices), the iota `[2,4]<=[4,2]T(1,0)`, and mesh axes
     `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}`.
     """
-    if match := _LIST.match(text):
-        groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", match[0]))
+    if (groups := parse_pairs(text)) is not None:
         return groups or (tuple(range(num_devices)),)
     if (match := _IOTA.match(text)) and match[1]:
         return _rows(_iota(match).reshape(_numbers(match[1])))

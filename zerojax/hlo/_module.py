@@ -85,7 +85,7 @@ class Instruction:
         """List (role, computation) for every computation that this instruction names."""
         if "=%" not in self.attributes and "computations={" not in self.attributes:
             return ()  # most lines: worth not searching
-        found = [(role, name) for role, name in _CALLED.findall(self.attributes)]
+        found = _CALLED.findall(self.attributes)
         for role, names in _CALLED_LIST.findall(self.attributes):
             found += [(role, name) for name in re.findall(r"%?([\w.\-]+)", names)]
         return tuple(found)
@@ -123,8 +123,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        marked = [instruction for instruction in self.instructions if instruction.is_root]
-        return marked[0] if marked else self.instructions[-1]
+        return next((line for line in self.instructions if line.is_root), self.instructions[-1])
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
@@ -152,9 +151,8 @@ class Module:
 
     @cached_property
     def num_devices(self) -> int:
-        partitions = re.search(r"num_partitions=(\d+)", self.header)
-        replicas = re.search(r"replica_count=(\d+)", self.header)
-        return int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", self.header)
+        return math.prod(map(int, counts))
 
     @cached_property
     def aliases(self) -> dict[tuple[int, ...], int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from zerojax.hlo import _spellings as spelled
@@ -11,7 +12,6 @@ from zerojax.hlo._values import KEEPS, Frame, is_sliced, is_zero, source_of
 from zerojax.hlo._walk import Site, walk
 
 OPS = spelled.having("moves")
-_TRANSFERS = ("send", "recv")
 _SCATTER_FUSION = "all-reduce-scatter fusion"
 _OPCODE = re.compile(rf"(?:{'|'.join(sorted(OPS))})(?:-start|-update|-done)?|send|recv")
 _MENTIONED = re.compile(rf" (?:{'|'.join(sorted(OPS))}|send|recv)(?:-start)?\(")
@@ -74,12 +74,16 @@ def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     """
     chain = line.attribute("chain_id")
     key = chain or line.attribute("channel_id") or ""
-    users = computation.users.get(line.name, [])
-    ends = {end[1] for user in users if (end := spelled.ASYNC_END.search(user.attributes))}
+    ends = async_ends(computation.users.get(line.name, []))
     if "Start" in ends:
         return "start", key
     is_beside = spelled.ASYNC_BESIDE.match(computation.name)
     return ("repeat" if chain or ends or is_beside else "", key)
+
+
+def async_ends(lines: Iterable[Instruction]) -> set[str]:
+    """Return "Start" and "Done", where a line is that end of a TPU's asynchronous collective."""
+    return {end[1] for line in lines if (end := spelled.ASYNC_END.search(line.attributes))}
 
 
 def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
@@ -108,7 +112,7 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
 
 def _read(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
     """Turn a line into records: none for what moves nothing between devices, None if unknown."""
-    if line.opcode in _TRANSFERS:
+    if line.opcode in ("send", "recv"):
         return _read_transfer(module, site, line)
     op = line.opcode.removesuffix("-start")
     if op == "collective-permute":

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor
-from zerojax.hlo._parse import async_role, is_collective, is_end
-from zerojax.hlo._spellings import ASYNC_END, CYCLES, REMATERIALISED, having
+from zerojax.hlo._parse import async_ends, async_role, is_collective, is_end
+from zerojax.hlo._spellings import CYCLES, REMATERIALISED, having
 from zerojax.hlo._values import Frame
 from zerojax.hlo._walk import BESIDE, SCHEDULED, Loop, Site, inner_sites
 
@@ -53,16 +53,15 @@ def cost_of(module: Module, computation: Computation, line: Instruction) -> Cost
     """
     if cycles := CYCLES.search(line.attributes):
         return Cost(cycles=int(cycles[1]))
-    if line.opcode in _FREE or _BESIDE.fullmatch(line.opcode):
+    is_free = line.opcode in _FREE or _BESIDE.fullmatch(line.opcode)
+    if is_free or line.attribute("custom_call_target") in _NAMES_MEMORY:
         return Cost()
-    if line.attribute("custom_call_target") in _NAMES_MEMORY:
+    size = _bytes(module, computation, line)
+    if size < _LEAST:
         return Cost()
     flops = dict.fromkeys((False, True), 0.0)
     for operand, count in _products(module, computation, line):
         flops[operand.dtype in ("f32", "f64")] += count
-    size = _bytes(module, computation, line)
-    if size < _LEAST:
-        return Cost()
     return Cost(flops=flops[False], flops_fp32=flops[True], bytes=size)
 
 
@@ -249,11 +248,7 @@ def _ends(
 ) -> str:
     """Return which operation's collectives a line waits for; notes in `started` what it starts."""
     callee = module.callee(line) if line.opcode == "fusion" else None
-    marks = {
-        m[1]
-        for x in (callee.instructions if callee else ())
-        if (m := ASYNC_END.search(x.attributes))
-    }
+    marks = async_ends(callee.instructions) if callee else set()
     names = [chain for _, one in held if (chain := one.attribute("chain_id"))]
     if line.opcode == "async-update":
         started[line.name] = started.get(line.operands[0], "")

@@ -76,17 +76,14 @@ def inner_sites(
         frame = Frame(computation=module.computations[name], caller=line, parent=site.frame)
         inner = replace(site, frame=frame)
         if line.opcode == "while":
-            count = trip_count(module, line, site.frame)
-            loop = Loop(name=line.name, body=name, trip_count=count)
+            loop = Loop(name=line.name, body=name, trip_count=trip_count(module, line, site.frame))
             inner = replace(inner, loops=(*site.loops, loop))
         elif line.opcode == "conditional":
-            branches = (*site.branches, (line.name, position))
-            inner = replace(inner, branches=branches)
+            inner = replace(inner, branches=(*site.branches, (line.name, position)))
         elif line.opcode in BESIDE:
             inner = replace(inner, is_async=True)
         elif line.opcode == "fusion":
-            keeps_part = bool(SCATTER.search(line.attributes))
-            inner = replace(inner, keeps_part=keeps_part)
+            inner = replace(inner, keeps_part=bool(SCATTER.search(line.attributes)))
         yield inner
 
 

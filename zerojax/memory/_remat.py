@@ -10,7 +10,7 @@ Source: arXiv 1910.02054, section 6.1 (Pa, Pa+cpu).
 import difflib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from zerojax._jaxpr import (
     PLAIN_CALLS,
     REMATERIALISED,
     bind,
-    bodies,
     called,
     depending,
     is_unspecified,
@@ -32,6 +31,7 @@ from zerojax._jaxpr import (
     run_scan,
     scan_parts,
     variables,
+    with_inner,
 )
 from zerojax.memory._host import check_host_memory
 from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
@@ -40,7 +40,8 @@ from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Remat, RematPolicy, as_rema
 
 def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
     """Refuse names that a function does not have; the message lists those that it has."""
-    there = {LAYER_INPUT, *_names(jaxpr)} if wanted else set()
+    eqns = itertools.chain(*map(with_inner, opened(jaxpr)[0].eqns if wanted else ()))
+    there = {LAYER_INPUT, *(eqn.params["name"] for eqn in eqns if eqn.primitive.name == "name")}
     for name in wanted:
         if name not in there:
             known = difflib.get_close_matches(name, sorted(there), n=len(there), cutoff=0)
@@ -86,15 +87,6 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
                 flags[num_consts + number] = True
     last = num_consts + num_carry
     return [num_consts <= number < last and flag for number, flag in enumerate(flags)]
-
-
-def _names(jaxpr: Any) -> Iterator[str]:
-    for eqn in opened(jaxpr)[0].eqns:
-        if eqn.primitive.name == "name":
-            yield eqn.params["name"]
-        inner = called(eqn)
-        for program in bodies(eqn) if inner is None else [inner]:
-            yield from _names(program)
 
 
 #: Said of a loss whose layers nobody can tell.

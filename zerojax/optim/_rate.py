@@ -11,6 +11,7 @@ the traced update, as one of the scalars that its result is multiplied with last
       in (e,) }
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,10 +54,7 @@ def learning_rate(traced: Traced, num_leaves: int, state: Sequence[jax.Array]) -
     needed = traced.slice(scalars, stop=lambda _: False)
     given = traced.consts | dict(zip(held, state, strict=True))
     values = needed.run([given[x] for x in needed.inputs])
-    rate = jnp.float32(-constant)
-    for value in values:
-        rate *= value.reshape(())
-    return rate
+    return functools.reduce(lambda rate, x: rate * x.reshape(()), values, jnp.float32(-constant))
 
 
 def _factors(
@@ -104,9 +102,8 @@ def _factors(
 def _source(traced: Traced, var: Any) -> Any:
     """Return the scalar that was converted and broadcast to this one."""
     while (eqn := traced.maker(var)) is not None:
-        if eqn.primitive.name not in _PASSED_ON and not is_fill(eqn):
-            break
-        if not is_variable(eqn.invars[0]):
+        is_same = eqn.primitive.name in _PASSED_ON or is_fill(eqn)
+        if not is_same or not is_variable(eqn.invars[0]):
             break
         (var,) = eqn.invars
     return var

@@ -70,12 +70,13 @@ def plan(
 
 def estimate(given: Setting, demand: Demand, count: int) -> Plan:
     """Plan one step; `count` is the examples of a device's microbatch."""
-    layout, devices = given.layout, given.devices
+    layout, devices, counted = given.layout, given.devices, given.states.bytes
     moved: defaultdict[Axes, float] = defaultdict(float, given.theory.by_axes)
     for axes, elements in given.matrices.elements.items():
         moved[axes] += elements
     if model := demand.model_elements(given, count):
         moved[MODEL,] += model
+    beside = max(demand.peak(given, count), given.update_peak)
     return Plan(
         stage=layout.stage,
         num_params=layout.num_params,
@@ -86,24 +87,18 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
         hardware=given.hardware,
         recipe=given.recipe,
         count=count,
-        bytes=_bytes(given, demand, count),
+        bytes=PlannedBytes(
+            parameters=counted["parameters"],
+            gradients=counted["gradients"],
+            optimizer=given.optimizer,
+            masters=0 if given.hosted else counted["masters"],
+            total=math.ceil(given.optimizer + given.sums + beside),
+            host=given.hosted + math.ceil(demand.checkpoints(given, count)),
+            theory=given.states.theory["total"],
+        ),
         volume_by_axes={axes: elements / layout.num_params for axes, elements in moved.items()},
         flops=demand.work(given, count).flops * given.recipe.accumulate + given.matrices.flops,
         time=step_time(given, demand, count),
-    )
-
-
-def _bytes(given: Setting, demand: Demand, count: int) -> PlannedBytes:
-    counted = given.states.bytes
-    beside = max(demand.peak(given, count), given.update_peak)
-    return PlannedBytes(
-        parameters=counted["parameters"],
-        gradients=counted["gradients"],
-        optimizer=given.optimizer,
-        masters=0 if given.hosted else counted["masters"],
-        total=math.ceil(given.optimizer + given.sums + beside),
-        host=given.hosted + math.ceil(demand.checkpoints(given, count)),
-        theory=given.states.theory["total"],
     )
 
 
@@ -208,8 +203,9 @@ class _Hunt:
         num_devices, domain = self.num_devices, self.hardware.domain
         axes = self.space.model_axes
         if axes is None:
-            top = min(domain, num_devices)
-            axes = [m for m in _MODEL_AXES if m <= top and num_devices % m == 0 and self._cuts(m)]
+            # What moves is known of scanned layers alone.
+            top = min(domain, num_devices) if self.any.carried_elements(1) > 0 else 1
+            axes = [m for m in _MODEL_AXES if m <= top and num_devices % m == 0]
         for model_axis in axes:
             data = self._share_out(None, model_axis).num_shards
             groups = self.space.num_shards
@@ -226,10 +222,6 @@ class _Hunt:
     def _share_out(self, num_shards: int | None, model_axis: int) -> Devices:
         placement = Placement(num_shards=num_shards, model_axis=model_axis)
         return share_out(self.num_devices, placement)
-
-    def _cuts(self, model_axis: int) -> bool:
-        # What moves is known of scanned layers alone.
-        return model_axis == 1 or self.any.carried_elements(1) > 0
 
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
         # Weights that are kept gathered are tried wherever they are not asked for.

@@ -89,12 +89,10 @@ class Plan(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain data."""
         axes = {",".join(names): moved for names, moved in self.volume_by_axes.items()}
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)} | {
+        return dataclasses.asdict(self) | {
             "hardware": self.hardware.name,
             "recipe": self.recipe.to_dict(),
-            "bytes": dataclasses.asdict(self.bytes),
             "volume_by_axes": axes,
-            "time": dataclasses.asdict(self.time),
         }
 
     @property

@@ -137,7 +137,6 @@ class Setting:
 def place(
     model: Model, hardware: Hardware, devices: Devices, placement: Placement, stage: int
 ) -> Setting:
-    """Place model states."""
     axes, specs, recipe = devices.axes, placement.specs, model.recipe
     if specs is None and devices.model_axis > 1:
         cut = functools.partial(_cut, parts=devices.model_axis)

@@ -213,7 +213,6 @@ def _parameters(loss_fn: LossFn) -> dict[str, inspect.Parameter]:
 
 
 def _read(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
-    """Return the loss, and what came with it."""
     more = "(aux, model_state)" if has_aux and has_state else "aux" if has_aux else "model_state"
     if has_aux or has_state:
         why = "with has_aux=True" if has_aux else "a loss that asks for model_state"

@@ -80,7 +80,6 @@ def _values(tree: PyTree) -> str:
 
 
 def batch_part(layout: Layout) -> tuple[int, int]:
-    """Return what `TrainStep.batch_part` does."""
     count, rows = layout.num_batch_parts, defaultdict(set)
     for device, (where, *_) in layout.batch.devices_indices_map((count,)).items():
         rows[device.process_index].add(where.start or 0)

@@ -323,7 +323,6 @@ class TrainStep(Shown):
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:
-
     def run(params: PyTree, given: dict[str, Any], carried: PyTree) -> Any:
         loss, aux, carried = loss_fn(params, given, carried)
         return scaled(loss, given["scale"]), (loss, aux, carried)

@@ -34,7 +34,6 @@ def first_loss_scale(policy: DynamicLossScale | None) -> LossScale | None:
 
 
 def next_loss_scale(policy: DynamicLossScale, now: LossScale, finite: jax.Array) -> LossScale:
-    """Return what the step after this one starts with."""
     good_steps = jnp.where(finite, now.good_steps + 1, 0)
     grows = good_steps >= policy.growth_interval
     grown = jnp.where(grows, jnp.minimum(now.scale * policy.factor, policy.largest), now.scale)

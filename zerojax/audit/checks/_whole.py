@@ -34,13 +34,19 @@ def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
     largest = max((carry for _, carry in found), key=lambda carry: carry.tensor.bytes)
     sums = [carry for _, carry in found if carry.is_sum]
     what = "a sum over microbatches" if sums else "a stack over layers"
+    remedy = (
+        "constrain the gradients to layout.grads within the loop, where they are made, and start "
+        f"the sum from shards{hint(evidence, 'make_train_step', 'gather_where_used')}"
+    )
+    if evidence.recipe.reduction(evidence.layout.kinds) == "once":
+        remedy = "Recipe(reduce='each') sums into shards; a whole sum is the memory of stage 1"
     yield Problem(
         where=f"{evidence.paths(i for i, _ in found)}: {largest.loop} ({largest.op_name})",
         expected=f"shards of gradients, 1 / {evidence.layout.num_shards} of each on a device, as "
         f"stage {evidence.layout.stage} has them",
         seen=f"{what} holds whole gradients on every device: "
         f"{sum(carry.tensor.bytes for _, carry in found):,} B in {len(found)} tensor(s)",
-        remedy=_accumulator_remedy(evidence),
+        remedy=remedy,
     )
 
 
@@ -67,16 +73,6 @@ def whole_carries(evidence: Evidence) -> list[tuple[int, Carry]]:
         for (_, key), carries in found.items()
         for carry in carries[: max(len(carries) - shards[key], 0)]
     ]
-
-
-def _accumulator_remedy(evidence: Evidence) -> str:
-    layout, recipe = evidence.layout, evidence.recipe
-    if recipe.reduction(layout.kinds) == "once":
-        return "Recipe(reduce='each') sums into shards; a whole sum is the memory of stage 1"
-    return (
-        "constrain the gradients to layout.grads within the loop, where they are made, and start "
-        f"the sum from shards{hint(evidence, 'make_train_step', 'gather_where_used')}"
-    )
 
 
 #: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
@@ -109,7 +105,10 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
     if not evidence.reshards_after_use or not evidence.is_step:
         return
     kept: list[tuple[Move, int]] = []
-    stacked, sure = _stacks(evidence)
+    # Leaves that a loop may stack whole, layer by layer, and those of which it is sure.
+    stacks = [(index, carry) for index, carry in whole_carries(evidence) if not carry.is_sum]
+    stacked = {index for index, _ in stacks}
+    sure = {index for index, carry in stacks if carry.written == "all-gather"}
     for key, moves in gathers_by_leaf(evidence).items():
         match = moves[0].match
         stored = evidence.gathered_elements(match.leaves)
@@ -179,13 +178,6 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
         and set(move.match.leaves) & set(match.leaves)
     )
     return reduced >= 0.5 * evidence.gathered_elements(match.leaves)
-
-
-def _stacks(evidence: Evidence) -> tuple[set[int], set[int]]:
-    """Return leaves that a loop may stack whole, layer by layer, and those of which it is sure."""
-    stacks = [(index, carry) for index, carry in whole_carries(evidence) if not carry.is_sum]
-    sure = {index for index, carry in stacks if carry.written == "all-gather"}
-    return {index for index, _ in stacks}, sure
 
 
 def _is_used_in_both(evidence: Evidence, move: Move) -> bool:

@@ -168,11 +168,8 @@ def _within(domain: int, axes: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     room = domain
     for name, size in reversed(list(axes.items())):
-        if size <= room:
-            found[name], room = size, room // size
-        else:  # what is more major than an axis that crosses domains crosses them too
-            found[name] = max(n for n in range(1, room + 1) if size % n == 0)
-            room = 1
+        found[name] = max(n for n in range(1, min(size, room) + 1) if size % n == 0)
+        room = room // size or 1  # what is more major than an axis that crosses domains does so too
     return {name: found[name] for name in axes}
 
 
@@ -214,8 +211,7 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[D
     `shape` is chips along each dim, and devices of a chip; the product of `axes`, major first, is
     that of `shape`. Digits come back major first.
     """
-    found = _lay_whole(shape, axes)
-    return found if found is not None else _lay_parts(shape, axes)
+    return _lay_whole(shape, axes) or _lay_parts(shape, axes)
 
 
 def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:

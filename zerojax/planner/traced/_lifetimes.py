@@ -77,7 +77,7 @@ class Lifetimes:
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
         #: values that are a parameter seen in another way, with that parameter
         self.owner = self._owners()
-        self.readers = self._readers()
+        self.readers = program.readers()
         self.results = {v for v in program.outputs if v is not None}
         self.summed = self._sums()
         #: sums that a scatter is written into, in memory
@@ -186,13 +186,6 @@ class Lifetimes:
 
     def _elements(self, value: int) -> int:
         return math.prod(self.program.values[value].shape)
-
-    def _readers(self) -> dict[int, list[int]]:
-        readers: dict[int, list[int]] = {}
-        for t, op in enumerate(self.program.ops):
-            for v in op.read:
-                readers.setdefault(v, []).append(t)
-        return readers
 
     def _sums(self) -> dict[int, int]:
         """Find scatters into zeros whose only reader adds them to something: written there."""

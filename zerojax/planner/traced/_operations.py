@@ -91,6 +91,14 @@ class Operations:
                     total += op.length.at(examples) * elements
         return total
 
+    def readers(self) -> dict[int, list[int]]:
+        """Map values to the indices of the operations that read them, in order."""
+        found: dict[int, list[int]] = {}
+        for t, op in enumerate(self.ops):
+            for v in op.read:
+                found.setdefault(v, []).append(t)
+        return found
+
     def carried_shapes(self) -> frozenset[tuple[int, ...]]:
         """Return the shapes of what loops carry from layer to layer, loops within loops too."""
         scans = [op for op in self.ops if op.name == "scan"]
@@ -136,10 +144,7 @@ def run_late(program: Operations, gradients: Collection[int], examples: int = 0)
     """
     end, made = len(program.ops), {v: op for op in program.ops for v in op.outputs}
     is_list = all(op.kind != "loop" for op in program.ops)
-    readers: dict[int, set[int]] = {}
-    for t, op in enumerate(program.ops):
-        for v in op.read:
-            readers.setdefault(v, set()).add(t)
+    readers = program.readers()
 
     def is_narrow(v: int) -> bool:  # of a product, beside what it reads
         one, *read = (program.values[x].bytes.at(examples) for x in (v, *made[v].read))
