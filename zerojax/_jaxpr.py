@@ -309,7 +309,6 @@ def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[A
 
 
 def _dead_after(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[list[Any]]:
-    """Return for each equation the variables that nothing reads after it."""
     seen = set(variables(outputs))
     dead = []
     for eqn in reversed(eqns):

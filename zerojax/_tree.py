@@ -89,7 +89,6 @@ def with_leaves_like(tree: PyTree, structure: TreeDef, leaves: Sequence[Any]) ->
 
 
 def _numbers(tree: PyTree, structure: TreeDef, within: bool) -> list[int]:
-    """Return the number in a tree of each leaf of a structure."""
     given = leaves_by_path(tree)
     wanted = list(map(_unboxed, leaves_by_path(structure.unflatten(range(structure.num_leaves)))))
     numbers = {_unboxed(name): number for number, name in enumerate(given)}

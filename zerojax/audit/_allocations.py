@@ -34,7 +34,6 @@ def allocated_bytes(serialized: bytes) -> int | None:
 
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:
-    """Visit the blocks; none behind one that has no length."""
     at = 0
     with contextlib.suppress(IndexError):
         while at < len(data):

@@ -237,7 +237,6 @@ def schedule_of(
 
 
 def _seconds(cost: Cost, hardware: Hardware) -> float:
-    """Return the time of an instruction: the compiler's cycles, or a roofline."""
     if cost.cycles and hardware.clock:
         return cost.cycles / hardware.clock
     products = cost.flops / hardware.flops + cost.flops_fp32 / hardware.flops_fp32

@@ -121,7 +121,6 @@ def copied_axis(mesh: Mesh, arrays: Arrays) -> int:
 
 
 def _initialize() -> None:
-    """Do what Orbax's managers ask of a program that starts."""
     with extra("checkpoint", "a copy on the hosts"):
         from absl import flags
         from orbax.checkpoint._src.multihost import multihost

@@ -133,7 +133,6 @@ def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> 
 def _read(
     root: Path, sources: Mapping[str, str], layout: Layout, like: PyTree
 ) -> dict[str, jax.Array]:
-    """Read every wanted leaf from its source; of an empty one nothing is stored."""
     leaves = leaves_by_path(like)
     wanted = {path: as_stored(leaves[path], layout) for path in sources}
     found = {

@@ -83,7 +83,6 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
 
 
 def _read_header(path: Path) -> dict[str, Place]:
-    """Return the tensors' places in a file, which the library has checked."""
     with extra("checkpoint", "reading a safetensors file"):
         from safetensors import SafetensorError, safe_open
     try:

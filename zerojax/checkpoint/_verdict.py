@@ -73,7 +73,6 @@ def check_leaves(found: Leaves, wanted: Leaves, path: Path) -> None:
 def _compare(
     saved: Leaves, wanted: Leaves, fresh: Collection[str] = (), partial: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the saved leaf for each wanted one, and a line for each difference."""
     sources, missing, differences = {}, [], []
     for path, leaf in wanted.items():
         source = _source(path, leaf, saved, wanted)

@@ -123,7 +123,6 @@ def _devices(target: str) -> list[Any]:
 def _read(
     step: CheckedStep, devices: Sequence[Any], screen: Screen, path: Path
 ) -> tuple[StepRecord, Sequence[Problem]]:
-    """Lower, compile and read one step; audit it where its layout is told."""
     with screen.task(f"{step.name}: lowering"):
         given, layout, recipe = _told(lambda: step.lower(devices), path)
     with screen.task(f"{step.name}: compiling"):

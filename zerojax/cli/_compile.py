@@ -177,7 +177,6 @@ def compile_(options: CompileOptions) -> None:
 
 
 def _compile(request: CompileRequest, screen: Screen) -> CompileResult:
-    """Lower, compile and audit a stage; each task is shown with its seconds."""
     name = f"stage {request.stage}"
     with screen.task(f"{name}: tracing and lowering"):
         lowered = request.lower()

@@ -185,7 +185,6 @@ def plan(options: PlanOptions) -> None:
 
 
 def _show_question(asked: PlanQuestion, screen: Screen) -> tuple[str, str]:
-    """Show what was asked; return the devices and the step in words."""
     options, one, config = asked.options, asked.hardware, asked.config
     limit = f"{one.memory / 1e9:,.1f} GB each"
     if options.memory_limit is not None:

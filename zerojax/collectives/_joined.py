@@ -37,8 +37,6 @@ JOINED = "gather_joined"
 
 
 class _Group(NamedTuple):
-    """Gathers that run in the place of the first."""
-
     gathers: list[Any]
     invars: list[Any]  # what is there by then of what their shards are made of
     late: list[list[tuple[Any, Any]]]  # equations that make shards of that, and their results

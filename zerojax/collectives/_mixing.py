@@ -120,7 +120,6 @@ def is_real(atom: Any) -> bool:
 
 
 def _is_summed(eqn: Any, dims: list[int | None]) -> bool:
-    """Whether an operation adds up examples."""
     name, params = eqn.primitive.name, eqn.params
     if name == "reduce_sum":
         return dims[0] in params["axes"]

@@ -77,7 +77,6 @@ def _is_for(row: Mapping[str, Any], layout: Layout) -> bool:
 
 @functools.lru_cache
 def _known(mesh: Mesh, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
-    """Return the options that the compiler knows, found by compiling an empty program with them."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     lowered = jax.jit(lambda x: x).lower(scalar)
     kept = dict(options)

@@ -149,7 +149,6 @@ class _Prefetch:
         return bind(eqn, values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Run a scan, ahead if its iterations gather weights of their own."""
         program = eqn.params["jaxpr"]
         inputs = as_shapes([var.aval for var in opened(program)[0].invars])
         step = functools.partial(self.step, looped=True)

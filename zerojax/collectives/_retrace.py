@@ -251,7 +251,6 @@ class _Retracer:
         return self.opened(value)
 
     def _warn_gathered(self, value: Boxed) -> None:
-        """Warn that a stack is gathered ahead of the loop that slices it."""
         if self.opening.gathers and value.dim is not None:
             why = "the loss computes with the whole stack; do that in the scanned layer"
             if value.dim == 0:

@@ -34,7 +34,6 @@ def is_of_jax(eqn: Any) -> bool:
 
 
 def _source(function: Any) -> tuple[str, str]:
-    """Return the name of a traced function, and its file and line."""
     name, _, where = (function.debug_info.func_src_info or "").rpartition(" at ")
     return name, where
 

@@ -85,7 +85,6 @@ def why_no_mean(
 def _traced(
     loss_fn: Any, params: PyTree, batch: PyTree, size: int, num_parts: int
 ) -> core.ClosedJaxpr:
-    """Trace the loss alone, without what else is returned, for some number of examples."""
     try:
         traced = jax.make_jaxpr(loss_fn)(params, resized(batch, size), None)
     except Exception as error:
@@ -210,7 +209,6 @@ class _Reader:
         return [dataclasses.replace(value, fresh=fresh) for value in found]
 
     def _custom(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
-        """Read a function that has a rule for its derivative, and the rule."""
         reader = dataclasses.replace(self, differentiated=False)
         found = reader.run(called(eqn), called(other), values)
 

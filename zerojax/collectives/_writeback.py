@@ -77,7 +77,6 @@ def _write_stack(
     layout: Layout,
     bucket_bytes: int | None,
 ) -> list[jax.Array]:
-    """Gather leaves that are stacked equally high, some layers at a time."""
     num_layers = leaves[0].shape[0]
     stored = [store(x, leaf, layout) for x, leaf in zip(news, leaves, strict=True)]
     pairs = zip(olds, leaves, strict=True)

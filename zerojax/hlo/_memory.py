@@ -39,7 +39,6 @@ def largest_results(module: Module, count: int) -> list[Result]:
 
 
 def _text(line: Instruction) -> str:
-    """Write the shapes of a result, the largest first; of a tuple not what is next to nothing."""
     sizes = Counter((one.elements, f"{one.dtype}{list(one.dims)}") for one in line.shapes)
     ordered = sorted(sizes.items(), key=lambda item: -item[0][0])
     texts = [

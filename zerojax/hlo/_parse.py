@@ -87,7 +87,6 @@ def async_ends(lines: Iterable[Instruction]) -> set[str]:
 
 
 def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
-    """List what looks like a collective and is not in `read`, as (computation, instruction)."""
     lines = [line for line in module.unread if _MENTIONED.search(line)]
     starts, repeats = set(), {}
     for computation in module.computations.values():

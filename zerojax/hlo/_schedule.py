@@ -118,7 +118,6 @@ def _bytes(module: Module, computation: Computation, line: Instruction) -> int:
 
 
 def _bytes_read(callee: Computation, parameter: Instruction, operand: Instruction) -> int:
-    """Count what a fusion reads of an operand."""
     users = callee.users.get(parameter.name, [])
     while len(users) == 1 and users[0].opcode == "bitcast":
         parameter, users = users[0], callee.users.get(users[0].name, [])
@@ -200,7 +199,6 @@ def parse_schedule(module: Module) -> Schedule | None:
 
 
 def _read(module: Module, site: Site) -> tuple[Operation, ...]:
-    """List what a place in the program does, without what takes nothing."""
     started: dict[str, str] = {}  # by the start's name or its chain: the start
     found = []
     for line in site.frame.computation.instructions:

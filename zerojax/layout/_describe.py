@@ -77,7 +77,6 @@ class Description(Shown):
         return made
 
     def _leaves_table(self, reasons: Sequence[str]) -> Table:
-        """Make a table of leaves; those of a list of layers that are alike have one row."""
         alike: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
             key = re.sub(r"\d+", "*", row.path), row.placed, row.reason
@@ -123,7 +122,6 @@ def describe(
 def _groups(
     layout: TreeLayout, state: OptimizerLayout, precision: Precision
 ) -> Iterator[tuple[str, list[_Held]]]:
-    """Yield the name of each row and what it counts, the leaf that it shows first."""
     owned: dict[int | None, list[_Held]] = {}
     for leaf in state.leaves:
         owned.setdefault(leaf.parameter, []).append(("optimizer", leaf, leaf.dtype))

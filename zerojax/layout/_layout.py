@@ -243,7 +243,6 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
 
 
 def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return a leaf's shape and dtype, or raise a ValueError with its path."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf
     if isinstance(leaf, (bool, int, float, complex)):

@@ -93,7 +93,6 @@ class StepRecord:
 
 
 def _leaves(program: Program) -> dict[str, Leaf]:
-    """Group arguments by path without layer numbers, dtype, shape and placement."""
     returned = _returned(program)
     groups: dict[tuple[Any, ...], list[Argument]] = {}
     for one in program.inputs:

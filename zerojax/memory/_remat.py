@@ -218,7 +218,6 @@ def _placed(values: Sequence[Any], shardings: Sequence[Any] | None) -> list[Any]
 
 
 def _saves(policy: RematPolicy) -> Callable[..., Any] | None:
-    """Return JAX's own policy for it; None keeps nothing but a layer's input."""
     policies = jax.checkpoint_policies
     inputs = (LAYER_INPUT,) if policy.partition and LAYER_INPUT not in policy.offload else ()
     named = policies.save_and_offload_only_these_names(

@@ -177,7 +177,6 @@ class OffloadedUpdate:
     def _run(
         self, part: _Part, values: Sequence[Any], is_far: Sequence[bool], token: Any
     ) -> list[Any]:
-        """Send the gradient down, compute there, bring the parameter up."""
         near = [x for x, far in zip(values, is_far, strict=True) if not far]
         if token is not None:  # hold them back until it is there
             near = list(jax.lax.optimization_barrier((*near, token)))[:-1]

@@ -160,7 +160,6 @@ def _update(
     params: PyTree,
     arrays: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """Update on shards and bring the updates into the parameters' layout."""
     like = layout.shapes if params is None else params
     placed = state_layout(tx, layout, like)
 

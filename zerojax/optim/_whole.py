@@ -28,8 +28,6 @@ def update_whole(
 
 
 class _Runner:
-    """Runs a traced update with its regions on owners."""
-
     def __init__(self, regions: Regions, layout: Layout) -> None:
         self._regions, self._layout = regions, layout
 
@@ -58,7 +56,6 @@ class _Runner:
         return run_bodies(eqn, values, branch)
 
     def _whole(self, regions: Sequence[Region], values: dict[Any, Any]) -> dict[Any, Any]:
-        """Compute the results of all regions, those of one kind together."""
         kinds: dict[Axes, dict[Any, list[Region]]] = {}
         for region in regions:
             alike = kinds.setdefault(region.axes, {})

@@ -59,7 +59,6 @@ def matrices_of(tx: optax.GradientTransformation, layout: Layout, recipe: Recipe
 
 
 def _update(tx: optax.GradientTransformation) -> Any:
-    """Return an update of parameters alone, given all that the train step gives."""
     given = optax.with_extra_args_support(tx)
     value = jnp.zeros(())
     return lambda params: given.update(params, given.init(params), params, value=value, grad=params)

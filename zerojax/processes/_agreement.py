@@ -109,7 +109,6 @@ def _axes_of_copies(mesh: AnyMesh, spec: P) -> tuple[str, ...]:
 
 
 def _compare(mesh: Mesh, specs: tuple[P, ...], *leaves: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return whether the copies of each leaf are equal, and each device's checksums."""
     axes = [_axes_of_copies(mesh, spec) for spec in specs]
 
     def run(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:

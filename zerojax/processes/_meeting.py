@@ -35,7 +35,6 @@ def meet(coordinator: str, count: int, index: int, listens: str | None, seconds:
 
 
 def _receive(address: tuple[str, int], count: int, until: float) -> str:
-    """Wait for the others, and tell those that have come who has not."""
     guests: dict[int, socket.socket] = {}
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     dual = address[0] == "::"
@@ -55,7 +54,6 @@ def _receive(address: tuple[str, int], count: int, until: float) -> str:
 
 
 def _come(address: tuple[str, int], index: int, until: float) -> str:
-    """Come to process 0, and return who has not."""
     seconds = until - time.monotonic()
     while (left := until - time.monotonic()) > 0:
         with contextlib.suppress(OSError), socket.create_connection(address, left) as server:

@@ -103,7 +103,6 @@ Place = tuple[str | None, int | None, int | None]
 
 
 def _meet(given: Place, listens: str | None, wait: float) -> Place:
-    """Wait for the others, where jax finds them, and return what to connect with."""
     from jax._src.clusters import ClusterEnv
 
     if has_started():
@@ -210,7 +209,6 @@ class _Watch:
             os._exit(1)
 
     def _says(self, message: str) -> bool:
-        """Write why this process ends, unless it is about to end by itself."""
         if self.is_over.is_set():
             return False
         self.is_over.set()

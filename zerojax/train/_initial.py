@@ -107,7 +107,6 @@ class InitialState:
         return auto_region(self._place, self.update.layout, specs)(params)
 
     def _place(self, params: PyTree) -> TrainState:
-        """Cut parameters and build masters and the optimizer's state from the shards."""
         layout, precision = self.update.layout, self.update.recipe.precision
         updated = shard_tree(cast_floating(params, precision.updated), layout)
         low, masters = updated, None
@@ -131,7 +130,6 @@ class InitialState:
         return self._map_hosted(lambda x: jax.device_put(x, jax.memory.Space.Host), state)
 
     def _map_hosted(self, function: Callable[[Any], Any], state: TrainState) -> TrainState:
-        """Map a function over the leaves of a state that live in the host's memory."""
 
         def over(tree: PyTree, far: Sequence[bool]) -> PyTree:
             leaves, structure = jax.tree.flatten(tree)

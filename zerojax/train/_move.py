@@ -88,7 +88,6 @@ def move(
 
 
 def _by_path(state: TrainState, logical: Mapping[str, Shape], other: Layout) -> OptimizerLayout:
-    """Place the leaves of the optimizer's state without the optimizer."""
     leaves = []
     for path in leaves_by_path(state.opt_state):
         name = f"opt_state/{path}".removesuffix("/.")

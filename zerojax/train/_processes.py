@@ -50,7 +50,6 @@ def agree_on(
 
 
 def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
-    """Describe what a step is made of, a line for each thing that can differ."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     leaves = [
         f"{leaf.path}: {leaf.dtype}{list(leaf.shape)} cut as {leaf.shard_spec}"

@@ -201,7 +201,6 @@ class TrainStep(Shown):
             raise
 
     def _jitted(self, what: str, batch: PyTree) -> Any:
-        """Return the jitted step or evaluation for a batch of these shapes."""
         leaves, structure = jax.tree.flatten(batch)
         # Checked once for these shapes and dtypes: a check takes as long as a small step's call.
         kinds = ((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
@@ -250,7 +249,6 @@ class TrainStep(Shown):
         }
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        """Compute gradients as shards, update shards, write the parameters back."""
         (loss, aux, model_state), grads = self._gradients(state, batch)
         norm, rate, params, new_state = self._update(state, grads, loss)
         metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(params, self.layout)}
@@ -286,7 +284,6 @@ class TrainStep(Shown):
     def _gradients(
         self, state: TrainState, batch: PyTree
     ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
-        """Return `(loss, aux, model_state)` and the gradients of the scaled loss."""
         params, layout, recipe = unwrapped(state.params), self.layout, self.recipe
         given = self._given(state, batch)
         count, dtype = recipe.accumulate, recipe.accumulator

@@ -84,8 +84,6 @@ def _connect(options: TrainOptions) -> int:
 
 
 class _Training:
-    """The moving parts of a run."""
-
     def __init__(
         self, run: TrainRun, screen: TrainScreen, signals: Signals, queued_steps: int
     ) -> None:

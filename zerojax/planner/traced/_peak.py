@@ -102,8 +102,6 @@ def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) ->
 
 @dataclasses.dataclass
 class _Clock:
-    """Runs over a program or the body of a loop, once."""
-
     lifetimes: Lifetimes
     leaves: Sequence[HeldLeaf]
     examples: float

@@ -39,8 +39,6 @@ Env = dict[Any, int | None]
 
 
 class _Reader:
-    """Flattens one scope; both traces are walked in step."""
-
     def __init__(self, batches: tuple[int, int]) -> None:
         self._batches = batches
         self._values: list[Value] = []
