@@ -101,8 +101,8 @@ def test_all_that_a_small_scan_makes_lies_in_vector_memory():
     params, program = model(scan=True)
     lifetimes = lifetimes_of(program, len(leaves_of(params)), "tpu")
 
-    def held(size):
-        sharing = Sharing(vector_memory=size)
+    def held(size, reduced=0.0):
+        sharing = Sharing(vector_memory=size, reduced=reduced)
         return peak_of(lifetimes, leaves_of(params), 8, frees=False, sharing=sharing)
 
     batch = 4 * 8 * 33  # 8 examples of 32 tokens and one
@@ -110,6 +110,9 @@ def test_all_that_a_small_scan_makes_lies_in_vector_memory():
     assert held(2**30) == parameters + batch
     made = held(0) - held(2**30)
     assert held(1.4 * made) == held(0) > held(1.6 * made) == held(2**30)
+    # But a gradient that SparseCores reduce lies in memory, and no more than there is without any.
+    assert held(2**30, made / 2) == held(2**30) + made / 2
+    assert held(2**30, 2 * made) == held(0)
 
 
 def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from functools import cached_property
 
 import jax
@@ -41,11 +42,13 @@ class Setting:
     def sharing(self) -> Sharing:
         """What the model axis and the host keep of activations, and what is gathered ahead."""
         remat, one = self.recipe.remat, self.hardware
+        largest = max(math.prod(x.shape[x.stacked :]) for x in self.layout.leaves)
         return Sharing(
             model_axis=self.devices.model_axis,
             partitions=remat is not None and remat.partition is not None,
             offloads=hosts_inputs(self.recipe),
             ahead=self.recipe.lookahead(self.layout.kinds, (*one.device_kinds, one.platform)[0]),
+            reduced=largest * self.item_bytes[1] * self.network.offloads,
             vector_memory=one.vector_memory,
         )
 

@@ -57,6 +57,8 @@ class Sharing:
     offloads: bool = False
     #: how much of the next layer's weights a loop gathers while one computes (prefetch)
     ahead: float = 0.0
+    #: bytes of the largest gradient that SparseCores reduce: it lies in memory, however small
+    reduced: float = 0.0
     #: bytes of the largest brief value that lies in no memory but vector memory
     vector_memory: float = 0.0
 
@@ -91,7 +93,8 @@ def peak_of(
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
     peak, fixed = clock.peak(held, frozenset(batch if frees else held)), sum(held.values())
     is_small = peak - fixed <= _ALL * clock.sharing.vector_memory
-    return fixed if is_small and not (lifetimes.is_list or clock.gathers) else peak
+    least = min(peak, fixed + clock.sharing.reduced)
+    return least if is_small and not (lifetimes.is_list or clock.gathers) else peak
 
 
 def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) -> float:
