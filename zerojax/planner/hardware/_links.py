@@ -48,7 +48,7 @@ class Network:
     consecutive ones: minor axes lie within it, major ones cross. Where an axis does both, each
     domain takes the largest divisor of it that fits, so 12 devices are two nodes' 6 of 8.
 
-    `is_cut` says whether parameters are: then SparseCores move them, where chips have such.
+    `is_cut` says whether any state is: then SparseCores move its leaves, where chips have such.
     """
 
     def __init__(
