@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
 #: Primitives that are kernels of their own: their operands and results lie in memory.
 OPAQUE = frozenset(
@@ -86,6 +87,13 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def scan_split(params: dict[str, Any], values: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Part the inputs of a scan, or of its body: constants, what is carried and what is sliced."""
+    num_consts, num_carry = scan_parts(params)
+    first = num_consts + num_carry
+    return values[:num_consts], values[num_consts:first], values[first:]
+
+
 def is_unspecified(sharding: Any) -> bool:
     """Whether a nested jit leaves the placement of an input or a result open."""
     return sharding is None or type(sharding).__name__ == "UnspecifiedValue"
@@ -146,6 +154,14 @@ def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
                 inner, flags[len(flags) - num :] if is_alike else [True] * num
             )
     return found
+
+
+def used(traced: core.ClosedJaxpr, num_results: int | None = None) -> core.ClosedJaxpr:
+    """Leave out of a program, in loops too, what its first results don't need; None is all."""
+    wanted = [True] * len(traced.jaxpr.outvars[:num_results])
+    wanted += [False] * (len(traced.jaxpr.outvars) - len(wanted))
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, traced.consts)
 
 
 def _is_constant(value: Any) -> bool:
@@ -294,17 +310,14 @@ def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[A
 
     The body takes constants, carried values and slices to carried values and what is stacked.
     """
-    num_consts, num_carry = scan_parts(eqn.params)
-    first = num_consts + num_carry
+    consts, start, stacks = scan_split(eqn.params, values)
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = body([*values[:num_consts], *carry, *slices])
-        return out[:num_carry], out[num_carry:]
+        out = body([*consts, *carry, *slices])
+        return out[: len(carry)], out[len(carry) :]
 
     same = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(
-        step, list(values[num_consts:first]), list(values[first:]), **same
-    )
+    carry, stacked = jax.lax.scan(step, [*start], [*stacks], **same)
     return [*carry, *stacked]
 
 

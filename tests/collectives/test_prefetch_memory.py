@@ -15,7 +15,7 @@ from zerojax._jaxpr import depending, num_products, num_summed, opened, scan_par
 from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
 from zerojax.collectives._boxed import REDUCED
-from zerojax.collectives._order import is_barrier, is_gather, is_named, path_to
+from zerojax.collectives._equations import Equations, is_barrier, is_gather, is_named
 from zerojax.models import gpt
 
 
@@ -133,12 +133,12 @@ def test_gathers_of_a_backward_layer_take_turns_on_a_gpu(platform, ending, mesh8
 
 
 def ordered(layers, loss, mesh, monkeypatch, *, stage=3, num_rows=16, min_size=16, weights=3):
-    """Return the equations of a list's gradient on a GPU; `weights` of 64 x 64 may wait."""
+    """Return the `Equations` of a list's gradient on a GPU; `weights` of 64 x 64 may wait."""
     layout = zerojax.make_layout(layers, mesh, stage=stage, min_size=min_size)
     monkeypatch.setattr(type(layout), "platform", "gpu")
     gradient = jax.grad(gather_where_used(loss, layout))
     ahead = prefetched(gradient, 0, layout, bucket_bytes=weights * 4 * 64 * 64)
-    return opened(needed(ahead, as_shapes((layers, jnp.zeros((num_rows, 64))))))[0].eqns
+    return Equations(needed(ahead, as_shapes((layers, jnp.zeros((num_rows, 64))))))
 
 
 @pytest.mark.parametrize(("num_rows", "weights"), [(16, 3), (2048, 12)])
@@ -151,7 +151,7 @@ def test_products_of_a_list_wait_for_gradients_by_the_bucket(num_rows, weights, 
             x = jnp.tanh(x @ w)
         return x.sum()
 
-    eqns = ordered(layers, loss, mesh8, monkeypatch, num_rows=num_rows, weights=weights)
+    eqns = ordered(layers, loss, mesh8, monkeypatch, num_rows=num_rows, weights=weights).eqns
     reduced = {var for eqn in eqns if is_named(eqn, REDUCED) for var in eqn.outvars}
     barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
     waited = [len(reduced & {*variables(eqn.invars)}) for eqn in barriers]
@@ -199,7 +199,8 @@ def test_sums_of_vectors_wait_with_the_gradients_of_matrices(stage, min_size, me
         return x.sum()
 
     # Each gradient is a group, two of vectors follow on each other.
-    eqns = ordered(layers, loss, mesh8, monkeypatch, stage=stage, min_size=min_size, weights=1e-3)
+    flat = ordered(layers, loss, mesh8, monkeypatch, stage=stage, min_size=min_size, weights=1e-3)
+    eqns = flat.eqns
     waits = [
         (at, var)
         for at, eqn in enumerate(eqns)
@@ -227,13 +228,13 @@ def test_what_a_table_is_multiplied_with_waits_as_the_table(
         return jnp.tanh(x @ table.T).sum()
 
     params = {"table": jnp.ones((100, 64)), "layers": [[jnp.ones((64, 64))]] * 8}
-    eqns = ordered(params, loss, mesh8, monkeypatch, stage=stage, num_rows=num_rows)
+    flat = ordered(params, loss, mesh8, monkeypatch, stage=stage, num_rows=num_rows)
     of_table = [100 * 64, 8 * 100 * 64]
-    made = [x for eqn in eqns if num_products(eqn) for x in eqn.outvars if x.aval.size in of_table]
+    products = filter(num_products, flat.eqns)
+    made = [x for eqn in products for x in eqn.outvars if x.aval.size in of_table]
     assert len(made) == 1
-    places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
-    held = variables(x for eqn in eqns if is_barrier(eqn) for x in eqn.invars)
-    assert any(made[0] in path_to(x, eqns, places)[0] for x in held) == waits
+    held = variables(x for eqn in flat.eqns if is_barrier(eqn) for x in eqn.invars)
+    assert any(made[0] in flat.path_to(x)[0] for x in held) == waits
 
 
 @pytest.mark.parametrize(("platform", "words", "waits"), [

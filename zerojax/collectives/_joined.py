@@ -26,47 +26,43 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax._jaxpr import bind, called, inputs_of, num_products, opened, run_equations, variables
-from zerojax._tree import num_bytes
+from zerojax._jaxpr import called, inputs_of, num_products, opened, run_equations, variables
+from zerojax._tree import as_shapes, num_bytes
+from zerojax.collectives._equations import Equations, Planted, is_barrier, is_gather
 from zerojax.collectives._forms import CUT, constrain
-from zerojax.collectives._order import Handed, is_barrier, is_gather, path_to
 from zerojax.layout import Layout
 
 #: The name of the scope in which shards are joined and gathered.
 JOINED = "gather_joined"
 
 
-class _Group(NamedTuple):
-    gathers: list[Any]
-    invars: list[Any]  # what is there by then of what their shards are made of
-    late: list[list[tuple[Any, Any]]]  # equations that make shards of that, and their results
-    outvars: list[Any]
-    source_info: Any
+class _Member(NamedTuple):
+    """A gather of a group."""
+
+    eqn: Any
+    start: Any  # what is there by then of what its shard is made of
+    late: list[tuple[Any, Any]]  # the equations that make the shard of that, and their results
+    weight: Any  # the parameter, and what is done to it
+    size: int  # bytes
 
 
 def joined(program: Any, layout: Layout, bound: int) -> Any:
     """Join the gathers of a program, in their order, up to `bound` bytes together."""
-    jaxpr, _ = opened(program)
-    groups = _groups(jaxpr.eqns, bound) if bound else {}
-    if not groups:
+    flat = Equations(program)
+    planted = _planted(flat, layout, bound) if bound else {}
+    if not planted:
         return program
-    made = {var for group in groups.values() for var in group.outvars}
-    places = [at for at, x in enumerate(jaxpr.eqns) if at in groups or made.isdisjoint(x.outvars)]
-    eqns = [groups.get(at, jaxpr.eqns[at]) for at in places]
-
-    def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        if isinstance(eqn, _Group):
-            return _gathered(eqn, values, layout)
-        return values if isinstance(eqn, Handed) else bind(eqn, values)
-
-    def again(*args: Any) -> list[Any]:
-        return run_equations(eqns, inputs_of(program, args), jaxpr.outvars, step)
-
-    inputs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
-    return jax.make_jaxpr(again)(*inputs)
+    made = {var for one in planted.values() for var in one.outvars}
+    eqns = [
+        planted.get(at, eqn)
+        for at, eqn in enumerate(flat.eqns)
+        if at in planted or made.isdisjoint(eqn.outvars)
+    ]
+    inputs = as_shapes([var.aval for var in flat.jaxpr.invars])
+    return jax.make_jaxpr(lambda *args: flat.run(args, eqns))(*inputs)
 
 
-def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group | Handed]:
+def _planted(flat: Equations, layout: Layout, bound: int) -> dict[int, Planted]:
     """Find the gathers that may run together, by the place of the first, and those that need not.
 
     A gather of the same shard as one before it is that one, which runs apart, or all that is
@@ -74,16 +70,15 @@ def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group | Handed]:
     fuses its slice with elementwise operations, which the backward pass does again, and would keep
     all that was gathered with a bias for it.
     """
-    places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+    eqns, places = flat.eqns, flat.places
     factors = {var for eqn in eqns if num_products(eqn) for var in variables(eqn.invars)}
     gathers = [at for at, eqn in enumerate(eqns) if _num_before(eqn)]
-    paths = {at: path_to(eqns[at].invars[0], eqns, places) for at in gathers}
+    paths = {at: flat.path_to(eqns[at].invars[0]) for at in gathers}
     paths = {at: (path, key) for at, (path, key) in paths.items() if path}
     times = Counter(key for _, key in paths.values())
     kept = _kept(eqns, paths, bound)
     held = {x.invars[0] for x in kept.values()}
-    starts, sizes, groups = dict[Any, int](), Counter[int](), dict[int, _Group]()
-    weights = dict[int, set[Any]]()
+    latest, groups = dict[Any, int](), dict[int, list[_Member]]()
     for at, (path, key) in paths.items():
         (var,), (out,) = eqns[at].invars, eqns[at].outvars
         size = num_bytes(var.aval.shape, var.aval.dtype)
@@ -91,28 +86,31 @@ def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group | Handed]:
             continue
         weight, barriers = key
         kind = var.aval.dtype, out in factors, not barriers, out in held
-        start = starts.get(kind, at)
+        start = latest.get(kind, at)
+        group = groups.get(start, [])
         late = [x for x in path if places.get(x, -1) > start]
-        is_held = weight in weights.get(start, ())
-        if sizes[start] + size > bound or late == path or is_held:
+        is_held = any(member.weight == weight for member in group)
+        if sum(member.size for member in group) + size > bound or late == path or is_held:
             start, late = at, []
-        starts[kind] = start
-        sizes[start] += size
-        weights.setdefault(start, set()).add(weight)
-        group = groups.setdefault(start, _Group([], [], [], [], eqns[start].source_info))
+        latest[kind] = start
         made = [(eqns[places[x]], x) for x in late[::-1]]
-        for x, found in zip((eqns[at], path[len(late)], made, out), group[:4], strict=True):
-            found.append(x)
-    return kept | {at: group for at, group in groups.items() if len(group.gathers) > 1}
+        member = _Member(eqns[at], path[len(late)], made, weight, size)
+        groups.setdefault(start, []).append(member)
+    for at, group in groups.items():
+        if len(group) > 1:
+            outvars = [member.eqn.outvars[0] for member in group]
+            run = functools.partial(_gathered, group, layout)
+            kept[at] = Planted(run, [x.start for x in group], outvars, eqns[at].source_info)
+    return kept
 
 
-def _kept(eqns: Sequence[Any], paths: dict[int, Any], bound: int) -> dict[int, Handed]:
+def _kept(eqns: Sequence[Any], paths: dict[int, Any], bound: int) -> dict[int, Planted]:
     """Find the gathers that can use the result of an earlier one, by their place.
 
     They can where both read the very same shard, or where at most `bound` bytes of weights
     were gathered since its last use, with its own.
     """
-    first, last, kept, done = dict[Any, Any](), dict[Any, int](), dict[int, Handed](), 0
+    first, last, kept, done = dict[Any, Any](), dict[Any, int](), dict[int, Planted](), 0
     for at, (_, key) in paths.items():
         eqn, form = eqns[at], str(called(eqns[at]))
         shard, weight, (var,) = (key, form), (key[0], form), eqn.invars
@@ -122,7 +120,7 @@ def _kept(eqns: Sequence[Any], paths: dict[int, Any], bound: int) -> dict[int, H
         if made is None:
             first |= {weight: eqn.outvars, shard: eqn.outvars}
         else:
-            kept[at] = Handed(made, eqn.outvars, eqn.source_info)
+            kept[at] = Planted(list, made, eqn.outvars, eqn.source_info)
         done += 0 if is_near else size
         last[weight] = done - size
     return kept
@@ -134,11 +132,11 @@ def _num_before(eqn: Any) -> int:
     return names.index(CUT) + 1 if CUT in names else 0
 
 
-def _gathered(group: _Group, values: list[Any], layout: Layout) -> list[Any]:
+def _gathered(group: Sequence[_Member], layout: Layout, values: list[Any]) -> list[Any]:
     """Join shards, gather once, cut the result apart, and run the rest of each gather."""
     axes, rows, rest = layout.axes["parameter"], [], []
-    for eqn, late, value in zip(group.gathers, group.late, values, strict=True):
-        x, after = _halves(eqn, functools.reduce(_made, late, value))
+    for member, value in zip(group, values, strict=True):
+        x, after = _halves(member.eqn, functools.reduce(_made, member.late, value))
         rest.append((x.shape, after))
         rows.append(constrain(x.reshape(layout.num_parts(axes), -1), layout, P(axes)))
     with jax.named_scope(JOINED):

@@ -26,23 +26,22 @@ that are tied pass by it: they need not wait for the gradient of this layer.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from zerojax._jaxpr import (
-    bind,
-    inputs_of,
-    num_products,
-    num_summed,
-    opened,
-    run_equations,
-    variables,
-    with_inner,
-)
+from zerojax._jaxpr import bind, num_products, num_summed, variables, with_inner
 from zerojax._tree import num_bytes
-from zerojax.collectives._boxed import REDUCED, makes_gathered
+from zerojax.collectives._boxed import REDUCED
+from zerojax.collectives._equations import (
+    BACKWARD,
+    Equations,
+    Planted,
+    is_barrier,
+    is_gather,
+    is_named,
+)
 from zerojax.layout import Layout
 
 
@@ -66,36 +65,24 @@ def run_in_order(
     Returns:
         Its results, and how many gathers wait for something.
     """
-    jaxpr, _ = opened(program)
-    order = _Order(jaxpr.eqns)
+    order = _Order(program)
     if ahead:
         order.tie(ahead / 2)
     num_gathers = sum(map(len, order.tied.values()))
     if layout.platform == "gpu":
         order.tie_padded()
     if waiting:
-        order.tie_products(waiting / 3, layout, variables(jaxpr.outvars), is_turn=is_turn)
-    inputs = inputs_of(program, args)
-    results = run_equations(order.equations(), inputs, jaxpr.outvars, order.step)
-    return results, num_gathers
+        order.tie_products(waiting / 3, layout, is_turn=is_turn)
+    return order.run(args, order.planted()), num_gathers
 
 
-class Handed(NamedTuple):
-    """What hands on values: those of a gather before, or its own behind a barrier (`_order`)."""
-
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    source_info: Any
-
-
-class _Order:
+class _Order(Equations):
     """The equations of a program, and which of their operands wait for each other."""
 
-    def __init__(self, eqns: Sequence[Any]) -> None:
-        self.eqns = eqns
-        self.places = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
         #: the place of the first equation that reads each value
-        uses = ((var, at) for at, eqn in enumerate(eqns) for var in variables(eqn.invars))
+        uses = ((var, at) for at, eqn in enumerate(self.eqns) for var in variables(eqn.invars))
         self.readers = dict(reversed([*uses]))
         #: shards by the place of the product that they wait for, or that waits for them
         self.tied: dict[int, list[Any]] = {}
@@ -155,32 +142,30 @@ class _Order:
         for at, eqn in enumerate(self.eqns):
             multiple = 16 * 8 if num_summed(eqn) > 4096 else 8
             for var in variables(eqn.invars) if num_summed(eqn) % multiple else ():
-                made = [x for x in path_to(var, self.eqns, self.places)[0] if x in self.places]
+                made = [x for x in self.path_to(var)[0] if x in self.places]
                 if made and made[-1].aval.dtype.itemsize > var.aval.dtype.itemsize:
                     self.tied.setdefault(at, [])
 
-    def tie_products(
-        self, bound: float, layout: Layout, outvars: Sequence[Any], *, is_turn: bool
-    ) -> None:
+    def tie_products(self, bound: float, layout: Layout, *, is_turn: bool) -> None:
         """Let the product behind each group of gradients wait for the group two before it.
 
         A gradient waits, or what makes it with all that this reads: the larger counts. One that is
         not cut, as all at stage 0, has no name. Of a table's sum the product waits, if it shrinks.
         """
-        parts = layout.num_batch_parts
+        parts, outvars = layout.num_batch_parts, variables(self.jaxpr.outvars)
         is_reduced = functools.partial(is_named, name=REDUCED)
-        ends = (self._maker(x, is_reduced) or self._maker(x, adds_up) for x in outvars)
+        ends = (self.maker(x, is_reduced) or self.maker(x, _adds_up) for x in outvars)
         plain = {eqn for eqn in ends if eqn and not is_reduced(eqn) and eqn.outvars[0].aval.ndim}
         for x in outvars if layout.platform == "gpu" else ():  # libtpu keeps these in their place
-            last = self.places.get(path_to(x, self.eqns, self.places)[0][-1], 0)
+            last = self.places.get(self.path_to(x)[0][-1], 0)
             terms = self.eqns[last].invars if self.eqns[last].primitive.name == "add_any" else ()
-            made = filter(None, (self._maker(y, num_products) for y in variables(terms)))
+            made = filter(None, (self.maker(y, num_products) for y in variables(terms)))
             room = 2 * parts * x.aval.size
             plain.update(eqn for eqn in made if room <= max(y.aval.size for y in eqn.invars))
         size, groups, ready = 0.0, [[], [], []], []
         for at, eqn in enumerate(self.eqns):
             if is_reduced(eqn) or eqn in plain:
-                product = self._maker(eqn.outvars[0], num_products)
+                product = self.maker(eqn.outvars[0], num_products)
                 read = _bytes_of(product.invars) / parts if product else 0
                 made = _bytes_of(eqn.outvars)
                 if is_turn and read <= made:
@@ -193,11 +178,6 @@ class _Order:
                 self.tied.setdefault(at, []).extend(self._latest(var, at) for var in ready)
                 ready = []
 
-    def _maker(self, var: Any, is_it: Callable[[Any], Any]) -> Any:
-        path, _ = path_to(var, self.eqns, self.places)
-        eqns = (self.eqns[self.places[x]] for x in path if x in self.places)
-        return next(filter(is_it, eqns), None)
-
     def _latest(self, var: Any, end: int) -> Any:
         """Return what is made of a gradient before a place: a barrier is for what others read."""
         while (reader := self.readers.get(var, end)) < end:
@@ -209,7 +189,7 @@ class _Order:
 
         A compiler gathers the same weight once, if it waits for the same.
         """
-        path, key = path_to(var, self.eqns, self.places)
+        path, key = self.path_to(var)
         if key in self.gathered:
             return []
         self.gathered.add(key)
@@ -222,25 +202,27 @@ class _Order:
             self.tied.setdefault(product, []).append(var)
             self.loose.update(var for var in after if is_barrier(self.eqns[self.places[var]]))
 
-    def equations(self) -> list[Any]:
+    def planted(self) -> list[Any]:
         """Return the equations with a barrier before each product that something waits for."""
         eqns: list[Any] = []
         for at, eqn in enumerate(self.eqns):
             if at in self.tied:
-                together = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
-                eqns.append(Handed(together, together, eqn.source_info))
+                held = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
+                barrier = functools.partial(self._held, held)
+                eqns.append(Planted(barrier, held, held, eqn.source_info))
+            if not self.loose.isdisjoint(eqn.outvars):
+                loose = functools.partial(self._without_loose, eqn)
+                eqn = Planted(loose, eqn.invars, eqn.outvars, eqn.source_info)
             eqns.append(eqn)
         return eqns
 
-    def step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        if isinstance(eqn, Handed):
-            values = jax.lax.optimization_barrier(values)
-            return [*map(self._placed, eqn.invars, values)]
-        if self.loose.isdisjoint(eqn.outvars):
-            return bind(eqn, values)
-        is_loose = [var in self.loose for var in eqn.outvars]
+    def _held(self, held: Sequence[Any], values: list[Any]) -> list[Any]:
+        return [*map(self._placed, held, jax.lax.optimization_barrier(values))]
+
+    def _without_loose(self, barrier: Any, values: list[Any]) -> list[Any]:
+        is_loose = [var in self.loose for var in barrier.outvars]
         waiting = iter(
-            bind(eqn, [x for x, passes in zip(values, is_loose, strict=True) if not passes])
+            bind(barrier, [x for x, passes in zip(values, is_loose, strict=True) if not passes])
         )
         return [x if passes else next(waiting) for x, passes in zip(values, is_loose, strict=True)]
 
@@ -255,45 +237,5 @@ def _bytes_of(found: Sequence[Any]) -> int:
     return sum(num_bytes(var.aval.shape, var.aval.dtype) for var in variables(found))
 
 
-#: The name of what a backward loop starts with.
-BACKWARD = "zerojax_backward"
-
-
-def is_named(eqn: Any, name: str) -> bool:
-    """Whether an equation gives its result a name: `REDUCED`, a gradient that has been reduced."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == name
-
-
-def adds_up(eqn: Any) -> bool:
+def _adds_up(eqn: Any) -> bool:
     return eqn.primitive.name == "reduce_sum" or num_products(eqn) > 0
-
-
-def is_gather(eqn: Any) -> bool:
-    return makes_gathered(eqn.primitive.name, eqn.params)
-
-
-def path_to(var: Any, eqns: Sequence[Any], places: dict[Any, int]) -> tuple[list[Any], Any]:
-    """Return the values that a gather's operand is made of, one from the next, and a key of them.
-
-    `places` are those of the equations by their results. The key is the first value with what is
-    done to it, and the places of the barriers on the way. `([], None)` for a gathered weight.
-    """
-    path, steps, barriers = [var], [], []
-    while (at := places.get(path[-1])) is not None:
-        eqn = eqns[at]
-        if is_gather(eqn):  # copies of a gathered weight
-            return [], None
-        inputs = variables(eqn.invars)
-        if is_barrier(eqn):
-            inputs = [eqn.invars[eqn.outvars.index(path[-1])]]
-            barriers.append(at)
-        elif len(inputs) != 1:
-            break
-        else:
-            steps.append((eqn.primitive, str(eqn.params)))
-        path += inputs
-    return path, ((path[-1], *steps), (*barriers,))
-
-
-def is_barrier(eqn: Any) -> bool:
-    return eqn.primitive.name == "optimization_barrier"

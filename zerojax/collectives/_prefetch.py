@@ -21,7 +21,6 @@ so that the last reductions have the links for themselves. Lists of layers have 
 """
 
 import bisect
-import dataclasses
 import functools
 import itertools
 import math
@@ -36,7 +35,6 @@ from jax.extend import source_info_util
 
 from zerojax._jaxpr import (
     REMATERIALISED,
-    EquationRunner,
     bind,
     called,
     depending,
@@ -47,15 +45,16 @@ from zerojax._jaxpr import (
     run_equations,
     run_scan,
     runs_in_place,
-    scan_parts,
+    scan_split,
     variables,
     with_inner,
 )
 from zerojax._tree import as_shapes, num_bytes
 from zerojax.collectives._boxed import REDUCED
+from zerojax.collectives._equations import BACKWARD, Equations, is_gather, is_named
 from zerojax.collectives._forms import uses_gloo
 from zerojax.collectives._joined import joined
-from zerojax.collectives._order import BACKWARD, is_gather, is_named, run_in_order
+from zerojax.collectives._order import run_in_order
 from zerojax.layout import Layout
 
 
@@ -95,8 +94,7 @@ def prefetched(
         most = min(waiting, 3 * 2 * layer)  # three layers of bf16
         runner = _Prefetch(layers, layout, bound, most)
         leaves = jax.tree.leaves(args)
-        in_place = jax.make_jaxpr(lambda *leaves: run(traced, leaves, runner.step))(*leaves)
-        in_place = joined(in_place, layout, bound)
+        in_place = runner.in_place(traced, leaves, looped=False)
         ahead, most = layers * layer, most if is_list else 0
         results, num_tied = run_in_order(in_place, leaves, layout, ahead, most)
         if warn and layers and not runner.num_ahead + num_tied:
@@ -132,9 +130,14 @@ class _Prefetch:
         self.parts = layout.num_batch_parts if self.is_tpu and not layout.offloads else 0
         self.num_ahead, self.late = 0, list[str]()
 
-    def step(self, eqn: Any, values: list[Any], *, looped: bool = False) -> Sequence[Any]:
-        """Run an equation, of a loop's body or outside of loops."""
-        step = functools.partial(self.step, looped=looped)
+    def in_place(self, program: Any, args: Sequence[Any], *, looped: bool) -> Any:
+        """Return a program, of a loop's body or outside of loops, with its calls in place."""
+        step = functools.partial(self._step, looped=looped)
+        traced = jax.make_jaxpr(lambda *args: run(program, args, step))(*args)
+        return joined(traced, self.layout, self.bound)
+
+    def _step(self, eqn: Any, values: list[Any], *, looped: bool) -> Sequence[Any]:
+        step = functools.partial(self._step, looped=looped)
         if eqn.primitive.name == REMATERIALISED:
             # As jax does it, so that the forward pass is not taken for what is computed again. In
             # loops one by one where a gather is within: it must not wait for what the loop carries.
@@ -151,27 +154,23 @@ class _Prefetch:
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         program = eqn.params["jaxpr"]
         inputs = as_shapes([var.aval for var in opened(program)[0].invars])
-        step = functools.partial(self.step, looped=True)
-        body = jax.make_jaxpr(lambda *args: run(program, args, step))(*inputs)
-        body = joined(body, self.layout, self.bound)
-        halves, late = _halves(body, *scan_parts(eqn.params), self.layers, self.parts, self.is_tpu)
-        self.late += [source_info_util.summarize(gather.source_info) for gather in late]
+        body = self.in_place(program, inputs, looped=True)
+        turn = _Turn(body, eqn.params, self.layers, self.parts, self.is_tpu)
+        self.late += [source_info_util.summarize(gather.source_info) for gather in turn.late]
         # Of a stack in the host's memory only a scan's own buffer is never on the device.
         hosted = any(var.aval.memory_space == jax.memory.Space.Host for var in eqn.outvars)
-        if not halves.gathers or eqn.params["length"] < 2 or hosted:
-            reduces = any(is_named(x, REDUCED) for x in opened(body)[0].eqns)
-            most = self.waiting if reduces else 0
+        if not turn.gathers or eqn.params["length"] < 2 or hosted:
+            most = self.waiting if turn.reduces else 0
             ordered = functools.partial(run_in_order, body, layout=self.layout, is_turn=True)
             return run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
         self.num_ahead += 1
-        return _run_ahead(eqn, values, halves, self.is_tpu)
+        return _run_ahead(eqn, values, turn)
 
 
-def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> list[Any]:
+def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
     """Run a scan whose iterations gather for the next one; the last one stands behind the loop."""
-    num_consts, num_carry = scan_parts(eqn.params)
-    first, length = num_consts + num_carry, eqn.params["length"]
-    consts, start, stacks = values[:num_consts], values[num_consts:first], values[first:]
+    consts, start, stacks = scan_split(eqn.params, values)
+    num_carry, length, is_tpu = len(start), eqn.params["length"], turn.is_tpu
 
     def inputs(count: Any, carry: Sequence[Any]) -> tuple[Any, list[Any]]:
         index = length - 1 - count if eqn.params["reverse"] else count
@@ -182,13 +181,13 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
         # Were the loop's results stacked by a scan, adding the last layer's would copy them all.
         carry, now, rows = state
         index, given = inputs(count, carry)
-        out, following = halves.compute(given, now, following)
+        out, following = turn.compute(given, now, following)
         update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         return out[:num_carry], following, [*map(update, rows, out[num_carry:])]
 
     def one(state: Any, count: Any) -> tuple[Any, None]:
         count, state = in_turn((count, state))
-        following = halves.gather(inputs(count + 1, halves.counted(state[0]))[1])
+        following = turn.gather(inputs(count + 1, turn.counted(state[0]))[1])
         return layer(count, state, following), None
 
     # What a layer computes and reduces is done before the next one starts.
@@ -197,9 +196,9 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
     # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
     empty = jax.lax.empty if is_tpu else jnp.zeros
     rows = [empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
-    if halves.ends:
+    if turn.ends:
         start = [checkpoint_name(x, BACKWARD) for x in start]
-    state = (start, halves.gather(inputs(0, start)[1]), rows)
+    state = (start, turn.gather(inputs(0, start)[1]), rows)
     # libtpu copies what a turn gathered into the place of the weights at hand. Two layers a turn
     # have two places; the barrier lets a gather wait until its place is free.
     unroll = max(eqn.params["unroll"], 2 if is_tpu else 1)
@@ -207,43 +206,86 @@ def _run_ahead(eqn: Any, values: list[Any], halves: "_Halves", is_tpu: bool) -> 
     carry, _, rows = layer(length - 1, in_turn(state), [])
     # libtpu starts a reduction as late as it can: without the barrier those of the last layer stood
     # at the end of the step, where no product is left that they could be merged with.
-    return in_turn([*carry, *rows]) if halves.ends else [*carry, *rows]
+    return in_turn([*carry, *rows]) if turn.ends else [*carry, *rows]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Halves:
-    """The body of a loop, cut where weights come out of their gathers."""
+#: Of a backward layer with what it computes again. Compiled for h100:1x8 and v5p:2x2x2, a GPT and
+#: an MLP expose the same from 0.7 to 0.8; at 0.5 and 0.9 the ends of loops wait again.
+COMPUTED = 0.75
 
-    body: Any  # the program
-    # the equation that counts each carried value on, `add i 1`; None for others
-    steps: Sequence[Any]
-    gathers: Sequence[Any]  # the equations that gather what the next iteration uses
-    ends: Sequence[Any]  # the product before which each ends; none where the loop reduces nothing
-    parts: int  # of the batch, where reductions run within products (no SparseCores); else 0
+#: Of that arithmetic, what a merged reduction has beside it before products wait for it (v5e).
+MERGED = 0.12
+
+
+class _Turn(Equations):
+    """A turn of a loop, cut where weights come out of their gathers."""
+
+    def __init__(self, body: Any, params: Any, layers: float, parts: int, is_tpu: bool) -> None:
+        """Choose what is gathered ahead, of `layers` by bytes.
+
+        `parts` are those of the batch, where reductions run within products (no SparseCores).
+        """
+        super().__init__(body)
+        self.parts, self.is_tpu = parts, is_tpu
+        _, self.carried, sliced = scan_split(params, self.jaxpr.invars)
+        #: which carried values only count turns
+        self.counters = {*filter(self._is_counter, self.carried)}
+        self.reduces = any(is_named(eqn, REDUCED) for eqn in self.eqns)
+        self.pure = [eqn for eqn in self.eqns if not eqn.effects]
+        called_back = {var for eqn in self.eqns if eqn.effects for var in eqn.outvars}
+        computed = depending(self.eqns, {*self.carried} - self.counters | called_back)
+        own = depending(self.eqns, [*self.counters, *sliced])
+        gathers = [eqn for eqn in self.eqns if is_gather(eqn)]
+        #: the equations that gather what only this turn knows
+        self.late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
+        early = [x for x in gathers if x not in self.late and own.issuperset(x.outvars)]
+        sizes = [num_bytes(x.shape, x.dtype) for x in (eqn.outvars[0].aval for eqn in early)]
+        bound, done = layers * sum(sizes), 0
+        #: those that gather what the next turn uses, and the product before which each ends
+        self.gathers = list[Any]()
+        for eqn, size in zip(early, sizes, strict=True):
+            if done + size <= bound or done < bound / 8:
+                self.gathers.append(eqn)
+            done += size
+        self.ends = self._ends() if self.reduces else []
+
+    def _is_counter(self, var: Any) -> bool:
+        """Whether a turn counts a carried value on: `out = add var 1`."""
+        out = self.jaxpr.outvars[self.carried.index(var)]
+        sums = (eqn for eqn in self.eqns if eqn.primitive.name in ("add", "sub"))
+        return any(eqn.outvars[0] is out and variables(eqn.invars) == [var] for eqn in sums)
+
+    def _ends(self) -> list[Any]:
+        """Return before which product each gather of a backward layer ends.
+
+        `COMPUTED` of its arithmetic is done by then. On a GPU, where gathers take turns, that is so
+        for the last one, and each has a part of that arithmetic to itself.
+        """
+        products = [(eqn, work) for eqn in self.eqns if (work := num_products(eqn))]
+        done = [*itertools.accumulate(work for _, work in products)]
+        moved = [*itertools.accumulate(eqn.outvars[0].aval.size for eqn in self.gathers)]
+        most = COMPUTED * (done[-1] if done else 0)
+        parts = (most * (1 if self.is_tpu else size / moved[-1]) for size in moved if done)
+        return [products[bisect.bisect_left(done, part)][0] for part in parts]
 
     def counted(self, carry: Sequence[Any]) -> list[Any]:
         """Advance the loop's counters among the carried values; leave the others as they are."""
-
-        def count(step: Any, x: Any) -> Any:
-            return run_equations([step], {variables(step.invars)[0]: x}, step.outvars)[0]
-
-        pairs = zip(carry, self.steps, strict=True)
-        return [x if step is None else count(step, x) for x, step in pairs]
+        pairs = zip(self.carried, self.jaxpr.outvars, strict=False)
+        wanted = [out if var in self.counters else var for var, out in pairs]
+        given = dict(zip(self.carried, carry, strict=True))
+        return run_equations(_needed(self.pure, wanted), given, wanted)
 
     def gather(self, given: Sequence[Any]) -> list[Any]:
         wanted = [eqn.outvars[0] for eqn in self.gathers]
-        eqns = [eqn for eqn in opened(self.body)[0].eqns if not eqn.effects]
-        return self._run(eqns, given, {}, wanted)
+        return run_equations(_needed(self.pure, wanted), inputs_of(self.program, given), wanted)
 
     def compute(
         self, given: Sequence[Any], gathered: Sequence[Any], following: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Compute a layer with its gathered weights; return also the next one's."""
         made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
-        jaxpr, _ = opened(self.body)
-        rest = [eqn for eqn in jaxpr.eqns if made.keys().isdisjoint(eqn.outvars)]
-        makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        lag = MERGED * sum(map(num_products, jaxpr.eqns)) if self.parts else 0
+        rest = [eqn for eqn in self.eqns if made.keys().isdisjoint(eqn.outvars)]
+        lag = MERGED * sum(map(num_products, self.eqns)) if self.parts else 0
         reduced, done = list[tuple[float, Any]](), 0.0  # gradients, behind how much arithmetic
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -259,83 +301,20 @@ class _Halves:
                     following[i] = x
             done += num_products(eqn)
             results = bind(eqn, values)
-            if is_named(eqn, REDUCED) and (not self.parts or self._is_small(eqn, makers)):
+            if is_named(eqn, REDUCED) and (not self.parts or self._is_small(eqn)):
                 reduced.append((done, results[0]))
             return results
 
-        return self._run(rest, given, made, jaxpr.outvars, step), following
+        wanted, inputs = self.jaxpr.outvars, inputs_of(self.program, given) | made
+        return run_equations(_needed(rest, wanted), inputs, wanted, step), following
 
-    def _is_small(self, eqn: Any, makers: dict[Any, Any]) -> bool:
+    def _is_small(self, eqn: Any) -> bool:
         """Whether a gradient takes, whole, at most half the room of what its product reads."""
         while eqn and not num_products(eqn):
-            eqn = makers.get(next(iter(variables(eqn.invars)), None))
+            at = self.places.get(next(iter(variables(eqn.invars)), None))
+            eqn = None if at is None else self.eqns[at]
         room = max(x.aval.size for x in eqn.invars) if eqn else 0
         return room > 0 and 2 * self.parts * eqn.outvars[0].aval.size <= room
-
-    def _run(
-        self,
-        eqns: Sequence[Any],
-        given: Sequence[Any],
-        made: dict[Any, Any],
-        wanted: Sequence[Any],
-        step: EquationRunner = bind,
-    ) -> list[Any]:
-        inputs = inputs_of(self.body, given) | made
-        return run_equations(_needed(eqns, wanted), inputs, wanted, step)
-
-
-def _halves(
-    body: Any, num_consts: int, num_carry: int, layers: float, parts: int, is_tpu: bool
-) -> tuple[_Halves, list[Any]]:
-    """Split a loop's body into gathers to prefetch and the rest; return those that can't, too."""
-    jaxpr, _ = opened(body)
-    first = num_consts + num_carry
-    carried = jaxpr.invars[num_consts:first]
-    steps = [*map(functools.partial(_step_of, jaxpr), carried, jaxpr.outvars)]
-    counters = [var for var, step in zip(carried, steps, strict=True) if step is not None]
-    called_back = {var for eqn in jaxpr.eqns if eqn.effects for var in eqn.outvars}
-    computed = depending(jaxpr.eqns, {*carried} - {*counters} | called_back)
-    own = depending(jaxpr.eqns, [*counters, *jaxpr.invars[first:]])
-    gathers = [eqn for eqn in jaxpr.eqns if is_gather(eqn)]
-    late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
-    early = [eqn for eqn in gathers if eqn not in late and own.issuperset(eqn.outvars)]
-    sizes = [num_bytes(x.shape, x.dtype) for x in (eqn.outvars[0].aval for eqn in early)]
-    bound, done, chosen = layers * sum(sizes), 0, []
-    for eqn, size in zip(early, sizes, strict=True):
-        if done + size <= bound or done < bound / 8:
-            chosen.append(eqn)
-        done += size
-    return _Halves(body, steps, chosen, _ends(jaxpr.eqns, chosen, is_tpu), parts), late
-
-
-def _ends(eqns: Sequence[Any], gathers: Sequence[Any], is_tpu: bool) -> list[Any]:
-    """Return before which product each gather of a backward layer ends.
-
-    `COMPUTED` of its arithmetic is done by then. On a GPU, where gathers take turns, that is so for
-    the last one, and each has a part of that arithmetic to itself.
-    """
-    products = [(eqn, work) for eqn in eqns if (work := num_products(eqn))]
-    if not products or not any(is_named(eqn, REDUCED) for eqn in eqns):
-        return []
-    done = [*itertools.accumulate(work for _, work in products)]
-    moved = [*itertools.accumulate(eqn.outvars[0].aval.size for eqn in gathers)]
-    parts = (COMPUTED * done[-1] * (1 if is_tpu else size / moved[-1]) for size in moved)
-    return [products[bisect.bisect_left(done, part)][0] for part in parts]
-
-
-#: Of a backward layer with what it computes again. Compiled for h100:1x8 and v5p:2x2x2, a GPT and
-#: an MLP expose the same from 0.7 to 0.8; at 0.5 and 0.9 the ends of loops wait again.
-COMPUTED = 0.75
-
-#: Of that arithmetic, what a merged reduction has beside it before products wait for it (v5e).
-MERGED = 0.12
-
-
-def _step_of(jaxpr: Any, var: Any, out: Any) -> Any:
-    """Return the equation that counts a carried value on, `out = add var 1`; None for others."""
-    sums = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("add", "sub"))
-    found = (eqn for eqn in sums if eqn.outvars[0] is out and variables(eqn.invars) == [var])
-    return next(found, None)
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:

@@ -36,7 +36,7 @@ from zerojax._jaxpr import (
     run_bodies,
     run_scan,
     runs_in_place,
-    scan_parts,
+    scan_split,
     variables,
 )
 from zerojax._tree import with_leaves_like
@@ -181,39 +181,37 @@ class _Retracer:
         What all turns use, as those of a recurrence do, is gathered before the loop, and again
         before the one of the backward pass.
         """
-        num_consts, num_carry = scan_parts(eqn.params)
-        first, program = num_consts + num_carry, eqn.params["jaxpr"]
-        values = [
-            v if i < num_consts and self._meets_examples(program, i) else _uncopied(v)
-            for i, v in enumerate(values)
+        program = eqn.params["jaxpr"]
+        consts, carry, stacks = scan_split(eqn.params, values)
+        consts = [
+            v if self._meets_examples(program, i) else _uncopied(v) for i, v in enumerate(consts)
         ]
-        is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(values[:num_consts])]
-        carry = map(self.opened, values[num_consts:first])
-        stacks = [self._sliceable(v) for v in values[first:]]
+        is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(consts)]
+        stacks = [self._sliceable(_uncopied(v)) for v in stacks]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
         inner = dataclasses.replace(self, looped=True, saved=False)
 
         def body(values: list[Any]) -> list[Any]:
+            consts, carry, slices = scan_split(eqn.params, values)
             layer = [
                 v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
-                for v, x in zip(stacks, values[first:], strict=True)
+                for v, x in zip(stacks, slices, strict=True)
             ]
-            return [*map(self.opened, inner.run(program, [*values[:first], *layer]))]
+            return [*map(self.opened, inner.run(program, [*consts, *carry, *layer]))]
 
         def loop(*given: Any) -> list[Any]:
-            consts = enumerate(given[:num_consts])
-            opened = [v if is_sliced[i] else self._constant(program, i, v) for i, v in consts]
-            return run_scan(eqn, [*opened, *given[num_consts:]], body)
+            consts, carry, arrays = scan_split(eqn.params, given)
+            opened = [
+                v if is_sliced[i] else self._constant(program, i, v) for i, v in enumerate(consts)
+            ]
+            return run_scan(eqn, [*opened, *carry, *arrays], body)
 
         arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
-        given = [*values[:num_consts], *carry, *arrays]
-        if any(
-            isinstance(v, Boxed | Copied) and not sliced
-            for v, sliced in zip(given, is_sliced, strict=False)
-        ):
+        opens = zip(consts, is_sliced, strict=True)
+        if any(isinstance(v, Boxed | Copied) and not sliced for v, sliced in opens):
             loop = self._again(loop, wrap_policy(None, keeps=False))
-        return loop(*given)
+        return loop(*consts, *map(self.opened, carry), *arrays)
 
     def _constant(self, program: Any, index: int, value: Boxed | Copied) -> Any:
         """Gather what all turns of a loop use; where it meets examples each device has its copy."""

@@ -24,7 +24,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
 
-from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts
+from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
 from zerojax.collectives._examples import is_key, map_batch, microbatch, num_examples, resized
 from zerojax.collectives._mixing import (
@@ -43,7 +43,6 @@ from zerojax.collectives._rules import (
     gradient_of,
     is_of_jax,
     name_rule,
-    used,
 )
 
 #: What a loss should be where parts of the batch are averaged.
@@ -96,8 +95,7 @@ def _traced(
                 )
             raise
         raise Refused(f"it can't be traced for {size} examples: {error}") from error
-    wanted = [number == 0 for number in range(len(traced.jaxpr.outvars))]
-    return used(traced, wanted)
+    return used(traced, 1)
 
 
 def _held(eqn: Any) -> Any:

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
-from zerojax._jaxpr import bodies, called, opened, scan_parts
+from zerojax._jaxpr import bodies, called, opened, scan_parts, used
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 
@@ -51,9 +50,7 @@ def trace_unwritten(
                 f"gather_where_used: the loss writes {path!r} into the model that it was given, "
                 "where it would be lost; return what changes (aux), and pass it in as an argument"
             )
-    wanted = [number < num_outputs for number in range(len(traced.jaxpr.outvars))]
-    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
-    return core.ClosedJaxpr(jaxpr, traced.consts), out
+    return used(traced, num_outputs), out
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:
