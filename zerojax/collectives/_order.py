@@ -210,21 +210,18 @@ class _Order(Equations):
                 held = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
                 barrier = functools.partial(self._held, held)
                 eqns.append(Planted(barrier, held, held, eqn.source_info))
-            if not self.loose.isdisjoint(eqn.outvars):
-                loose = functools.partial(self._without_loose, eqn)
-                eqn = Planted(loose, eqn.invars, eqn.outvars, eqn.source_info)
-            eqns.append(eqn)
+            if self.loose.isdisjoint(eqn.outvars):
+                eqns.append(eqn)
+                continue
+            pairs = [*zip(eqn.invars, eqn.outvars, strict=True)]
+            for run, is_loose in ((list, True), (jax.lax.optimization_barrier, False)):
+                some = [(x, y) for x, y in pairs if (y in self.loose) == is_loose]
+                ins, outs = [x for x, _ in some], [y for _, y in some]
+                eqns.append(Planted(run, ins, outs, eqn.source_info))
         return eqns
 
     def _held(self, held: Sequence[Any], values: list[Any]) -> list[Any]:
         return [*map(self._placed, held, jax.lax.optimization_barrier(values))]
-
-    def _without_loose(self, barrier: Any, values: list[Any]) -> list[Any]:
-        is_loose = [var in self.loose for var in barrier.outvars]
-        waiting = iter(
-            bind(barrier, [x for x, passes in zip(values, is_loose, strict=True) if not passes])
-        )
-        return [x if passes else next(waiting) for x, passes in zip(values, is_loose, strict=True)]
 
     def _placed(self, var: Any, value: Any) -> Any:
         """Place what came out of a barrier as before, or the partitioner gathers ahead of it."""
