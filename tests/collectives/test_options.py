@@ -35,7 +35,7 @@ def layout_on(platform, stage):
         platform=platform,
         mesh=None,
         devices=np.array([device]),
-        partitions=lambda kind: stage >= STAGES[kind],
+        kinds={kind for kind, first in STAGES.items() if stage >= first},
     )
 
 
@@ -45,7 +45,9 @@ def options_of(platform, stage):
         for row in OPTIONS.values()
         if row["platform"] == platform and "TPU v5p" in row.get("device_kinds", ["TPU v5p"])
     ]
-    kept = [row["options"] for row in rows if stage >= STAGES.get(row.get("partitions"), 0)]
+    kinds = {None, *(kind for kind, first in STAGES.items() if stage >= first)}
+    kinds |= set() if stage else {"nothing"}
+    kept = [row["options"] for row in rows if row.get("partitions") in kinds]
     return dict(pair for options in kept for pair in options.items())
 
 
@@ -57,6 +59,7 @@ def options_of(platform, stage):
         ("gpu", 3, None, ()),
         ("gpu", 1, 5000, GPU),
         ("gpu", 3, 5000, GPU),
+        ("tpu", 0, None, ()),
         ("tpu", 3, None, ()),
         ("tpu", 2, 5000, TPU),
         ("cpu", 3, 5000, ()),

@@ -24,8 +24,8 @@ from zerojax.planner._time import OVERLAP
 @pytest.mark.parametrize("hardware", ["h100", "v5e", "v5p"])
 def test_links_run_beside_work_as_far_as_was_seen(hardware, options, kind):
     time = plan_mix(hardware=hardware, **options).time
-    offloads = hardware == "v5p" and options["stage"] > 0
-    overlap = OVERLAP["sparse_cores" if offloads else find_hardware(hardware).platform][kind]
+    name = "sparse_cores" if hardware == "v5p" else find_hardware(hardware).platform
+    overlap = OVERLAP[name][kind]
     links = max(time.fast, time.slow)
     least, most = sorted([overlap["gathers"], overlap["reductions"]])
     hidden = [min(share * links, overlap["work"] * time.busy) for share in (least, most)]

@@ -71,7 +71,7 @@ def _is_for(row: Mapping[str, Any], layout: Layout) -> bool:
     return (
         layout.platform == row["platform"]
         and kind in row.get("device_kinds", [kind])
-        and ("partitions" not in row or layout.partitions(row["partitions"]))
+        and row.get("partitions", "any") in {"any", *(layout.kinds or {"nothing"})}
     )
 
 

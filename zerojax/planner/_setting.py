@@ -54,8 +54,13 @@ class Setting:
 
     @property
     def frees(self) -> bool:
-        """Whether a parameter's buffer is free after its last use: masters give the new ones."""
-        return self.recipe.precision.master is not None and self.recipe.accumulate == 1
+        """Whether a parameter's buffer is free after its last use: masters give the new ones.
+
+        What SparseCores move is in use for longer, and is laid elsewhere.
+        """
+        laid_elsewhere = self.network.offloads and self.layout.partitions("optimizer")
+        is_last = self.recipe.precision.master is not None and self.recipe.accumulate == 1
+        return is_last and not laid_elsewhere
 
     @cached_property
     def theory(self) -> Theory:
@@ -159,7 +164,7 @@ def place(
     leaves = _held_leaves(layout, recipe, hardware.platform == "tpu")
     states = layout.count(model.tx, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
-    network = Network(hardware, axes, is_cut=layout.partitions("optimizer"))
+    network = Network(hardware, axes)
     return Setting(devices, network, layout, states, leaves, recipe, matrices)
 
 

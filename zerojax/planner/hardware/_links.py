@@ -47,16 +47,12 @@ class Network:
     Devices are numbered row by row over the axes, major first, and a domain (a node, a slice) takes
     consecutive ones: minor axes lie within it, major ones cross. Where an axis does both, each
     domain takes the largest divisor of it that fits, so 12 devices are two nodes' 6 of 8.
-
-    `is_cut` says whether any state is: then SparseCores move its leaves, where chips have such.
     """
 
-    def __init__(
-        self, hardware: Hardware, axes: Mapping[str, int], *, is_cut: bool = False
-    ) -> None:
+    def __init__(self, hardware: Hardware, axes: Mapping[str, int]) -> None:
         self.hardware, self.axes = hardware, axes
         #: whether collectives run on SparseCores, by the compiler options of a step
-        self.offloads = is_cut and not OFFLOADS.isdisjoint(hardware.device_kinds)
+        self.offloads = not OFFLOADS.isdisjoint(hardware.device_kinds)
         #: how many devices along each axis a domain has, and how many domains the axis crosses
         self.within = _within(hardware.domain, axes)
         self.across = {name: size // self.within[name] for name, size in axes.items()}
