@@ -14,6 +14,7 @@ Source: https://github.com/huggingface/safetensors, section Format.
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,16 +146,14 @@ def write_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
+    with tempfile.TemporaryDirectory(".partial", f"{path.name}.", path.parent) as own:
+        partial = Path(own) / path.name
         with partial.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 read(name).tofile(file)
         sync(partial)
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # there only after an exception
     sync(path.parent)
 
 

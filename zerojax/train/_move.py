@@ -88,10 +88,10 @@ def move(
 
 
 def _by_path(state: TrainState, logical: Mapping[str, Shape], other: Layout) -> OptimizerLayout:
-    leaves = []
-    for path in leaves_by_path(state.opt_state):
+    leaves, paths = [], leaves_by_path(state.opt_state)
+    for path in paths:
         name = f"opt_state/{path}".removesuffix("/.")
-        found = optimizer_leaves(path, logical[name], other)
+        found = optimizer_leaves(path, logical[name], other, paths)
         is_ruled = any(rule.kind == "optimizer" and rule.matches(path) for rule in other.rules)
         if is_ruled or len({(leaf.shard_spec, leaf.stored_shape) for leaf in found}) > 1:
             raise ValueError(

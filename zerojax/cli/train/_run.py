@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import itertools
 import os
@@ -169,6 +168,8 @@ def sole_run(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+") as file:
         try:
+            import fcntl  # which Windows has not
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
@@ -177,9 +178,9 @@ def sole_run(folder: Path) -> Iterator[None]:
                 "Are these processes of one run? Then let them find each other: --coordinator, "
                 "--num-processes and --process-id, or a launcher that jax knows (srun, mpirun)"
             ) from error
-        except OSError as error:
+        except (ImportError, OSError) as error:
             warnings.warn(
-                f"{folder} can't be locked ({error.strerror}): keep other runs out of it yourself",
+                f"{folder} can't be locked ({error}): keep other runs out of it yourself",
                 stacklevel=2,
             )
         file.truncate(0)
