@@ -142,6 +142,12 @@ class Update:
         if hosted:
             run = OffloadedUpdate(run, layout, placed, hosted)
         (norm, rate), new, low, opt_state = run(*given)
+        for x, leaf in zip(opt_state, placed.leaves, strict=True):
+            if x.dtype != leaf.dtype:
+                raise ValueError(
+                    f"leaf {leaf.path!r} of the optimizer's state is {leaf.dtype} from tx.init and "
+                    f"{x.dtype} from tx.update; a compiled step keeps dtypes, so let both give one"
+                )
         masters = map(self._stored, new, leaves, hosted.masters)
         new_state = dataclasses.replace(
             state,
