@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import leaves_like, parameter_ends
+from zerojax._tree import leaves_like, named_tuples, parameter_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
@@ -289,6 +289,8 @@ class TreeLayout:
         try:
             leaves = leaves_like(tree, self.structure, within=within)
         except ValueError as error:
+            if "MaskedNode" in named_tuples(tree):  # of optax.masked and multi_transform
+                remedy = "wrap the outermost optimizer: sharded(optax.masked(tx, mask), layout)"
             raise ValueError(
                 f"{what} do not have the structure that the layout was made from: {error}; {remedy}"
             ) from None
