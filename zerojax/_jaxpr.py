@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
 #: Primitives that are kernels of their own: their operands and results lie in memory.
 OPAQUE = frozenset(
@@ -306,6 +307,12 @@ def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[A
         step, list(values[num_consts:first]), list(values[first:]), **same
     )
     return [*carry, *stacked]
+
+
+def used(traced: core.ClosedJaxpr, wanted: Sequence[bool]) -> core.ClosedJaxpr:
+    """Leave out of a program what some of its results, those that are wanted, don't need."""
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, traced.consts)
 
 
 def _dead_after(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[list[Any]]:

@@ -92,8 +92,7 @@ class Traced:
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    weak_type = getattr(x, "weak_type", False)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def is_fill(eqn: Any) -> bool:

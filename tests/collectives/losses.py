@@ -330,6 +330,6 @@ OTHERS = {
     ),
     "chunks of the batch": (
         lambda p, b: jnp.mean(jax.lax.map(lambda x: x @ p["out"], b["x"], batch_size=2)),
-        r"cuts the batch into parts of several examples \(for chunks cut what .* without batch_size",
+        r"into parts of several examples \(for chunks cut what each example .* without batch_size",
     ),
 }

@@ -74,7 +74,7 @@ REFUSALS = {
     "wrapped within a mask": (
         lambda: optax.masked(WRAPPED, {"w": True, "b": False}).init(PARAMS),
         ValueError,
-        r"missing \['b'\].*; wrap the outermost optimizer: sharded\(optax.masked\(tx, mask\), layout",
+        r"missing \['b'\].*; wrap the outermost optimizer: sharded\(optax.masked\(tx, mask",
     ),
     "arguments swapped": (
         lambda: sharded(LAYOUT, TX),

@@ -64,8 +64,7 @@ class Topology:
     @property
     def num_devices(self) -> int:
         """Count the devices as JAX sees them (a tpu7x chip is two)."""
-        per_chip = find_hardware(self.chip).devices_per_chip
-        return math.prod(self.dims) * self.num_slices * per_chip
+        return math.prod(self.dims) * self.num_slices * find_hardware(self.chip).devices_per_chip
 
 
 def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:

@@ -79,8 +79,7 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
             kind = _rest(leaf, leaf.path.split("/")[0] in states, layout)
         shards = _shards(leaf, kind, owner, found, layout)
         is_far = bool(leaf.memory_kind) or leaf.number in hosted
-        one = Held(argument=leaf, kind=kind, parameter=owner, shards=shards, is_far=is_far)
-        held.append(one)
+        held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards, is_far=is_far))
     return tuple(held)
 
 

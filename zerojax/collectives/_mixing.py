@@ -108,7 +108,8 @@ def result_of(
     if name == "scatter-add" and dims[0] is None and dims[2] is not None:
         return _scattered(values)
     whole = name == "add" and not is_real(eqn.outvars[0])
-    degree = 0.0 if column is not None or name in _SIGNS else _degree("an index" if whole else name, values)
+    is_free = column is not None or name in _SIGNS
+    degree = 0.0 if is_free else _degree("an index" if whole else name, values)
     if given is not None and _is_summed(eqn, dims):
         return Value(degree=degree + 1, pooled=True)
     if name in ("reshape", "expand_dims", "squeeze") and outer is not None:
@@ -133,8 +134,7 @@ def _is_summed(eqn: Any, dims: list[int | None]) -> bool:
     if name == "reduce_sum":
         return dims[0] in params["axes"]
     if name == "dot_general":
-        contracting = params["dimension_numbers"][0]
-        return any(dim in c for dim, c in zip(dims, contracting, strict=True))
+        return any(dim in c for dim, c in zip(dims, params["dimension_numbers"][0], strict=True))
     if name != "conv_general_dilated" or params["feature_group_count"] > 1:
         return False
     numbers = params["dimension_numbers"]  # the gradient of a filter takes examples for features

@@ -76,8 +76,7 @@ def run_in_order(
     if waiting:
         order.tie_products(waiting / 3, layout, variables(jaxpr.outvars), is_turn=is_turn)
     inputs = inputs_of(program, args)
-    results = run_equations(order.equations(), inputs, jaxpr.outvars, order.step)
-    return results, num_gathers
+    return run_equations(order.equations(), inputs, jaxpr.outvars, order.step), num_gathers
 
 
 class Handed(NamedTuple):

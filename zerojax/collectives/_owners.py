@@ -197,8 +197,7 @@ def _computed(
     owners = [n for n, part in enumerate(slot) for _ in range(count)[part.owners]]
     if owners == [0] * count:
         return branch(slot[0])(x)
-    idle = len(slot)
-    own = jnp.asarray(owners + [idle] * (count - len(owners)))[jax.lax.axis_index(axes)]
+    own = jnp.asarray(owners + [len(slot)] * (count - len(owners)))[jax.lax.axis_index(axes)]
     branches = [*map(branch, slot), lambda x: jnp.zeros((count, width), x.dtype)]
     return jax.lax.switch(own, branches, x)
 
@@ -226,7 +225,6 @@ def _unflat(rows: jax.Array, spreads: Sequence[Spread]) -> list[jax.Array]:
     found, at = [], 0
     for spread in spreads:
         size = math.prod(spread.local)
-        x = rows[:, at : at + size].reshape(len(rows), *spread.local)
-        found.append(x.astype(spread.dtype))
+        found.append(rows[:, at : at + size].reshape(len(rows), *spread.local).astype(spread.dtype))
         at += size
     return found

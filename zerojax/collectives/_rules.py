@@ -15,9 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
-from zerojax._jaxpr import bind, called, opened
+from zerojax._jaxpr import bind, called, opened, used
 from zerojax.collectives._mixing import Refused, Value, is_real, meet
 
 _JAX = Path(jax.__file__).parent
@@ -66,12 +65,6 @@ def backward(eqn: Any) -> core.ClosedJaxpr:
     except Exception as error:
         raise Refused(f"it can't be traced: {error}") from error
     return used(traced, [True] * len(traced.jaxpr.outvars))
-
-
-def used(traced: core.ClosedJaxpr, wanted: Sequence[bool]) -> core.ClosedJaxpr:
-    """Leave out of a program what some of its results, those that are wanted, don't need."""
-    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
-    return core.ClosedJaxpr(jaxpr, traced.consts)
 
 
 def gradient_of(value: Value, dim: int | None) -> Value:

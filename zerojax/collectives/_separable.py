@@ -24,7 +24,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
 
-from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts
+from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
 from zerojax.collectives._examples import is_key, map_batch, microbatch, num_examples, resized
 from zerojax.collectives._mixing import (
@@ -44,7 +44,6 @@ from zerojax.collectives._rules import (
     gradient_of,
     is_of_jax,
     name_rule,
-    used,
 )
 
 #: What a loss should be where parts of the batch are averaged.
@@ -222,8 +221,7 @@ class _Reader:
         wanted = gradients(eqn.invars[first:], other.invars[first:], values[first:])
         reader = dataclasses.replace(reader, in_rule=True)
         try:
-            pulled = reader.run(backward(eqn), backward(other), [*values, *given])
-            check_gradients(pulled, wanted)
+            check_gradients(reader.run(backward(eqn), backward(other), [*values, *given]), wanted)
         except Refused as refused:
             name_rule(refused, eqn)
             raise

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
-from zerojax._jaxpr import bodies, called, opened, scan_parts
+from zerojax._jaxpr import bodies, called, opened, scan_parts, used
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 
@@ -34,8 +33,7 @@ def trace_unwritten(
         params = params_of(leaves)
         before = jax.tree.leaves(params)
         out = loss_fn(params, *args, **named)
-        after = leaves_by_path(params)
-        pairs = zip(after.items(), before, strict=True)
+        pairs = zip(leaves_by_path(params).items(), before, strict=True)
         written = {path: (was, now) for (path, now), was in pairs if now is not was}
         paths[:] = written
         return out, list(written.values())
@@ -52,8 +50,7 @@ def trace_unwritten(
                 "where it would be lost; return what changes (aux), and pass it in as an argument"
             )
     wanted = [number < num_outputs for number in range(len(traced.jaxpr.outvars))]
-    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
-    return core.ClosedJaxpr(jaxpr, traced.consts), out
+    return used(traced, wanted), out
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:

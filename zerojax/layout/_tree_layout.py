@@ -175,8 +175,7 @@ class TreeLayout:
         if not phases or not self.offloads:
             return phases
         cut = [leaf for leaf in self.leaves if leaf.dim is not None]
-        shards = self.num_shards
-        left = [x.path for x in cut if not fills_tiles(x.stored_shape, x.dim, shards)]
+        left = [x.path for x in cut if not fills_tiles(x.stored_shape, x.dim, self.num_shards)]
         few = ", ".join(left[:3]) + ", ..." * bool(left[3:])
         rest = f"; of {few}, whose shards are no whole tiles, {phases}" if left else ""
         return (

@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend import core
-from jax.interpreters import partial_eval
 
+from zerojax._jaxpr import used
 from zerojax._tree import as_shapes, path_name
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives import has_examples, is_whole, resized, unmarked
@@ -165,6 +164,4 @@ class Trace:
 
         closed = jax.make_jaxpr(flat)(self._params, resized(self._batch, examples))
         # What nobody reads, in loops too, no compiler computes.
-        wanted = [True] * len(closed.jaxpr.outvars)
-        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
-        return core.ClosedJaxpr(jaxpr, closed.consts)
+        return used(closed, [True] * len(closed.jaxpr.outvars))

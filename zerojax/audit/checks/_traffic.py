@@ -35,8 +35,7 @@ def check_unread(evidence: Evidence) -> Iterator[Problem]:
 def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     """Check that gradients of partitioned leaves are reduce-scattered, from stage 1 on."""
     layout = evidence.layout
-    trained = {*range(len(layout.leaves))} - evidence.frozen
-    partitioned = evidence.gathered_elements(trained)
+    partitioned = evidence.gathered_elements({*range(len(layout.leaves))} - evidence.frozen)
     summed = set(layout.axes["gradient"]) & set(layout.batch_axes)
     if not evidence.is_step or not summed or not layout.partitions("optimizer"):
         return

@@ -50,8 +50,7 @@ def held_out_batches(
     """
     windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
     rows = np.concatenate(list(itertools.islice(windows, num_windows)))
-    num_batches = max(1, len(rows) // batch_size)
-    return np.resize(rows, (num_batches, batch_size, context + 1))
+    return np.resize(rows, (max(1, len(rows) // batch_size), batch_size, context + 1))
 
 
 def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
@@ -224,5 +223,4 @@ def _read_weights(path: Path, layout: Layout) -> PyTree:
     like = layout.map_leaves(placed)
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
-    found = find_checkpoint(path)
-    return restore(found, layout, {"params": like}, partial=True)["params"]
+    return restore(find_checkpoint(path), layout, {"params": like}, partial=True)["params"]

@@ -267,8 +267,7 @@ class Lifetimes:
         if not self.backend.fuses_operands:
             return False
         # Two products make a softmax's gradient again; what a cast narrows they read.
-        own = self.itemsize(value)
-        return merged > 1 and any(self.itemsize(v) > own for v in op.read)
+        return merged > 1 and any(self.itemsize(v) > self.itemsize(value) for v in op.read)
 
     def _reads(self, t: int, op: Op) -> frozenset[int]:
         behind = [self._behind(v) for v in op.read]
