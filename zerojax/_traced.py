@@ -79,8 +79,7 @@ class Traced:
                 inputs[var] = None
             elif (number := self._made[var]) not in needed:
                 needed.add(number)
-                eqn = self.eqns[number]
-                todo += variables(eqn.invars)
+                todo += variables(self.eqns[number].invars)
         return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
 
     def maker(self, var: Any) -> Any:

@@ -38,12 +38,11 @@ def gpu_target_config(chip: str) -> str:
     figures, hardware = GPU_CHIPS[chip], find_hardware(chip)
     capability: str = figures["compute_capability"]
     major, minor = capability.removesuffix("a").split(".")
-    features = "ACCELERATED_FEATURES" if capability.endswith("a") else "NONE"
     return _TARGET_CONFIG.format(
         **figures,
         major=major,
         minor=minor,
-        features=features,
+        features="ACCELERATED_FEATURES" if capability.endswith("a") else "NONE",
         memory=hardware.memory,
         name=hardware.device_kinds[0],
     )

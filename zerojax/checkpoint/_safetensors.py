@@ -234,8 +234,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     places = find_tensors(path)
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
     names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in places}
-    left = places.keys() - names.values()
-    names |= {name.replace(".", "/"): name for name in sorted(left)}
+    names |= {name.replace(".", "/"): name for name in sorted(places.keys() - names.values())}
     found = {}
     for leaf, name in names.items():
         x, _, _ = places[name]

@@ -264,8 +264,7 @@ def use_copies(
     at, dim = dims
 
     def on_copy(copy: jax.Array, examples: jax.Array) -> jax.Array:
-        operands = [examples, copy] if place else [copy, examples]
-        return bind_wide(eqn, operands, opening.layout)[0]
+        return bind_wide(eqn, [examples, copy] if place else [copy, examples], opening.layout)[0]
 
     def use(weight: Copied, examples: jax.Array) -> jax.Array:
         result = eqn.outvars[0].aval

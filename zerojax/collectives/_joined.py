@@ -93,8 +93,7 @@ def _groups(eqns: Sequence[Any], bound: int) -> dict[int, _Group | Handed]:
         kind = var.aval.dtype, out in factors, not barriers, out in held
         start = starts.get(kind, at)
         late = [x for x in path if places.get(x, -1) > start]
-        is_held = weight in weights.get(start, ())
-        if sizes[start] + size > bound or late == path or is_held:
+        if sizes[start] + size > bound or late == path or weight in weights.get(start, ()):
             start, late = at, []
         starts[kind] = start
         sizes[start] += size

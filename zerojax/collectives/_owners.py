@@ -182,10 +182,9 @@ def _computed(
 
         def run(x: jax.Array) -> jax.Array:
             parts = x[:, : each * _width(job.ins)].reshape(count * each, -1)
-            values = _unflat(parts, job.ins)
             rows = [
                 s.join(v.reshape(count, each, *s.local))
-                for s, v in zip(job.ins, values, strict=True)
+                for s, v in zip(job.ins, _unflat(parts, job.ins), strict=True)
             ]
             out = zip(job.outs, job.run(rows, shared[part.job]), strict=True)
             parts = [s.cut(y).reshape(count * each, *s.local) for s, y in out]

@@ -96,8 +96,7 @@ def _traced(
                 )
             raise
         raise Refused(f"it can't be traced for {size} examples: {error}") from error
-    wanted = [number == 0 for number in range(len(traced.jaxpr.outvars))]
-    return used(traced, wanted)
+    return used(traced, [number == 0 for number in range(len(traced.jaxpr.outvars))])
 
 
 def _held(eqn: Any) -> Any:

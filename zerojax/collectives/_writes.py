@@ -49,8 +49,7 @@ def trace_unwritten(
                 f"gather_where_used: the loss writes {path!r} into the model that it was given, "
                 "where it would be lost; return what changes (aux), and pass it in as an argument"
             )
-    wanted = [number < num_outputs for number in range(len(traced.jaxpr.outvars))]
-    return used(traced, wanted), out
+    return used(traced, [number < num_outputs for number in range(len(traced.jaxpr.outvars))]), out
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:

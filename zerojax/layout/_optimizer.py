@@ -133,8 +133,7 @@ def optimizer_leaves(
         One for each reading, with the parameter's dtype. A leaf of no parameter has one, by its
         own shape; its `parameter` is None.
     """
-    owners = layout.owners(path, beside) if math.prod(shape) > 1 else ()
-    for owner in owners:
+    for owner in layout.owners(path, beside) if math.prod(shape) > 1 else ():
         source = layout.leaves[owner]
         found = []
         for way in possible_ways(len(shape), len(source.shape)):

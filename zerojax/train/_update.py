@@ -131,11 +131,10 @@ class Update:
         layout, placed, hosted = self.layout, self.placed, self.hosted
         leaves, flat = layout.leaves, layout.structure.flatten_up_to
         held = state.masters if self._has_masters else unwrapped(state.params)
-        old = jax.tree.leaves(state.opt_state)
         given = (
             [*map(self._gradient, flat(grads), leaves)],
             [*map(self._logical, flat(held), leaves, hosted.masters)],
-            [*map(self._logical, old, placed.leaves, hosted.state)],
+            [*map(self._logical, jax.tree.leaves(state.opt_state), placed.leaves, hosted.state)],
             loss,
         )
         run: Callable[..., Any] = functools.partial(self._run, state)

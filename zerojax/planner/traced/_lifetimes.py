@@ -147,10 +147,9 @@ class Lifetimes:
             given = op.inputs if op.name == "scan" else op.inputs[-len(body.inputs) :]
             read = zip(body.inputs, given, strict=False)
             made = zip(body.outputs, op.outputs, strict=False)
-            owners = {slot: self.owner[v] for slot, v in read if v in self.owner}
             parameters = {
                 slot: self.parameters[v].sliced(values[v], body.values[slot])
-                for slot, v in owners.items()
+                for slot, v in {slot: self.owner[v] for slot, v in read if v in self.owner}.items()
             }
             gradients = {
                 slot: self.marked[v].sliced(values[v], body.values[slot])
@@ -273,8 +272,7 @@ class Lifetimes:
         behind = [self._behind(v) for v in op.read]
         for scatter, add in self.summed.items():
             if add == t:
-                values = self.program.ops[scatter].read[1:]
-                behind += map(self._behind, values)
+                behind += map(self._behind, self.program.ops[scatter].read[1:])
         return frozenset().union(*behind)
 
     def _behind(self, value: int) -> frozenset[int]:
