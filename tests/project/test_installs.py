@@ -113,7 +113,7 @@ def test_the_command_says_it_in_one_line(tmp_path, absent, arguments):
     done = run(COMMAND, {absent}, *arguments, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("zerojax: ")
-    assert re.search(r"pip install 'zerojax\[(cli|checkpoint)\]'\n$", done.stderr)
+    assert re.search(r"pip install '\.\[(cli|checkpoint)\]'\n$", done.stderr)
     assert done.stderr.count("\n") == 1
 
 
