@@ -287,7 +287,8 @@ class _Retracer:
         # shard_map, which would keep the weight as a result of its own.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
         keeps = has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
-        return self._again(use, wrap_policy(None, keeps=False) if keeps else None)(*values)
+        policy = wrap_policy(None, keeps=False) if keeps else None
+        return self._again(use, policy)(*values)
 
     def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
         """Make a function gather again for its backward pass, where it is not rematerialised.

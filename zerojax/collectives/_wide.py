@@ -68,7 +68,8 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
     What `dtype` holds with more digits comes in `dtype`.
     """
-    return x.astype(dtype).astype(jnp.promote_types(x.dtype, dtype))
+    wider = jnp.promote_types(x.dtype, dtype)
+    return x.astype(dtype).astype(wider)
 
 
 @_rounded.defjvp
