@@ -45,8 +45,7 @@ class Shown:
         return "\n".join(map(str.rstrip, self._printed().export_text().splitlines())) + "\n"
 
     def _repr_html_(self) -> str:
-        printed = self._printed()
-        return printed.export_html(theme=_COLOURS, code_format=_PAGE, inline_styles=True)
+        return self._printed().export_html(theme=_COLOURS, code_format=_PAGE, inline_styles=True)
 
     def _printed(self) -> Console:
         printed = Console(file=io.StringIO(), width=WIDTH, record=True, force_jupyter=False)

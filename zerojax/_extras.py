@@ -22,6 +22,7 @@ def extra(name: str, user: str) -> Iterator[None]:
         if package in ("", "zerojax"):
             raise
         raise MissingExtra(
-            f"{user} needs {package}, which is not installed: pip install 'zerojax[{name}]'",
+            f"{user} needs {package}, which is not installed: in a clone of zerojax, "
+            f"pip install '.[{name}]'",
             name=error.name,
         ) from error

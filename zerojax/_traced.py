@@ -79,8 +79,7 @@ class Traced:
                 inputs[var] = None
             elif (number := self._made[var]) not in needed:
                 needed.add(number)
-                eqn = self.eqns[number]
-                todo += variables(eqn.invars)
+                todo += variables(self.eqns[number].invars)
         return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
 
     def maker(self, var: Any) -> Any:
@@ -92,8 +91,7 @@ class Traced:
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    weak_type = getattr(x, "weak_type", False)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def is_fill(eqn: Any) -> bool:

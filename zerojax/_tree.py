@@ -1,7 +1,7 @@
 """Leaf paths, byte counts, dtypes and path-aware maps over pytrees."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,22 @@ def path_ends(path: str) -> Iterator[str]:
     """
     names = path.split("/")
     yield from ("/".join(names[first:]) for first in range(len(names)))
+
+
+def parameter_ends(path: str, params: Collection[str], beside: Collection[str]) -> list[str]:
+    """Return the ends of a path that are a parameter's, the likeliest first.
+
+    That is the longest, `0/mu/layers/kernel` beside a parameter `kernel`. But a parameter may be
+    named as a field of the state is: of `w` and `mu/w` the moment `0/mu/w` is of `w`, for all
+    parameters stand at its start, `0/mu/`, among the paths `beside` it, and not at `0/`.
+    """
+    ends = [end for end in path_ends(path) if end in params]
+
+    def is_partial(end: str) -> bool:
+        start = path.removesuffix(end)
+        return not all(start + name in beside for name in params)
+
+    return sorted(ends, key=is_partial) if ends[1:] else ends
 
 
 def flatten_with_names(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:

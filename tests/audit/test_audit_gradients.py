@@ -57,6 +57,23 @@ def test_a_forgotten_reduction_is_no_frozen_leaf(make, mesh8):
     assert "missing (0 elements)" in problem.seen
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_gradient_of_a_generated_weight_is_reduced_and_not_those_of_its_generator(mesh8, stage):
+    shapes = {
+        "code": jax.ShapeDtypeStruct((16,), jnp.float32),
+        "generator": jax.ShapeDtypeStruct((16, WIDTH * WIDTH), jnp.float32),
+    }
+
+    def loss(params, x):
+        weight = (params["code"] @ params["generator"]).reshape(WIDTH, WIDTH)
+        return jnp.mean((x @ weight - x) ** 2)
+
+    layout = zerojax.make_layout(shapes, mesh8, stage=stage)
+    report = zerojax.make_train_step(loss, optax.adamw(1e-3), layout).audit(BATCH)
+    assert report.problems == ()
+    assert report.judged_volume < report.theory_volume
+
+
 @pytest.mark.parametrize("stage", range(3))
 def test_a_small_leaf_that_is_never_reduced_is_named(stage, mesh8):
     """Its share of all elements is 1 in 65."""

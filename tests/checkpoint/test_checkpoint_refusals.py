@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -59,6 +60,10 @@ LEAVES = {
     "a function": (len, TypeError, r"eqx\.filter"),
     "64 bits": (np.int64(2**40 + 5), ValueError, "leaf 'x' is int64 and would lose values"),
     "a double beside NaN": (np.array([0.1, np.nan]), ValueError, "float64 and would lose values"),
+    **{
+        dtype: (jnp.ones((2, 3), dtype), TypeError, f"leaf 'x' is {dtype}, which.*in a wider dtype")
+        for dtype in ("uint2", "uint4", "float8_e4m3")
+    },
     "a double": (np.full(3, 0.1), ValueError, "float64 and would lose values as float32"),
 }
 
@@ -69,6 +74,12 @@ def test_leaves_that_cannot_be_kept_are_refused_by_path(tmp_path, layout, name):
     with pytest.raises(error, match=said):
         save(tmp_path / "here", {"x": leaf}, layout)
     assert not (tmp_path / "here").exists()
+
+
+def test_without_locks_of_files_a_state_is_saved_all_the_same(tmp_path, layout, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    importlib.reload(_save).save(tmp_path, {"w": jnp.ones(3)}, layout)
+    assert verify(tmp_path).leaves["w"].shape == (3,)
 
 
 def test_a_leaf_that_was_donated_is_named(tmp_path, layout):
@@ -84,6 +95,15 @@ def test_a_leaf_that_was_donated_is_named(tmp_path, layout):
 )
 def test_what_json_has_not_is_told_with_the_remedy(tmp_path, layout, told):
     with pytest.raises(TypeError, match=r"data= or metadata= holds a \w+, which.*x\.tolist\(\)"):
+        save(tmp_path / "here", {"w": jnp.ones(3)}, layout, **told)
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    "told", [{"data": {7: "a"}}, {"metadata": {"a": [{"b": ({1: "x", "1": "y"},)}]}}]
+)
+def test_keys_that_json_would_make_texts_of_are_refused(tmp_path, layout, told):
+    with pytest.raises(TypeError, match=r"has the key \d, and keys of JSON are texts; give pairs"):
         save(tmp_path / "here", {"w": jnp.ones(3)}, layout, **told)
     assert not (tmp_path / "here").exists()
 

@@ -49,12 +49,19 @@ def test_nothing_is_overwritten(tmp_path):
     assert names_in(tmp_path) == [there.name]
 
 
-def test_what_a_killed_write_left_is_written_over(tmp_path):
-    (tmp_path / "a.safetensors.partial").write_text("half of something longer " * 100)
-    want = random("float32", (3,))
-    path = store(tmp_path / "a.safetensors", {"x": want})
+def test_writes_to_one_name_are_not_mixed(tmp_path):
+    """While one writes, another writes the same name and ends first."""
+    path, values = tmp_path / "a.safetensors", {"x": np.ones((2, 3)), "y": np.zeros((2, 3))}
+
+    def read(name):
+        if name == "y" and not path.exists():
+            store(path, {"other": np.zeros(5)})
+        return values[name]
+
+    write_safetensors(path, values, read)
     assert names_in(tmp_path) == [path.name]
-    assert same(read_tensor(find_tensors(path)["x"]), want)
+    for name, place in find_tensors(path).items():
+        assert same(read_tensor(place), values[name])
 
 
 def test_a_file_gets_its_name_after_all_of_it_is_on_disk(tmp_path, monkeypatch):

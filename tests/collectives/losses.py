@@ -304,7 +304,7 @@ OTHERS = {
     ),
     "a running sum": (
         lambda p, b: jax.lax.scan(lambda c, x: (jnp.tanh(c + x.sum()), None), 0.0, b["x"])[0],
-        "one after the other: scan",
+        r"one after the other \(for chunks cut what each example has.*: scan",
     ),
     "one by one, with all": (
         lambda p, b: jnp.mean(jax.lax.map(lambda x: x * jnp.exp(jnp.mean(b["x"])), b["x"])),
@@ -327,5 +327,9 @@ OTHERS = {
     "parts of the batch": (
         lambda p, b: jnp.mean(jnp.max((b["x"] @ p["out"]).reshape(2, -1, CLASSES), 1)),
         "cuts the batch into parts|another program",
+    ),
+    "chunks of the batch": (
+        lambda p, b: jnp.mean(jax.lax.map(lambda x: x @ p["out"], b["x"], batch_size=2)),
+        r"into parts of several examples \(for chunks cut what each example .* without batch_size",
     ),
 }

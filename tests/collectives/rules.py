@@ -175,6 +175,9 @@ def ordinary_equation(p, b, function=jnp.tanh):
 LINEAR_RULES = {
     "mask": of_values(ruled(lambda x: (x, x > 0), lambda mask, g: (g * mask,))),
     "chosen": of_values(ruled(lambda x: (x, x > 0), lambda mask, g: (jnp.where(mask, g, 0),))),
+    "guided": of_values(
+        ruled(lambda x: (jax.nn.relu(x), x), lambda x, g: (jax.nn.relu(g) * (g > 0) * (x > 0),))
+    ),
     "reversed": of_values(passing(lambda g: -0.5 * g)),
     "straight through": of_values(ruled(lambda x: (jnp.round(x), None), lambda _, g: (g,))),
     "rounded weights": of_weights(
@@ -238,7 +241,7 @@ OTHER_RULES = {
         "not linear .*: gt",
     ),
     "over its norm": (of_values(passing(lambda g: g / jnp.linalg.norm(g))), "not linear .*: sqrt"),
-    "sign": (of_values(passing(jnp.sign)), "what that divides: sign"),
+    "sign": (of_values(passing(jnp.sign)), "what it returns is not: custom_vjp_call"),
     "cast": (of_values(passing(lambda g: jnp.where(g.astype(bool), 1.0, 0.0))), "rounds .*"),
     "square": (of_values(passing(lambda g: g * g)), "what it returns is not: custom_vjp_call"),
     "constant": (of_values(passing(jnp.ones_like)), "what it returns is not: custom_vjp_call"),

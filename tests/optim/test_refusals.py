@@ -71,6 +71,11 @@ MADE_OF = (
 COMPILED = r"a compiled step is audited, got a {}; hand over step.lower\(state, batch\).compile\(\)"
 
 REFUSALS = {
+    "wrapped within a mask": (
+        lambda: optax.masked(WRAPPED, {"w": True, "b": False}).init(PARAMS),
+        ValueError,
+        r"missing \['b'\].*; wrap the outermost optimizer: sharded\(optax.masked\(tx, mask",
+    ),
     "arguments swapped": (
         lambda: sharded(LAYOUT, TX),
         TypeError,

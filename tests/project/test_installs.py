@@ -95,7 +95,7 @@ def test_a_layout_a_step_an_audit_and_a_plan_need_no_extra():
 def test_what_is_missing_is_named_with_its_pip_line(tmp_path, extra, program):
     done = run(STATE + program, modules_of(ABSENT), folder=tmp_path)
     assert done.returncode == 1
-    assert f"pip install 'zerojax[{extra}]'" in done.stderr.splitlines()[-1]
+    assert f"in a clone of zerojax, pip install '.[{extra}]'" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 
@@ -113,7 +113,7 @@ def test_the_command_says_it_in_one_line(tmp_path, absent, arguments):
     done = run(COMMAND, {absent}, *arguments, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("zerojax: ")
-    assert re.search(r"pip install 'zerojax\[(cli|checkpoint)\]'\n$", done.stderr)
+    assert re.search(r"pip install '\.\[(cli|checkpoint)\]'\n$", done.stderr)
     assert done.stderr.count("\n") == 1
 
 

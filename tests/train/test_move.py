@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.train.test_train_step import MESHES, MIXED, init, loss_fn
-from zerojax.checkpoint import logical_shapes
+from zerojax.checkpoint import logical_shapes, parts, read_manifest
 from zerojax.train import _move
 
 MESHES = MESHES | {
@@ -181,3 +181,28 @@ def test_empty_leaves_move_and_are_saved(tx, stage, tmp_path):
     moved = zerojax.move(state, before.layout, after.layout)
     losses = [float(after(one, jnp.ones((8, 16)))[1]["loss"]) for one in (restored, moved)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("rule", [{"dim": 1}, {"whole": True}])
+@pytest.mark.parametrize("group", ["mu", "nu"])
+def test_parameters_named_as_the_states_own_fields_are_told_apart(group, rule, tmp_path):
+    """The moment `0/mu/w` of `w` ends as the parameter `mu/w` does, and has its shape."""
+    params = {"w": jnp.ones((24, 17)), group: {"w": jnp.ones((24, 17))}}
+    rules = (zerojax.Rule(path="^w", **rule),)
+
+    def make_step(count):
+        mesh = zerojax.make_mesh({"data": count}, devices=jax.devices()[:count])
+        layout = zerojax.make_layout(params, mesh, stage=3, min_size=1, rules=rules)
+        return zerojax.make_train_step(
+            lambda p, x: jnp.mean((x @ p["w"] * (x @ p[group]["w"])) ** 2), optax.adam(1e-2), layout
+        )
+
+    step, other = make_step(8), make_step(5)
+    state, logical = filled(step, optax.adam(1e-2))
+    zerojax.save(tmp_path / "1", state, step.layout)
+    found = parts(read_manifest(tmp_path / "1"))
+    assert set(found) == {"step", "params", "opt_state/0/count", "opt_state/0/mu", "opt_state/0/nu"}
+    restored = zerojax.restore(tmp_path / "1", other.layout, other.abstract_state())
+    assert_moved(restored, other, logical)
+    assert_moved(zerojax.move(state, step.layout, other.layout), other, logical)
+    step.audit(jax.ShapeDtypeStruct((80, 24), jnp.float32)).raise_if_problems()

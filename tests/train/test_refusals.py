@@ -55,6 +55,20 @@ def whole_numbers():
     return zerojax.make_train_step(loss_fn, TX, lay(shapes=shapes))
 
 
+def widening():
+    """An optimizer whose moments begin in bf16 and are fp32 after an update."""
+
+    def update(grads, state, params=None):
+        moments = jax.tree.map(lambda m, g: 0.9 * m.astype(g.dtype) + g, state["m"], grads)
+        return moments, {"m": moments}
+
+    def begin(params):
+        return {"m": jax.tree.map(lambda x: jnp.zeros_like(x, jnp.bfloat16), params)}
+
+    step = zerojax.make_train_step(loss_fn, optax.GradientTransformation(begin, update), lay())
+    return step(step.init(init), X)
+
+
 def with_a_number():
     """A rate set by hand, as a whole number."""
     step = zerojax.make_train_step(loss_fn, optax.inject_hyperparams(optax.adam)(1e-3), lay())
@@ -66,6 +80,10 @@ def with_a_number():
 MISUSES = {
     "a step within jit": (lambda: jax.jit(make())(make().init(init), X), "outside of jax.jit"),
     "a whole number in the state": (with_a_number, r"learning_rate is int32\[\] where float32"),
+    "an optimizer that changes dtypes": (
+        widening,
+        "leaf 'm/w' of the optimizer's state is bfloat16 from tx.init and float32 from tx.update",
+    ),
     "arguments swapped": (
         lambda: use(state=X, batch=make().init(init)),
         "TrainState first, got nd",

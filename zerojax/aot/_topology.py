@@ -38,12 +38,11 @@ def gpu_target_config(chip: str) -> str:
     figures, hardware = GPU_CHIPS[chip], find_hardware(chip)
     capability: str = figures["compute_capability"]
     major, minor = capability.removesuffix("a").split(".")
-    features = "ACCELERATED_FEATURES" if capability.endswith("a") else "NONE"
     return _TARGET_CONFIG.format(
         **figures,
         major=major,
         minor=minor,
-        features=features,
+        features="ACCELERATED_FEATURES" if capability.endswith("a") else "NONE",
         memory=hardware.memory,
         name=hardware.device_kinds[0],
     )
@@ -64,8 +63,7 @@ class Topology:
     @property
     def num_devices(self) -> int:
         """Count the devices as JAX sees them (a tpu7x chip is two)."""
-        per_chip = find_hardware(self.chip).devices_per_chip
-        return math.prod(self.dims) * self.num_slices * per_chip
+        return math.prod(self.dims) * self.num_slices * find_hardware(self.chip).devices_per_chip
 
 
 def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:

@@ -51,9 +51,12 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     leaves = program.inputs
     kinds: list[HeldKind | None] = [None] * len(leaves)
     owners: list[int | None] = [None] * len(leaves)
+    placed: list[tuple[LeafLayout, ...]] = [()] * len(leaves)
+    paths = {leaf.path for leaf in leaves}
     for number, leaf in enumerate(leaves):
         if leaf.role == "optimizer":
-            owners[number] = optimizer_leaves(leaf.path, leaf.shape, layout)[0].parameter
+            placed[number] = optimizer_leaves(leaf.path, leaf.shape, layout, paths)
+            owners[number] = placed[number][0].parameter
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
     trees = [
@@ -71,13 +74,12 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
             kinds[number], owners[number] = kind, index
     states = {leaf.path.split("/")[0] for leaf, kind in zip(leaves, kinds, strict=True) if kind}
     held = []
-    for leaf, kind, owner in zip(leaves, kinds, owners, strict=True):
+    for leaf, kind, owner, found in zip(leaves, kinds, owners, placed, strict=True):
         if kind is None:
             kind = _rest(leaf, leaf.path.split("/")[0] in states, layout)
-        shards = _shards(leaf, kind, owner, layout)
+        shards = _shards(leaf, kind, owner, found, layout)
         is_far = bool(leaf.memory_kind) or leaf.number in hosted
-        one = Held(argument=leaf, kind=kind, parameter=owner, shards=shards, is_far=is_far)
-        held.append(one)
+        held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards, is_far=is_far))
     return tuple(held)
 
 
@@ -158,9 +160,13 @@ def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
     return "batch" if (cut and along) or not is_beside_states else "other"
 
 
-def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -> tuple[Shape, ...]:
-    if kind not in STATES or (owner is None and kind != "optimizer"):
-        return ()
+def _shards(
+    leaf: Argument,
+    kind: HeldKind,
+    owner: int | None,
+    placed: Sequence[LeafLayout],
+    layout: Layout,
+) -> tuple[Shape, ...]:
     own = None if owner is None else layout.leaves[owner]
     if own is not None and leaf.shape in (own.shape, own.stored_shape):
         partitioned = layout.partitions("parameter" if kind == "parameter" else "optimizer")
@@ -169,7 +175,6 @@ def _shards(leaf: Argument, kind: HeldKind, owner: int | None, layout: Layout) -
         if whole_by_layout or not partitioned:
             return (layout.local_shape(own, leaf.shape),)
         return (shard_of(own, leaf.shape, layout, kind),)
-    placed = optimizer_leaves(leaf.path, leaf.shape, layout)
     return tuple(dict.fromkeys(shard_of(x, x.stored_shape, layout) for x in placed))
 
 

@@ -165,8 +165,7 @@ class Evidence:
         found: dict[int, dict[str, Value]] = {}
         for one, new in self.pairs if results else ():
             if one.parameter is not None:
-                values = found.setdefault(one.parameter, {})
-                values[one.kind] = Value(entry, results[new], None)
+                found.setdefault(one.parameter, {})[one.kind] = Value(entry, results[new], None)
         return found
 
     @cached_property

@@ -143,8 +143,7 @@ def pads(key: Key, of: Key) -> bool:
 
 
 def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
-    wholes = {layout.local_shape(leaf, shape) for shape in (leaf.shape, leaf.stored_shape)}
-    for whole in wholes:
+    for whole in {layout.local_shape(leaf, shape) for shape in (leaf.shape, leaf.stored_shape)}:
         pieces = {("leaf", whole)}
         pieces |= {
             ("layer", (1,) * count + whole[count:]) for count in range(1, leaf.num_sliced + 1)

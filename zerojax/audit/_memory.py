@@ -134,8 +134,7 @@ def _updated_theory(evidence: Evidence) -> int:
         gradient = max(own, 32) if wide else own
         # Without masters the parameters themselves are updated, and go down as well.
         each = gradient + own if has_masters else gradient + 2 * own
-        size = leaf.bytes_per_device("optimizer", dtype="uint8")
-        bits += size * each
+        bits += leaf.bytes_per_device("optimizer", dtype="uint8") * each
     return round(bits / 8)
 
 
@@ -145,9 +144,8 @@ def check_host_traffic(evidence: Evidence) -> Iterator[Problem]:
     if not traffic.theory or traffic.updated <= traffic.theory * (1 + TOLERANCE):
         return
     computed = (m for m in find_host_moves(evidence.module) if m.is_computed)
-    worst = sorted(computed, key=lambda m: -(m.to_host + m.from_host))
     yield Problem(
-        where=some([m.name for m in worst], 2),
+        where=some([m.name for m in sorted(computed, key=lambda m: -(m.to_host + m.from_host))], 2),
         expected=f"{traffic.theory:,} bytes per device: gradients to the host and parameters back",
         seen=f"the update moves {traffic.updated:,} bytes between the device and the host, "
         f"{traffic.updated / traffic.theory:.2f} times that",

@@ -217,8 +217,7 @@ def _named_by_results(
 
 def _role(path: tuple[Any, ...], states: list[tuple[Any, ...]]) -> str:
     held = any(path[: len(prefix)] == prefix for prefix in states)
-    names = OPTIMIZER_NAMES.intersection(path_name(path).split("/"))
-    return "optimizer" if held or names else ""
+    return "optimizer" if held or OPTIMIZER_NAMES.intersection(path_name(path).split("/")) else ""
 
 
 def _leaf(

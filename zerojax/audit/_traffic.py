@@ -224,8 +224,7 @@ def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
     longer, size = difference(key_of(move.record.shape), of)
     if longer <= size * (1 + LONGER):
         return True
-    rows = _displaced(move, of)
-    wanted = key_of((*(Counter(of) - Counter([size])).elements(), rows))
+    wanted = key_of((*(Counter(of) - Counter([size])).elements(), _displaced(move, of)))
     return any(
         key_of(one.record.shape) == wanted and one.record.trips == move.record.trips
         for one in permutes

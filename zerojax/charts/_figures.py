@@ -42,8 +42,7 @@ class Bar:
         return max(sum(self.parts.values()), self.theory or 0)
 
     def within(self, available: float) -> Bar:
-        fits = self.fits and sum(self.parts.values()) <= available
-        return dataclasses.replace(self, fits=fits)
+        return dataclasses.replace(self, fits=self.fits and sum(self.parts.values()) <= available)
 
 
 #: Kinds of model states, from the bottom of a bar on.

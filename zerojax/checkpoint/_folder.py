@@ -158,8 +158,7 @@ class Checkpoints:
                 "save_local needs Checkpoints(..., local=), a folder of each host's own"
             )
         given = {"tx": self._tx, "step": check_step(step), "data": data, "metadata": metadata}
-        folder = str(self.directory)
-        manifest, arrays = prepare("save_local", state, layout, folder=folder, **given)
+        manifest, arrays = prepare("save_local", state, layout, folder=str(self.directory), **given)
         copies = self._open_copies(layout, arrays)
         copies.save(step, arrays)
         with together("save_local"):

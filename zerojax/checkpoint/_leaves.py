@@ -159,9 +159,9 @@ def check_placement(tree: PyTree, layout: Layout) -> None:
         if layout.num_shards == 1 or not _is_train_state(node):
             continue
         for name, kind in KINDS.items():
-            pairs, _ = jax.tree_util.tree_flatten_with_path(unwrapped(getattr(node, name)))
-            for step, x in pairs:
-                placed = optimizer_leaves(path_name(step), jnp.shape(x), layout)
+            below = leaves_by_path(unwrapped(getattr(node, name)))
+            for step, x in below.items():
+                placed = optimizer_leaves(step, jnp.shape(x), layout, below)
                 cut = layout.partitions(kind)
                 specs = [leaf.shard_spec if cut else leaf.whole_spec for leaf in placed]
                 wanted = {_cuts(spec, layout) for spec in specs}
@@ -169,9 +169,10 @@ def check_placement(tree: PyTree, layout: Layout) -> None:
                 is_placed &= all(leaf.parameter is not None for leaf in placed)
                 if is_placed and (is_cut := _is_cut(x, layout)) not in wanted:
                     words = ("partitioned", "whole") if is_cut else ("whole", "partitioned")
+                    leaf = f"{path_name((*path, GetAttrKey(name)))}/{step}".removesuffix("/.")
                     raise ValueError(
-                        f"leaf {path_name((*path, GetAttrKey(name), *step))!r} is {words[0]}; at "
-                        f"the layout's stage {layout.stage} it is {words[1]}; {REMEDY}"
+                        f"leaf {leaf!r} is {words[0]}; at the layout's stage {layout.stage} it is "
+                        f"{words[1]}; {REMEDY}"
                     )
 
 

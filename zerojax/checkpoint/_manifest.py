@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax._extras import extra
-from zerojax._tree import path_ends
+from zerojax._tree import parameter_ends
 from zerojax.checkpoint._files import (
     DamagedCheckpointError,
     FileDigest,
@@ -60,7 +60,18 @@ def to_text(manifest: Manifest, **more: Any) -> str:
         told = f"data= or metadata= holds a {type(x).__name__}, which JSON has not"
         raise TypeError(f"{told}; give numbers, texts, lists and dicts (of an array: x.tolist())")
 
+    _check_keys([manifest.data, manifest.metadata])
     return json.dumps({**more, **dataclasses.asdict(manifest)}, indent=1, default=refuse)
+
+
+def _check_keys(x: Any) -> None:
+    """Refuse keys that JSON would make texts of, which are other keys when they are read."""
+    for key in x if isinstance(x, dict) else ():
+        if not isinstance(key, str):
+            told = f"data= or metadata= has the key {key!r}, and keys of JSON are texts"
+            raise TypeError(f"{told}; give pairs, [[{key!r}, ...], ...], or texts as keys")
+    for part in x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ():
+        _check_keys(part)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -122,8 +133,8 @@ def parts(manifest: Manifest) -> dict[str, list[SavedLeaf]]:
     params = {path.removeprefix(PARAMS) for path in manifest.leaves if path.startswith(PARAMS)}
     groups: dict[str, list[SavedLeaf]] = {}
     for path, leaf in manifest.leaves.items():
-        ends = (end for end in path_ends(path) if end in params and end != path)
-        start = path.removesuffix(f"/{next(ends, '')}") if params else path.split("/", 1)[0]
+        ends = [end for end in parameter_ends(path, params, manifest.leaves) if end != path]
+        start = path.removesuffix(f"/{(*ends, '')[0]}") if params else path.split("/", 1)[0]
         groups.setdefault(start, []).append(leaf)
     return groups
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import importlib
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,20 @@ def require_orbax() -> None:
     with extra("checkpoint", "a checkpoint"):
         for package in ("orbax.checkpoint", "tensorstore", "xxhash"):
             importlib.import_module(package)
+
+
+def check_dtypes(arrays: Mapping[str, jax.Array]) -> None:
+    """Refuse what tensorstore has no dtype for, such as uint4, before anything is written."""
+    import tensorstore
+
+    for path, x in arrays.items():
+        try:
+            tensorstore.dtype(x.dtype)
+        except ValueError:
+            raise TypeError(
+                f"leaf {path!r} is {x.dtype}, which the files of a checkpoint can't hold; save it "
+                "in a wider dtype, such as uint8 or bfloat16"
+            ) from None
 
 
 class Writing:

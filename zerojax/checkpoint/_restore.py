@@ -65,8 +65,7 @@ def restore(
     """
     require_orbax()
     check_layout(layout, "restore(directory, layout, like)")
-    root = local_path(directory)
-    return read_state(root, layout, like, tx, partial=partial)[1]
+    return read_state(local_path(directory), layout, like, tx, partial=partial)[1]
 
 
 def read_agreed(root: Path) -> Manifest:

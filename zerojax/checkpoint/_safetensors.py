@@ -14,6 +14,7 @@ Source: https://github.com/huggingface/safetensors, section Format.
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,16 +146,14 @@ def write_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
+    with tempfile.TemporaryDirectory(".partial", f"{path.name}.", path.parent) as own:
+        partial = Path(own) / path.name
         with partial.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 read(name).tofile(file)
         sync(partial)
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # there only after an exception
     sync(path.parent)
 
 
@@ -235,8 +234,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     places = find_tensors(path)
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
     names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in places}
-    left = places.keys() - names.values()
-    names |= {name.replace(".", "/"): name for name in sorted(left)}
+    names |= {name.replace(".", "/"): name for name in sorted(places.keys() - names.values())}
     found = {}
     for leaf, name in names.items():
         x, _, _ = places[name]

@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import dataclasses
 import datetime as dt
-import fcntl
 import json
 import operator
 import os
@@ -25,7 +24,7 @@ from zerojax._types import PyTree
 from zerojax.checkpoint._files import REMOVED, FileDigest, digest_files, local_path, remove, sync
 from zerojax.checkpoint._leaves import check_placement, named_tuples, placed_leaves, saved_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, to_text, write_manifest
-from zerojax.checkpoint._orbax import Writing, require_orbax
+from zerojax.checkpoint._orbax import Writing, check_dtypes, require_orbax
 from zerojax.layout import Layout, check_layout
 from zerojax.processes import agree, check_copies, gather_texts, together
 
@@ -139,6 +138,7 @@ def prepare(
             for path, x in leaves.items()
             if x.size
         }
+        check_dtypes(arrays)
     agree(name, {"folder": folder, "checkpoint": text})
     return manifest, arrays
 
@@ -216,9 +216,11 @@ def _sole_save(root: Path) -> Iterator[None]:
     """
     with (root / ".lock").open("a") as file:
         try:
+            import fcntl  # which Windows has not
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_sole = os.fstat(file.fileno()).st_nlink > 0  # else a save has ended since the open
-        except OSError as error:
+        except (ImportError, OSError) as error:
             is_sole = not isinstance(error, BlockingIOError)
         if not is_sole:
             raise ValueError(

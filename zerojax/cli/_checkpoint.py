@@ -105,8 +105,7 @@ def verify_(options: CheckpointOptions) -> None:
                 manifest = verify(path)
             files = f"{len(manifest.files)} files, {decimal(manifest.num_bytes)}"
             leaves = "1 leaf" if len(manifest.leaves) == 1 else f"{len(manifest.leaves)} leaves"
-            text = f"{path}: {files}, {leaves}"
-            screen.show(Text.assemble(("whole    ", "bold green"), text))
+            screen.show(Text.assemble(("whole    ", "bold green"), f"{path}: {files}, {leaves}"))
         except (ValueError, OSError) as error:
             screen.show(Text.assemble(("damaged  ", "bold red"), str(error)))
             damaged.append(str(path))

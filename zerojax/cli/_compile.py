@@ -131,7 +131,7 @@ def compile_(options: CompileOptions) -> None:
     r"""Compile a training step for hardware that you don't have, and audit it.
 
     Nothing is run and no accelerator is needed: the compilers of TPUs and GPUs work on any Linux
-    machine (`pip install 'zerojax[aot]'`). The compiled program itself shows whether ZeRO took
+    machine (`pip install '.[aot]'`). The compiled program itself shows whether ZeRO took
     effect: what it moves and holds, beside the theory and a device's memory, and what is wrong.
 
     A program is compiled once and kept in `~/.cache/zerojax/programs` or `$ZEROJAX_CACHE`.

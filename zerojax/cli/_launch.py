@@ -85,9 +85,8 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all processes, for GRACE seconds after the first failure; return its status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: [x.send_signal(number) for x in started])
-    printers = [threading.Thread(target=_print, args=each) for each in enumerate(started)]
-    for printer in printers:
-        printer.start()
+    for each in enumerate(started):
+        threading.Thread(target=_print, args=each).start()
     failed, until = None, float("inf")
     while None in (codes := [process.poll() for process in started]) and time.monotonic() < until:
         if failed is None and any(codes):

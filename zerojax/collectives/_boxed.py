@@ -77,8 +77,7 @@ class Boxed:
     def replayed(self, value: jax.Array, run: Callable[[Any, list[Any]], list[Any]]) -> jax.Array:
         """Run what was recorded on an array in the place of the box."""
         for waiting in self.recorded:
-            operands = [value if x is None else x for x in waiting.operands]
-            (value,) = run(waiting.eqn, operands)
+            (value,) = run(waiting.eqn, [value if x is None else x for x in waiting.operands])
         return value
 
 

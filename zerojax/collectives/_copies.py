@@ -115,8 +115,7 @@ def copied(box: Boxed, opening: Opening) -> Copied:
 
     @jax.custom_vjp
     def sums(value: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((layout.num_batch_parts, *value.shape), dtype)
-        return _one_each(zeros, box, opening)
+        return _one_each(jnp.zeros((layout.num_batch_parts, *value.shape), dtype), box, opening)
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
         cotangent = pad_rows(cotangent, None if dim is None else dim + 1, opening.padding(box))
@@ -228,8 +227,7 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     if box.dtype.itemsize > box.value.dtype.itemsize and opening.reduce_dtype is None:
         # What the program widens has a wide gradient, which is summed before it is rounded.
         opening = dataclasses.replace(opening, reduce_dtype=box.dtype)
-    copies = [copied(v, opening) if v is box else v for v in values]
-    return use_copies(eqn, copies, opening)
+    return use_copies(eqn, [copied(v, opening) if v is box else v for v in values], opening)
 
 
 def use_copies(
@@ -266,8 +264,7 @@ def use_copies(
     at, dim = dims
 
     def on_copy(copy: jax.Array, examples: jax.Array) -> jax.Array:
-        operands = [examples, copy] if place else [copy, examples]
-        return bind_wide(eqn, operands, opening.layout)[0]
+        return bind_wide(eqn, [examples, copy] if place else [copy, examples], opening.layout)[0]
 
     def use(weight: Copied, examples: jax.Array) -> jax.Array:
         result = eqn.outvars[0].aval

@@ -93,8 +93,7 @@ def auto_region(
 
 
 def _is_explicit(x: Any) -> bool:
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     return mesh is not None and any(
         kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types
     )

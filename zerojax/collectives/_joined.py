@@ -148,8 +148,7 @@ def _gathered(group: Sequence[_Member], layout: Layout, values: list[Any]) -> li
 
 def _made(x: Any, how: tuple[Any, Any]) -> Any:
     eqn, var = how
-    given = {variables(eqn.invars)[0]: x}
-    return x if is_barrier(eqn) else run_equations([eqn], given, [var])[0]
+    return x if is_barrier(eqn) else run_equations([eqn], {variables(eqn.invars)[0]: x}, [var])[0]
 
 
 def _halves(eqn: Any, shard: Any) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:

@@ -39,6 +39,14 @@ LINEAR = _PRODUCTS.union(
     "select_and_scatter_add select_n split stack stop_gradient sub tile transpose triangular_solve "
     "unstack".split()
 )
+#: How a loss goes through its batch in parts.
+IN_CHUNKS = (
+    "for chunks cut what each example has, x.reshape(len(x), chunks, -1), or take examples alone: "
+    "lax.map(f, batch) without batch_size"
+)
+#: What asks for signs alone, and what goes with them: a positive factor changes nothing.
+_SIGNS = frozenset("eq ge gt le lt ne sign".split())
+_SIGNED = _SIGNS.union("abs max min".split())
 #: Of these the operands that they are not linear in: what chooses, and a matrix that is inverted.
 _FIXED = {
     "select_n": range(1),
@@ -100,14 +108,16 @@ def result_of(
     if name == "scatter-add" and dims[0] is None and dims[2] is not None:
         return _scattered(values)
     whole = name == "add" and not is_real(eqn.outvars[0])
-    degree = 0.0 if column is not None else _degree("an index" if whole else name, values)
+    is_free = column is not None or name in _SIGNS
+    degree = 0.0 if is_free else _degree("an index" if whole else name, values)
     if given is not None and _is_summed(eqn, dims):
         return Value(degree=degree + 1, pooled=True)
     if name in ("reshape", "expand_dims", "squeeze") and outer is not None:
         outer = _reshaped(eqn, outer, given, out, num_examples)
     elif not _keeps(eqn, values, dims, out):
         raise Refused("it joins examples, or whether it does can't be told")
-    pooled, rounded = any(value.pooled for value in values), any(map(is_real, eqn.invars))
+    pooled = any(value.pooled for value in values)
+    rounded = name not in _SIGNS and any(map(is_real, eqn.invars))
     if not is_real(eqn.outvars[0]) and ((pooled and given is None) or (degree and rounded)):
         raise Refused("it rounds what was made of all examples, or what their number divides")
     zero = name in LINEAR and all(value.zero for value in values)
@@ -124,8 +134,7 @@ def _is_summed(eqn: Any, dims: list[int | None]) -> bool:
     if name == "reduce_sum":
         return dims[0] in params["axes"]
     if name == "dot_general":
-        contracting = params["dimension_numbers"][0]
-        return any(dim in c for dim, c in zip(dims, contracting, strict=True))
+        return any(dim in c for dim, c in zip(dims, params["dimension_numbers"][0], strict=True))
     if name != "conv_general_dilated" or params["feature_group_count"] > 1:
         return False
     numbers = params["dimension_numbers"]  # the gradient of a filter takes examples for features
@@ -149,7 +158,8 @@ def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None
     fixed = [values[n] for n in _FIXED.get(name, ()) if n < len(values)]
     if (name == "div" and values[1].pooled) or any(value.pooled for value in fixed):
         raise Refused("it is not linear in what was made of all examples")
-    if any(value.degree for value in (fixed if name in LINEAR else values)):
+    by_sign = name in _SIGNED and sum(not value.zero for value in values) == 1
+    if not by_sign and any(value.degree for value in (fixed if name in LINEAR else values)):
         raise Refused("it computes with the number of examples, or with what that divides")
     if name not in _PICKS and any(value.column is not None for value in values):
         raise Refused("it computes with the place of examples in the batch")
@@ -163,7 +173,7 @@ def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_exam
     shape = eqn.outvars[0].aval.shape
     after = math.prod(shape[:out])
     if before % after or shape[out] % (before // after * num_examples):
-        raise Refused("it cuts the batch into parts of several examples")
+        raise Refused(f"it cuts the batch into parts of several examples ({IN_CHUNKS})")
     return before // after
 
 

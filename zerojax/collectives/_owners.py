@@ -182,10 +182,9 @@ def _computed(
 
         def run(x: jax.Array) -> jax.Array:
             parts = x[:, : each * _width(job.ins)].reshape(count * each, -1)
-            values = _unflat(parts, job.ins)
             rows = [
                 s.join(v.reshape(count, each, *s.local))
-                for s, v in zip(job.ins, values, strict=True)
+                for s, v in zip(job.ins, _unflat(parts, job.ins), strict=True)
             ]
             out = zip(job.outs, job.run(rows, shared[part.job]), strict=True)
             parts = [s.cut(y).reshape(count * each, *s.local) for s, y in out]
@@ -197,8 +196,7 @@ def _computed(
     owners = [n for n, part in enumerate(slot) for _ in range(count)[part.owners]]
     if owners == [0] * count:
         return branch(slot[0])(x)
-    idle = len(slot)
-    own = jnp.asarray(owners + [idle] * (count - len(owners)))[jax.lax.axis_index(axes)]
+    own = jnp.asarray(owners + [len(slot)] * (count - len(owners)))[jax.lax.axis_index(axes)]
     branches = [*map(branch, slot), lambda x: jnp.zeros((count, width), x.dtype)]
     return jax.lax.switch(own, branches, x)
 
@@ -226,7 +224,6 @@ def _unflat(rows: jax.Array, spreads: Sequence[Spread]) -> list[jax.Array]:
     found, at = [], 0
     for spread in spreads:
         size = math.prod(spread.local)
-        x = rows[:, at : at + size].reshape(len(rows), *spread.local)
-        found.append(x.astype(spread.dtype))
+        found.append(rows[:, at : at + size].reshape(len(rows), *spread.local).astype(spread.dtype))
         at += size
     return found

@@ -28,6 +28,7 @@ from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
 from zerojax.collectives._examples import is_key, map_batch, microbatch, num_examples, resized
 from zerojax.collectives._mixing import (
+    IN_CHUNKS,
     LINEAR,
     Refused,
     Value,
@@ -219,8 +220,7 @@ class _Reader:
         wanted = gradients(eqn.invars[first:], other.invars[first:], values[first:])
         reader = dataclasses.replace(reader, in_rule=True)
         try:
-            pulled = reader.run(backward(eqn), backward(other), [*values, *given])
-            check_gradients(pulled, wanted)
+            check_gradients(reader.run(backward(eqn), backward(other), [*values, *given]), wanted)
         except Refused as refused:
             name_rule(refused, eqn)
             raise
@@ -232,7 +232,7 @@ class _Reader:
         """Read a scan that computes each example by itself, as `jax.lax.map` does."""
         slices = values[first:]
         if carried or any(value != Value(1, fresh=value.fresh) for value in slices):
-            raise Refused("it goes through examples one after the other")
+            raise Refused(f"it goes through examples one after the other ({IN_CHUNKS})")
         alone = [Value(fresh=value.fresh) for value in slices]
         found = self.run(one, two, [*values[:first], *alone])
         if any(value != Value(fresh=value.fresh) for value in found):

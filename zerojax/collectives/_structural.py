@@ -204,8 +204,7 @@ def _dims_of_reshape(
     for dim, num_parts in parts.items():
         before = math.prod(old[:dim])
         for place, size in enumerate(new):
-            divided = size % num_parts == 0 and old[dim] % num_parts == 0
-            fits = size == old[dim] or divided
+            fits = size == old[dim] or (size % num_parts == 0 and old[dim] % num_parts == 0)
             if fits and math.prod(new[:place]) == before and dims[place] is None:
                 dims[place] = dim
                 break

@@ -33,8 +33,7 @@ def trace_unwritten(
         params = params_of(leaves)
         before = jax.tree.leaves(params)
         out = loss_fn(params, *args, **named)
-        after = leaves_by_path(params)
-        pairs = zip(after.items(), before, strict=True)
+        pairs = zip(leaves_by_path(params).items(), before, strict=True)
         written = {path: (was, now) for (path, now), was in pairs if now is not was}
         paths[:] = written
         return out, list(written.values())

@@ -27,10 +27,9 @@ class Result:
 
 def largest_results(module: Module, count: int) -> list[Result]:
     """List the largest results that lie in a device's memory; some of them share a buffer."""
-    lines = {id(line): line for _, line in walk(module, SCHEDULED)}
     found = [
         Result(name=line.name, shape=_text(line), bytes=size, op_name=line.op_name)
-        for line in lines.values()
+        for line in {id(line): line for _, line in walk(module, SCHEDULED)}.values()
         if line.opcode not in _NO_BUFFER
         and not any(tensor.is_far for tensor in line.shapes)
         and (size := sum(tensor.bytes for tensor in line.shapes))

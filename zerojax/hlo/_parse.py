@@ -77,8 +77,7 @@ def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     ends = async_ends(computation.users.get(line.name, []))
     if "Start" in ends:
         return "start", key
-    is_beside = spelled.ASYNC_BESIDE.match(computation.name)
-    return ("repeat" if chain or ends or is_beside else "", key)
+    return ("repeat" if chain or ends or spelled.ASYNC_BESIDE.match(computation.name) else "", key)
 
 
 def async_ends(lines: Iterable[Instruction]) -> set[str]:

@@ -148,8 +148,7 @@ def _row(path: str, held: list[_Held], stored: bool) -> Row:
     counted = {"optimizer": 0}
     for kind, leaf, own in held:
         key = dict(KINDS)[kind]
-        is_stored = stored or kind != "parameter"
-        size = leaf.bytes_per_device(kind, stored=is_stored, dtype=own)
+        size = leaf.bytes_per_device(kind, stored=stored or kind != "parameter", dtype=own)
         counted[key] = counted.get(key, 0) + size
     name = jnp.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
     dims = zip(

@@ -91,8 +91,7 @@ class Layout(Shown, TreeLayout):
     def count(self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True) -> Description:
         """Describe the placement without where the optimizer computes, which takes a trace."""
         recipe = as_recipe(recipe)
-        state = self.optimizer(tx, recipe.precision.updated)
-        return describe(self, state, recipe, stored)
+        return describe(self, self.optimizer(tx, recipe.precision.updated), recipe, stored)
 
     def describe(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True
@@ -105,8 +104,7 @@ class Layout(Shown, TreeLayout):
         leaves are computed where they are stored.
         """
         found = self.count(tx, recipe, stored=stored)
-        placed = self.optimizer(tx, as_recipe(recipe).precision.updated)
-        whole = why_whole(tx, placed, self)
+        whole = why_whole(tx, self.optimizer(tx, as_recipe(recipe).precision.updated), self)
         rows = (dataclasses.replace(x, reason=x.reason + whole.get(x.path, "")) for x in found.rows)
         return dataclasses.replace(found, rows=tuple(rows))
 

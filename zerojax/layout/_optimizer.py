@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -110,7 +111,9 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
     return OptimizerLayout(structure, tuple(leaves), unmatched)
 
 
-def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafLayout, ...]:
+def optimizer_leaves(
+    path: str, shape: Shape, layout: TreeLayout, beside: Collection[str] = ()
+) -> tuple[LeafLayout, ...]:
     """Return how a leaf of an optimizer's state may be placed, told by its path and shape.
 
     For states whose optimizer is not at hand; `Layout.optimizer` is certain. The parameter is the
@@ -124,13 +127,13 @@ def optimizer_leaves(path: str, shape: Shape, layout: TreeLayout) -> tuple[LeafL
     Args:
         path: of the leaf; anything may stand before the parameter's path.
         shape: of the leaf, logical or stored.
+        beside: the paths of the whole state, for parameters named as the state's fields are.
 
     Returns:
         One for each reading, with the parameter's dtype. A leaf of no parameter has one, by its
         own shape; its `parameter` is None.
     """
-    owners = layout.owners(path) if math.prod(shape) > 1 else ()
-    for owner in owners:
+    for owner in layout.owners(path, beside) if math.prod(shape) > 1 else ():
         source = layout.leaves[owner]
         found = []
         for way in possible_ways(len(shape), len(source.shape)):

@@ -42,13 +42,11 @@ def find_owners(
         marked = jax.eval_shape(tx.init, numbered)
     except Exception:  # noqa: BLE001
         return _owners_by_placeholder(tx, tree, state, structure)
-    made = [(x.shape, x.dtype) for x in jax.tree.leaves(marked)]
-    if made != [(x.shape, x.dtype) for x in state]:
+    if [(x.shape, x.dtype) for x in jax.tree.leaves(marked)] != [(x.shape, x.dtype) for x in state]:
         return _owners_by_placeholder(tx, tree, state, structure)
     owners: list[int | None] = []
     for node in jax.tree.leaves(marked, is_leaf=is_numbered):
-        count = len(jax.tree.leaves(node))
-        owners += [node.number if is_numbered(node) else None] * count
+        owners += [node.number if is_numbered(node) else None] * len(jax.tree.leaves(node))
     return owners
 
 

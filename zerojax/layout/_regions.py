@@ -124,8 +124,7 @@ class Regions:
             own = labels.setdefault(id(leaf), self.dims.fresh(len(leaf.shape)))
             owner = numbers.get(id(leaf), leaf.parameter)
             self.dims.give(var, own, () if owner is None else (owner,))
-            cut = as_entries(leaf.shard_spec, len(leaf.shape))
-            names += zip(own, cut, strict=True)
+            names += zip(own, as_entries(leaf.shard_spec, len(leaf.shape)), strict=True)
         self.dims.read(traced.eqns)
         self._layout = layout
         self._names = {self.dims.find(label): axes for label, axes in names[::-1] if axes}

@@ -126,8 +126,7 @@ def fills_tiles(shape: Sequence[int], dim: int | None, num_shards: int) -> bool:
     """Return whether the shards of a dim are whole tiles: 8 rows of `LANES`, along minor dims."""
     if dim is None:
         return False
-    tile = {1: LANES, 2: 8}.get(len(shape) - dim, 1)
-    return shape[dim] % (tile * num_shards) == 0
+    return shape[dim] % ({1: LANES, 2: 8}.get(len(shape) - dim, 1) * num_shards) == 0
 
 
 def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import leaves_like, path_ends
+from zerojax._tree import leaves_like, named_tuples, parameter_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
@@ -175,8 +175,7 @@ class TreeLayout:
         if not phases or not self.offloads:
             return phases
         cut = [leaf for leaf in self.leaves if leaf.dim is not None]
-        shards = self.num_shards
-        left = [x.path for x in cut if not fills_tiles(x.stored_shape, x.dim, shards)]
+        left = [x.path for x in cut if not fills_tiles(x.stored_shape, x.dim, self.num_shards)]
         few = ", ".join(left[:3]) + ", ..." * bool(left[3:])
         rest = f"; of {few}, whose shards are no whole tiles, {phases}" if left else ""
         return (
@@ -230,9 +229,10 @@ class TreeLayout:
                 layers.setdefault(name, []).append(leaf)
         return tuple(map(tuple, layers.values()))
 
-    def owners(self, path: str) -> Iterator[int]:
-        """Yield the parameters whose paths end a path, the longest first; `.` ends every path."""
-        return (self._numbers[end] for end in (*path_ends(path), ".") if end in self._numbers)
+    def owners(self, path: str, beside: Collection[str]) -> list[int]:
+        """Return the parameters that a path may be of, the likeliest first; `.` ends every path."""
+        ends = parameter_ends(path, self._numbers, beside) or ["."]
+        return [self._numbers[end] for end in ends if end in self._numbers]
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -288,6 +288,8 @@ class TreeLayout:
         try:
             leaves = leaves_like(tree, self.structure, within=within)
         except ValueError as error:
+            if "MaskedNode" in named_tuples(tree):  # of optax.masked and multi_transform
+                remedy = "wrap the outermost optimizer: sharded(optax.masked(tx, mask), layout)"
             raise ValueError(
                 f"{what} do not have the structure that the layout was made from: {error}; {remedy}"
             ) from None

@@ -187,8 +187,7 @@ class _Runner:
                 cut_input(x, self.policy.partition) if self.names and flag else x
                 for x, flag in zip(args, moving, strict=True)
             ]
-            out = run(program, given)
-            return [whole_gradient(y, self.policy.partition) for y in out]
+            return [whole_gradient(y, self.policy.partition) for y in run(program, given)]
 
         return jax.checkpoint(layer, policy=self.saves, prevent_cse=prevent_cse)
 
@@ -205,8 +204,7 @@ class _Runner:
         out = run_scan(eqn, values, layer)
         # What the last layer gives is whole, and so is its gradient, with which the backward pass
         # begins: how a loop starts decides how it carries on.
-        last = [whole(x, self.policy.partition) for x in out[:num_carry]]
-        return [*last, *out[num_carry:]]
+        return [*[whole(x, self.policy.partition) for x in out[:num_carry]], *out[num_carry:]]
 
 
 def _placed(values: Sequence[Any], shardings: Sequence[Any] | None) -> list[Any]:

@@ -39,8 +39,7 @@ Params = dict[str, Any]
 def num_params(config: Config) -> int:
     """Count the parameters: L*(12*D^2 + 13*D) + (V + C + 2)*D; the tied head counts once."""
     block = 12 * config.width**2 + 13 * config.width
-    ends = config.vocab_rows + config.context + 2
-    return config.num_layers * block + ends * config.width
+    return config.num_layers * block + (config.vocab_rows + config.context + 2) * config.width
 
 
 def init(config: Config, key: jax.Array) -> Params:

@@ -160,8 +160,7 @@ def _update(
     params: PyTree,
     arrays: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    like = layout.shapes if params is None else params
-    placed = state_layout(tx, layout, like)
+    placed = state_layout(tx, layout, layout.shapes if params is None else params)
 
     def call(grads: PyTree, state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
         return tx.update(grads, state, params, **arrays, **static)
@@ -186,6 +185,5 @@ def _update(
         return in_layout_of_params(updates, layout), store_state(new, placed, layout)
 
     specs = jax.tree.map(lambda s: s.spec, layout.params), placed.specs
-    region = auto_region(run, layout, specs)
-    updates, new = region(updates, placed.flatten(state), params, arrays)
+    updates, new = auto_region(run, layout, specs)(updates, placed.flatten(state), params, arrays)
     return updates, with_leaves_like(state, placed.structure, jax.tree.leaves(new))

@@ -220,8 +220,7 @@ class _Hunt:
                     yield devices
 
     def _share_out(self, num_shards: int | None, model_axis: int) -> Devices:
-        placement = Placement(num_shards=num_shards, model_axis=model_axis)
-        return share_out(self.num_devices, placement)
+        return share_out(self.num_devices, Placement(num_shards=num_shards, model_axis=model_axis))
 
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
         # Weights that are kept gathered are tried wherever they are not asked for.

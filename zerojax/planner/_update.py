@@ -45,8 +45,7 @@ def matrices_of(tx: optax.GradientTransformation, layout: Layout, recipe: Recipe
     elements: dict[Axes, float] = {}
     num_bytes: dict[Axes, float] = {}
     flops, is_wide = 0.0, False
-    program = jax.make_jaxpr(_update(sharded(tx, layout)))(params)
-    for times, eqn in _equations(program.jaxpr):
+    for times, eqn in _equations(jax.make_jaxpr(_update(sharded(tx, layout)))(params).jaxpr):
         if count := num_products(eqn):
             flops += 2 * times * count
             is_wide |= eqn.invars[0].aval.dtype.itemsize >= 4

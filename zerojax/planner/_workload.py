@@ -126,8 +126,7 @@ def share_out(num_devices: int, placement: Placement) -> Devices:
             f"these do: {_divisors(devices)}"
         )
     data = devices // model
-    wanted = data if placement.num_shards is None else placement.num_shards
-    shards = as_count("num_shards", wanted)
+    shards = as_count("num_shards", data if placement.num_shards is None else placement.num_shards)
     if data % shards:
         left = f" that model_axis={model} leaves of {devices}" if model > 1 else ""
         raise ValueError(

@@ -42,8 +42,7 @@ class InitialState:
         # The step donates its state, and `device_put` may share what the user holds.
         own = jax.tree.map(jnp.copy, (key, self.model_state))
         rest = place_whole(own, jax.tree.map(lambda _: self.update.layout.sharding(P()), own))
-        state = self._make(given, args)
-        return dataclasses.replace(state, key=rest[0], model_state=rest[1])
+        return dataclasses.replace(self._make(given, args), key=rest[0], model_state=rest[1])
 
     def _make(self, given: Callable[..., PyTree] | PyTree, args: tuple[Any, ...]) -> TrainState:
         shardings = dataclasses.replace(self.shardings, key=None, model_state=None)

@@ -88,10 +88,10 @@ def move(
 
 
 def _by_path(state: TrainState, logical: Mapping[str, Shape], other: Layout) -> OptimizerLayout:
-    leaves = []
-    for path in leaves_by_path(state.opt_state):
+    leaves, paths = [], leaves_by_path(state.opt_state)
+    for path in paths:
         name = f"opt_state/{path}".removesuffix("/.")
-        found = optimizer_leaves(path, logical[name], other)
+        found = optimizer_leaves(path, logical[name], other, paths)
         is_ruled = any(rule.kind == "optimizer" and rule.matches(path) for rule in other.rules)
         if is_ruled or len({(leaf.shard_spec, leaf.stored_shape) for leaf in found}) > 1:
             raise ValueError(
@@ -120,8 +120,7 @@ def _move_leaf(
     between = x.shape
     if not logical == x.shape == shape:
         ways = ((x.shape, x.sharding.shard_shape(x.shape)), (shape, sharding.shard_shape(shape)))
-        parts = ([a // b for a, b in zip(*way, strict=True)] for way in ways)
-        units = map(math.lcm, *parts)
+        units = map(math.lcm, *([a // b for a, b in zip(*way, strict=True)] for way in ways))
         between = tuple(-(-size // n) * n for size, n in zip(logical, units, strict=True))
     moved = jax.device_put(_renewed(x, logical, between, x.sharding, layout), sharding)
     moved.block_until_ready()
@@ -143,8 +142,7 @@ def _renewed(
         widths = [(0, new - old) for old, new in zip(logical, shape, strict=True)]
         return jnp.pad(jax.lax.slice(x, [0] * x.ndim, logical), widths)
 
-    region = auto_region(resize, layout, sharding.spec)
-    new = jax.jit(region, out_shardings=sharding)(x)
+    new = jax.jit(auto_region(resize, layout, sharding.spec), out_shardings=sharding)(x)
     new.block_until_ready()
     x.delete()
     return new

@@ -101,8 +101,7 @@ def place_rows(batch: PyTree, layout: Layout, parts: int) -> PyTree:
     def shape(x: Any) -> tuple[int, ...]:
         return jnp.shape(x)[0] * parts, *jnp.shape(x)[1:]
 
-    shapes = map_batch(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), batch)
-    check_batch(shapes, layout, 1)
+    check_batch(map_batch(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), batch), layout, 1)
     return map_batch(
         lambda x: _placed(x, layout.batch, shape(x)),
         batch,

@@ -161,8 +161,7 @@ def unpad(tree: PyTree, layout: Layout) -> PyTree:
         return [constrain(x, layout, spec) for x, spec in zip(logical, specs, strict=True)]
 
     if padded:
-        shardings = [*map(layout.sharding, specs)]
-        run = jax.jit(auto_region(cut, layout, specs), out_shardings=shardings)
+        run = jax.jit(auto_region(cut, layout, specs), out_shardings=[*map(layout.sharding, specs)])
         for number, x in zip(padded, run([given[n] for n in padded]), strict=True):
             given[number] = x
     return layout.structure.unflatten(given)

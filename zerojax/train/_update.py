@@ -131,17 +131,22 @@ class Update:
         layout, placed, hosted = self.layout, self.placed, self.hosted
         leaves, flat = layout.leaves, layout.structure.flatten_up_to
         held = state.masters if self._has_masters else unwrapped(state.params)
-        old = jax.tree.leaves(state.opt_state)
         given = (
             [*map(self._gradient, flat(grads), leaves)],
             [*map(self._logical, flat(held), leaves, hosted.masters)],
-            [*map(self._logical, old, placed.leaves, hosted.state)],
+            [*map(self._logical, jax.tree.leaves(state.opt_state), placed.leaves, hosted.state)],
             loss,
         )
         run: Callable[..., Any] = functools.partial(self._run, state)
         if hosted:
             run = OffloadedUpdate(run, layout, placed, hosted)
         (norm, rate), new, low, opt_state = run(*given)
+        for x, leaf in zip(opt_state, placed.leaves, strict=True):
+            if x.dtype != leaf.dtype:
+                raise ValueError(
+                    f"leaf {leaf.path!r} of the optimizer's state is {leaf.dtype} from tx.init and "
+                    f"{x.dtype} from tx.update; a compiled step keeps dtypes, so let both give one"
+                )
         masters = map(self._stored, new, leaves, hosted.masters)
         new_state = dataclasses.replace(
             state,

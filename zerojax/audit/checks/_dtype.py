@@ -59,8 +59,7 @@ def _own_bits(evidence: Evidence, move: Move) -> int:
     """Return the bits of the parameters that a move may be of, 0 where that is not known."""
     if not move.record.dtype.startswith(("f", "bf")):
         return 0
-    found = [evidence.parameter_bits.get(index, 0) for index in move.match.leaves]
-    return max(found, default=0)
+    return max([evidence.parameter_bits.get(index, 0) for index in move.match.leaves], default=0)
 
 
 def _narrow_bits(evidence: Evidence, move: Move) -> int | None:

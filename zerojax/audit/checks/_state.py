@@ -150,8 +150,7 @@ def check_precision(evidence: Evidence) -> Iterator[Problem]:
         yield _finding(masters, "no masters", "masters beside the parameters")
     needs_copy = precision.master is not None and precision.master != precision.params
     if needs_copy and not _may_have_masters(evidence):
-        params = evidence.states("parameter")
-        yield _finding(params, f"masters in {precision.master}", "no masters")
+        yield _finding(evidence.states("parameter"), f"masters in {precision.master}", "no masters")
 
 
 def check_offload(evidence: Evidence) -> Iterator[Problem]:

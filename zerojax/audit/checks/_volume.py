@@ -45,7 +45,7 @@ def check_volume(evidence: Evidence) -> Iterator[Problem]:
     if not evidence.is_step:
         return
     yield from _check_padding(evidence)
-    if not _is_too_much(evidence):
+    if not is_too_much(evidence):
         return
     judged, psi = sum_moved(evidence.large, "judged"), evidence.layout.num_params
     offenders = _offenders(evidence)[:3]
@@ -111,7 +111,7 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     )
 
 
-def _is_too_much(evidence: Evidence) -> bool:
+def is_too_much(evidence: Evidence) -> bool:
     allowed = evidence.theory.elements * tolerance(evidence) + evidence.floor
     return sum_moved(evidence.large, "judged") > allowed
 
@@ -142,7 +142,7 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
     found = [move.record.trips for move in evidence.large if move.match.form]
     if not evidence.is_step or not found:
         return
-    if _is_too_much(evidence):
+    if is_too_much(evidence):
         for length in sorted({trips[0] or 1 for trips in found if trips} - {1}):
             theory = theory_of(layout, replace(recipe, accumulate=length)).elements
             if LEAST * theory <= judged <= tolerance(evidence) * theory:

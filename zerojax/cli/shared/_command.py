@@ -78,8 +78,7 @@ def option(default: Any, *names: str, panel: str | None = None, **looks: Any) ->
         looks: what else `typer.Option` takes: `min`, `max`, `metavar`, and `show_default`, the
             default in words where the value does not tell.
     """
-    shown = None if default == () else default
-    info = typer.Option(shown, *names, rich_help_panel=panel, **looks)
+    info = typer.Option(None if default == () else default, *names, rich_help_panel=panel, **looks)
     return dataclasses.field(default=default, metadata={PARAMETER: info})
 
 

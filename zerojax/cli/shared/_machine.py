@@ -93,8 +93,7 @@ def list_checkpoints(directory: Path) -> dict[Path, str | None]:
     """List the checkpoints that a folder is or holds, with what can be told to be wrong unread."""
     root = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
     wrong: dict[Path, str] = {}
-    whole = find_checkpoints(root, wrong.__setitem__)
-    found = {**wrong, **dict.fromkeys(whole.values())}
+    found = {**wrong, **dict.fromkeys(find_checkpoints(root, wrong.__setitem__).values())}
     if found:
         return dict(sorted(found.items(), key=lambda item: int(item[0].name)))
     if not directory.exists():

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import itertools
 import os
@@ -51,8 +50,7 @@ def held_out_batches(
     """
     windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
     rows = np.concatenate(list(itertools.islice(windows, num_windows)))
-    num_batches = max(1, len(rows) // batch_size)
-    return np.resize(rows, (num_batches, batch_size, context + 1))
+    return np.resize(rows, (max(1, len(rows) // batch_size), batch_size, context + 1))
 
 
 def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
@@ -169,6 +167,8 @@ def sole_run(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+") as file:
         try:
+            import fcntl  # which Windows has not
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
@@ -177,9 +177,9 @@ def sole_run(folder: Path) -> Iterator[None]:
                 "Are these processes of one run? Then let them find each other: --coordinator, "
                 "--num-processes and --process-id, or a launcher that jax knows (srun, mpirun)"
             ) from error
-        except OSError as error:
+        except (ImportError, OSError) as error:
             warnings.warn(
-                f"{folder} can't be locked ({error.strerror}): keep other runs out of it yourself",
+                f"{folder} can't be locked ({error}): keep other runs out of it yourself",
                 stacklevel=2,
             )
         file.truncate(0)
@@ -223,5 +223,4 @@ def _read_weights(path: Path, layout: Layout) -> PyTree:
     like = layout.map_leaves(placed)
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
-    found = find_checkpoint(path)
-    return restore(found, layout, {"params": like}, partial=True)["params"]
+    return restore(find_checkpoint(path), layout, {"params": like}, partial=True)["params"]

@@ -85,8 +85,7 @@ class Hardware:
     def __post_init__(self) -> None:
         who = f"Hardware {self.name!r}:"
         bandwidths = ("hbm_bandwidth", "link_bandwidth", "slow_bandwidth", "host_bandwidth")
-        shares = ("flops_share", "hbm_share")
-        for field in ("flops", "flops_fp32", *bandwidths, *shares):
+        for field in ("flops", "flops_fp32", *bandwidths, "flops_share", "hbm_share"):
             as_amount(f"{who} {field}", getattr(self, field), above_zero=True)
         for field in ("memory", "host_memory", "domain", "wrap", "devices_per_chip"):
             as_count(f"{who} {field}", getattr(self, field))

@@ -147,10 +147,9 @@ class Lifetimes:
             given = op.inputs if op.name == "scan" else op.inputs[-len(body.inputs) :]
             read = zip(body.inputs, given, strict=False)
             made = zip(body.outputs, op.outputs, strict=False)
-            owners = {slot: self.owner[v] for slot, v in read if v in self.owner}
             parameters = {
                 slot: self.parameters[v].sliced(values[v], body.values[slot])
-                for slot, v in owners.items()
+                for slot, v in {slot: self.owner[v] for slot, v in read if v in self.owner}.items()
             }
             gradients = {
                 slot: self.marked[v].sliced(values[v], body.values[slot])
@@ -267,15 +266,13 @@ class Lifetimes:
         if not self.backend.fuses_operands:
             return False
         # Two products make a softmax's gradient again; what a cast narrows they read.
-        own = self.itemsize(value)
-        return merged > 1 and any(self.itemsize(v) > own for v in op.read)
+        return merged > 1 and any(self.itemsize(v) > self.itemsize(value) for v in op.read)
 
     def _reads(self, t: int, op: Op) -> frozenset[int]:
         behind = [self._behind(v) for v in op.read]
         for scatter, add in self.summed.items():
             if add == t:
-                values = self.program.ops[scatter].read[1:]
-                behind += map(self._behind, values)
+                behind += map(self._behind, self.program.ops[scatter].read[1:])
         return frozenset().union(*behind)
 
     def _behind(self, value: int) -> frozenset[int]:

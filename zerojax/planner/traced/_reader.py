@@ -65,8 +65,7 @@ class _Reader:
             if (held := called(one)) is not None:
                 self._call(one, (opened(held)[0], opened(called(two))[0]), env)
             elif name in _VIEWS:
-                seen = zip(one.outvars, one.invars, strict=True)
-                env |= {var: _read(env, x) for var, x in seen}
+                env |= {var: _read(env, x) for var, x in zip(one.outvars, one.invars, strict=True)}
             else:
                 self._op(one, two, env)
 

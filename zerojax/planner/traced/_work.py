@@ -57,8 +57,7 @@ def work_of(
             return part.share * leaves[part.leaf].gathered
         size = scope.program.values[value].bytes.at(examples) / model_axis
         # Half of what lies in vector memory goes to memory all the same, by libtpu's estimates.
-        is_near = value in scope.brief and size <= hardware.vector_memory
-        return size / 2 if is_near else size
+        return size / 2 if (value in scope.brief and size <= hardware.vector_memory) else size
 
     def run(scope: Lifetimes, launch: Launch, near: frozenset[int]) -> Work:
         op = launch.op
