@@ -222,7 +222,6 @@ def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
 
 
 def _scales_shapes(layout: Layout) -> dict[int, set[tuple[int, ...]]]:
-    """List per leaf the shapes of the scales that come with it, whole or a layer of it."""
     found: dict[int, set[tuple[int, ...]]] = {}
     for index, leaf in enumerate(layout.leaves):
         cut = {dim for dim, axes in enumerate(leaf.entries) if axes} | {leaf.dim}

@@ -90,7 +90,6 @@ class Matcher:
 
     @cached_property
     def _forms(self) -> dict[str, dict[Key, Match]]:
-        """Map every form and its dims to the leaves that have it."""
         leaves: dict[tuple[str, Key], list[int]] = {}
         same: dict[Any, list[int]] = {}  # thousands of leaves have a few dozen placements
         for index, leaf in enumerate(self._layout.leaves):

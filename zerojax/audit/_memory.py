@@ -80,7 +80,6 @@ def _theory(evidence: Evidence) -> dict[str, int]:
 
 
 def _whole_bytes(one: Held, evidence: Evidence) -> float:
-    """Count the bytes of a logical leaf, without padding, over the user's own axes."""
     item = one.argument.shard_bytes / max(math.prod(one.argument.shard_shape), 1)
     if one.parameter is None:
         return math.prod(one.argument.shape) * item

@@ -220,7 +220,6 @@ def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
 
 
 def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
-    """Return whether a scatter is a leaf's, by its size or by the permute that belongs to it."""
     longer, size = difference(key_of(move.record.shape), of)
     if longer <= size * (1 + LONGER):
         return True
@@ -232,7 +231,6 @@ def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
 
 
 def _follow(move: Move, padded: Sequence[Move]) -> Move:
-    """Return whether a permute moves a part of a shard of a padded scatter."""
     key = key_of(move.record.shape)
     for scatter in padded:
         whole = key_of(scatter.record.shape)

@@ -223,7 +223,6 @@ class Checkpoints:
     def _restore_local(
         self, layout: Layout, like: PyTree, saved: int, passed_over: dict[Path, str]
     ) -> Restored | None:
-        """Restore the newest copy on the hosts that is newer than what was saved."""
         if self._local is None:
             return None
         wanted = {path: as_stored(x, layout) for path, x in leaves_by_path(like).items()}
@@ -251,7 +250,6 @@ class Checkpoints:
         return find_checkpoints(self.directory)
 
     def _make_room(self, path: Path) -> None:
-        """Move a damaged checkpoint aside, so that a new one can take its place."""
         if not _is_saved(path):
             return
         if path not in self._damaged and path in self.steps().values():

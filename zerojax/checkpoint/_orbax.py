@@ -78,7 +78,6 @@ class Writing:
 
 
 def _make_handler(max_bytes: int | None = None) -> Any:
-    """Make the handler that reads and writes; at once it reads less than `max_bytes`."""
     import orbax.checkpoint as ocp  # takes a second, which importing zerojax should not
 
     at_once: Any = None if max_bytes is None else max_bytes / 1e9
@@ -125,7 +124,6 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
 
 
 def _largest_read(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
-    """Bound the bytes that are read for one shard: of all chunks that it may touch."""
     import tensorstore
 
     context = tensorstore.Context()

@@ -197,7 +197,6 @@ def export_safetensors(
 
 
 def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
-    """Return the leaves of a part, by path, with what is left of their paths within it."""
     prefix = PARAMS if part is None else f"{part.rstrip('/')}/"
     found = {p: p.removeprefix(prefix) for p in manifest.leaves if p.startswith(prefix)}
     if not found:

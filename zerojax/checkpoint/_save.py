@@ -252,7 +252,6 @@ def check_step(step: Any) -> int:
 
 
 def _clear(root: Path) -> None:
-    """Remove what an earlier save, cut short, has left; nothing else is touched."""
     arrays = root / ARRAYS
     if arrays.exists() and not (arrays / "_METADATA").exists():
         raise ValueError(f"{arrays} is there and no checkpoint's; save to another directory")

@@ -111,7 +111,6 @@ def _difference(
 
 
 def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
-    """Return whether one dtype may be read as another: only floating ones, wider ones always."""
     if found == wanted:
         return True
     if found.startswith("key<") or wanted.startswith("key<"):
@@ -131,7 +130,6 @@ def _missing_line(path: str, saved: Leaves, extra: list[str]) -> str:
 
 
 def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> list[str]:
-    """Report another optimizer, also of one whose leaves happen to look the same."""
     wanted = named_tuples(like)
     saved = {p: x for p, x in manifest.optimizer.items() if not partial or p in wanted}
     ours, theirs = " > ".join(wanted.values()), " > ".join(saved.values())

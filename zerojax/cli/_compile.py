@@ -192,7 +192,6 @@ def _compile(request: CompileRequest, screen: Screen) -> CompileResult:
 
 
 def _show(results: Sequence[CompileResult], screen: Screen) -> None:
-    """Show one stage's audit, or all stages side by side; then what fits and what is wrong."""
     first, is_one = results[0], len(results) == 1
     if is_one and first.report is not None:
         screen.console.print(first.report)

@@ -133,7 +133,6 @@ def _num_before(eqn: Any) -> int:
 
 
 def _gathered(group: Sequence[_Member], layout: Layout, values: list[Any]) -> list[Any]:
-    """Join shards, gather once, cut the result apart, and run the rest of each gather."""
     axes, rows, rest = layout.axes["parameter"], [], []
     for member, value in zip(group, values, strict=True):
         x, after = _halves(member.eqn, functools.reduce(_made, member.late, value))

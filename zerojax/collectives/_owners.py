@@ -93,8 +93,6 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Rows of a job in a slot: `each` for every one of some owners."""
-
     job: int
     rows: slice
     each: int

@@ -122,8 +122,6 @@ BUCKET = 30 * 2**20
 
 
 class _Prefetch:
-    """Runs a differentiated program, and counts the loops that gather ahead."""
-
     def __init__(self, layers: float, layout: Layout, bound: int, waiting: int) -> None:
         self.layers, self.layout, self.bound, self.waiting = layers, layout, bound, waiting
         self.is_tpu = layout.platform == "tpu"
@@ -168,7 +166,6 @@ class _Prefetch:
 
 
 def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
-    """Run a scan whose iterations gather for the next one; the last one stands behind the loop."""
     consts, start, stacks = scan_split(eqn.params, values)
     num_carry, length, is_tpu = len(start), eqn.params["length"], turn.is_tpu
 
@@ -318,7 +315,6 @@ class _Turn(Equations):
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Return the equations that some variables are computed with, in order, and all that print."""
     live, found = set(variables(wanted)), []
     for eqn in reversed(eqns):
         if eqn.effects or not live.isdisjoint(eqn.outvars):

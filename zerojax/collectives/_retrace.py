@@ -124,8 +124,6 @@ def gather_where_used(
 
 @dataclasses.dataclass(frozen=True)
 class _Retracer:
-    """Runs programs whose inputs may be boxes."""
-
     opening: Opening  # how boxes are opened
     from_batch: set[Any]  # variables computed from the batch; others are of weights and constants
     # whether the user rematerialises what is around, so that what is gathered here is not kept
@@ -164,7 +162,6 @@ class _Retracer:
         return self._use(eqn, values) if kept is None else kept
 
     def _remat(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Enter a rematerialised function with boxes; what it gathers is gathered again."""
         inner = dataclasses.replace(self, saved=True)
 
         def body(*values: Any) -> list[Any]:
@@ -262,8 +259,6 @@ class _Retracer:
             )
 
     def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Enter the branches with boxes: only the branch that is taken gathers."""
-
         def branch(program: Any, values: Sequence[Any]) -> list[Any]:
             # What a branch keeps for its backward pass is a result of it, and would lie whole.
             placed = [self.opening.placed(v) if isinstance(v, Boxed) else v for v in values]

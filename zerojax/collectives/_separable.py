@@ -100,12 +100,10 @@ def _traced(
 
 
 def _held(eqn: Any) -> Any:
-    """Return the program that an equation runs once; that of `optimize_remat` is a call as well."""
     return eqn.params["fwd_jaxpr"] if eqn.primitive.name == "remat_opt" else called(eqn)
 
 
 def _varying(one: Any, two: Any) -> int | None:
-    """Return the dim that counts examples: the one that differs between the traces."""
     pairs = enumerate(zip(one.aval.shape, two.aval.shape, strict=True))
     found = [dim for dim, (a, b) in pairs if a != b]
     if len(found) > 1:
@@ -114,7 +112,6 @@ def _varying(one: Any, two: Any) -> int | None:
 
 
 def _constant(one: Any, two: Any, times: int) -> Value:
-    """Read a constant: one that differs between the traces depends on the number of examples."""
     # NumPy takes bfloat16 for no number.
     is_number = jnp.issubdtype(getattr(one, "dtype", float), np.number)
     if isinstance(one, Tracer) or not is_number:
@@ -138,8 +135,6 @@ def _power(ratio: float, times: int, dtype: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Goes through the two traces side by side."""
-
     num_examples: int  # of the first
     times: int  # as many has the second
     differentiated: bool = True  # whether rules of its functions are used
@@ -229,7 +224,6 @@ class _Reader:
     def _map(
         self, one: Any, two: Any, values: list[Value], first: int, carried: int
     ) -> list[Value]:
-        """Read a scan that computes each example by itself, as `jax.lax.map` does."""
         slices = values[first:]
         if carried or any(value != Value(1, fresh=value.fresh) for value in slices):
             raise Refused(f"it goes through examples one after the other ({IN_CHUNKS})")
@@ -240,7 +234,6 @@ class _Reader:
         return [Value(1, fresh=value.fresh) for value in found]
 
     def _loop(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
-        """Read a scan, while or cond: what goes around is what it starts as and ends as."""
         mine, others = bodies(eqn), bodies(other)
         if eqn.primitive.name == "cond":
             if values[0].pooled or values[0].degree:

@@ -131,6 +131,5 @@ def _write_leaf(was: jax.Array, x: jax.Array, leaf: LeafLayout, layout: Layout) 
 
 
 def _gather(part: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
-    """Gather what was cast; the barrier keeps the compiler from casting after the gather."""
     part = jax.lax.optimization_barrier(constrain(part, layout, leaf.shard_spec))
     return gather(part, layout, leaf, "optimizer")

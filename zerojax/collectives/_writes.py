@@ -53,7 +53,6 @@ def trace_unwritten(
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:
-    """Return the input that a variable is, passed on by calls and by loops that slice and stack."""
     while maker := next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None):
         scan = maker.primitive.name == "scan"
         consts, carry = scan_parts(maker.params) if scan else (0, 0)

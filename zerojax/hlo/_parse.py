@@ -152,7 +152,6 @@ def _read(module: Module, site: Site, line: Instruction) -> list[Collective] | N
 
 
 def _spell(module: Module, site: Site, line: Instruction, part: int | None) -> str:
-    """Name an all-reduce, or a part of a combined one, by what it does."""
     if site.keeps_part:
         return _SCATTER_FUSION
     users = site.frame.computation.users.get(line.name, [])
@@ -164,7 +163,6 @@ def _spell(module: Module, site: Site, line: Instruction, part: int | None) -> s
 
 
 def _read_transfer(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
-    """Read a send between TPU slices; its recv is the other end, a host's callback is none."""
     between = spelled.BETWEEN_SLICES.search(line.attributes)
     if between is None:
         return [] if spelled.CALLBACK.search(line.attributes) else None

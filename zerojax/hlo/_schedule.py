@@ -227,7 +227,6 @@ def _read(module: Module, site: Site) -> tuple[Operation, ...]:
 
 
 def _collectives(module: Module, computation: Computation, line: Instruction) -> Iterator[Held]:
-    """List the collectives that a line is, or that its fusion holds, and where they stand."""
     callee = module.callee(line)
     if is_collective(line):
         if not is_end(line) and line.opcode != "recv":  # the other end of a send

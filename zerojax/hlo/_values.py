@@ -214,7 +214,6 @@ def uses_of(
 
 
 def _handed_on(value: Value, user: Instruction) -> Iterator[Value]:
-    """Return what an instruction that computes nothing makes of a value."""
     after = replace(value, name=user.name)
     if user.opcode == "get-tuple-element":
         if value.index is None or user.attribute("index") == str(value.index):

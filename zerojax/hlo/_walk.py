@@ -133,7 +133,6 @@ def _count(apart: int, step: int, direction: str | None) -> int | None:
 
 
 def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
-    """Return a whole number that is made of constants and of a loop's state before a turn."""
     found = source_of(module, frame, name)
     if found is None:
         return None
@@ -155,7 +154,6 @@ def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
 
 
 def _state(module: Module, inside: Frame, index: int, turn: int) -> int | None:
-    """Return an element of the state of the loop around a frame, before a turn."""
     loop, outside = inside.caller, inside.parent
     body = loop and outside and outside.enter(module, loop)
     if not body or not loop or not outside:

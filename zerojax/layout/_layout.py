@@ -252,8 +252,6 @@ def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _broadcast(specs: PyTree, params: PyTree) -> list[P | None]:
-    """Return every leaf its spec; `specs` may be a prefix of the parameters' tree."""
-
     def is_spec(node: Any) -> bool:
         return node is None or isinstance(node, P)
 

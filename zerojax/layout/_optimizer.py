@@ -210,7 +210,6 @@ def _by_own_shape(
     rule: Rule | None = None,
     why: str = "belongs to no parameter",
 ) -> LeafLayout:
-    """Place a leaf that has no dims in common with a parameter, or as a rule says."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     is_ruled = rule is not None and rule.whole
     if is_key or not layout.partitions("optimizer") or is_ruled or math.prod(leaf.shape) <= 1:

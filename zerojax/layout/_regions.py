@@ -162,7 +162,6 @@ class Regions:
         return {x for var in variables(eqn.invars) for x in owners.get(var, ())} - {SHARED}
 
     def _between(self, eqns: Sequence[Any], numbers: Sequence[int]) -> list[int]:
-        """Return, of some equations, those of matrices and all between them."""
         seeds = [n for n in numbers if self.dims.met(eqns[n])]
         behind = depending(
             [eqns[n] for n in numbers], [var for n in seeds for var in eqns[n].outvars]
@@ -178,7 +177,6 @@ class Regions:
     def _regions(
         self, owner: int, eqns: Sequence[Any], readers: dict[Any, set[int]], numbers: set[int]
     ) -> Iterator[Region]:
-        """Make the region of some equations, whose rows are told apart where nothing mixes them."""
         made = [var for eqn in eqns for var in eqn.outvars]
         read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
         inputs = tuple(var for var in read if var not in {*made})

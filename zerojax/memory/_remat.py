@@ -146,8 +146,6 @@ def rematerialised(
 
 
 class _Runner:
-    """Runs programs; layers are wrapped. `moving` marks what could be a layer's input."""
-
     def __init__(self, policy: RematPolicy) -> None:
         self.policy = policy
         self.saves = _saves(policy)

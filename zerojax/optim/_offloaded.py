@@ -62,16 +62,12 @@ def hosted_leaves(
 
 
 class _Place(NamedTuple):
-    """Which parameter an input or result belongs to, if any, and whether it lives on the host."""
-
     owner: int | None
     is_far: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One leaf's part of the update: its equations, and which results stay on the host."""
-
     leaf: LeafLayout
     slice: Slice
     positions: tuple[int, ...]  # among all results

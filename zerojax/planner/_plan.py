@@ -257,7 +257,6 @@ class _Hunt:
         return [*ways, *(dataclasses.replace(way, partition=MODEL) for way in whole)]
 
     def _microbatches(self, devices: Devices, stage: int, recipe: Recipe) -> Iterator[Plan]:
-        """Plan microbatches from the largest on, to the first that fits and one beyond it."""
         placed = self._placed(devices, stage, recipe.reshard_after_forward)
         demand = self._demand(recipe)
         whole, beyond = self.num_examples // devices.num_batch_parts, False

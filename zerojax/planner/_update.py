@@ -64,7 +64,6 @@ def _update(tx: optax.GradientTransformation) -> Any:
 
 
 def _equations(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[float, Any]]:
-    """Yield the equations that a device runs, and how often; those of a while loop once."""
     for eqn in jaxpr.eqns:
         yield times, eqn
         inside = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)

@@ -187,7 +187,6 @@ class _Watch:
         return ""
 
     def _lost(self, signs: dict[str, str]) -> str:
-        """Describe the last process that has given no sign of life for too long, and forget all."""
         now, lost = time.monotonic(), ""
         for index in range(self.count):
             sign = signs.get(f"{_ALIVE}{index}", "")

@@ -201,7 +201,6 @@ def make_loss(loss_fn: LossFn, *, has_aux: bool) -> Loss:
 
 
 def _parameters(loss_fn: LossFn) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a loss after the first two, without those that are bound."""
     try:
         found = inspect.signature(loss_fn).parameters
     except (TypeError, ValueError):  # of a callable that does not say

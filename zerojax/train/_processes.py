@@ -65,7 +65,6 @@ def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
 
 
 def _values(tree: PyTree) -> str:
-    """Describe leaves, a line for each: what is here with the values of few, the CRC-32 of many."""
     lines = []
     for path, x in leaves_by_path(tree).items():
         line = f"{path}: {jnp.result_type(x)}{list(jnp.shape(x))}"

@@ -51,19 +51,16 @@ def note_dtypes(evidence: Evidence) -> Iterator[str]:
 
 
 def _is_relevant(evidence: Evidence, moves: list[Move]) -> bool:
-    """Return whether moves are worth a problem: models keep norms and biases wide."""
     return bool(moves) and sum_moved(moves, "judged") >= SHARE * evidence.theory.elements
 
 
 def _own_bits(evidence: Evidence, move: Move) -> int:
-    """Return the bits of the parameters that a move may be of, 0 where that is not known."""
     if not move.record.dtype.startswith(("f", "bf")):
         return 0
     return max([evidence.parameter_bits.get(index, 0) for index in move.match.leaves], default=0)
 
 
 def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
-    """Return the bits that would do for a gather, None where they are those that it has."""
     # Of hybrid sharding, updated weights return along the other axes, in the parameters' dtype.
     is_for_loss = {*move.axes} <= {*evidence.layout.axes["parameter"]}
     is_narrow = is_for_loss and evidence.narrow.intersection(move.match.leaves)

@@ -101,7 +101,6 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _lost(group: list[Held]) -> tuple[str, str]:
-    """Return why the buffers of states are not written to, and what to do."""
     if any(one.argument.donated for one in group):
         return "donated, but the compiler found no result to write there", (
             "give the result the same shape, dtype and sharding as the argument "
@@ -177,7 +176,6 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _excess(one: Held) -> int:
-    """Return 1, -1 or 0: a device holds more, less or as much as the layout gives it."""
     sizes = [math.prod(shape) for shape in one.shards]
     seen = math.prod(one.argument.shard_shape)
     if seen in sizes:

@@ -161,7 +161,6 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
 
 
 def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
-    """List what moves too much, the worst first: a move, and its excess in elements."""
     groups: dict[tuple[Any, bool], list[Move]] = {}
     for move in evidence.large:
         is_leaf = move.match.leaves and move.role != "shuffle"
@@ -177,7 +176,6 @@ def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
 
 
 def _theory(evidence: Evidence, index: int, *, is_gather: bool) -> float:
-    """Count the elements that the gathers, or the reductions, of one leaf have to move."""
     leaf, theory, parts = evidence.layout.leaves[index], evidence.theory, evidence.layout.num_shards
     if is_gather:
         count = theory.gathers if leaf.dim is not None else 0

@@ -142,14 +142,12 @@ def users(evidence: Evidence, move: Move) -> list[Use]:
 
 
 def _gathers(evidence: Evidence) -> list[Move]:
-    """List the gathers of weights for the loss, or of new parameters that stay whole."""
     near = {*evidence.layout.axes["parameter"]}
     found = (move for move in evidence.large if move.role == "gather" and move.match.leaves)
     return [move for move in found if near.intersection(move.axes)]
 
 
 def _whole_stacks(evidence: Evidence) -> list[Move]:
-    """List the gathers that give all layers of a stacked leaf, and can be of no other leaf."""
     leaves = evidence.layout.leaves
     stacks = {i for i, leaf in enumerate(leaves) if leaf.stacked and leaf.shape[0] > 1}
     return [
@@ -170,7 +168,6 @@ def gathers_by_leaf(evidence: Evidence) -> dict[Key, list[Move]]:
 
 
 def _is_reduced(evidence: Evidence, match: Match) -> bool:
-    """Return whether gradients of the leaves are reduced, so that there is a backward pass."""
     reduced = sum(
         move.handled
         for move in evidence.large
@@ -181,7 +178,6 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
 
 
 def _is_used_in_both(evidence: Evidence, move: Move) -> bool:
-    """Return whether one gathered weight is used in the forward and in the backward pass."""
     names = [use.instruction.op_name for use in users(evidence, move) if use.instruction.op_name]
     backward = ["transpose(" in name for name in names]
     return any(backward) and not all(backward)
@@ -258,7 +254,6 @@ def _remedy(evidence: Evidence, what: str, layers: float) -> str:
 
 
 def _largest(evidence: Evidence) -> tuple[int, int]:
-    """Count the elements of the largest layer, and of the two largest leaves of no layer."""
     layout = evidence.layout
 
     def size(leaf: LeafLayout) -> int:

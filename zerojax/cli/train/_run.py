@@ -213,8 +213,6 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
 
 
 def _read_weights(path: Path, layout: Layout) -> PyTree:
-    """Read parameters from safetensors files, or from a checkpoint; each device reads its part."""
-
     def placed(leaf: LeafLayout) -> jax.ShapeDtypeStruct:
         # What is cut without padding comes cut; the step's state is made of it.
         spec = leaf.whole_spec if leaf.is_padded else leaf.shard_spec

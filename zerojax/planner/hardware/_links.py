@@ -211,7 +211,6 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[D
 
 
 def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
-    """List the ways to write a number as a product, factors in rising order."""
     if num_factors == 1:
         return [(number,)]
     return [
@@ -226,7 +225,6 @@ def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
 def _lay_whole(
     shape: Sequence[int], axes: Mapping[str, int]
 ) -> dict[str, tuple[Digit, ...]] | None:
-    """Assign each axis whole dims, minor axes first and as many dims as possible."""
     free = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
     found: dict[str, tuple[Digit, ...]] = {}
     for axis, size in reversed(list(axes.items())):

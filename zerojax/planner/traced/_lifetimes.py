@@ -159,7 +159,6 @@ class Lifetimes:
             yield Lifetimes(body, parameters, gradients, self.backend)
 
     def _stacked(self) -> dict[int, bool]:
-        """Find what scans stack: all that is no gradient; some has the shape of a carried value."""
         found, values = {}, self.program.values
         for launch in self.launches:
             op = launch.op
@@ -187,7 +186,6 @@ class Lifetimes:
         return math.prod(self.program.values[value].shape)
 
     def _sums(self) -> dict[int, int]:
-        """Find scatters into zeros whose only reader adds them to something: written there."""
         found = {}
         for t, op in enumerate(self.program.ops):
             if op.kind != "scatter" or op.inputs[0] is None or not self._is_constant(op.inputs[0]):
@@ -207,7 +205,6 @@ class Lifetimes:
         return self.program.ops[self.maker[value]] if value in self.maker else None
 
     def _marked(self, gradients: Parts) -> dict[int, Part]:
-        """Go back from each gradient through operations that keep its elements."""
         found: dict[int, Part] = {}
         for wanted, part in gradients.items():
             todo = [wanted]
@@ -222,7 +219,6 @@ class Lifetimes:
         return found
 
     def _differentiated(self, gradients: Parts) -> dict[int, int]:
-        """Find when each parameter's gradient is there; until then its weight may be needed."""
         found, by_leaf = {}, {part.leaf: v for v, part in gradients.items()}
         for parameter, part in self.parameters.items():
             t = self.maker.get(by_leaf.get(part.leaf, -1))

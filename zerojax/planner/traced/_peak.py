@@ -185,7 +185,6 @@ class _Clock:
         return min(size, self._gradient(value)) if stacked or viewed else size
 
     def _gathers(self) -> list[tuple[int, int, float]]:
-        """List when parameters are whole: first and last operation, bytes."""
         found, ahead, end = [], {}, len(self.program.ops)
         for owner, time in self.lifetimes.uses:
             part = self.lifetimes.parameters[owner]
@@ -223,7 +222,6 @@ class _Clock:
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
-    """Add up what starts at each operation, less what has ended before it."""
     found: dict[int, float] = {}
     for first, last, size in passing:
         found[first] = found.get(first, 0.0) + size
@@ -234,7 +232,6 @@ def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
 def _reused(
     launch: Launch, alive: Mapping[int, float], wanted: Mapping[int, float], kept: frozenset[int]
 ) -> float:
-    """Count what results take over from operands that are read for the last time."""
     free = [alive[v] for v in launch.takes_over if v in alive and v not in kept]
     reused = 0.0
     for size in wanted.values():
