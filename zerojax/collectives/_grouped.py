@@ -70,7 +70,8 @@ def bind_grouped(eqn: Any, values: Sequence[Any], opening: Opening) -> list[jax.
     count, size, box = eqn.params[name], x.shape[along], values[1]
     by_groups = size % parts != 0 and count % parts == 0
     user = box.entries[o] if isinstance(box, Boxed) and waits_elementwise(box) else ()
-    axes = batch if by_groups else user if count % layout.num_parts(user) == 0 else ()
+    can_divide = count % layout.num_parts(user) == 0 and {*user}.isdisjoint(batch)
+    axes = batch if by_groups else user if can_divide else ()
     specs = ({groups: axes}, {o: axes}, {features: axes})
     if not by_groups:
         x = pad_rows(x, along, -size % parts)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import jax
@@ -78,35 +77,6 @@ def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
             f"{type(tx).__name__}; hand over the optimizer itself, as in optax.adamw(1e-3)"
         )
     return getattr(tx.init, WRAPPED, None) or optax.with_extra_args_support(tx)
-
-
-#: What Python or optax say of an argument that is not given.
-_LACKS = re.compile(r"missing \d+ required [\w-]+ arguments?: '(\w+)'|^(\w+) must be provided")
-
-
-def run_update(
-    tx: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, loss: Any
-) -> tuple[PyTree, PyTree]:
-    """Call an optimizer's update, with `value=` the loss and `grad=` the gradients if it has them.
-
-    Raises:
-        ValueError: it needs more, as a line search needs the loss as a function.
-    """
-    given = {"value": loss, "grad": grads}
-    while True:
-        try:
-            return optax.with_extra_args_support(tx).update(grads, state, params, **given)
-        except (TypeError, ValueError) as error:
-            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if refused and given.pop(refused[1], None) is not None:
-                continue
-            if (lacks := _LACKS.search(str(error))) is None:
-                raise
-            name = lacks[1] or lacks[2]
-            raise ValueError(
-                f"the optimizer's update needs {name}=, and a step gives it value= and grad= alone;"
-                f" write a loop: sharded(tx, layout).update(grads, state, params, {name}=...)"
-            ) from error
 
 
 def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> OptimizerLayout:

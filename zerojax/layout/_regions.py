@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import CALLS, bind_here, bodies, depending, opened, run, run_bodies, variables
-from zerojax._traced import Slice, Traced
+from zerojax._traced import Slice, Traced, run_update
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
 from zerojax.layout._leaf import as_entries
-from zerojax.layout._optimizer import OptimizerLayout, as_transformation, run_update
+from zerojax.layout._optimizer import OptimizerLayout, as_transformation
 from zerojax.layout._tree_layout import TreeLayout
 
 #: Of operations that say sizes, the parameter that says them.

@@ -16,9 +16,10 @@ import optax
 from jax.extend import core
 
 from zerojax._jaxpr import num_products, opened
+from zerojax._traced import run_update
 from zerojax._tree import as_shapes
 from zerojax._types import Axes
-from zerojax.layout import Layout, has_matrices, run_update
+from zerojax.layout import Layout, has_matrices
 from zerojax.optim import sharded
 from zerojax.recipe import Recipe
 
@@ -59,7 +60,8 @@ def matrices_of(tx: optax.GradientTransformation, layout: Layout, recipe: Recipe
 
 
 def _update(tx: optax.GradientTransformation) -> Any:
-    return lambda params: run_update(tx, params, tx.init(params), params, jnp.zeros(()))
+    given = optax.with_extra_args_support(tx)
+    return lambda params: run_update(given, params, tx.init(params), params, jnp.zeros(()))
 
 
 def _equations(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[float, Any]]:

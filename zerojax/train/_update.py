@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._traced import Traced
+from zerojax._traced import Traced, run_update
 from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
 from zerojax.collectives import as_state, shard, store, uses_gloo, view
-from zerojax.layout import Layout, LeafLayout, run_update
+from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate, update_whole
 from zerojax.recipe import DynamicLossScale, Recipe
 from zerojax.train._state import TrainState

@@ -93,7 +93,7 @@ def check_replicas(evidence: Evidence) -> Iterator[Problem]:
         if found and all(of_kernels) and all(move.role in REDUCTIONS for move in found):
             yield Problem(
                 where=describe_move(found[0]),
-                expected=f"a sum over {' x '.join(layout.batch_axes)}, along which the batch is cut",
+                expected=f"a sum over {' x '.join(layout.batch_axes)} alone, which cut the batch",
                 seen=f"the gradient of a convolution is summed along {axis} too, where devices "
                 f"have the same examples: it is {layout.mesh.shape[axis]} times too large",
                 remedy="cut the batch along all axes: make_layout(batch_axes=); of a grouped "
