@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,31 @@ from zerojax._jaxpr import (
     run_equations,
     variables,
 )
+
+#: What Python or optax say of an argument that an update lacks.
+_LACKS = re.compile(r"missing \d+ required [\w-]+ arguments?: '(\w+)'|^(\w+) must be provided")
+
+
+def run_update(tx: Any, grads: Any, state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+    """Run an optax optimizer's update, with `value=` and `grad=` if it takes them.
+
+    Raises a ValueError where it needs more: a line search needs the loss as a function.
+    """
+    given = {"value": loss, "grad": grads}
+    while True:
+        try:
+            return tx.update(grads, state, params, **given)
+        except (TypeError, ValueError) as error:
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused and given.pop(refused[1], None) is not None:
+                continue
+            if (lacks := _LACKS.search(str(error))) is None:
+                raise
+            name = lacks[1] or lacks[2]
+            raise ValueError(
+                f"the optimizer's update needs {name}=, and a step gives it value= and grad= alone;"
+                f" write a loop: sharded(tx, layout).update(grads, state, params, {name}=...)"
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,3 +111,26 @@ def test_the_gradient_of_a_tied_weight_counts_once_where_a_cpu_sums_its_uses(mes
     report = zerojax.make_train_step(loss, optax.adamw(1e-3), layout, recipe).audit(tokens)
     assert report.problems == ()
     assert report.judged_volume == pytest.approx((accumulate + 1) * 7 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize(("groups", "gathers"), [(8, False), (2, False), (1, False), (8, True)])
+def test_the_gradient_of_a_grouped_kernel_that_is_summed_over_replicas_is_named(groups, gathers):
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    shapes = {"kernel": (3, 8 // groups, 8), "out": (8, 8)}
+    layout = zerojax.make_layout(shapes_of(shapes), mesh, stage=2, min_size=8)
+
+    def loss(params, x):
+        y = jax.lax.conv_general_dilated(
+            x.reshape(len(x), -1, 8), params["kernel"], (1,), "SAME",
+            dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=groups,
+        )  # fmt: skip
+        return jnp.mean(jnp.sin(y @ params["out"]))
+
+    loss = zerojax.gather_where_used(loss, layout) if gathers else loss
+    report = audit(compile_step(loss, layout), layout)
+    if groups == 1 or gathers:
+        assert "replicas" not in kinds(report)
+        return
+    problem = only(report, "replicas")
+    assert "summed along model too" in problem.seen
+    assert "2 times too large" in problem.seen

@@ -33,6 +33,14 @@ def logits(p, b):
     return b["x"].mean(1) @ p["out"]
 
 
+def grouped(z):
+    return z.reshape((-1, 8, CLASSES) if z.shape[1] >= EXAMPLES else z.shape[1:])
+
+
+def scaled(p, x, first, second):
+    return jnp.mean(x * first) + jnp.mean(x * second)
+
+
 def layers(p, b):
     x, _ = jax.lax.scan(
         jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None)), b["x"], p["layers"]
@@ -254,6 +262,14 @@ OTHERS = {
     "distances": (
         lambda p, b: jnp.mean((logits(p, b)[:, None] - logits(p, b)[None]) ** 2),
         "joins examples with each other",
+    ),
+    "grouped where there are many": (
+        lambda p, b: jnp.mean(grouped(logits(p, b)[None]) ** 2),
+        "another program for another number of examples: reshape",
+    ),
+    "a weight where there are many": (
+        lambda p, b: scaled(p, b["x"], *((p["out"][0, 0], 2.0)[:: 1 if len(b["x"]) > 4 else -1])),
+        "another program for another number of examples: mul",
     ),
     "neighbours": (
         lambda p, b: jnp.mean(jnp.roll(logits(p, b), 1, 0) * logits(p, b)),

@@ -220,6 +220,25 @@ def _tables(key: jax.Array, n: int, D: int, F: int) -> Tree:
     return [_table(k, D, F) for k in jax.random.split(key, n)]
 
 
+def _depthwise(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    """Convolve the features and their reverse, as two tokens, each feature by itself."""
+    for layer in p:
+        kernel = WEIGHTS[block.weight](layer["kernel"]).astype(h.dtype)
+        tokens, names = jnp.stack([h, h[:, ::-1]], 1), ("NHC", "HIO", "NHC")
+        mixed = jax.lax.conv_general_dilated(
+            tokens, kernel, (1,), "SAME", dimension_numbers=names, feature_group_count=h.shape[1]
+        )
+        h = (h + 0.5 * jnp.tanh(mixed[:, 0] @ layer["mix"])).astype(h.dtype)
+    return h
+
+
+def _kernels(key: jax.Array, n: int, D: int, F: int) -> Tree:
+    return [
+        {"kernel": jax.random.normal(k, (3, 1, D)), "mix": _table(k, D, F)["mix"]}
+        for k in jax.random.split(key, n)
+    ]
+
+
 def _plain(f: Any) -> Any:
     return f
 
@@ -243,6 +262,7 @@ KINDS: dict[str, tuple[Callable[..., Tree], Callable[..., jax.Array]]] = {
     "lora": (_with_adapters, _lora),
     "tables": (_tables, _in_list_biased),
     "scan of tables": (_stacked(_table), _scan_biased),
+    "depthwise": (_kernels, _depthwise),
 }
 
 

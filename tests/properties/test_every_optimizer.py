@@ -131,6 +131,42 @@ def test_five_steps_equal_the_unsharded_run_and_bytes_are_as_predicted(case, mes
             assert held_by_one_device(state) == planned(layout, case).optimizer, f"stage {stage}"
 
 
+@pytest.mark.parametrize("case", SUPPORTED, ids=lambda case: case.name)
+def test_a_train_step_runs_it_or_says_which_argument_it_needs(case, mesh8):
+    layout = make_layout(case, mesh8, 2)
+
+    def loss(params, batch):
+        return jnp.mean(batch) * sum(jnp.sum(jnp.abs(x) ** 2) for x in jax.tree.leaves(params))
+
+    step = zerojax.make_train_step(loss, case.make(), layout)
+    given = step.abstract_state(), jax.ShapeDtypeStruct((16,), jnp.float32)
+    functions = [name for name in case.extra if name.endswith("_fn")]
+    if not functions:
+        step.lower(*given)
+        return
+    with pytest.raises(ValueError, match=f"needs {functions[0]}=.*params, {functions[0]}="):
+        step.lower(*given)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_sam_learns_in_a_train_step_as_it_does_alone(chained, mesh8):
+    """Its update takes neither `grad=` nor `value=`, also where a chain hands over all."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
+    tx = optax.chain(sam, optax.scale(0.5)) if chained else sam
+    params, batch = {"w": jnp.eye(8) / 2}, jnp.ones((16, 8)) * jnp.arange(8.0)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"] - batch) ** 2)
+
+    step = zerojax.make_train_step(loss, tx, zerojax.make_layout(params, mesh8, stage=2))
+    state, held = step.init(params), tx.init(params)
+    for _ in range(4):
+        state, _ = step(state, batch)
+        updates, held = tx.update(jax.grad(loss)(params, batch), held, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sm3", "split_real_and_imaginary"])  # each `params`
 @pytest.mark.parametrize("master", [None, jnp.float32], ids=["plain", "with masters"])
 def test_a_train_state_holds_what_is_planned_to_the_byte(name, master, mesh8):

@@ -53,6 +53,7 @@ from zerojax.collectives._copies import (
     uses_of,
 )
 from zerojax.collectives._forms import auto_region
+from zerojax.collectives._grouped import bind_grouped, has_grouped
 from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
 from zerojax.collectives._writes import trace_unwritten
 from zerojax.layout import Layout, check_layout
@@ -139,9 +140,9 @@ class _Retracer:
         return self.opening.opened(_uncopied(value))
 
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        if not any(isinstance(v, Boxed | Copied) for v in values):
+        name, has_box = eqn.primitive.name, any(isinstance(v, Boxed | Copied) for v in values)
+        if not has_box and not has_grouped(eqn, self.opening.layout, self.from_batch):
             return bind(eqn, values)
-        name = eqn.primitive.name
         if runs_in_place(eqn):
             return self.run(called(eqn), values)
         if name == REMATERIALISED:
@@ -158,6 +159,8 @@ class _Retracer:
             values = [*map(_uncopied, values)]
         if name == "cond":
             return self._cond(eqn, values)
+        if not has_box:
+            return bind_grouped(eqn, values, self.opening)
         kept = keep_boxed(eqn, values, self.opening)
         return self._use(eqn, values) if kept is None else kept
 
@@ -270,6 +273,8 @@ class _Retracer:
         """Open an equation's boxes and run it; alone, it gathers again for its backward pass."""
 
         def use(*values: Any) -> list[Any]:
+            if has_grouped(eqn, self.opening.layout, self.from_batch):
+                return bind_grouped(eqn, [*values], self.opening)
             # So that gradients of weights are born in the reduce dtype, results may be wide.
             out = use_own_copies(eqn, [*values], self.opening)
             out = self.opening.open_and_bind(eqn, [*values]) if out is None else out

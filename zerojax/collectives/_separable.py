@@ -51,6 +51,7 @@ REMEDY = (
     "a loss that is a mean over examples; for the mean over a mask, divide the mask by its mean "
     "over the batch before the step, and return jnp.mean(losses * mask)"
 )
+_DIFFERS = "it is another program for another number of examples"
 
 
 def why_no_mean(
@@ -104,6 +105,8 @@ def _held(eqn: Any) -> Any:
 
 
 def _varying(one: Any, two: Any) -> int | None:
+    if one.aval.ndim != two.aval.ndim:
+        raise Refused(_DIFFERS)
     pairs = enumerate(zip(one.aval.shape, two.aval.shape, strict=True))
     found = [dim for dim, (a, b) in pairs if a != b]
     if len(found) > 1:
@@ -143,18 +146,20 @@ class _Reader:
     def run(self, one: Any, two: Any, values: Sequence[Value]) -> list[Value]:
         """Return what is known of a program's results, from what is known of its inputs."""
         (one, mine), (two, others) = opened(one), opened(two)
+        if (len(one.eqns), len(mine)) != (len(two.eqns), len(others)):
+            raise Refused(_DIFFERS)
         known = dict(zip(one.invars, values, strict=True))
         same = (_constant(a, b, self.times) for a, b in zip(mine, others, strict=True))
         known.update(zip(one.constvars, same, strict=True))
 
         def read(atoms: Sequence[Any], same: Sequence[Any]) -> list[Value]:
+            if [*map(is_variable, atoms)] != [*map(is_variable, same)]:
+                raise Refused(_DIFFERS)
             return [
                 known[a] if is_variable(a) else _constant(a.val, b.val, self.times)
                 for a, b in zip(atoms, same, strict=True)
             ]
 
-        if len(one.eqns) != len(two.eqns):
-            raise Refused("it is another program for another number of examples")
         for eqn, other in zip(one.eqns, two.eqns, strict=True):
             try:
                 counts = ((len(x.invars), len(x.outvars)) for x in (eqn, other))

@@ -6,6 +6,7 @@ are a *region*: its inputs go to the devices that own whole matrices, its result
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import CALLS, bind_here, bodies, depending, opened, run, run_bodies, variables
-from zerojax._traced import Slice, Traced
+from zerojax._traced import Slice, Traced, run_update
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
 from zerojax.layout._leaf import as_entries
@@ -212,16 +213,13 @@ class Regions:
 
 def why_whole(tx: Any, placed: OptimizerLayout, layout: TreeLayout) -> dict[str, str]:
     """Say of each parameter whose optimizer needs whole matrices which, and where it has them."""
-    bare = as_transformation(tx)
     state = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in placed.leaves]
     params, held = layout.shapes, placed.structure.unflatten(state)
-
-    def update(grads: Any, state: Any, params: Any, loss: Any) -> Any:
-        return bare.update(grads, state, params, value=loss, grad=grads)
 
     # An update that asks for functions, or for a whole state of another dtype, is computed as it is
     # stored; what it raises is its own.
     try:
+        update = functools.partial(run_update, as_transformation(tx))
         traced = Traced(update, (params, held, params, jax.ShapeDtypeStruct((), jnp.float32)))
     except Exception:  # noqa: BLE001
         return {}

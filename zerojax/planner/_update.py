@@ -16,6 +16,7 @@ import optax
 from jax.extend import core
 
 from zerojax._jaxpr import num_products, opened
+from zerojax._traced import run_update
 from zerojax._tree import as_shapes
 from zerojax._types import Axes
 from zerojax.layout import Layout, has_matrices
@@ -59,8 +60,7 @@ def matrices_of(tx: optax.GradientTransformation, layout: Layout, recipe: Recipe
 
 def _update(tx: optax.GradientTransformation) -> Any:
     given = optax.with_extra_args_support(tx)
-    value = jnp.zeros(())
-    return lambda params: given.update(params, given.init(params), params, value=value, grad=params)
+    return lambda params: run_update(given, params, tx.init(params), params, jnp.zeros(()))
 
 
 def _equations(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[float, Any]]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._traced import Traced
+from zerojax._traced import Traced, run_update
 from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
 from zerojax.collectives import as_state, shard, store, uses_gloo, view
@@ -186,8 +186,8 @@ class Update:
         tree = layout.structure.unflatten(clip(wide, norm, clip_norm))
         params = layout.structure.unflatten(held)
         old = self.placed.structure.unflatten(leaves)
-        given = (tree, old, params, {"value": loss})
-        traced = Traced(self._call, given)
+        given = (tree, old, params, loss)
+        traced = Traced(functools.partial(run_update, self.tx), given)
         if self.hosted:
             updates, state = traced.run(*given)
         else:
@@ -201,9 +201,6 @@ class Update:
             low = [x.astype(was.dtype) for x, was in zip(new, own, strict=True)]
         rate = learning_rate(traced, len(held), leaves)
         return (norm, rate), new, low, self.placed.flatten(state)
-
-    def _call(self, grads: PyTree, state: PyTree, params: PyTree, extra: Any) -> Any:
-        return self.tx.update(grads, state, params, grad=grads, **extra)
 
     def _logical(self, x: jax.Array, leaf: LeafLayout, is_far: bool = False) -> jax.Array:
         if is_far:

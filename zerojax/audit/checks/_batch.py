@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import Evidence, Problem, hint, some
+from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, some
 from zerojax.audit._origins import Origins
-from zerojax.audit.checks._traffic import check_scatter
+from zerojax.audit.checks._traffic import REDUCTIONS, check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.
 FOLLOWS = frozenset(
@@ -77,3 +77,25 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
         remedy="sum or average the gradient over devices (jax.lax.pmean in shard_map)"
         f"{hint(evidence, 'make_train_step')}",
     )
+
+
+def check_replicas(evidence: Evidence) -> Iterator[Problem]:
+    """Check that gradients are not summed over devices that have the same examples.
+
+    XLA does so with those of grouped convolutions, and of ones whose input's rows are cut. Where
+    no other sum goes along an axis, it cuts no activations: the loss would be summed along it.
+    """
+    layout = evidence.layout
+    held = {axis for leaf in layout.leaves for axis in itertools.chain(*leaf.entries)}
+    for axis in {*layout.mesh.axis_names} - {*layout.batch_axes, *layout.axis} - held:
+        found = [m for m in evidence.moves if axis in m.axes and m.role != "shuffle"]
+        of_kernels = ("conv_general_dilated" in move.record.op_name for move in found)
+        if found and all(of_kernels) and all(move.role in REDUCTIONS for move in found):
+            yield Problem(
+                where=describe_move(found[0]),
+                expected=f"a sum over {' x '.join(layout.batch_axes)} alone, which cut the batch",
+                seen=f"the gradient of a convolution is summed along {axis} too, where devices "
+                f"have the same examples: it is {layout.mesh.shape[axis]} times too large",
+                remedy="cut the batch along all axes: make_layout(batch_axes=); of a grouped "
+                "convolution, differentiate gather_where_used(loss_fn, layout)",
+            )

@@ -16,6 +16,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "unread": _traffic.check_unread,
     "reduce-scatter": _traffic.check_scatter,
     "reduction": _batch.check_reduction,
+    "replicas": _batch.check_replicas,
     "accumulator": _whole.check_accumulator,
     "volume": _volume.check_volume,
     "slow links": _volume.check_far,

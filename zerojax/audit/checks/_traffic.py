@@ -9,6 +9,8 @@ from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
 SHUFFLED = 0.02
+#: What adds up gradients.
+REDUCTIONS = ("reduce", "scatter", "sliced")
 #: The share of a scheduled step for which it may wait.
 EXPOSED = 0.1
 
@@ -42,7 +44,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     if partitioned < evidence.floor:
         return
     accepted = ("scatter",) if evidence.has_scatter else ("scatter", "sliced")
-    reductions = [move for move in evidence.ours if move.role in ("scatter", "sliced", "reduce")]
+    reductions = [move for move in evidence.ours if move.role in REDUCTIONS]
     scattered = sum(move.handled for move in reductions if move.role in accepted)
     if scattered >= partitioned / 2:
         return
@@ -73,7 +75,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     """Check that activations stay where they are: ZeRO moves parameters and gradients."""
     strange = [move for move in evidence.large if not move.match.form]
     gathered = [move for move in strange if move.role == "gather"]
-    reduced = [move for move in strange if move.role in ("reduce", "scatter", "sliced")]
+    reduced = [move for move in strange if move.role in REDUCTIONS]
     heavy = sum_moved(reduced, "judged") >= SHARE * _local_elements(evidence)
     groups = [("gathered", gathered)]
     groups += [("reduced", reduced)] if evidence.layout.partitions("parameter") and heavy else []
