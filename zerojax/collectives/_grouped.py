@@ -26,11 +26,6 @@ from zerojax.collectives._structural import waits_elementwise
 from zerojax.layout import Layout
 
 
-def _is_grouped(eqn: Any) -> bool:
-    counts = (eqn.params.get("feature_group_count", 1), eqn.params.get("batch_group_count", 1))
-    return eqn.primitive.name == "conv_general_dilated" and max(counts) > 1
-
-
 def has_grouped(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
     """Whether an equation is, or holds, a grouped convolution whose gradient would be wrong.
 
@@ -38,8 +33,9 @@ def has_grouped(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
     """
     if layout.num_batch_parts == layout.mesh.size or eqn.primitive.name in ("while", "shard_map"):
         return False
+    found = (x.params for x in with_inner(eqn) if x.primitive.name == "conv_general_dilated")
     of_batch = not from_batch.isdisjoint(variables(eqn.invars))
-    return of_batch and any(map(_is_grouped, with_inner(eqn)))
+    return of_batch and any(x["feature_group_count"] * x["batch_group_count"] > 1 for x in found)
 
 
 def bind_grouped(eqn: Any, values: Sequence[Any], opening: Opening) -> list[jax.Array]:
@@ -52,7 +48,7 @@ def bind_grouped(eqn: Any, values: Sequence[Any], opening: Opening) -> list[jax.
     """
     layout = opening.layout
     batch, parts = layout.batch_axes, layout.num_batch_parts
-    if not _is_grouped(eqn):
+    if eqn.primitive.name != "conv_general_dilated":
         raise ValueError(
             f"{source_info_util.summarize(eqn.source_info)}: a grouped convolution within a "
             f"{eqn.primitive.name}, where XLA would sum its kernel's gradient over devices that "
