@@ -240,14 +240,8 @@ EquationRunner = Callable[[Any, list[Any]], Sequence[Any]]
 def run(program: Any, args: Iterable[Any], step: EquationRunner = bind) -> list[Any]:
     """Run a traced program again, one equation after another.
 
-    Args:
-        program: a jaxpr, closed over its constants or without any.
-        args: its inputs, of any type that `step` takes.
-        step: `step(eqn, values)` returns an equation's results; `bind` runs it as it is. One that
-            calls `run` on what a call holds runs that in the call's place.
-
-    Returns:
-        Its results.
+    `step(eqn, values)` returns an equation's results, for inputs of any type; `bind` runs it as it
+    is. One that calls `run` on what a call holds runs that in the call's place.
     """
     jaxpr, _ = opened(program)
     return run_equations(jaxpr.eqns, inputs_of(program, args), jaxpr.outvars, step)

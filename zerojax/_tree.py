@@ -82,10 +82,7 @@ def leaves_like(tree: PyTree, structure: TreeDef, *, within: bool = False) -> li
     `init` and arrays to its `update` (`kernel/value`, then `kernel`); equinox hands a whole model
     over, whose functions and whole numbers have no gradient. Those are left out.
 
-    Args:
-        tree: holds the leaves.
-        structure: holds the same, in its own nodes.
-        within: whether the tree may hold further floating leaves, which are left out too.
+    `within` says whether the tree may hold further floating leaves, which are left out too.
 
     Raises:
         ValueError: floating leaves are missing or too many; it says which.

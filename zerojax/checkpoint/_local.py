@@ -25,16 +25,8 @@ Arrays = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
 class LocalCopies:
     """The copies in a folder that each host has for itself.
 
-    Attributes:
-        steps: those of which there is a whole copy, in order.
-        passed_over: folders that were removed, and why: others are needed with them.
-        manager: Orbax's, which writes and reads them.
-
-    Args:
-        folder: the hosts' own.
-        shared: a folder that all see, where the emergency manager has to find nothing.
-        arrays: those of a state, with their shardings.
-        replicator: whether a service of the cluster brings hosts what others have saved.
+    `steps` are those of which there is a whole copy, `passed_over` folders that were removed, and
+    why. In `shared`, which all hosts see, the emergency manager has to find nothing.
     """
 
     def __init__(

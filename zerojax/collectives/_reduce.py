@@ -163,13 +163,9 @@ def reduce_once(
     for a loss that is a mean over examples that is the same mean, and others are refused. Nothing
     can be carried from microbatch to microbatch.
 
-    Args:
-        loss_fn: of logical parameters.
-        layout: the placement; gradients come back as its stored shards.
-        params: logical parameters, whole along the batch axes.
-        batch: the global batch.
-        count: microbatches per step.
-        dtype: that of the accumulator, in which devices are summed too; None is the gradients'.
+    `params` are logical and whole along the batch axes, `batch` the global one, of `count`
+    microbatches; gradients are stored shards. `dtype` is that of the accumulator, in which devices
+    are summed too; None is the gradients'.
 
     Raises:
         ValueError: the loss is no mean over examples, or may be none.

@@ -236,16 +236,8 @@ def choose_cut(
     dim 1. Where no dim divides, the one that wastes least is padded: `[1009, 3]` over 8 becomes
     `[1016, 3]` (+0.7%), and `[5, 3]` over 8 stays whole.
 
-    Args:
-        shape: logical shape.
-        dim_parts: parts that the user's own axes cut each dim into.
-        num_shards: the parts that the leaf is cut into.
-        min_size: leaves with fewer elements stay whole.
-        stacked: number of leading layer dims.
-        wanted: the dim that a rule asks for.
-
-    Returns:
-        The cut, None where the leaf stays whole, and the reason.
+    The user's own axes cut dims into `dim_parts`; leaves of fewer elements than `min_size` stay
+    whole, and a rule may ask for the dim `wanted`. Returns the cut, None for a whole leaf, and why.
     """
     if num_shards == 1:
         return None, "whole: there is one shard"

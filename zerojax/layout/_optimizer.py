@@ -124,14 +124,9 @@ def optimizer_leaves(
         0/v_row/up [1016]        a factor [1009]
         0/v_col/up [641]         a factor [641], whole or cut by its own shape
 
-    Args:
-        path: of the leaf; anything may stand before the parameter's path.
-        shape: of the leaf, logical or stored.
-        beside: the paths of the whole state, for parameters named as the state's fields are.
-
-    Returns:
-        One for each reading, with the parameter's dtype. A leaf of no parameter has one, by its
-        own shape; its `parameter` is None.
+    `shape` is logical or stored; `beside` are the paths of the whole state, for parameters named
+    as its fields are. Returns one for each reading, with the parameter's dtype. A leaf of no
+    parameter has one, by its own shape; its `parameter` is None.
     """
     for owner in layout.owners(path, beside) if math.prod(shape) > 1 else ():
         source = layout.leaves[owner]

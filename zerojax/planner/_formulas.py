@@ -87,11 +87,8 @@ def theory_of(
 ) -> Theory:
     """Count what a step of the layout's stage moves.
 
-    Args:
-        layout: the placement.
-        recipe: how many microbatches there are, and when gradients are summed over devices.
-        scatters: whether a partitioned leaf's gradient can be reduce-scattered, or is all-reduced.
-        frozen: indices of leaves without a gradient.
+    `scatters` tells whether a partitioned leaf's gradient can be reduce-scattered, or is
+    all-reduced; `frozen` are indices of leaves without a gradient.
 
     Raises:
         ValueError: gradients are to be summed once where parameters are partitioned, or gathered

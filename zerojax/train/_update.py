@@ -100,12 +100,7 @@ def clip(grads: PyTree, norm: jax.Array, clip_norm: float | None) -> PyTree:
 class Update:
     """Unscale, clip, update: one sequence, run as a whole or leaf by leaf with the host.
 
-    Attributes:
-        tx: the bare optimizer.
-        layout: the placement.
-        recipe: how the step is computed.
-        placed: the placement of the optimizer's state.
-        hosted: the leaves that live in the host's memory.
+    `tx` is the bare optimizer; the leaves `hosted` live in the host's memory.
     """
 
     def __init__(
