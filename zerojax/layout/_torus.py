@@ -53,7 +53,7 @@ SPANS: dict[str, Span] = {
 
 #: Kinds of chips whose SparseCores gather and scatter along any dims at once, where shards are
 #: whole tiles, by the options of `collectives/options.toml`.
-OFFLOADS = frozenset({"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"})
+OFFLOADS = frozenset({"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,11 +179,12 @@ class Recipe:
         """Return how much of the next layer is gathered while one computes, by the `device_kind`.
 
         Where parameters are partitioned by default half a layer, which costs less time and memory
-        than a whole one but on TPU7x (docs/benchmarks.md); on a CPU, where all wait, nothing.
+        than a whole one (docs/benchmarks.md); on a CPU, where all wait, nothing.
         """
         if "parameter" not in kinds:
             return 0
-        return {"cpu": 0, "TPU7x": 1}.get(device, 0.5) if self.prefetch is None else self.prefetch
+        default = 0 if device == "cpu" else 0.5
+        return default if self.prefetch is None else self.prefetch
 
     @property
     def skips(self) -> bool:

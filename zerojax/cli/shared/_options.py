@@ -142,7 +142,7 @@ class StepOptions(CommandOptions):
     )
     """Sum gradients over devices once per step, or for each microbatch."""
     prefetch: float | None = option(
-        None, min=0, max=1, show_default="0.5 on GPUs and TPUs (TPU7x: 1), 0 on CPUs", panel=ZERO
+        None, min=0, max=1, show_default="0.5 on GPUs and TPUs, 0 on CPUs", panel=ZERO
     )
     """Part of the next layer's weights that stage 3 gathers while a layer computes."""
     keep_gathered: bool = option(False, panel=ZERO)
