@@ -130,10 +130,6 @@ def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
 
     Of a loop or branch that reads one, everything that is carried or returned counts as such. So
     does what is closed over and is still traced, or cut over devices: it may be a batch.
-
-    Args:
-        program: a jaxpr, closed over its constants or without any.
-        given: for each of its inputs, whether it is one of them.
     """
     jaxpr, consts = opened(program)
     found = {var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given}

@@ -67,15 +67,7 @@ class Slice:
 
 
 class Traced:
-    """An update traced to equations, calls inlined.
-
-    Attributes:
-        program: the jaxpr with its calls.
-        inputs: one variable per input leaf.
-        outputs: one variable or literal per output leaf.
-        out_tree: the structure of the results.
-        eqns: in order.
-    """
+    """An update traced to equations `eqns`, calls inlined; `program` is the jaxpr with them."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         shapes = jax.tree.map(_shape_of, args)

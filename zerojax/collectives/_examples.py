@@ -41,10 +41,7 @@ def map_batch(
 ) -> PyTree:
     """Map a function over the arrays that hold examples, and another one over the rest.
 
-    Args:
-        function: of arrays whose leading dim counts examples.
-        batch: the tree; what is marked whole stays so.
-        rest: of scalars and of arrays that are marked whole; by default they are passed on.
+    The rest are scalars and what is marked whole, which stays so; by default they are passed on.
     """
 
     def one(x: Any) -> Any:

@@ -204,12 +204,7 @@ class PerDevice:
         return leaf.dim if is_direct else None
 
     def sum_over(self, x: jax.Array, dim: int) -> jax.Array:
-        """Sum stored leaves over devices, each device keeping its shard.
-
-        Args:
-            x: a device's own term, of the stored shape.
-            dim: the partitioned dim.
-        """
+        """Sum stored leaves over devices, each device keeping its shard of `dim`."""
         dtype = x.dtype
         if self._layout.platform == "cpu" and dtype.itemsize == 2:
             # XLA sums 16-bit numbers in fp32 on a CPU, but its own conversion aborts the process

@@ -107,10 +107,7 @@ class LeafLayout:
     def bytes_per_device(self, kind: Kind, *, stored: bool = True, dtype: Any = None) -> int:
         """Count the bytes that one device holds of the leaf, as a kind of tensor.
 
-        Args:
-            kind: parameter, gradient, optimizer or master.
-            stored: whether a leaf that no dim divides is padded (or else stays whole).
-            dtype: dtype to count in; the leaf's own by default.
+        A leaf that no dim divides is padded where it is `stored`, or else stays whole.
         """
         if kind in self.axes and (stored or not self.is_padded):
             held = num_bytes(self.stored_shape, self.dtype if dtype is None else dtype)

@@ -102,12 +102,7 @@ class Phases:
         return tuple(phase for phase in self.axes if {*phase} <= {*self.expand(axes)})
 
     def between(self, leaf: Placed, axes: Axes) -> tuple[NamedSharding, ...]:
-        """Return the shardings that a leaf has between whole and shards, in a reduction's order.
-
-        Args:
-            leaf: how it is cut.
-            axes: those of the layout's mesh that cut the shards.
-        """
+        """Return the shardings of a leaf between whole and shards, in a reduction's order."""
         names = itertools.accumulate(self.within(axes)[:-1] if leaf.dim is not None else ())
         specs = (as_spec(leaf.entries, leaf.dim, axes) for axes in names)
         return tuple(NamedSharding(self.mesh, spec) for spec in specs)

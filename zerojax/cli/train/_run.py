@@ -64,17 +64,8 @@ BATCH_SIZE = 32
 class TrainRun:
     """A run that is ready to start.
 
-    Attributes:
-        options: with every choice made that decides what is learned.
-        config: the model.
-        corpus: the text to train on, and what is held out of it; `held_out` has batches of that.
-        description: bytes of the states on a device, beside the theory.
-        plain: bytes per device by kind under stage 0.
-        rates: the learning rate of each step.
-        checkpoint: the newest one, which the run is to start from, or None.
-        checkpoints: all of them, one per step that was saved.
-        batches: this process's rows of each batch.
-        held_out: its rows of the held-out text, in batches.
+    `plain` are bytes per device by kind under stage 0, `checkpoint` the newest of `checkpoints`, or
+    None; `batches` and `held_out` have this process's rows.
     """
 
     def __init__(self, options: TrainOptions, checkpoint: Path | None, num_processes: int) -> None:

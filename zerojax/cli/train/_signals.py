@@ -19,11 +19,8 @@ class Signals:
     """Catches the signals that end a run in order, within a `with` block of the main thread.
 
     They are SIGINT (Ctrl-C), SIGTERM (preemption) and SIGHUP (a terminal that is closed). Of these
-    SIGHUP alone stays ignored where it was, as under nohup. At most `most_queued` steps are started
-    before an earlier one has ended.
-
-    Attributes:
-        seen: those that came to this process; any of them asks the run to end.
+    SIGHUP alone stays ignored where it was, as under nohup. Any of those `seen` by this process
+    asks the run to end. At most `most_queued` steps are started before an earlier one has ended.
     """
 
     def __init__(self, most_queued: int) -> None:
