@@ -73,15 +73,15 @@ def test_states_are_not_copied_into_the_order_of_their_gradient(stage):
 
 
 @pytest.mark.aot("libtpu")
-@pytest.mark.parametrize("scan", [True, False])
-def test_sparse_cores_move_beside_work_from_stage_1_on(scan):
+@pytest.mark.parametrize(("stage", "scan"), [(0, True), (2, True), (2, False)])
+def test_sparse_cores_move_beside_work(stage, scan):
     """By default each collective blocks; what waits for them takes little memory."""
     size = {"num_layers": 6, "width": 1024, "context": 512, "vocab_size": 4096}
     config = dataclasses.replace(CONFIG, scan=scan, **size)
-    lowered, layout, recipe = lowered_step("v5p:2x2x2", 8, 2, config)
+    lowered, layout, recipe = lowered_step("v5p:2x2x2", 8, stage, config)
     names = (
         f"xla_tpu_enable_sparse_core_collective_offload_{op}"
-        for op in ("all_gather", "reduce_scatter")
+        for op in (("all_gather", "reduce_scatter") if stage else ("all_reduce",))
     )
     beside, blocking = (
         zerojax.audit(lowered.compile(compiler_options=options), layout, recipe)
@@ -92,6 +92,17 @@ def test_sparse_cores_move_beside_work_from_stage_1_on(scan):
     assert beside.schedule.step_seconds < 0.95 * blocking.schedule.step_seconds
     a_layer = 2 * 12 * 1024**2
     assert beside.memory.peak < blocking.memory.peak + a_layer
+
+
+@pytest.mark.aot("libtpu")
+def test_products_on_tpu7x_are_not_cut_into_permutes():
+    """By default libtpu has permutes between parts of a product: 2.85 elements a parameter."""
+    size = {"num_layers": 2, "width": 1024, "context": 512, "vocab_size": 4096}
+    config = dataclasses.replace(CONFIG, **size)
+    _, report = audited("tpu7x:2x2x1", 8, 3, config)
+    report.raise_if_problems()
+    assert report.volume == pytest.approx(3 * 7 / 8, rel=0.05)
+    assert report.schedule.blocking_share < 0.1
 
 
 @pytest.mark.aot("libtpu")
