@@ -137,10 +137,10 @@ class Update:
             run = OffloadedUpdate(run, layout, placed, hosted)
         (norm, rate), new, low, opt_state = run(*given)
         for x, leaf in zip(opt_state, placed.leaves, strict=True):
-            if x.dtype != leaf.dtype:
+            if (dtype := jnp.result_type(x)) != leaf.dtype:  # of a Python number too
                 raise ValueError(
                     f"leaf {leaf.path!r} of the optimizer's state is {leaf.dtype} from tx.init and "
-                    f"{x.dtype} from tx.update; a compiled step keeps dtypes, so let both give one"
+                    f"{dtype} from tx.update; a compiled step keeps dtypes, so let both give one"
                 )
         masters = map(self._stored, new, leaves, hosted.masters)
         new_state = dataclasses.replace(
