@@ -10,6 +10,7 @@ import zerojax
 
 EXAMPLES, TOKENS, WIDTH, CLASSES = 16, 6, 8, 5
 KEY = jax.random.key(0)
+NUMBERS = jnp.arange(EXAMPLES * TOKENS).reshape(EXAMPLES, TOKENS)
 PARAMS = {
     "embed": jax.random.normal(KEY, (CLASSES, WIDTH)),
     "layers": jax.random.normal(jax.random.fold_in(KEY, 1), (3, WIDTH, WIDTH)) * 0.3,
@@ -20,9 +21,7 @@ BATCH = {
     "x": jax.random.normal(jax.random.fold_in(KEY, 4), (EXAMPLES, TOKENS, WIDTH)),
     "tokens": jax.random.randint(jax.random.fold_in(KEY, 5), (EXAMPLES, TOKENS), 0, CLASSES),
     "y": jax.random.randint(jax.random.fold_in(KEY, 6), (EXAMPLES,), 0, CLASSES),
-    "mask": (jnp.arange(EXAMPLES * TOKENS) % 7 > jnp.arange(EXAMPLES * TOKENS) % 4)
-    .reshape(EXAMPLES, TOKENS)
-    .astype(jnp.float32),
+    "mask": (NUMBERS % 7 > NUMBERS % 4).astype(jnp.float32),
     "weights": zerojax.Whole(jnp.arange(1.0, 1 + CLASSES)),
     "key": jax.random.key(9),
 }
@@ -37,8 +36,8 @@ def grouped(z):
     return z.reshape((-1, 8, CLASSES) if z.shape[1] >= EXAMPLES else z.shape[1:])
 
 
-def scaled(p, x, first, second):
-    return jnp.mean(x * first) + jnp.mean(x * second)
+def scaled(x, weight):
+    return jnp.mean(x * weight + x * 2.0 if len(x) > EXAMPLES // 4 else x * 2.0 + x * weight)
 
 
 def layers(p, b):
@@ -268,7 +267,7 @@ OTHERS = {
         "another program for another number of examples: reshape",
     ),
     "a weight where there are many": (
-        lambda p, b: scaled(p, b["x"], *((p["out"][0, 0], 2.0)[:: 1 if len(b["x"]) > 4 else -1])),
+        lambda p, b: scaled(b["x"], p["out"][0, 0]),
         "another program for another number of examples: mul",
     ),
     "neighbours": (
