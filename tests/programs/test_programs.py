@@ -67,8 +67,11 @@ def held(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", PROGRAMS)
+#: Without microbatches stages 1 and 2 are one program: each of these is run at one of them, and at 3.
+CASES = [(name, stage) for n, name in enumerate(PROGRAMS) for stage in (1 + n % 2, 3)]
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
 def test_a_program_trains_as_without_zero_and_holds_what_its_stage_promises(name, stage, mesh8):
     program = made(name)
     step = program.step(mesh8, stage, KEY)
