@@ -207,8 +207,9 @@ class _Clock:
     def _parts(self, launch: Launch, kept: frozenset[int]) -> float:
         """Count what a dot product that is made in parts has beside it while it runs.
 
-        The parts, and padded copies of its operands; in a list of layers, that of a parameter that
-        nothing else reads any more takes its place.
+        The parts, and padded copies of its operands. In a list of layers, where a copy is the last
+        that reads a parameter, the other operand's copy may lie in the parameter's buffer; its own
+        is too large for it.
         """
         op, lives = launch.op, self.lifetimes
         if (parts := lives.num_parts(op, self.examples)) == 1:
@@ -218,7 +219,9 @@ class _Clock:
             return written
         last = dict(lives.uses) if lives.is_list else {}
         ends = {v for v, time in last.items() if time == launch.time} - kept
-        return written + sum(self.sizes[v] for v in op.read[:2] if lives.owner.get(v) not in ends)
+        copies = [(self.sizes[v], lives.owner.get(v) in ends) for v in op.read[:2]]
+        (least, _), (most, is_free) = sorted(copies)
+        return written + most + least * (not is_free)
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
