@@ -215,6 +215,7 @@ def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf
         is_gathered = gathers and placed.dim is not None
         # libtpu turns a table's gradient that is cut along its minor dim before it scatters it.
         is_turned = is_tpu and not placed.stacked and 0 < (placed.dim or 0) == len(placed.shape) - 1
+        is_turned &= not fills_tiles(placed.stored_shape, placed.dim, placed.num_shards)
         leaf = HeldLeaf(
             held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=whole,
