@@ -120,9 +120,7 @@ class CompileResult:
         """What is wrong, in a few words; empty where the program is right and fits."""
         found = [] if self.shortage is None else [self.verdict]
         if self.report is not None and self.report.problems:
-            count = len(self.report.problems)
-            kinds = ", ".join(dict.fromkeys(problem.kind for problem in self.report.problems))
-            found.append(f"{count} problem{'s' if count > 1 else ''} ({kinds})")
+            found.append(self.report.verdict.partition(":")[0])
         return ", and ".join(found)
 
 
