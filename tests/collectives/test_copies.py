@@ -188,3 +188,44 @@ def test_a_padded_weight_that_the_user_cuts_too_is_reduce_scattered():
     report = zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(batch)
     report.raise_if_problems()
     assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
+
+
+def recurrent(p, b):
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["a"]), None), b["x"], None, 3)
+    return jnp.mean(h**2)
+
+
+def tied(p, b):
+    return jnp.mean((jnp.tanh(b["x"] + p["a"][b["y"]]) @ p["a"].T) ** 2)
+
+
+def plain(p, b):
+    return jnp.mean(jnp.tanh(b["x"] @ p["a"]) ** 2)
+
+
+def learned(loss):
+    """Give the gradient behind a step of gradient descent (MAML)."""
+    return jax.grad(lambda p, b: loss({"a": p["a"] - 0.1 * jax.grad(loss)(p, b)["a"]}, b))
+
+
+def hessian_product(loss):
+    return jax.grad(lambda p, b: jnp.vdot(jax.grad(loss)(p, b)["a"], jnp.cos(p["a"])))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("of", [learned, hessian_product])
+@pytest.mark.parametrize(
+    ("loss", "rows"),
+    [(recurrent, 16), (tied, 11), (plain, 16), (plain, 11)],
+    ids=["recurrent", "tied", "one use", "padded"],
+)
+def test_derivatives_of_gradients_reach_every_copy(loss, rows, of, stage, mesh8):
+    width = 16 if rows == 16 else 10
+    params = {"a": 0.3 * jax.random.normal(jax.random.key(0), (rows, width))}
+    size = rows if loss is plain else width
+    batch = {"x": jax.random.normal(jax.random.key(1), (16, size)), "y": np.arange(16) % rows}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+    gradient = jax.jit(of(gather_where_used(loss, layout)), out_shardings=layout.grads)
+    got = gradient(jax.device_put(params, layout.params), jax.device_put(batch, layout.batch))
+    want = jax.jit(of(loss))(params, batch)
+    np.testing.assert_allclose(got["a"], want["a"], rtol=1e-4, atol=1e-6)

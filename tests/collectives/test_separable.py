@@ -11,7 +11,17 @@ import optax
 import pytest
 
 import zerojax
-from tests.collectives.losses import BATCH, EXAMPLES, MEANS, OTHERS, PARAMS, TOKENS, entropy, logits
+from tests.collectives.losses import (
+    BATCH,
+    CLASSES,
+    EXAMPLES,
+    MEANS,
+    OTHERS,
+    PARAMS,
+    TOKENS,
+    entropy,
+    logits,
+)
 from tests.collectives.rules import LINEAR_RULES, OTHER_RULES
 
 
@@ -32,6 +42,55 @@ def test_a_mean_over_examples_is_that_of_the_whole_batch(loss, mesh8):
         np.testing.assert_allclose(
             state.params[name], PARAMS[name] - 0.1 * g, atol=1e-5, err_msg=name
         )
+
+
+def views(p, b):
+    """Join two views of each example, as SimSiam and FixMatch do."""
+    return jnp.tanh(jnp.concatenate([b["x"].mean(1), b["x"].max(1)]) @ p["out"])
+
+
+def parted(z, parts=2):
+    one, *_, last = jnp.split(z, parts)
+    return jnp.mean((one - jax.lax.stop_gradient(last)) ** 2)
+
+
+VIEWS = {
+    "parted": lambda p, b: parted(views(p, b)),
+    "in a dim of their own": lambda p, b: parted(views(p, b).reshape(2, -1, CLASSES)),
+    "of views": lambda p, b: parted(jnp.split(jnp.concatenate([views(p, b)] * 2), 2)[1]),
+    "with labels": lambda p, b: entropy(views(p, b), jnp.concatenate([b["y"]] * 2)).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", VIEWS.values(), ids=VIEWS)
+def test_views_of_each_example_may_be_joined_and_parted_again(loss, mesh8):
+    test_a_mean_over_examples_is_that_of_the_whole_batch(loss, mesh8)
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (lambda p, b: parted(views(p, b), 4), "joins examples.*split"),
+        (lambda p, b: parted(logits(p, b)), "joins examples.*split"),
+        (lambda p, b: jnp.mean(jnp.concatenate([views(p, b), logits(p, b)])), "joins.*concatenate"),
+        (lambda p, b: jnp.mean(views(p, b).reshape(-1, 2, CLASSES)[:, 0]), "parts of several"),
+        (lambda p, b: jnp.mean(jnp.tanh(views(p, b) - views(p, b).mean(0))), "made of all"),
+    ],
+    ids=["in four", "of one view", "of other sizes", "neighbours", "less their mean"],
+)
+def test_other_parts_of_views_are_refused(loss, match, mesh8):
+    with pytest.raises(ValueError, match=match):
+        lowered(mesh8, loss, 1, "once")
+
+
+def test_a_placement_along_the_batch_is_refused_with_its_line(mesh8):
+    def placed(p, b):
+        sharding = jax.sharding.NamedSharding(mesh8, jax.sharding.PartitionSpec("data"))
+        return jnp.mean(jax.lax.with_sharding_constraint(logits(p, b), sharding) ** 2)
+
+    match = r"an array along \['data'\].*test_separable.py:.*placed\); write Recipe\(reduce='each'"
+    with pytest.raises(ValueError, match=match):
+        lowered(mesh8, placed, 2, "once")
 
 
 @pytest.mark.parametrize(("loss", "match"), OTHERS.values(), ids=OTHERS)

@@ -218,3 +218,20 @@ def test_placement_of_a_batch(mesh8):
     layout = zerojax.make_layout(make_params(), mesh8, stage=1)
     assert isinstance(layout.batch, NamedSharding)
     assert layout.batch.spec == P(("data",))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_argument_of_the_update_need_not_have_the_shapes_of_its_parameters(stage):
+    """A loss has the structure of parameters that are one array; rates may be one for each leaf."""
+
+    def update(updates, state, params=None, *, value, rates):
+        return jax.tree.map(lambda g, rate: -rate * value * g, updates, rates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    for params, rates in ((jnp.ones((64, 8)), 0.5), ({"a": jnp.ones((64, 8))}, {"a": 0.5})):
+        layout = zerojax.make_layout(params, MESHES["auto"](), stage=stage, min_size=1)
+        tx = zerojax.sharded(inner, layout)
+        placed = jax.device_put(params, layout.params)
+        given = {"value": jnp.float32(3.0), "rates": jax.tree.map(jnp.float32, rates)}
+        updates, _ = jax.jit(tx.update)(placed, tx.init(placed), placed, **given)
+        np.testing.assert_array_equal(jax.tree.leaves(updates)[0], np.full((64, 8), -1.5))

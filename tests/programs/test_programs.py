@@ -67,7 +67,7 @@ def held(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-#: Without microbatches stages 1 and 2 are one program: each of these is run at one of them, and at 3.
+#: Without microbatches stages 1 and 2 are one program: each is run at one of them, and at 3.
 CASES = [(name, stage) for n, name in enumerate(PROGRAMS) for stage in (1 + n % 2, 3)]
 
 

@@ -69,7 +69,7 @@ class Copied:
         return dataclasses.replace(self, origin=origin, whole=whole)
 
     def _broadcast(self, box: Boxed, opening: Opening) -> jax.Array:
-        whole = opening.open_box(jax.lax.stop_gradient(box))
+        whole = opening.open_box(jax.tree.map(_without_gradient, box))
         whole = jnp.broadcast_to(whole, (len(self.sums), *whole.shape))
         return checkpoint_name(_one_each(whole, box, opening), GATHERED)
 
@@ -94,6 +94,15 @@ class Copied:
         own = self.origin.replayed(_with_gradient_of(whole, self.sums), each)
         is_cast = self.box.value.dtype.itemsize < whole.dtype.itemsize
         return _with_gradient_of(self._broadcast(self.box, opening), own) if is_cast else own
+
+
+@jax.custom_vjp
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """Stop the gradient of `x`, but not that of a gradient: a Hessian's product reads `x` too."""
+    return x
+
+
+_without_gradient.defvjp(lambda x: (x, None), lambda _, g: (None,))
 
 
 @jax.custom_vjp

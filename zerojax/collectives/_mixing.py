@@ -114,6 +114,8 @@ def result_of(
         return Value(degree=degree + 1, pooled=True)
     if name in ("reshape", "expand_dims", "squeeze") and outer is not None:
         outer = _reshaped(eqn, outer, given, out, num_examples)
+    elif outer and column is None and (joined := _joined(eqn, outer, dims)):
+        outer = joined
     elif not _keeps(eqn, values, dims, out):
         raise Refused("it joins examples, or whether it does can't be told")
     pooled = any(value.pooled for value in values)
@@ -175,6 +177,21 @@ def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_exam
     if before % after or shape[out] % (before // after * num_examples):
         raise Refused(f"it cuts the batch into parts of several examples ({IN_CHUNKS})")
     return before // after
+
+
+def _joined(eqn: Any, outer: int, dims: list[int | None]) -> int:
+    """Return the parts before examples where views as large are joined, or parted again; else 0.
+
+    Two views of each example, `z = f(concatenate([x, y]))`, have 2; `split(z, 2)` has 1 again.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "concatenate" and {*dims} == {params["dimension"]}:
+        sizes = {x.aval.shape[params["dimension"]] for x in eqn.invars}
+        return outer * len(dims) if len(sizes) == 1 else 0
+    if name == "split" and dims == [params["axis"]] and len({*params["sizes"]}) == 1:
+        parts, rest = divmod(outer, len(params["sizes"]))
+        return 0 if rest else parts
+    return 0
 
 
 def meet(values: Sequence[Value]) -> Value:
