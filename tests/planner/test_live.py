@@ -12,7 +12,7 @@ import pytest
 from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
 from zerojax.models import gpt
 from zerojax.planner._demand import Trace
-from zerojax.planner.traced import HeldLeaf, Sharing, lifetimes_of, peak_of
+from zerojax.planner.traced import Sharing, lifetimes_of, peak_of
 from zerojax.planner.traced._split import is_padded, num_parts
 
 
@@ -52,7 +52,8 @@ def test_a_chain_at_stage_0(examples):
 @pytest.mark.parametrize("examples", [16, 1024])
 def test_from_stage_1_on_a_gradient_is_scattered_as_soon_as_it_is_there(examples):
     W, small, A, x = chain_sizes(examples)
-    moments = [3 * W + 3 * A, 3 * W + W / N + 2 * A]
+    # The gradient of w0 is turned around beside its shard and that of w1.
+    moments = [3 * W + 3 * A, 3 * W + 2 * W / N + A]
     assert chain_peak(examples, stage=1) == small + x + LOSS + max(moments)
 
 
@@ -63,20 +64,20 @@ def test_a_gathered_weight_is_there_while_it_is_used_and_no_longer():
     assert chain_peak(16, stage=3) == held + x + LOSS + 2 * W / N + W + 2 * A
 
 
-def test_a_gpu_gathers_the_next_weight_while_one_is_used():
+def test_on_a_gpu_a_gradient_leaves_while_the_next_one_is_made():
     W, small, A, x = chain_sizes(16)
     held = (2 * W + small) / N
-    # w0 is under way while a product makes a gradient; the one before it is on its way into shards,
-    # and lies there whole; y1 and the gradients of y2 and y3.
-    assert chain_peak(16, "gpu", 3) == held + x + LOSS + 3 * W + 3 * A
+    # w0 is gathered, a gradient is turned around, and the one before is on its way into shards;
+    # y1 and the gradient of y2.
+    assert chain_peak(16, "gpu", 3) == held + x + LOSS + 3 * W + 2 * A
     assert chain_peak(16, "cpu", 3) < chain_peak(16, "gpu", 3)
 
 
 def test_parameters_that_come_back_from_masters_are_freed_after_their_last_use():
     W, small, A, x = chain_sizes(16)
     assert chain_peak(16) == small + x + LOSS + 4 * W + 2 * A
-    # w1 is gone when the gradient of w0 is made.
-    assert chain_peak(16, frees=True) == small + x + LOSS + 3 * W + max(3 * A, 2 * A)
+    # `in` is gone when y1 is there, and w1 when the gradient of w0 is made.
+    assert chain_peak(16, frees=True) == x + LOSS + 3 * W + 3 * A
 
 
 @pytest.mark.parametrize(("products", "is_kept"), [(4, False), (5, True)])
@@ -97,7 +98,7 @@ def test_values_that_are_soon_read_last_lie_in_vector_memory(products, is_kept):
     assert far == pytest.approx(held + 3 * A, abs=LOSS), "y, and two of the chain"
 
 
-def test_all_that_a_small_scan_makes_lies_in_vector_memory():
+def test_small_values_of_a_scan_lie_in_vector_memory_as_far_as_there_is_room():
     params, program = model(scan=True)
     lifetimes = lifetimes_of(program, len(leaves_of(params)), "tpu")
 
@@ -109,10 +110,10 @@ def test_all_that_a_small_scan_makes_lies_in_vector_memory():
     parameters = sum(leaf.held for leaf in leaves_of(params))
     assert held(2**30) == parameters + batch
     made = held(0) - held(2**30)
-    assert held(1.4 * made) == held(0) > held(1.6 * made) == held(2**30)
+    for size in (made / 2, made, 2 * made):
+        assert held(0) - size / 2 <= held(size) < held(0)
     # But a gradient that SparseCores reduce lies in memory, and no more than there is without any.
-    assert held(2**30, made / 2) == held(2**30) + made / 2
-    assert held(2**30, 2 * made) == held(0)
+    assert held(2**30) < held(2**30, made / 8) < held(2**30, 2 * made) == held(0)
 
 
 def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():
@@ -120,20 +121,6 @@ def test_a_gradient_is_as_large_as_the_model_axis_leaves_its_parameter():
     # All of a layer is cut in two, and the batch is not.
     found = chain_peak(16, model_axis=2, parts=2)
     assert found == x + (small + LOSS + 4 * W + 2 * A) / 2
-
-
-def test_gathers_of_norms_and_biases_do_not_count():
-    def loss(w, x):
-        return jnp.sum(jnp.sin(x @ w))
-
-    program = Trace(loss, shape(8, 8), shape(4, 8)).operations
-
-    def gathering(size):
-        leaves = [HeldLeaf(gathered=size, is_gathered=True)]
-        return peak_of(lifetimes_of(program, 1, "cpu"), leaves, 4, frees=False)
-
-    assert gathering(2**14) == gathering(0)
-    assert gathering(2**14 + 1) > gathering(2**14) + 2**13
 
 
 # ------------------------------------------------------------------ the batch

@@ -84,7 +84,6 @@ class Lifetimes:
         self.written = set(self.summed.values())
         #: parameters by the values that become their gradients by elementwise operations
         self.marked = self._marked(gradients)
-        self.differentiated = self._differentiated(gradients)
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
         #: the buffers that values are made from
         self.sources: dict[int, frozenset[int]] = {}
@@ -114,8 +113,6 @@ class Lifetimes:
 
     def _launches(self, reads: Mapping[int, frozenset[int]]) -> tuple[Launch, ...]:
         last = {v: t for t, values in reads.items() for v in values}
-        for parameter, t in self.differentiated.items():
-            last[parameter] = max(t, last.get(parameter, 0))
         dies: dict[int, list[int]] = {}
         for v, t in last.items():
             if v not in self.results:
@@ -216,17 +213,6 @@ class Lifetimes:
                 op = self._made_by(v)
                 if op is not None and op.kind == "fused":
                     todo += [i for i in op.read if self._elements(i) == self._elements(v)]
-        return found
-
-    def _differentiated(self, gradients: Parts) -> dict[int, int]:
-        found, by_leaf = {}, {part.leaf: v for v, part in gradients.items()}
-        for parameter, part in self.parameters.items():
-            t = self.maker.get(by_leaf.get(part.leaf, -1))
-            while t is not None and self.program.ops[t].kind == "fused" and t not in self.written:
-                marked = self.maker.keys() & self.marked.keys() & set(self.program.ops[t].read)
-                t = max((self.maker[v] for v in marked), default=None)
-            if t is not None:
-                found[parameter] = t
         return found
 
     def _is_stored(self, value: int) -> bool:

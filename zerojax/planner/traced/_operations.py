@@ -143,19 +143,12 @@ def run_late(program: Operations, gradients: Collection[int], examples: int = 0)
     in its place; a gradient that one product makes is reduced beside the next product.
     """
     end, made = len(program.ops), {v: op for op in program.ops for v in op.outputs}
-    is_list = all(op.kind != "loop" for op in program.ops)
     readers = program.readers()
-
-    def is_narrow(v: int) -> bool:  # of a product, beside what it reads
-        one, *read = (program.values[x].bytes.at(examples) for x in (v, *made[v].read))
-        return made[v].kind == "kernel" and 2 * one <= max(read)
-
     reduced, todo = set(gradients), [v for v in gradients if v in made]
-    while todo:  # and what they are only views of, or, in a list, the product of a table's sum
+    while todo:  # and what they are only views of
         op = made[todo.pop()]
-        found = [v for v in op.read if v in made and op.kind == "fused"]
-        if len(op.read) > 1:
-            found = [v for v in found if is_list and op.name == "add_any" and is_narrow(v)]
+        is_view = op.kind == "fused" and len(op.read) == 1
+        found = [v for v in op.read if v in made and is_view]
         reduced.update(found)
         todo += found
     loss = set(program.outputs[:1] if examples else ())

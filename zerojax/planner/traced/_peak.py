@@ -14,7 +14,6 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,11 +22,8 @@ from zerojax.planner.traced._lifetimes import Launch, Lifetimes
 from zerojax.planner.traced._operations import Op
 from zerojax.planner.traced._split import is_padded
 
-#: Gathers below this are never what matters: norms and biases.
-_SMALL = 2**14
-#: The part of vector memory in which all that a small scan makes lies; gathered weights, and the
-#: gradients of a list, which wait for each other, lie in memory.
-_ALL = 2 / 3
+#: How much of what may lie in vector memory small values of scans fill, beside what is read soon.
+_ROOM = 4 / 9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +87,8 @@ def peak_of(
     owners = {v: leaves[part.leaf] for v, part in parameters.items()}
     held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
-    peak, fixed = clock.peak(held, frozenset(batch if frees else held)), sum(held.values())
-    is_small = peak - fixed <= _ALL * clock.sharing.vector_memory
-    least = min(peak, fixed + clock.sharing.reduced)
-    return least if is_small and not (lifetimes.is_list or clock.gathers) else peak
+    room = 0.0 if lifetimes.is_list else _ROOM * clock.sharing.vector_memory
+    return clock.peak(held, frozenset(batch if frees else held), room)
 
 
 def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) -> float:
@@ -117,11 +111,15 @@ class _Clock:
         self.gathers = any(leaf.is_gathered or leaf.kept for leaf in self.leaves)
 
     def peak(
-        self, held: Mapping[int, float] = MappingProxyType({}), kept: frozenset[int] = frozenset()
+        self,
+        held: Mapping[int, float] = MappingProxyType({}),
+        kept: frozenset[int] = frozenset(),
+        room: float = 0.0,
     ) -> float:
         """Find the peak; what a loop reads from outside is counted there.
 
         `held` lies there from the beginning; what of it is `kept` is never freed nor written over.
+        Small values lie in vector memory, as far as there is `room`.
         """
         alive = dict(held)
         change = _changes(self._gathers())
@@ -131,13 +129,15 @@ class _Clock:
             while clock <= launch.time:  # what starts before this operation or with it
                 beside += change.get(clock, 0.0)
                 clock += 1
-            inside = (dataclasses.replace(self, lifetimes=body) for body in launch.bodies)
-            within = max((one.peak() for one in inside), default=0.0)
             wanted = {v: self._result(v, op) for v in launch.results}
+            made = (x for v, x in (alive | wanted).items() if v not in held and x <= room)
+            elsewhere = min(room, max(sum(made) - self.sharing.reduced, 0.0)) if room else 0.0
+            inside = (dataclasses.replace(self, lifetimes=body) for body in launch.bodies)
+            within = max((one.peak(room=room - elsewhere) for one in inside), default=0.0)
             reused = _reused(launch, alive, wanted, kept)
             marks = [self.lifetimes.marked[v] for v in wanted if v in self.lifetimes.marked]
             turned = sum(self.leaves[x.leaf].turned for x in marks)
-            beyond = within + self._parts(launch, kept) + beside + leaving + turned
+            beyond = within + self._parts(launch, kept) + beside + leaving + turned - elsewhere
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel":
                 leaving = 0.0
@@ -178,31 +178,23 @@ class _Clock:
         return sizes
 
     def _result(self, value: int, op: Op) -> float:
-        """Count a result; gradients that a loop stacks, or that are only viewed, are shards."""
+        """Count a result; gradients that a loop stacks are shards."""
         stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
-        viewed = op.kind == "fused" and len(op.read) == 1 and op.read[0] in self.lifetimes.marked
         size = self.sizes[value]
-        return min(size, self._gradient(value)) if stacked or viewed else size
+        return min(size, self._gradient(value)) if stacked else size
 
     def _gathers(self) -> list[tuple[int, int, float]]:
         found, ahead, end = [], {}, len(self.program.ops)
         for owner, time in self.lifetimes.uses:
             part = self.lifetimes.parameters[owner]
             size = part.share * self.leaves[part.leaf].gathered
-            if not self.leaves[part.leaf].is_gathered or size <= _SMALL:
+            if not self.leaves[part.leaf].is_gathered:
                 continue
             if part.share < 1:  # a loop's slice: carried into this iteration, and the next one's
                 ahead[owner] = (0, end, 2 * self.sharing.ahead * size)
                 size *= 1 - self.sharing.ahead
-            found.append((time, owner, size))
-        found.sort()
-        early = self.lifetimes.backend.prefetches  # but a weight that is gathered again
-        pairs = itertools.pairwise([*found[:1], *found])
-        whole = [
-            (before if early and other != owner else time, time, size)
-            for (before, other, _), (time, owner, size) in pairs
-        ]
-        return [*ahead.values(), *whole]
+            found.append((time, time, size))
+        return [*ahead.values(), *found]
 
     def _parts(self, launch: Launch, kept: frozenset[int]) -> float:
         """Count what a dot product that is made in parts has beside it while it runs.
