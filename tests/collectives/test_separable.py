@@ -88,7 +88,7 @@ def test_a_placement_along_the_batch_is_refused_with_its_line(mesh8):
         sharding = jax.sharding.NamedSharding(mesh8, jax.sharding.PartitionSpec("data"))
         return jnp.mean(jax.lax.with_sharding_constraint(logits(p, b), sharding) ** 2)
 
-    match = r"an array along \['data'\].*test_separable.py:.*placed\); write Recipe\(reduce='each'"
+    match = r"places along \{'data'\} an array.*test_separable.py:.*placed\); write Recipe"
     with pytest.raises(ValueError, match=match):
         lowered(mesh8, placed, 2, "once")
 

@@ -54,6 +54,11 @@ class Boxed:
     recorded: tuple[Recorded, ...] = ()  # equations that wait for the gather, in order
 
     @property
+    def shape_alone(self) -> "Boxed":
+        """The box without arrays, for the rules of derivatives: jax keeps what these close over."""
+        return dataclasses.replace(self, value=jax.typeof(self.value), recorded=())
+
+    @property
     def dtype(self) -> Any:
         return self.recorded[-1].eqn.outvars[0].aval.dtype if self.recorded else self.value.dtype
 
@@ -121,7 +126,7 @@ class Opening:
         """
         if not self.gathers or boxed.dim is None:
             return boxed
-        place = functools.partial(cut, layout=self.layout, leaf=boxed, kind="parameter")
+        place = functools.partial(cut, layout=self.layout, leaf=boxed.shape_alone, kind="parameter")
         if self.layout.axes["parameter"] == self.layout.axes["gradient"]:
             return dataclasses.replace(boxed, value=place(boxed.value))
         return self._placed_by(place, boxed)
@@ -141,7 +146,7 @@ class Opening:
     def _placed_by(self, place: Callable[[jax.Array], jax.Array], boxed: Boxed) -> Boxed:
         """Place a box's value; its gradient becomes shards, where a constraint would gather it."""
         placed = jax.custom_vjp(place)
-        shards = functools.partial(cut, layout=self.layout, leaf=boxed, kind="gradient")
+        shards = functools.partial(cut, layout=self.layout, leaf=boxed.shape_alone, kind="gradient")
         placed.defvjp(lambda x: (place(x), None), lambda _, g: (shards(g),))
         return dataclasses.replace(boxed, value=placed(boxed.value))
 
@@ -163,28 +168,28 @@ class Opening:
 
         It comes in the dtype in which its gradient is summed, where that is another.
         """
-        value, dim = boxed.value, boxed.dim
-        stored = value.dtype
+        like, dim = boxed.shape_alone, boxed.dim
+        stored, shape = like.dtype, like.value.shape
         wide = self.reduce_dtype if self.widens(stored) else stored
-        padding = self.padding(boxed)
+        padding = self.padding(like)
 
         def unpadded(x: jax.Array) -> jax.Array:
-            return jax.lax.slice(x, [0] * x.ndim, value.shape) if padding else x
+            return jax.lax.slice(x, [0] * x.ndim, shape) if padding else x
 
         @jax.custom_vjp
         def whole(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
                 x = pad_rows(x, dim, padding)
-                x = unpadded(gather_weight(x, self.layout, boxed, self.gather_dtype))
+                x = unpadded(gather_weight(x, self.layout, like, self.gather_dtype))
             return checkpoint_name(x.astype(wide), GATHERED)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
             cotangent = pad_rows(cotangent.astype(wide), dim, padding)
-            cotangent = unpadded(scatter(cotangent, self.layout, boxed))
+            cotangent = unpadded(scatter(cotangent, self.layout, like))
             return (checkpoint_name(cotangent.astype(stored), REDUCED),)
 
         whole.defvjp(lambda x: (whole(x), None), backward)
-        return boxed.replayed(whole(value), self.open_and_bind)
+        return boxed.replayed(whole(boxed.value), self.open_and_bind)
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run an equation on opened boxes; results may be wider than it was traced with."""

@@ -118,30 +118,31 @@ _with_gradient_of.defvjp(
 
 def copied(box: Boxed, opening: Opening) -> Copied:
     """Let uses of a fresh box read copies."""
-    layout, dim, stored = opening.layout, box.dim, box.value
+    layout, dim, like = opening.layout, box.dim, box.shape_alone
+    stored = like.value
     devices, batch = PerDevice(layout), P(PerDevice(layout).axes)
     dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype
 
     @jax.custom_vjp
     def sums(value: jax.Array) -> jax.Array:
-        return _one_each(jnp.zeros((layout.num_batch_parts, *value.shape), dtype), box, opening)
+        return _one_each(jnp.zeros((layout.num_batch_parts, *value.shape), dtype), like, opening)
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        cotangent = pad_rows(cotangent, None if dim is None else dim + 1, opening.padding(box))
-        if (own_dim := devices.dim_of(box)) is not None:
+        cotangent = pad_rows(cotangent, None if dim is None else dim + 1, opening.padding(like))
+        if (own_dim := devices.dim_of(like)) is not None:
             sum_over = functools.partial(devices.sum_over, dim=own_dim)
             spec = devices.spec(own_dim)
             g = devices.run(lambda own: sum_over(own[0]), (batch,), spec, cotangent)
         else:
             zero = jnp.zeros((), cotangent.dtype)  # jnp.sum would add in fp32, and move that
-            g = scatter(jax.lax.reduce(cotangent, zero, jax.lax.add, (0,)), layout, box)
+            g = scatter(jax.lax.reduce(cotangent, zero, jax.lax.add, (0,)), layout, like)
         if dim is not None:
             g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
-            g = constrain(g, layout, shard_spec(layout, box, "gradient"))
+            g = constrain(g, layout, shard_spec(layout, like, "gradient"))
         return (g.astype(stored.dtype),)
 
     sums.defvjp(lambda value: (sums(value), None), backward)
-    return Copied(box, box, sums(stored))
+    return Copied(box, box, sums(box.value))
 
 
 def copied_if_tied(box: Any, uses: list[Any], opening: Opening) -> Any:

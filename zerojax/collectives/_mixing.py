@@ -180,10 +180,7 @@ def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_exam
 
 
 def _joined(eqn: Any, outer: int, dims: list[int | None]) -> int:
-    """Return the parts before examples where views as large are joined, or parted again; else 0.
-
-    Two views of each example, `z = f(concatenate([x, y]))`, have 2; `split(z, 2)` has 1 again.
-    """
+    """Return the parts before examples: of two joined views 2, of `split(z, 2)` 1 again; else 0."""
     name, params = eqn.primitive.name, eqn.params
     if name == "concatenate" and {*dims} == {params["dimension"]}:
         sizes = {x.aval.shape[params["dimension"]] for x in eqn.invars}

@@ -104,13 +104,6 @@ def _held(eqn: Any) -> Any:
     return eqn.params["fwd_jaxpr"] if eqn.primitive.name == "remat_opt" else called(eqn)
 
 
-def _manual(sharding: Any) -> list[str]:
-    """List the axes of a sharding along which devices compute each for itself."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
-    return [axis for axis in axes if axis in manual]
-
-
 def _varying(one: Any, two: Any) -> int | None:
     if one.aval.ndim != two.aval.ndim:
         raise Refused(_DIFFERS)
@@ -185,8 +178,10 @@ class _Reader:
         name = eqn.primitive.name
         if name != other.primitive.name or name == "shard_map":
             raise Refused("whether it joins examples can't be told")
-        if name == "sharding_constraint" and (along := _manual(eqn.params["sharding"])):
-            raise Refused(f"it places an array along {along}, where each device has its own part")
+        if name == "sharding_constraint":
+            axes = {*jax.tree.leaves((*getattr(eqn.params["sharding"], "spec", ()),))}
+            if along := axes & {*jax.sharding.get_abstract_mesh().manual_axes}:
+                raise Refused(f"it places along {along} an array of which each device has its part")
         if bodies(eqn):
             return self._loop(eqn, other, values)
         if (

@@ -19,7 +19,7 @@ from zerojax.memory import has_layers, rematerialised
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import Model
-from zerojax.planner.traced import Lifetimes, Work, checkpoint_bytes, lifetimes_of, peak_of, work_of
+from zerojax.planner.traced import Work, checkpoint_bytes, lifetimes_of, peak_of, work_of
 from zerojax.planner.traced._operations import Operations
 from zerojax.planner.traced._reader import read_operations
 from zerojax.recipe import RematPolicy
@@ -35,7 +35,7 @@ class Demand:
         """Check that batch and remat suit the loss."""
         load, recipe, self.trace, self.num_examples = model.workload, model.recipe, None, 0
         if load.loss_fn is not None:
-            self.trace = Trace(
+            self.trace = trace = Trace(
                 load.loss_fn,
                 model.params,
                 load.batch,
@@ -43,14 +43,14 @@ class Demand:
                 remat=recipe.remat,
                 has_aux=load.has_aux,
             )
-            self.num_examples = self.trace.num_examples
+            self.num_examples = trace.num_examples
+            self._lifetimes = functools.cache(lambda *key: lifetimes_of(trace.operations, *key))
         elif recipe.remat is not None and recipe.remat.keep:
             raise ValueError(
                 f"RematPolicy(keep={recipe.remat.keep}) names values of a loss: give "
                 "Workload(loss_fn=, batch=) to plan it"
             )
         self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
-        self._lifetimes = functools.cache(self._analyse)
 
     @property
     def has_layers(self) -> bool:
@@ -92,10 +92,6 @@ class Demand:
         each = 13 if given.sharing.partitions else 12
         moved = each * self.carried_elements(count) * given.recipe.accumulate
         return moved * ring_share(given.devices.model_axis)
-
-    def _analyse(self, num_leaves: int, platform: str, count: int) -> Lifetimes:
-        assert self.trace is not None
-        return lifetimes_of(self.trace.operations, num_leaves, platform, count)
 
 
 class Trace:

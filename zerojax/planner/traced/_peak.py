@@ -87,8 +87,8 @@ def peak_of(
     owners = {v: leaves[part.leaf] for v, part in parameters.items()}
     held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
-    room = 0.0 if lifetimes.is_list else _ROOM * clock.sharing.vector_memory
-    return clock.peak(held, frozenset(batch if frees else held), room)
+    clock.room = 0.0 if lifetimes.is_list else _ROOM * clock.sharing.vector_memory
+    return clock.peak(held, frozenset(batch if frees else held))
 
 
 def checkpoint_bytes(lifetimes: Lifetimes, examples: float, sharing: Sharing) -> float:
@@ -104,6 +104,7 @@ class _Clock:
     examples: float
     sharing: Sharing
     carried_shapes: frozenset[tuple[int, ...]]  # of what loops carry from layer to layer
+    room: float = 0.0  # bytes of vector memory that small values may take
 
     def __post_init__(self) -> None:
         self.program = self.lifetimes.program
@@ -111,15 +112,11 @@ class _Clock:
         self.gathers = any(leaf.is_gathered or leaf.kept for leaf in self.leaves)
 
     def peak(
-        self,
-        held: Mapping[int, float] = MappingProxyType({}),
-        kept: frozenset[int] = frozenset(),
-        room: float = 0.0,
+        self, held: Mapping[int, float] = MappingProxyType({}), kept: frozenset[int] = frozenset()
     ) -> float:
         """Find the peak; what a loop reads from outside is counted there.
 
         `held` lies there from the beginning; what of it is `kept` is never freed nor written over.
-        Small values lie in vector memory, as far as there is `room`.
         """
         alive = dict(held)
         change = _changes(self._gathers())
@@ -130,14 +127,16 @@ class _Clock:
                 beside += change.get(clock, 0.0)
                 clock += 1
             wanted = {v: self._result(v, op) for v in launch.results}
-            made = (x for v, x in (alive | wanted).items() if v not in held and x <= room)
-            elsewhere = min(room, max(sum(made) - self.sharing.reduced, 0.0)) if room else 0.0
-            inside = (dataclasses.replace(self, lifetimes=body) for body in launch.bodies)
-            within = max((one.peak(room=room - elsewhere) for one in inside), default=0.0)
+            now = (alive | wanted).items() if self.room else ()
+            small = sum(x for v, x in now if v not in held and x <= self.room)
+            apart = min(self.room, max(small - self.sharing.reduced, 0.0))  # in vector memory
+            left = self.room - apart
+            inside = (dataclasses.replace(self, lifetimes=x, room=left) for x in launch.bodies)
+            within = max((one.peak() for one in inside), default=0.0)
             reused = _reused(launch, alive, wanted, kept)
             marks = [self.lifetimes.marked[v] for v in wanted if v in self.lifetimes.marked]
             turned = sum(self.leaves[x.leaf].turned for x in marks)
-            beyond = within + self._parts(launch, kept) + beside + leaving + turned - elsewhere
+            beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel":
                 leaving = 0.0
