@@ -117,15 +117,15 @@ class Backend:
     fuses_operands: bool = False
     #: whether dot products are made in parts that are added up (GPU; `_split`)
     splits_products: bool = False
-    #: whether the gather of the next weight is under way while one is used
-    prefetches: bool = False
+    #: whether a gradient is on its way into shards, whole, while the next product runs (stage 3)
+    overlaps: bool = False
     #: whether operations run as late as possible (GPU); else in their order
     runs_late: bool = False
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "gpu": Backend(splits_products=True, prefetches=True, runs_late=True),
-    "tpu": Backend(fuses_operands=True, prefetches=True),
+    "gpu": Backend(splits_products=True, overlaps=True, runs_late=True),
+    "tpu": Backend(fuses_operands=True, overlaps=True),
     "cpu": Backend(),
 }
 

@@ -144,7 +144,7 @@ class _Clock:
                 # A gradient is scattered as soon as it is there, beside the next product.
                 alive[v] = size if op.kind == "loop" else min(size, self._gradient(v))
                 total += alive[v]
-                leaving += (size - alive[v]) * self.lifetimes.backend.prefetches * self.gathers
+                leaving += (size - alive[v]) * self.lifetimes.backend.overlaps * self.gathers
             for v in launch.dies:
                 if v in alive and v not in kept:
                     total -= alive.pop(v)
