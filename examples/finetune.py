@@ -35,9 +35,11 @@ def loss_fn(params, text):  # [B, T + 1]
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
 
+RATE = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 5, 100)
+
+
 def make_optimizer():
-    rate = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 5, 100)
-    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
+    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=RATE)
     # Frozen leaves have no optimizer state.
     labels = {"embed": "frozen", "layers": "trained", "head": "trained"}
     return optax.multi_transform({"trained": adamw, "frozen": optax.set_to_zero()}, labels)
@@ -59,10 +61,10 @@ def train(stage, num_steps=20):
     step = zerojax.make_train_step(loss_fn, tx, layout, zerojax.Recipe(clip_norm=1.0))
     state = step.init(params)
     losses = []
-    for text in batches(num_steps):
+    for number, text in enumerate(batches(num_steps)):
         state, metrics = step(state, jax.device_put(text, layout.batch))
         losses.append(float(metrics["loss"]))
-        print(f"learning rate {float(metrics['learning_rate']):.1e}, loss {losses[-1]:.3f}")
+        print(f"learning rate {RATE(number):.1e}, loss {losses[-1]:.3f}")
     assert (zerojax.unpad(state.params, layout)["embed"] == params["embed"]).all()
     kinds = {"parameters": state.params, "optimizer": state.opt_state}
     return losses, {kind: held(tree) for kind, tree in kinds.items()}, layout.bytes_per_device(tx)

@@ -68,13 +68,62 @@ def test_nnx_gives_variables_to_init_and_arrays_to_update(mesh8, params_of):
     assert held_bytes(state) == layout.bytes_per_device(optax.adamw(1e-2))["optimizer"]
 
 
-def test_a_loss_that_writes_into_its_model_is_refused_at_stage_3(mesh8):
-    """An nnx module's batch statistics, written within a traced copy, would be lost."""
+class Noisy(nnx.Module):
+    """Running means and counts of what was drawn, in a list of layers."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2], ids=str)
+def test_what_an_nnx_model_counts_and_averages_is_kept(stage, kind):
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+    def train(layout=None):
+        model, tx = Noisy(), optax.adamw(1e-2)
+        loss, batch = mean_square, x
+        if layout is not None:
+            tx, loss = zerojax.sharded(tx, layout), zerojax.gather_where_used(loss, layout)
+            placed = jax.device_put(nnx.state(model, nnx.Param), layout.params)
+            nnx.update(model, placed)
+            batch = jax.device_put(x, layout.batch)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            value, grads = nnx.value_and_grad(loss)(model, x)
+            optimizer.update(model, grads)
+            return value
+
+        losses = [float(step(model, optimizer, batch)) for _ in range(3)]
+        return losses, nnx.state(model, (nnx.BatchStat, nnx.RngCount))
+
+    layout = zerojax.make_layout(nnx.state(Noisy(), nnx.Param), mesh, stage=stage, min_size=64)
+    found, want = train(layout), train()
+    assert int(found[1]["layers"][1]["rngs"]["count"][...]) == 3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, want)
+
+
+def test_a_loss_that_writes_a_parameter_is_refused(mesh8):
+    """Written within a traced copy, it would be lost."""
     model = Module(nnx.Rngs(0))
     layout = zerojax.make_layout(nnx.state(model, nnx.Param), mesh8, stage=3)
-    loss = zerojax.gather_where_used(mean_square, layout)
-    with pytest.raises(ValueError, match="writes 'norm/mean/value' into the model"):
-        nnx.value_and_grad(loss)(model, X)
+
+    def writes(model, x):
+        model.norm.scale[...] = 2 * model.norm.scale[...]
+        return mean_square(model, x)
+
+    with pytest.raises(ValueError, match="writes 'norm/scale/value' into the model"):
+        nnx.value_and_grad(zerojax.gather_where_used(writes, layout))(model, X)
 
 
 class Tower(nnx.Module):

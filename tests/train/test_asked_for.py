@@ -99,6 +99,15 @@ def test_an_evaluation_reads_state_and_draws_no_noise_where_it_can(mesh8):
     assert float(step.evaluate(state, X)[0]) > want + 0.5, "the state has moved on by one"
 
 
+def test_an_evaluation_that_draws_noise_says_so(mesh8):
+    def loss(params, batch, key):
+        return jnp.mean((batch * jax.random.bernoulli(key, 0.5, batch.shape)) @ params["w"])
+
+    step = make(mesh8, loss)
+    with pytest.warns(UserWarning, match=r"draws noise here too; write key=None"):
+        step.evaluate(step.init(PARAMS, key=jax.random.key(0)), X)
+
+
 def test_key_and_model_state_are_saved_and_audited(mesh8, tmp_path):
     def loss(params, batch, key, model_state):
         loss, new = normalised(params, batch, model_state=model_state)

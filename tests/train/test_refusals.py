@@ -149,6 +149,10 @@ MISUSES = {
         lambda: zerojax.make_train_step(loss_fn, lay(), NO_LAYOUT),
         "a Layout is expected, got Gradient",
     ),
+    "a loss that asks for what no step gives": (
+        lambda: make(lambda params, x, rng: 0.0),
+        "asks for 'rng'.*may name key, step, model_state",
+    ),
     "a count that is no flag": (
         lambda: zerojax.Recipe(skip_nonfinite=NO_FLAG),
         "True or False, got 1",

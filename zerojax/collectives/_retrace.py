@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from zerojax._jaxpr import (
     REMATERIALISED,
@@ -55,7 +56,7 @@ from zerojax.collectives._copies import (
 from zerojax.collectives._forms import auto_region
 from zerojax.collectives._grouped import bind_grouped, has_grouped
 from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
-from zerojax.collectives._writes import trace_unwritten
+from zerojax.collectives._writes import trace_writing, write_variables
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Precision, Recipe
 
@@ -99,10 +100,21 @@ def gather_where_used(
 
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
-        gathering = functools.partial(run, params)
-        return auto_region(gathering, layout, lambda _: P())(stored, args, named)
+        flat, model = jax.tree.flatten(params)  # leaves of an equinox model may be functions
+        held = {n: x for n, x in enumerate(flat) if isinstance(x, jax.Array)}
+        written: list[KeyPath] = []
 
-    def run(params: PyTree, stored: list[jax.Array], args: Any, named: Any) -> Any:
+        def gathering(held: dict[int, jax.Array], *given: Any) -> tuple[Any, list[Any]]:
+            own = model.unflatten(held.get(n, x) for n, x in enumerate(flat))
+            return run(own, written, *given)
+
+        out, values = auto_region(gathering, layout, lambda _: P())(held, stored, args, named)
+        write_variables(params, written, values)
+        return out
+
+    def run(
+        params: PyTree, written: list[KeyPath], stored: list[jax.Array], args: Any, named: Any
+    ) -> tuple[Any, list[Any]]:
         logical = [
             jax.ShapeDtypeStruct(leaf.shape, x.dtype)
             for leaf, x in zip(layout.leaves, stored, strict=True)
@@ -110,15 +122,16 @@ def gather_where_used(
         params_of = functools.partial(with_leaves_like, params, layout.structure)
         # On a mesh that is set, a model may place its activations over axes that are its own.
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
-            traced, out = trace_unwritten(loss_fn, params_of, logical, args, named)
+            traced, out, written[:] = trace_writing(loss_fn, params_of, logical, args, named)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
         boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
         examples = jax.tree.leaves((args, named))
         from_batch = depending_within(traced, [False] * len(boxes) + [True] * len(examples))
         retracer = _Retracer(opening, from_batch)
-        flat = retracer.run(traced, [*boxes, *examples])
-        return jax.tree.unflatten(jax.tree.structure(out), map(retracer.opened, flat))
+        flat = [*map(retracer.opened, retracer.run(traced, [*boxes, *examples]))]
+        structure = jax.tree.structure(out)
+        return structure.unflatten(flat[: structure.num_leaves]), flat[structure.num_leaves :]
 
     return wrapped
 

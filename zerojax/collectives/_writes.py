@@ -1,8 +1,9 @@
-"""What a loss writes to the tree of parameters that it is given, as models with state in nodes may.
+"""What a loss writes to the model that it is given, as those that hold state in nodes may.
 
-`nnx.remat` and `nnx.jit` write every parameter back into its module, unchanged: a result that only
-passes on what went in. Of `a, b = jit[jaxpr={ lambda x. (x * 2, x) }] w`, `b` is `w`. Anything else
-belongs to this trace and would be lost.
+An nnx model counts what it draws and keeps running means: these become results of the traced loss,
+and are written into the model that the caller holds. A parameter that is written would be lost.
+`nnx.remat` and `nnx.jit` write every Variable back into its module, unchanged: a result that only
+passes on what went in. Of `a, b = jit[jaxpr={ lambda x. (x * 2, x) }] w`, `b` is `w`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,46 +11,73 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.tree_util import GetAttrKey, KeyPath, SequenceKey, tree_flatten_with_path
 
 from zerojax._jaxpr import bodies, called, opened, scan_parts, used
-from zerojax._tree import leaves_by_path
+from zerojax._tree import path_name
 from zerojax._types import PyTree
 
 
-def trace_unwritten(
+def trace_writing(
     loss_fn: Callable[..., Any],
     params_of: Callable[[Sequence[Any]], PyTree],
     leaves: Sequence[Any],
     args: Sequence[Any],
     named: Mapping[str, Any],
-) -> tuple[core.ClosedJaxpr, Any]:
-    """Trace `loss_fn(params_of(leaves), *args, **named)`; return its shapes too.
+) -> tuple[core.ClosedJaxpr, Any, list[KeyPath]]:
+    """Trace `loss_fn(params_of(leaves), *args, **named)`.
 
-    Raises a ValueError where it writes something new to a leaf of its parameters.
+    Returns:
+        The program, whose results are the loss's and then what it writes into Variables of the
+        model; the shapes of the loss's; and where in the model those Variables are.
+
+    Raises:
+        ValueError: it writes something new to one of `leaves`, or to what is no Variable.
     """
-    paths: list[str] = []
+    paths: list[KeyPath] = []
 
     def watched(leaves: Sequence[Any], args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         params = params_of(leaves)
         before = jax.tree.leaves(params)
         out = loss_fn(params, *args, **named)
-        pairs = zip(leaves_by_path(params).items(), before, strict=True)
+        pairs = zip(tree_flatten_with_path(params)[0], before, strict=True)
         written = {path: (was, now) for (path, now), was in pairs if now is not was}
         paths[:] = written
         return out, list(written.values())
 
     traced, (out, _) = jax.make_jaxpr(watched, return_shape=True)(leaves, args, named)
     if not paths:
-        return traced, out
+        return traced, out, paths
     num_outputs = len(jax.tree.leaves(out))
-    results = traced.jaxpr.outvars[num_outputs:]
-    for path, was, now in zip(paths, results[::2], results[1::2], strict=True):
-        if _passed_on(traced.jaxpr, now) is not was:
+    results, given = traced.jaxpr.outvars[num_outputs:], traced.jaxpr.invars[: len(leaves)]
+    kept, changed = [*range(num_outputs)], []
+    for number, (path, was) in enumerate(zip(paths, results[::2], strict=True)):
+        if _passed_on(traced.jaxpr, results[2 * number + 1]) is was:
+            continue
+        if was in given or path[-1] != GetAttrKey("value"):
             raise ValueError(
-                f"gather_where_used: the loss writes {path!r} into the model that it was given, "
-                "where it would be lost; return what changes (aux), and pass it in as an argument"
+                f"gather_where_used: the loss writes {path_name(path)!r} into the model that it "
+                "is given, where it would be lost; return what changes (aux), and pass it in as "
+                "an argument"
             )
-    return used(traced, num_outputs), out
+        changed.append(path)
+        kept.append(num_outputs + 2 * number + 1)
+    jaxpr = traced.jaxpr.replace(outvars=[traced.jaxpr.outvars[n] for n in kept])
+    return used(traced.replace(jaxpr=jaxpr), len(kept)), out, changed
+
+
+def write_variables(model: PyTree, paths: Sequence[KeyPath], values: Sequence[Any]) -> None:
+    """Write values into the Variables at some places of a model."""
+    for path, value in zip(paths, values, strict=True):
+        variable = model
+        for step in path[:-1]:
+            is_attribute = isinstance(step, GetAttrKey)
+            variable = getattr(variable, step.name) if is_attribute else variable[_index(step)]
+        variable[...] = value
+
+
+def _index(step: Any) -> Any:
+    return step.idx if isinstance(step, SequenceKey) else step.key
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:

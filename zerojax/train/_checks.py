@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import jax
@@ -189,7 +190,13 @@ class Loss:
     def without_noise(self) -> "Loss":
         """Return the loss that does not ask for a key where it can do without one."""
         parameters = _parameters(self.function) if "key" in self.asks else {}
-        if "key" not in parameters or parameters["key"].default is inspect.Parameter.empty:
+        if "key" not in parameters:
+            return self
+        if parameters["key"].default is inspect.Parameter.empty:
+            told = (
+                "step.evaluate: the loss asks for a key without a default, so it draws noise here"
+            )
+            warnings.warn(f"{told} too; write key=None, and draw none without a key", stacklevel=2)
             return self
         return dataclasses.replace(self, asks=tuple(name for name in self.asks if name != "key"))
 
@@ -197,6 +204,14 @@ class Loss:
 def make_loss(loss_fn: LossFn, *, has_aux: bool) -> Loss:
     """Read off a function what it asks for: parameters after the first two, named as `ASKABLE`."""
     names = _parameters(loss_fn)
+    for name, p in names.items():
+        is_open = p.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if p.default is inspect.Parameter.empty and name not in ASKABLE and not is_open:
+            raise TypeError(
+                f"loss_fn asks for {name!r}, which no step gives: beside (params, batch) it may "
+                f"name {', '.join(ASKABLE)}; put {name!r} into the batch, or bind it with "
+                "functools.partial"
+            )
     return Loss(loss_fn, has_aux, tuple(name for name in ASKABLE if name in names))
 
 

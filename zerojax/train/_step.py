@@ -92,9 +92,8 @@ class TrainStep(Shown):
         """Do one step.
 
         The state is donated: use the one that is returned. Metrics are scalars on every device:
-        `loss`, `grad_norm` (before clipping), `param_norm` (after the update), `learning_rate`
-        where all leaves have the same, as from a schedule, `aux` with `has_aux`,
-        with a loss scale `loss_scale`, that of this step, and with one or `skip_nonfinite`
+        `loss`, `grad_norm` (before clipping), `param_norm` (after the update), with `has_aux`
+        `aux`, with a loss scale `loss_scale`, that of this step, and with one or `skip_nonfinite`
         `skipped`, whether its gradients were not finite, so that parameters, optimizer state and
         the model's state stayed what they were.
 
@@ -250,7 +249,7 @@ class TrainStep(Shown):
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         (loss, aux, model_state), grads = self._gradients(state, batch)
-        norm, rate, params, new_state = self._update(state, grads, loss)
+        norm, params, new_state = self._update(state, grads, loss)
         metrics = {"loss": loss, "grad_norm": norm, "param_norm": global_norm(params, self.layout)}
         finite = jnp.isfinite(norm)
         if self.recipe.skips:
@@ -267,8 +266,6 @@ class TrainStep(Shown):
             loss_scale=loss_scale,
             model_state=model_state,
         )
-        if rate is not None:
-            metrics["learning_rate"] = rate
         if self._loss.has_aux:
             metrics["aux"] = aux
         return new_state, metrics

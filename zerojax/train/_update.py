@@ -15,7 +15,7 @@ from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
 from zerojax.collectives import as_state, shard, store, uses_gloo, view
 from zerojax.layout import Layout, LeafLayout
-from zerojax.optim import OffloadedUpdate, hosted_leaves, learning_rate, update_whole
+from zerojax.optim import OffloadedUpdate, hosted_leaves, update_whole
 from zerojax.recipe import DynamicLossScale, Recipe
 from zerojax.train._state import TrainState
 
@@ -115,13 +115,13 @@ class Update:
 
     def __call__(
         self, state: TrainState, grads: PyTree, loss: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None, PyTree, TrainState]:
+    ) -> tuple[jax.Array, PyTree, TrainState]:
         """Update a state from the gradients of its scaled loss, stored or logical.
 
         Returns:
-            The L2 norm of the gradients, unscaled and before clipping; the learning rate, where all
-            leaves have the same; new parameters as logical shards, in the dtype that the optimizer
-            updates or in their own; and the state with new masters and a new optimizer state.
+            The L2 norm of the gradients, unscaled and before clipping; new parameters as logical
+            shards, in the dtype that the optimizer updates or in their own; and the state with new
+            masters and a new optimizer state.
         """
         layout, placed, hosted = self.layout, self.placed, self.hosted
         leaves, flat = layout.leaves, layout.structure.flatten_up_to
@@ -135,7 +135,7 @@ class Update:
         run: Callable[..., Any] = functools.partial(self._run, state)
         if hosted:
             run = OffloadedUpdate(run, layout, placed, hosted)
-        (norm, rate), new, low, opt_state = run(*given)
+        norm, new, low, opt_state = run(*given)
         for x, leaf in zip(opt_state, placed.leaves, strict=True):
             if (dtype := jnp.result_type(x)) != leaf.dtype:  # of a Python number too
                 raise ValueError(
@@ -150,19 +150,19 @@ class Update:
                 map(self._stored, opt_state, placed.leaves, hosted.state)
             ),
         )
-        return norm, rate, layout.structure.unflatten(low or new), new_state
+        return norm, layout.structure.unflatten(low or new), new_state
 
     def _run(
         self, before: TrainState, grads: list[Any], held: list[Any], leaves: list[Any], loss: Any
-    ) -> tuple[tuple[Any, Any], list[Any], list[Any], list[Any]]:
+    ) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """Compute an update; results are asked for as shards, unless the host computes them.
 
         The state `before` has the loss scale and the parameters' dtypes. The gradients are of the
         scaled loss; `held` is what the optimizer updates, `leaves` its state. All are logical.
 
         Returns:
-            The gradients' norm and the learning rate, what the optimizer updated, with the host
-            the same in the parameters' dtype where that is another, and the new state.
+            The gradients' norm, what the optimizer updated, with the host the same in the
+            parameters' dtype where that is another, and the new state.
         """
         layout, precision, clip_norm = self.layout, self.recipe.precision, self.recipe.clip_norm
         if self.hosted and clip_norm is None:
@@ -194,8 +194,7 @@ class Update:
         if self.hosted and self._has_masters:
             own = layout.structure.flatten_up_to(unwrapped(before.params))
             low = [x.astype(was.dtype) for x, was in zip(new, own, strict=True)]
-        rate = learning_rate(traced, len(held), leaves)
-        return (norm, rate), new, low, self.placed.flatten(state)
+        return norm, new, low, self.placed.flatten(state)
 
     def _logical(self, x: jax.Array, leaf: LeafLayout, is_far: bool = False) -> jax.Array:
         if is_far:

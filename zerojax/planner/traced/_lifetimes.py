@@ -99,6 +99,8 @@ class Lifetimes:
         }
         self.launches = self._launches(reads)
         self.is_list = all(launch.op.kind != "loop" for launch in self.launches)
+        #: in a list of layers on a TPU, products that wait for the rest of a tied table's gradient
+        self.waiting = self._waiting() if examples and self.is_list else frozenset[int]()
         #: values outside of loops that vector memory may keep: their last use comes soon
         self.brief = self._brief() if examples else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
@@ -136,6 +138,16 @@ class Lifetimes:
         pairs = ((v, n) for n, launch in single for v in launch.dies)
         soon = (v for v, n in pairs if n - made.get(v, -math.inf) <= _SOON)
         return frozenset(soon) - self.marked.keys()
+
+    def _waiting(self) -> frozenset[int]:
+        """Find the logits' part of a tied table's gradient: a product, added to a scatter."""
+        found = set[int]()
+        for op in self.program.ops if self.backend.fuses_operands else ():
+            behind = [self._made_by(v) for v in op.read] if op.name == "add_any" else []
+            kinds = {x.kind: x for x in behind if x is not None}
+            if kinds.keys() == {"kernel", "scatter"}:
+                found.update(kinds["kernel"].outputs)
+        return frozenset(found)
 
     def _bodies(self, op: Op) -> "Iterator[Lifetimes]":
         """Go into a loop, or the branches of a cond, with what of a parameter is seen there."""

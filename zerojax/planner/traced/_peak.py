@@ -108,8 +108,8 @@ class _Clock:
 
     def __post_init__(self) -> None:
         self.program = self.lifetimes.program
-        self.sizes = self._sizes()
         self.gathers = any(leaf.is_gathered or leaf.kept for leaf in self.leaves)
+        self.sizes = self._sizes()
 
     def peak(
         self, held: Mapping[int, float] = MappingProxyType({}), kept: frozenset[int] = frozenset()
@@ -152,12 +152,14 @@ class _Clock:
 
     def _gradient(self, value: int) -> float:
         part = self.lifetimes.marked.get(value)
-        return math.inf if part is None else part.share * self.leaves[part.leaf].gradient
+        if part is None or value in self.lifetimes.waiting:
+            return math.inf
+        return part.share * self.leaves[part.leaf].gradient
 
     def _sizes(self) -> Sequence[float]:
         sharing = self.sharing
         sizes = [value.bytes.at(self.examples) for value in self.program.values]
-        for v in self.lifetimes.brief:
+        for v in self.lifetimes.brief - self._logits():
             if sizes[v] <= sharing.vector_memory:
                 sizes[v] = 0.0
         if sharing.model_axis == 1 and not sharing.offloads:
@@ -175,6 +177,15 @@ class _Clock:
             elif value.shape not in self.carried_shapes:
                 sizes[v] = size / sharing.model_axis
         return sizes
+
+    def _logits(self) -> set[int]:
+        """Find what lies in memory up to the end of the backward pass, for a product that waits.
+
+        Seen on v6e below stage 3: the product runs beside the scatter. At stage 3 it comes first,
+        and the whole gradient waits.
+        """
+        waiting = () if self.gathers else self.lifetimes.waiting
+        return {v for op in self.program.ops if {*waiting} & {*op.outputs} for v in op.read}
 
     def _result(self, value: int, op: Op) -> float:
         """Count a result; gradients that a loop stacks are shards."""
