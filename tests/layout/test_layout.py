@@ -233,6 +233,8 @@ def test_bad_axes_and_specs_are_refused_with_what_there_is(mesh8):
         zerojax.make_layout(params, mesh8, stage=1, specs={"v": P()})
     with pytest.raises(ValueError, match=r"takes 16 devices, and jax.devices\(\) has 8"):
         zerojax.make_mesh({"data": 16})
+    with pytest.raises(ValueError, match="has a device more than once"):
+        zerojax.make_mesh({"data": 2}, devices=jax.devices()[:1] * 2)
     with pytest.raises(ValueError, match="'data' needs a positive whole number"):
         zerojax.make_mesh({"data": 0})
 

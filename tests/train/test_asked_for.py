@@ -154,6 +154,7 @@ REFUSED = {
         {"key": jax.random.key(0)},
         "does not ask for a key",
     ),
+    "keys": (noisy, {"has_aux": True}, {"key": jax.random.split(jax.random.key(0))}, "one key of"),
     "a raw key": (noisy, {"has_aux": True}, {"key": jax.random.PRNGKey(0)}, "wrap_key_data"),
     "no state": (normalised, {}, {}, r"first value, or its shapes, to make_train_step"),
     "a state for nothing": (lambda p, b: 0.0, {"model_state": STATS}, {}, "does not ask for model"),
@@ -177,13 +178,13 @@ REFUSED = {
         r"\(aux, model_state\)",
     ),
     "another structure": (
-        lambda p, b, model_state: (0.0, {"mean": STATS["mean"]}),
+        lambda p, b, model_state: (p["w"].sum(), {"mean": STATS["mean"]}),
         {"model_state": STATS},
         {},
         r"missing \['count'\]",
     ),
     "another dtype": (
-        lambda p, b, model_state: (0.0, {**STATS, "count": jnp.float32(0)}),
+        lambda p, b, model_state: (p["w"].sum(), {**STATS, "count": jnp.float32(0)}),
         {"model_state": STATS},
         {},
         r"as it was given: count is float32\[\] where int32\[\]",

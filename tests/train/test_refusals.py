@@ -50,8 +50,8 @@ def donated(method):
     return use(step, state, method=method)
 
 
-def whole_numbers():
-    shapes = {**SHAPES, "steps": jax.ShapeDtypeStruct((), jnp.int32)}
+def untrained(leaf):
+    shapes = {**SHAPES, "steps": leaf}
     return zerojax.make_train_step(loss_fn, TX, lay(shapes=shapes))
 
 
@@ -120,7 +120,11 @@ MISUSES = {
         r"shape \(32,\): return the mean",
     ),
     "an integer loss": (lambda: use(make(lambda p, b: jnp.int32(3))), "floating scalar, got int32"),
-    "integer parameters": (whole_numbers, "leaf 'steps' of the parameters is int32.*Whole"),
+    "a Python number as loss": (lambda: use(make(lambda p, b: 1.0)), "scalar, got the number 1.0"),
+    "integer parameters": (
+        lambda: untrained(jax.ShapeDtypeStruct((), jnp.int32)),
+        "leaf 'steps' of the parameters is int32.*Whole",
+    ),
     "a batch on one device": (
         lambda: use(batch=jax.device_put(X, jax.devices()[0])),
         r"'\.' is placed as Single.*device_put\(batch, layout\.batch\)",
@@ -152,6 +156,10 @@ MISUSES = {
     "a loss that asks for what no step gives": (
         lambda: make(lambda params, x, rng: 0.0),
         "asks for 'rng'.*may name key, step, model_state",
+    ),
+    "a parameter that is a key": (
+        lambda: untrained(jax.random.key(0)),
+        "'steps' of the parameters is key<fry>, which has no gradient",
     ),
     "a count that is no flag": (
         lambda: zerojax.Recipe(skip_nonfinite=NO_FLAG),

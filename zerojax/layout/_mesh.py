@@ -45,6 +45,8 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         raise ValueError(
             f"the mesh {dict(axes)} takes {wanted} devices, and {where} has {len(found)}; {remedy}"
         )
+    if len(set(found)) != wanted:
+        raise ValueError(f"devices= has a device more than once: {found}")
     types = (AxisType.Auto,) * len(axes)
     return in_order(jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=found))
 

@@ -134,7 +134,7 @@ def check_trainable(layout: Layout) -> None:
     for leaf in layout.leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"leaf {leaf.path!r} of the parameters is {jnp.dtype(leaf.dtype)}, which has no "
+                f"leaf {leaf.path!r} of the parameters is {leaf.dtype}, which has no "
                 "gradient: give it to the loss otherwise, in model_state or in the batch as "
                 "zerojax.Whole, and make the layout without it"
             )
@@ -148,10 +148,11 @@ def check_key(key: Any, *, asked: bool) -> None:
             if asked
             else "the loss does not ask for a key: name one of its parameters `key`"
         )
-    if asked and getattr(key, "dtype", None) != jax.random.key(0).dtype:
+    if asked and (getattr(key, "dtype", None) != jax.random.key(0).dtype or key.ndim):
         raise ValueError(
-            f"step.init(key=) takes a key of jax.random.key, got {type(key).__name__} of dtype "
-            f"{getattr(key, 'dtype', None)}; a raw one becomes one by jax.random.wrap_key_data"
+            f"step.init(key=) takes one key of jax.random.key, got {type(key).__name__} of dtype "
+            f"{getattr(key, 'dtype', None)}, shape {jnp.shape(key)}; a raw one becomes one by "
+            "jax.random.wrap_key_data"
         )
 
 
@@ -245,9 +246,9 @@ def _read(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
         raise ValueError(
             f"loss_fn must return a scalar, got shape {jnp.shape(loss)}: return the mean over it"
         )
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    if isinstance(loss, float) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        got = f"the number {loss}" if isinstance(loss, float) else jnp.result_type(loss)
         raise ValueError(
-            f"loss_fn must return a floating scalar, got {jnp.result_type(loss)}: "
-            "compute the loss from floating values"
+            f"loss_fn must return a floating scalar, got {got}: compute it from the parameters"
         )
     return loss, jax.tree.map(jnp.asarray, extra)
