@@ -126,6 +126,13 @@ def test_a_loss_that_writes_a_parameter_is_refused(mesh8):
         nnx.value_and_grad(zerojax.gather_where_used(writes, layout))(model, X)
 
 
+def test_a_variable_that_is_written_in_two_places_is_refused(mesh8):
+    model = nnx.Sequential(*[nnx.BatchNorm(32, rngs=nnx.Rngs(0))] * 2)
+    layout = zerojax.make_layout(nnx.state(model, nnx.Param), mesh8, stage=3)
+    with pytest.raises(ValueError, match=r"'layers/1/mean/value', which .* several places"):
+        nnx.value_and_grad(zerojax.gather_where_used(mean_square, layout))(model, X)
+
+
 class Tower(nnx.Module):
     """Linear layers, each within a transformation that writes all of it back as it was."""
 

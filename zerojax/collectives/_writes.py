@@ -67,12 +67,22 @@ def trace_writing(
 
 
 def write_variables(model: PyTree, paths: Sequence[KeyPath], values: Sequence[Any]) -> None:
-    """Write values into the Variables at some places of a model."""
+    """Write values into the Variables at some places of a model.
+
+    Raises a ValueError for one in several places: each of them counted for itself in the loss.
+    """
+    written = set[int]()
     for path, value in zip(paths, values, strict=True):
         variable = model
         for step in path[:-1]:
             is_attribute = isinstance(step, GetAttrKey)
             variable = getattr(variable, step.name) if is_attribute else variable[_index(step)]
+        if id(variable) in written:
+            raise ValueError(
+                f"gather_where_used: the loss writes {path_name(path)!r}, which the model holds in "
+                "several places; give each a Variable of its own"
+            )
+        written.add(id(variable))
         variable[...] = value
 
 
