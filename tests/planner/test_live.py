@@ -7,6 +7,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
@@ -96,6 +97,21 @@ def test_values_that_are_soon_read_last_lie_in_vector_memory(products, is_kept):
     held = 4 * WIDE**2 + A  # w and x
     assert near == pytest.approx(held + A * is_kept, abs=LOSS)
     assert far == pytest.approx(held + 3 * A, abs=LOSS), "y, and two of the chain"
+
+
+@pytest.mark.parametrize(("tables", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0)])
+def test_a_tied_tables_logits_lie_in_memory_below_stage_3(tables, stage):
+    """Its gradient's product waits for the look-up's part; that of a table of its own does not."""
+    params = [shape(512, 64, dtype=jnp.bfloat16)] * tables
+
+    def loss(params, tokens):
+        logits = (params[0][tokens] @ params[-1].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    logits = 2 * 8 * 16 * 512  # their gradient in bf16
+    tokens = shape(8, 16, dtype=jnp.int32)
+    far, near = (peak(loss, params, tokens, 8, "tpu", stage, vector_memory=x) for x in (0, logits))
+    assert (far == near) == (tables == 1 and stage < 3)
 
 
 def test_small_values_of_a_scan_lie_in_vector_memory_as_far_as_there_is_room():

@@ -143,7 +143,7 @@ class Lifetimes:
         """Find the logits' part of a tied table's gradient: a product, added to a scatter."""
         found = set[int]()
         for op in self.program.ops if self.backend.fuses_operands else ():
-            behind = [self._made_by(v) for v in op.read] if op.name == "add_any" else []
+            behind = [self._behind_views(v) for v in op.read] if op.name == "add_any" else []
             kinds = {x.kind: x for x in behind if x is not None}
             if kinds.keys() == {"kernel", "scatter"}:
                 found.update(kinds["kernel"].outputs)
@@ -212,6 +212,11 @@ class Lifetimes:
 
     def _made_by(self, value: int) -> Op | None:
         return self.program.ops[self.maker[value]] if value in self.maker else None
+
+    def _behind_views(self, value: int) -> Op | None:
+        op = self._made_by(value)
+        is_view = op is not None and op.kind == "fused" and len(op.read) == 1
+        return self._behind_views(op.read[0]) if op and is_view else op
 
     def _marked(self, gradients: Parts) -> dict[int, Part]:
         found: dict[int, Part] = {}
