@@ -23,7 +23,8 @@ from zerojax.checkpoint import (
     save,
     verify,
 )
-from zerojax.checkpoint._manifest import write_manifest
+from zerojax.checkpoint._files import digest_text
+from zerojax.checkpoint._manifest import NO_DIGEST, write_manifest
 
 # Where a read fails, orbax leaves others behind, which report to a loop that is closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -110,6 +111,40 @@ def test_every_file_is_held_against_a_digest(saved):
     listed_files = json.loads((root / MANIFEST).read_text())["files"]
     on_disk = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert set(listed_files) == on_disk - {MANIFEST}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("leaves"),
+        lambda m: m.update(leaves=[]),
+        lambda m: m.update(files=None),
+        lambda m: m.update(mesh=None),
+        lambda m: m.update(axis="data"),
+        lambda m: m.update(step="two"),
+        lambda m: m.update(metadata=None),
+        lambda m: m.update(more=1),
+        lambda m: m["leaves"]["even"].update(more=1),
+        lambda m: m["leaves"]["even"].pop("dtype"),
+        lambda m: m["leaves"]["even"].update(dtype="zzz"),
+        lambda m: m["leaves"]["even"].update(shape="ab"),
+        lambda m: next(iter(m["files"].values())).update(num_bytes="x"),
+    ],
+)
+def test_a_manifest_of_another_structure_is_damage_though_its_digest_is_right(
+    tmp_path, saved, change
+):
+    source, layout, like = saved
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    held = json.loads((tmp_path / "2" / MANIFEST).read_text())
+    change(held)
+    text = json.dumps(held | {"digest": NO_DIGEST})
+    (tmp_path / "2" / MANIFEST).write_text(text.replace(NO_DIGEST, digest_text(text)))
+    with pytest.raises(DamagedCheckpointError, match=MANIFEST):
+        verify(tmp_path / "2")
+    found = Checkpoints(tmp_path).restore_latest(layout, like)
+    assert found is not None
+    assert (found.path, list(found.passed_over)) == (tmp_path / "1", [tmp_path / "2"])
 
 
 def test_where_all_are_damaged_every_one_is_named(tmp_path, saved):

@@ -99,6 +99,16 @@ def test_what_json_has_not_is_told_with_the_remedy(tmp_path, layout, told):
     assert not (tmp_path / "here").exists()
 
 
+def test_what_holds_itself_and_metadata_that_is_no_dict_are_refused(tmp_path, layout):
+    endless = {}
+    endless["a"] = [endless]
+    refused = {"holds itself": {"data": endless}, "metadata is a list; give a": {"metadata": [1]}}
+    for said, told in refused.items():
+        with pytest.raises(TypeError, match=said):
+            save(tmp_path / "here", {"w": jnp.ones(3)}, layout, **told)
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.parametrize(
     "told", [{"data": {7: "a"}}, {"metadata": {"a": [{"b": ({1: "x", "1": "y"},)}]}}]
 )

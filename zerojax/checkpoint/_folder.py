@@ -76,19 +76,15 @@ class Checkpoints:
     ) -> None:
         require_orbax()
         if replicator and local is None:
-            raise ValueError(
-                "replicator=True copies the folders of hosts; give local=, where they are"
-            )
+            raise ValueError("replicator=True copies hosts' folders; give local=, where they are")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep is {keep!r}; give at least 1, or None to keep all")
         self.directory = local_path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"{self.directory} is no folder; give the one with a folder per step")
         if _is_saved(self.directory):
-            raise ValueError(
-                f"{self.directory} is a checkpoint itself; give the folder above it, or use "
-                "zerojax.restore"
-            )
+            told = f"{self.directory} is a checkpoint itself; give the folder above it"
+            raise ValueError(f"{told}, or use zerojax.restore")
         self._keep = keep
         self._tx = tx
         self._local = None if local is None else local_path(local)
@@ -154,9 +150,7 @@ class Checkpoints:
                 have a copy of this step or a newer one.
         """
         if self._local is None:
-            raise ValueError(
-                "save_local needs Checkpoints(..., local=), a folder of each host's own"
-            )
+            raise ValueError("save_local needs Checkpoints(..., local=), a folder on each host")
         given = {"tx": self._tx, "step": check_step(step), "data": data, "metadata": metadata}
         manifest, arrays = prepare("save_local", state, layout, folder=str(self.directory), **given)
         copies = self._open_copies(layout, arrays)

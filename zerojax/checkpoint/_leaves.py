@@ -52,6 +52,10 @@ class SavedLeaf:
     dtype: str  # its name; of typed PRNG keys `key<...>`, whose integers are what is stored
     num_bytes: int  # bytes of the logical leaf
 
+    def __post_init__(self) -> None:
+        if not self.is_key:
+            jnp.dtype(self.dtype)  # a TypeError where there is none of that name
+
     @property
     def is_key(self) -> bool:
         return self.dtype.startswith("key<")
@@ -90,18 +94,14 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
             raise ValueError(f"leaf {path!r} is deleted (donated); save what the step returned")
         array = np.asarray(x)
         if array.dtype.kind in "OUSMm":  # objects, texts, times
-            raise TypeError(
-                f"leaf {path!r} is a {type(x).__name__} and no array; save what holds arrays alone "
-                "(of an equinox module: eqx.filter(module, eqx.is_array))"
-            )
+            told = f"leaf {path!r} is a {type(x).__name__} and no array; save arrays alone"
+            raise TypeError(f"{told} (of an equinox module: eqx.filter(module, eqx.is_array))")
         placed = jax.device_put(array, sharding)
         same = np.asarray(placed).astype(array.dtype) == array
         if isinstance(x, float) or (same | (array != array)).all():  # NaN equals nothing
             return placed
-        raise ValueError(
-            f"leaf {path!r} is {array.dtype} and would lose values as {placed.dtype}; cast it "
-            "yourself, or enable jax_enable_x64"
-        )
+        told = f"leaf {path!r} is {array.dtype} and would lose values as {placed.dtype}"
+        raise ValueError(f"{told}; cast it yourself, or enable jax_enable_x64")
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -133,11 +133,8 @@ def logical_shapes(tree: PyTree, layout: Layout, tx: Optimizer = None) -> dict[s
         # With tx no leaf of its state is in doubt; a NamedTuple in doubt is another optimizer's.
         in_doubt = name not in known and (tx is None or (is_optax and not of_tx))
         if in_doubt and _may_be_padded(x, layout, is_optax=is_optax):
-            raise ValueError(
-                f"leaf {name!r} is stored as {list(jnp.shape(x))}, with padding or without; pass "
-                "tx=, the optimizer that made the state (zerojax.save, zerojax.restore and "
-                "Checkpoints take it)"
-            )
+            told = f"leaf {name!r} is stored as {list(jnp.shape(x))}, with padding or without; pass"
+            raise ValueError(f"{told} tx=, the optimizer, to save, restore or Checkpoints")
     return {name: known.get(name, jnp.shape(x)) for name, x in leaves.items()}
 
 
@@ -170,10 +167,8 @@ def check_placement(tree: PyTree, layout: Layout) -> None:
                 if is_placed and (is_cut := _is_cut(x, layout)) not in wanted:
                     words = ("partitioned", "whole") if is_cut else ("whole", "partitioned")
                     leaf = f"{path_name((*path, GetAttrKey(name)))}/{step}".removesuffix("/.")
-                    raise ValueError(
-                        f"leaf {leaf!r} is {words[0]}; at the layout's stage {layout.stage} it is "
-                        f"{words[1]}; {REMEDY}"
-                    )
+                    told = f"leaf {leaf!r} is {words[0]}; at the layout's stage {layout.stage}"
+                    raise ValueError(f"{told} it is {words[1]}; {REMEDY}")
 
 
 def _as_train_states_say(

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +60,12 @@ def to_text(manifest: Manifest, **more: Any) -> str:
         told = f"data= or metadata= holds a {type(x).__name__}, which JSON has not"
         raise TypeError(f"{told}; give numbers, texts, lists and dicts (of an array: x.tolist())")
 
-    _check_keys([manifest.data, manifest.metadata])
-    return json.dumps({**more, **dataclasses.asdict(manifest)}, indent=1, default=refuse)
+    try:
+        _check_keys([manifest.data, manifest.metadata])
+        return json.dumps({**more, **dataclasses.asdict(manifest)}, indent=1, default=refuse)
+    except RecursionError as error:
+        told = "data= or metadata= holds itself, or more levels than JSON takes; give fewer"
+        raise TypeError(told) from error
 
 
 def _check_keys(x: Any) -> None:
@@ -102,27 +106,37 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     root = local_path(directory)
     path = root / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no checkpoint in {directory}: it has no {MANIFEST}, which is written last; give the "
-            "folder of a checkpoint that was saved whole"
-        )
+        told = f"no checkpoint in {directory}: it has no {MANIFEST}, which is written last"
+        raise FileNotFoundError(f"{told}; give the folder of a checkpoint that was saved whole")
     try:
         text = path.read_bytes().decode()
         found = json.loads(text)
         version, digest = found["format"], found.pop("digest", None)
+        written = text.replace(str(digest), NO_DIGEST, 1)
+        is_whole = digest == digest_text(written)
+        manifest = _made(Manifest, found) if is_whole and version == FORMAT else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(root, [f"{MANIFEST} can't be read ({error})"]) from error
-    is_whole = isinstance(digest, str) and digest == digest_text(text.replace(digest, NO_DIGEST, 1))
+        raise DamagedCheckpointError(root, [f"{MANIFEST} can't be read ({error!r})"]) from error
     if version != FORMAT and (is_whole or digest is None):
         raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")
-    if not is_whole:
+    if manifest is None:
         raise DamagedCheckpointError(root, [f"{MANIFEST} is not what was written"])
-    found["axis"] = tuple(found["axis"])
-    found["files"] = {name: FileDigest(**file) for name, file in found["files"].items()}
-    for name, leaf in found["leaves"].items():
-        shapes = {key: tuple(leaf[key]) for key in ("shape", "stored_shape")}
-        found["leaves"][name] = SavedLeaf(**leaf | shapes)
-    return Manifest(**found)
+    return manifest
+
+
+def _made(kind: Any, x: Any) -> Any:
+    """Make a manifest, or a value of one of its fields' types, of what JSON holds."""
+    if dataclasses.is_dataclass(kind):
+        types = {field.name: field.type for field in dataclasses.fields(kind)}
+        make: Any = kind
+        return make(**{name: _made(types[name], part) for name, part in x.items()})
+    if get_origin(kind) is Mapping:
+        return {name: _made(get_args(kind)[1], part) for name, part in x.items()}
+    if get_origin(kind) is tuple and isinstance(x, list):
+        return tuple(_made(get_args(kind)[0], part) for part in x)
+    if kind is not Any and not isinstance(x, kind):
+        raise TypeError(f"{x!r} is no {kind}")
+    return x
 
 
 def parts(manifest: Manifest) -> dict[str, list[SavedLeaf]]:

@@ -42,10 +42,8 @@ def _end_all() -> None:
         try:
             pending.wait()
         except BaseException as error:  # noqa: BLE001  # nobody is left to catch it
-            sys.stderr.write(
-                f"zerojax: {pending.path} was not saved, the program ended before ({error}); wait "
-                "for a save: use `with Checkpoints(...)`, or call wait()\n"
-            )
+            told = f"zerojax: {pending.path} was not saved, the program ended before ({error})"
+            sys.stderr.write(f"{told}; wait for it: use `with Checkpoints(...)`, or call wait()\n")
 
 
 # Before the threads of the standard library's executors are ended; atexit comes after that.
@@ -153,6 +151,8 @@ def describe(
     metadata: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Say what a state of arrays or shapes is and lies under."""
+    if not isinstance(metadata, Mapping | None):
+        raise TypeError(f"metadata is a {type(metadata).__name__}; give a dict with texts as keys")
     return Manifest(
         stage=layout.stage,
         axis=layout.axis,
@@ -223,10 +223,8 @@ def _sole_save(root: Path) -> Iterator[None]:
         except (ImportError, OSError) as error:
             is_sole = not isinstance(error, BlockingIOError)
         if not is_sole:
-            raise ValueError(
-                f"{root} is being written by another save; save to another directory, or again "
-                "where that one fails"
-            )
+            told = f"{root} is being written by another save; save to another directory"
+            raise ValueError(f"{told}, or again where that one fails")
         try:
             _check_free(root)
             yield
