@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,18 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, error):
     tensors = {"first": np.zeros((2, 3), np.float32), "second": np.zeros((2, 3), np.float32)}
     with pytest.raises(error, match="lost"):
         write_safetensors(tmp_path / "a.safetensors", tensors, read)
+    assert not names_in(tmp_path)
+
+
+def test_a_full_disk_is_told_with_the_path(tmp_path):
+    path, values = tmp_path / "a.safetensors", {"x": np.zeros(1 << 16)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # Python ignores SIGXFSZ
+    try:
+        with pytest.raises(OSError, match=f"File too large.*{path}"):
+            store(path, values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not names_in(tmp_path)
 
 
@@ -140,6 +153,7 @@ def test_a_file_that_is_cut_short_after_it_was_opened_is_named(tmp_path):
         (lambda m, to: m.update(b="gone.safetensors"), FileNotFoundError, "names gone.safetensors"),
         (lambda m, to: m.update(b="../x.safetensors"), ValueError, "not a file beside it"),
         (lambda m, to: m.update(b=3), ValueError, "names 3, which is not a file"),
+        (lambda m, to: m.update(b=["a"]), ValueError, "is no index of tensors to files"),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_named(tmp_path, spoil, error, said):

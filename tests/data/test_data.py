@@ -165,11 +165,12 @@ def test_the_smallest_text_that_serves_does(tmp_path):
         assert len(batches(tokens=part, batch_size=1, num_epochs=1)) == 1
 
 
-def test_unreadable_data_is_a_value_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_named", [True, False])  # by the error
+def test_unreadable_data_is_a_value_error(tmp_path, monkeypatch, is_named):
     path = write(tmp_path, t_txt="x" * 99) / "t.txt"
 
     def refuse(self):
-        raise PermissionError(13, "Permission denied", str(self))
+        raise PermissionError(13, "Permission denied", *[str(self)] * is_named)
 
     monkeypatch.setattr(type(path), "read_bytes", refuse)
     with pytest.raises(ValueError, match=r"can't read .*t\.txt: Permission denied; give files"):

@@ -57,9 +57,8 @@ Place = tuple[jax.ShapeDtypeStruct, Path, int]
 def find_tensors(path: Path) -> dict[str, Place]:
     """Find the tensors of one file, or of the several that an index names, by their headers."""
     if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no file {path}; give one of {SUFFIX}, or {INDEX_SUFFIX} of several"
-        )
+        told = f"there is no file {path}; give one of {SUFFIX}"
+        raise FileNotFoundError(f"{told}, or {INDEX_SUFFIX} of several")
     return _read_indexed(path) if path.name.endswith(INDEX_SUFFIX) else _read_header(path)
 
 
@@ -107,10 +106,11 @@ def _read_header(path: Path) -> dict[str, Place]:
 def _read_indexed(path: Path) -> dict[str, Place]:
     try:
         names = dict(json.loads(path.read_bytes())["weight_map"])
+        files = dict.fromkeys(names.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of tensors to files: {error!r}") from error
     found: dict[str, Place] = {}
-    for file in dict.fromkeys(names.values()):
+    for file in files:
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path} names {file!r}, which is not a file beside it")
         if not (path.parent / file).is_file():
@@ -141,18 +141,22 @@ def write_safetensors(
         if x.dtype.name not in codes:
             raise ValueError(f"{name!r} is {x.dtype}, which safetensors has not; convert it")
         begin, end = end, end + num_bytes(x.shape, x.dtype)
-        entry = {"dtype": codes[x.dtype.name], "shape": x.shape, "data_offsets": (begin, end)}
-        header[name] = entry
+        where = {"shape": x.shape, "data_offsets": (begin, end)}
+        header[name] = {"dtype": codes[x.dtype.name], **where}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(".partial", f"{path.name}.", path.parent) as own:
         partial = Path(own) / path.name
-        with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                read(name).tofile(file)
-        sync(partial)
+        try:
+            with partial.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for name in names:  # not by tofile, whose errors don't say why
+                    file.write(np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8).data)
+            sync(partial)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
         partial.replace(path)
     sync(path.parent)
 
@@ -206,10 +210,8 @@ def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]
         raise ValueError(f"{root} has no part {part!r}; it has {known}")
     keys = [path for path in found if manifest.leaves[path].is_key]
     if keys:
-        raise ValueError(
-            f"leaf {keys[0]!r} holds PRNG keys, which safetensors files can't; give the part that "
-            "holds the weights, such as params"
-        )
+        told = f"leaf {keys[0]!r} holds PRNG keys, which safetensors files can't"
+        raise ValueError(f"{told}; give the part that holds the weights, such as params")
     return found
 
 
@@ -237,10 +239,8 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
     found = {}
     for leaf, name in names.items():
         x, _, _ = places[name]
-        size = num_bytes(x.shape, x.dtype)
-        found[leaf] = SavedLeaf(
-            shape=x.shape, stored_shape=x.shape, dtype=x.dtype.name, num_bytes=size
-        )
+        dtype, size = x.dtype.name, num_bytes(x.shape, x.dtype)
+        found[leaf] = SavedLeaf(shape=x.shape, stored_shape=x.shape, dtype=dtype, num_bytes=size)
     check_leaves(found, wanted, path)
 
     def read(keys: tuple[Any, ...], x: Any) -> jax.Array:
@@ -249,9 +249,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
 
         def part(index: Any) -> np.ndarray:
             if str(index) not in parts:
-                block = read_tensor(
-                    places[names[path_name(keys)]], index
-                )  # ends where the tensor does
+                block = read_tensor(places[names[path_name(keys)]], index)  # without padding
                 block = block.astype(x.dtype, copy=False)
                 dims = zip(index, x.shape, block.shape, strict=True)
                 padding = [(0, len(range(*one.indices(n))) - have) for one, n, have in dims]

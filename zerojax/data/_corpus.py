@@ -98,10 +98,8 @@ def find_files(inputs: Iterable[StrPath]) -> list[Path]:
         matches = [path] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207
         files = [file for match in matches if text for file in _files_in(Path(match))]
         if not files:
-            raise ValueError(
-                f"no text at {text!r}: give an existing file, a folder that holds text, "
-                "or a glob that matches some"
-            )
+            told = f"no text at {text!r}: give an existing file, a folder that holds text"
+            raise ValueError(f"{told}, or a glob that matches some")
         found.update(file.resolve() for file in files)
     return sorted(found)
 
@@ -157,9 +155,8 @@ def load_corpus(
             contents = _read(files, None if inputs else _DEFAULT_MAX_BYTES)
             tokens, num_files = tokenizer.encode(contents), len(contents)
     except OSError as error:
-        raise ValueError(
-            f"can't read {error.filename}: {error.strerror}; give files that can be read"
-        ) from error
+        told = f"can't read {error.filename or source}: {error.strerror}"
+        raise ValueError(f"{told}; give files that can be read") from error
     if not tokens.size:
         raise ValueError(f"no text in {source}; give files with text")
     least = context + 1
