@@ -82,6 +82,11 @@ def test_verify_names_what_is_damaged(saved, capsys):
         assert largest.name in out
         assert main(["checkpoint", "export", str(saved[0]), "out.safetensors"]) == 2
         assert largest.name in capsys.readouterr().err
+        largest.write_bytes(kept[:1000])  # which is known without reading it
+        assert main(["checkpoint", "verify", str(saved[0])]) == 1
+        out, err = capsys.readouterr()
+        assert "1 of 2 damaged" in err
+        assert f"{largest.name} has 1000 bytes of" in " ".join(out.split())
     finally:
         largest.write_bytes(kept)
 

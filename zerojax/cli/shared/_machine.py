@@ -10,7 +10,8 @@ import jax
 from zerojax._extras import extra
 from zerojax.checkpoint import find_checkpoints, read_manifest
 
-NUM_VIRTUAL = 8
+#: Virtual devices where no number is asked for, and the most that a CPU is divided into.
+NUM_VIRTUAL, MOST_VIRTUAL = 8, 4096
 
 
 def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
@@ -22,12 +23,14 @@ def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
     """
     if num_devices is not None and num_devices % num_processes:
         raise ValueError(f"--devices {num_devices} is no multiple of its {num_processes} processes")
+    own = (num_devices or NUM_VIRTUAL) // num_processes
+    if own > MOST_VIRTUAL:
+        raise ValueError(f"--devices {num_devices}: give at most {MOST_VIRTUAL:,} a process")
     divided = "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )
     if num_devices is not None or not divided:
         with contextlib.suppress(RuntimeError):  # jax has started; its devices stay
-            own = (num_devices or NUM_VIRTUAL) // num_processes
             jax.config.update("jax_num_cpu_devices", max(own, 1))
     try:
         found = jax.devices()
@@ -37,17 +40,13 @@ def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
     if num_devices is None:
         return found
     if num_processes > 1 and len(found) > num_devices:
-        raise ValueError(
-            f"--devices {num_devices}: there are {len(found)}, and of several processes none is "
-            "left without; leave --devices out"
-        )
+        told = f"--devices {num_devices}: there are {len(found)}, and of several processes none"
+        raise ValueError(f"{told} is left without; leave --devices out")
     if len(found) < num_devices:
         kind = found[0].platform
         remedy = "" if kind == "cpu" else "; or set JAX_PLATFORMS=cpu for virtual devices"
-        raise ValueError(
-            f"--devices {num_devices}: there are only {len(found)} here ({kind}); "
-            f"give {len(found)} or fewer{remedy}"
-        )
+        told = f"--devices {num_devices}: there are only {len(found)} here ({kind})"
+        raise ValueError(f"{told}; give {len(found)} or fewer{remedy}")
     return found[:num_devices]
 
 
@@ -93,7 +92,7 @@ def list_checkpoints(directory: Path) -> dict[Path, str | None]:
     """List the checkpoints that a folder is or holds, with what can be told to be wrong unread."""
     root = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
     wrong: dict[Path, str] = {}
-    found = {**wrong, **dict.fromkeys(find_checkpoints(root, wrong.__setitem__).values())}
+    found = dict.fromkeys(find_checkpoints(root, wrong.__setitem__).values()) | wrong
     if found:
         return dict(sorted(found.items(), key=lambda item: int(item[0].name)))
     if not directory.exists():
@@ -107,7 +106,6 @@ def find_checkpoint(directory: Path) -> Path:
     found = list_checkpoints(directory)
     whole = [path for path, wrong in found.items() if wrong is None]
     if not whole:
-        raise ValueError(
-            f"no whole checkpoint in {directory}: {'; '.join(filter(None, found.values()))}"
-        )
+        told = "; ".join(filter(None, found.values()))
+        raise ValueError(f"no whole checkpoint in {directory}: {told}")
     return whole[-1]
