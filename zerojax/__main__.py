@@ -1,5 +1,6 @@
 """The `zerojax` command, also as `python -m zerojax`; without its packages, one line says so."""
 
+import os
 import sys
 
 from zerojax._extras import MissingExtra, extra
@@ -7,6 +8,7 @@ from zerojax._extras import MissingExtra, extra
 
 def main() -> int:
     """Run the command line and return its exit status."""
+    os.environ["MPLBACKEND"] = "agg"  # plots are files, whatever the environment draws with
     try:
         with extra("cli", "the zerojax command"):
             from zerojax import cli

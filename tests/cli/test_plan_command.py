@@ -200,6 +200,17 @@ def test_the_help_teaches(capsys):
     assert "plan" in capsys.readouterr().out
 
 
+def test_a_plot_needs_no_backend_of_the_environments(tmp_path):
+    asked = "plan --params 1e9 --devices 8 --stage 2 --plot".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", *asked, tmp_path / "a.png"],
+        env={**os.environ, "MPLBACKEND": "zz"}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 # ------------------------------------------------------------------ what is refused
 
 

@@ -141,9 +141,11 @@ def compile_(options: CompileOptions) -> None:
 
     ```
     zerojax compile --model gpt2-xl --topology h100:1x8 --stage 2
-    zerojax compile --model gpt2-xl --topology v6e:2x4 --all-stages --plot stages.png
-    zerojax compile --model zero-100b --topology v5p:4x4x8 --stage 3 --batch-size 256
-    zerojax compile --model zero-100b --topology h100:50x8 --model-axis 16 --partition-activations
+    zerojax compile --model gpt2-xl --topology v6e:2x4 --all-stages --plot a.png
+    zerojax compile --model zero-100b --topology v5p:4x4x8 --stage 3 \
+      --batch-size 256
+    zerojax compile --model zero-100b --topology h100:50x8 --model-axis 16 \
+      --partition-activations
     ```
     """
     screen = Screen()

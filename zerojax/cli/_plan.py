@@ -62,9 +62,7 @@ class PlanOptions(StepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.params is None) == (self.model is None):
-            raise ValueError(
-                "say what to plan: --model gpt2-xl, or --params 7.5e9 (one of the two)"
-            )
+            raise ValueError("plan one of the two: --model gpt2-xl, or --params 7.5e9")
 
     @property
     def chosen_model(self) -> gpt.Config:
@@ -82,14 +80,12 @@ class PlanQuestion:
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
-        self.hardware = find_hardware(options.hardware)
+        self.hardware = chip = find_hardware(options.hardware)
         if (limit := options.memory_limit) is not None:
-            if limit * 1e9 > self.hardware.memory:
-                raise ValueError(
-                    f"--memory-limit {limit:g} is more than the {self.hardware.memory / 1e9:,.1f} "
-                    f"GB that a program has of {self.hardware.name}; give less"
-                )
-            self.hardware = dataclasses.replace(self.hardware, memory=round(limit * 1e9))
+            if limit * 1e9 > chip.memory:
+                told = f"--memory-limit {limit:g} is more than the {chip.memory / 1e9:,.1f} GB"
+                raise ValueError(f"{told} that a program has of {chip.name}; give less")
+            self.hardware = dataclasses.replace(chip, memory=round(limit * 1e9))
         self.config = config = options.chosen_model
         # A search cuts no layer before it starts.
         groups = max(1, options.devices // (1 if options.search else options.model_axis))
@@ -128,7 +124,7 @@ WIDTH = 132
 
 @command
 def plan(options: PlanOptions) -> None:
-    """Plan a training step: bytes, volume and time, before anything runs.
+    r"""Plan a training step: bytes, volume and time, before anything runs.
 
     Without --stage, all four stages are shown side by side: what one device holds of each kind, the
     sum by ZeRO's formula, the planned peak, what a device moves, how long a step takes at least and
@@ -147,8 +143,10 @@ def plan(options: PlanOptions) -> None:
     ```
     zerojax plan --params 7.5e9 --devices 64
     zerojax plan --model gpt2-xl --devices 8 --plot gpt2-xl.png
-    zerojax plan --model zero-8b --devices 64 --stage 3 --shards 8 --batch-size 256
-    zerojax plan --model zero-100b --devices 400 --stage 2 --model-axis 16 --partition-activations
+    zerojax plan --model zero-8b --devices 64 --stage 3 --shards 8 \
+      --batch-size 256
+    zerojax plan --model zero-100b --devices 400 --stage 2 --model-axis 16 \
+      --partition-activations
     zerojax plan --model gpt2-xl --batch-size 64 --search --memory-limit 20
     zerojax plan --params 1e12 --devices 1024 --hardware b200 --json
     ```
@@ -179,8 +177,7 @@ def plan(options: PlanOptions) -> None:
             least = min(plans, key=lambda one: one.bytes.total)
             raise Failure(
                 f"nothing fits {least.hardware.memory / 1e9:,.3f} GB per device; the smallest need "
-                f"is {least.bytes.total / 1e9:,.3f} GB: {least.title}; --search goes through more "
-                "ways"
+                f"is {least.bytes.total / 1e9:,.3f} GB: {least.title}; --search tries more"
             )
 
 
@@ -237,10 +234,8 @@ def notes(plans: Sequence[Plan]) -> list[str]:
         "volume: elements that a device moves in a step, per parameter of the model",
     ]
     if any(one.bytes.total < one.bytes.states for one in plans):
-        lines.append(
-            "peak: less than the states where gradients are scattered at once, or take the buffers "
-            "of weights that are done"
-        )
+        why = "gradients are scattered at once, or take the buffers of weights that are done"
+        lines.append(f"peak: less than the states where {why}")
     if tight := ", ".join(str(one.stage) for one in plans if not one.fits):
         lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
     lines += dict.fromkeys(line for one in plans for line in one.assumptions)

@@ -117,6 +117,8 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
     for field in fields:
         info, kind = field.metadata[PARAMETER], hints[field.name]
         info.help = helps.get(field.name, info.help)
+        if kind in (Path, Path | None):
+            info.parser = _read_path
         if kind is bool and not info.param_decls:  # typer would add --no-NAME
             info.param_decls = (f"--{field.name.replace('_', '-')}",)
         kind = list[str] | None if field.name in several else kind
@@ -127,6 +129,12 @@ def command(run: Callable[[Options], None]) -> Callable[..., None]:
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
     wrapped.__name__, wrapped.__doc__ = run.__name__, run.__doc__
     return called
+
+
+def _read_path(text: str | Path) -> Path:
+    if text == "":  # which pathlib takes for the current folder
+        raise typer.BadParameter('the path is empty; "." is the current folder')
+    return Path(text)
 
 
 def _read_helps(options: type) -> dict[str, str]:

@@ -43,9 +43,7 @@ def make_schedule(rate: float | None, warmup: int, steps: int, width: int) -> op
 
 def _decayed(params: PyTree, names: Container[str] = DECAYED) -> PyTree:
     """Mark the leaves whose last key is one of the names; a lone leaf has none."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: bool(path) and path[-1].key in names, params
-    )
+    return jax.tree.map_with_path(lambda path, _: bool(path) and path[-1].key in names, params)
 
 
 def _adamw(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
@@ -129,11 +127,9 @@ class StepOptions(CommandOptions):
     partition_activations: bool = option(False, panel=ZERO)
     """Cut activation checkpoints over the model axis, the paper's Pa; with --offload activations
     its Pa+cpu."""
-    offload: tuple[str, ...] = option(
-        (), metavar="|".join(OFFLOADS), show_default="nothing", panel=ZERO
-    )
-    """What the host keeps: the optimizer's states with the masters, or activation checkpoints; may
-    be given twice."""
+    offload: tuple[str, ...] = option((), metavar="WHAT", show_default="nothing", panel=ZERO)
+    """What the host keeps: `optimizer`, its states with the masters, or `activations`, their
+    checkpoints; may be given twice."""
     precision: Precision = option("bf16", panel=ZERO)
     """bf16 or fp16 parameters and gradients with partitioned fp32 masters (fp16 with a dynamic loss
     scale), or fp32."""
@@ -142,12 +138,12 @@ class StepOptions(CommandOptions):
     )
     """Sum gradients over devices once per step, or for each microbatch."""
     prefetch: float | None = option(
-        None, min=0, max=1, show_default="0.5 on GPUs and TPUs, 0 on CPUs", panel=ZERO
+        None, min=0, max=1, metavar="PART", show_default="0.5, on CPUs 0", panel=ZERO
     )
     """Part of the next layer's weights that stage 3 gathers while a layer computes."""
     keep_gathered: bool = option(False, panel=ZERO)
     """Keep the weights that stage 3 gathers in the forward pass until the backward pass has used
-    them (FSDP2's reshard_after_forward=False): 2 Psi move instead of 3, for stage 2's memory."""
+    them (FSDP2 with reshard_after_forward off): 2 Psi move instead of 3, for stage 2's memory."""
     batch_size: int | None = option(
         None, min=1, show_default="one on each device in a microbatch", panel=TRAINING
     )
@@ -162,15 +158,11 @@ class StepOptions(CommandOptions):
         if unknown := [name for name in self.offload if name not in OFFLOADS]:
             raise ValueError(f"--offload {unknown[0]}: the host can keep {' and '.join(OFFLOADS)}")
         if "optimizer" in self.offload and self.optimizer != "adamw":
-            raise ValueError(
-                f"--offload optimizer: the host updates element by element, and {self.optimizer} "
-                "does not; ask for --optimizer adamw, or leave --offload optimizer out"
-            )
+            told = f"the host updates element by element, and {self.optimizer} does not; ask for"
+            raise ValueError(f"--offload optimizer: {told} --optimizer adamw, or leave that out")
         if self.partition_activations and self.model_axis == 1:
-            raise ValueError(
-                "--partition-activations cuts checkpoints over the model axis: give --model-axis "
-                "of at least 2, or leave it out"
-            )
+            told = "--partition-activations cuts checkpoints over the model axis"
+            raise ValueError(f"{told}: give --model-axis of at least 2, or leave it out")
         self.recipe()  # refuses what contradicts itself
 
     def unscheduled(self, width: int) -> optax.GradientTransformation:
@@ -217,10 +209,8 @@ class StepOptions(CommandOptions):
         if self.batch_size in (None, fitting):
             return fitting
         groups = "devices" if self.model_axis == 1 else "groups along the model axis"
-        raise ValueError(
-            f"--batch-size {asked} has to be a multiple of {multiple}, such as {fitting}: {groups} "
-            f"times microbatches, {num_groups} x {self.accumulate}"
-        )
+        told = f"--batch-size {asked} has to be a multiple of {multiple}, such as {fitting}: "
+        raise ValueError(f"{told}{groups} times microbatches, {num_groups} x {self.accumulate}")
 
     def step_in_words(self, num_examples: int, context: int) -> str:
         batch = f"{num_examples:,} example{'s' if num_examples > 1 else ''} of {context:,} tokens"
