@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,12 +23,18 @@ from rich.filesize import decimal
 import zerojax
 from tests.cli.running import COMMAND, NUM_BYTES, QUICK, TEXT
 from tests.texts import bits_per_byte, prose
-from zerojax.checkpoint import find_checkpoints, read_manifest
+from zerojax.checkpoint import Checkpoints, find_checkpoints, read_manifest
 from zerojax.cli import main
+from zerojax.cli._check import check, diff
+from zerojax.cli._compile import compile_
+from zerojax.cli._launch import launch
+from zerojax.cli._plan import plan
 from zerojax.cli.shared._machine import find_devices
 from zerojax.cli.shared._options import OPTIMIZERS, make_schedule
+from zerojax.cli.train._command import train
 from zerojax.cli.train._run import evaluate, held_out_batches
 from zerojax.cli.train._screen import Metrics
+from zerojax.cli.train._signals import Signals
 from zerojax.data import make_batches
 from zerojax.models import gpt
 
@@ -58,7 +66,12 @@ def steps_of(run):
         ("--batch-size 30", "multiple of 8, such as 32"),
         ("--batch-size 24 --accumulate 2", "multiple of 16, such as 32"),
         ("--devices 9", "only 8"),
+        ("--devices 100000", "at most 4,096"),
         ("--steps 0", "--steps"),
+        ("--steps 3000000000", "--steps"),
+        ("--steps 99999999999999999999", "--steps"),
+        ("--seed 4294967296", "--seed"),
+        ("--out=", "'--out': the path is empty"),
         ("--warmup 200", "--warmup"),
         ("--model zero-170b", "takes"),
         ("--out file.txt", "can't write to --out file.txt"),
@@ -85,7 +98,7 @@ def test_an_unknown_command_and_none(capsys):
     assert "trian" in capsys.readouterr().err
     assert main([]) == 2
     out, err = capsys.readouterr()
-    assert "train" in out
+    assert "compile and check audit" in " ".join(out.split())
     assert not err
 
 
@@ -114,6 +127,15 @@ def test_the_help_teaches(capsys):
         assert word in out
     assert main(["--version"]) == 0
     assert jax.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [train, plan, compile_, launch, check, diff])
+def test_the_help_is_whole_on_80_columns(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command.__name__.strip("_"), "--help"]) == 0
+    assert "…" not in capsys.readouterr().out
+    examples = command.__doc__.split("```")[1].splitlines()
+    assert max(map(len, examples)) <= 4 + 76, examples
 
 
 def test_the_storys_first_line_in_a_process_of_its_own(folder):
@@ -219,6 +241,78 @@ def test_ctrl_c_finishes_the_step_and_writes_what_there_is(folder):
     assert f"interrupted after step {stopped} of 100000" in err
     assert "zerojax train --resume" in err
     assert list(find_checkpoints(folder / "run/checkpoints"))[-1] == stopped
+
+
+def test_a_reader_that_leaves_ends_the_run_saved(folder):
+    """Of as many steps as a counter holds, whose rates no memory would."""
+    steps = str(2**31 - 1)
+    command = [*COMMAND, "train", "--steps", steps, "--eval-every", steps, "--out", "run"]
+    command += ["--context", "16", *TEXT, *QUICK]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        while "step 1/" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 1, err
+    stopped = steps_of(folder / "run")[-1]["step"]
+    assert f"can't write to stdout: its reader has ended; ended after step {stopped} of" in err
+    assert "go on with: zerojax train --resume --out run" in err
+    assert err.count("\n") == 1
+    assert list(find_checkpoints(folder / "run/checkpoints")) == [stopped]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_full_disk_ends_the_run_saved_where_it_can_be(folder, capsys, monkeypatch, is_saved):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    path, add = folder / "run/metrics.jsonl", Metrics.add
+    path.parent.mkdir()
+    path.write_text('{"step": 9}\n')
+
+    def fail(*given, step, **more):
+        if step == 2 or given[1:]:
+            raise full
+        add(*given, step=step, **more)
+
+    monkeypatch.setattr(Metrics, "add", fail)
+    if not is_saved:
+        monkeypatch.setattr(Checkpoints, "save", lambda *given, **more: fail(step=2))
+    command = ["train", "--steps", "5", "--context", "16", "--out", "run"]
+    assert main([*command, *TEXT, *QUICK]) == 1
+    out, err = capsys.readouterr()
+    assert "replaces the metrics of an earlier run in run" in out
+    told = "zerojax: can't write to run/metrics.jsonl: No space left on device; "
+    then = "ended after step 2 of 5; go on with: zerojax train --resume --out run"
+    assert err.startswith(told + (then if is_saved else "can't save a checkpoint: [Errno 28]"))
+    assert err.count("\n") == 1
+    assert list(find_checkpoints(folder / "run/checkpoints")) == [2] * is_saved
+    assert [line["step"] for line in lines_of(folder / "run")] == [0, 1]
+
+
+def test_a_line_that_is_cut_short_stays_the_last(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, 0)
+    metrics.add(step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            metrics.add(step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    metrics.add(step=3)
+    assert not path.read_text().endswith("\n")
+    assert metrics.read() == [{"step": 1}]
+
+
+def test_a_terminal_that_is_gone_hinders_no_signal(monkeypatch):
+    def write(*given):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Signals(0) as signals:
+        monkeypatch.setattr(os, "write", write)
+        signals._handle(signal.SIGHUP, None)
+    assert signals.seen == {signal.SIGHUP}
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder, capsys):

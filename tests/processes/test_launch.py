@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,6 +74,18 @@ def test_what_collectives_greet_with_is_not_passed_on(capfdbinary):
     with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
         _launch._print(1, process)
     assert capfdbinary.readouterr().out.splitlines() == [b"[1] %s" % x.encode() for x in told[-2:]]
+
+
+def test_a_launch_that_nobody_reads_ends_its_processes(monkeypatch):
+    def write(*given):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=SimpleNamespace(write=write)))
+    program = [sys.executable, "-c", "while True: print('a line', flush=True)"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(program, **pipes) as process:
+        _launch._print(1, process)
+        assert process.wait(timeout=PATIENCE)
 
 
 def interrupted(environment, arguments, until, number, victim=1):

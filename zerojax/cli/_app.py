@@ -1,5 +1,6 @@
 """The `zerojax` command, and how every one of its commands ends."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -57,7 +58,7 @@ def zerojax(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Partition model states over a device mesh: train, plan, compile, audit under ZeRO stages."""
+    """Partition model states over a device mesh: train, plan; `compile` and `check` audit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,13 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what stdout holds is written at the end
         return _end(f"{error}: make room where stdout or the command's files go", 1)
 
 
 def _end(message: str, status: int) -> int:
     message = " ".join(message.split())
     if message:  # bare `zerojax` has printed its help already
-        typer.echo(f"zerojax: {message}", err=True)
+        with contextlib.suppress(OSError):  # stderr may be the pipe that is closed
+            typer.echo(f"zerojax: {message}", err=True)
+    try:
+        sys.stdout.flush()
+    except (OSError, AttributeError):  # which Python would tell of again, and so end with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     fail(message, status)  # where there are other processes, that wait for this one
     return status

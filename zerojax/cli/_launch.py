@@ -1,5 +1,6 @@
 """`zerojax launch`: several processes of one run on this machine, for development."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -35,10 +36,8 @@ class LaunchOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         if self.words[:1] != ("train",):
-            raise ValueError(
-                "launch starts `train`: write zerojax launch -n 2 -- train ...; a program of your "
-                "own is started by what your cluster has, and calls zerojax.processes.initialize()"
-            )
+            told = "launch starts `train`: write zerojax launch -n 2 -- train ...; your own program"
+            raise ValueError(f"{told} is started by a cluster, and calls processes.initialize()")
 
 
 @command
@@ -49,11 +48,11 @@ def launch(options: LaunchOptions) -> None:
     number of the process. When one fails, all end. On a cluster its own launcher starts the
     processes (srun, mpirun, a Kubernetes job), and `zerojax train` finds the others by itself.
 
-    Virtual devices are shared out; XLA_FLAGS in the environment says how many each process has.
+    Virtual devices are shared out; JAX_NUM_CPU_DEVICES says how many each process has.
 
     ```
     zerojax launch -n 2 -- train --stage 3 --steps 20
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 zerojax launch -n 4 -- train
+    JAX_NUM_CPU_DEVICES=2 zerojax launch -n 4 -- train
     ```
     """
     with socket.socket() as free:
@@ -101,7 +100,9 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _print(index: int, process: subprocess.Popen[bytes]) -> None:
     """Pass on what a process prints, a line at a time, but not what its collectives greet with."""
-    for line in process.stdout or ():
-        if not _GREETING.fullmatch(line):
-            sys.stdout.buffer.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))
-            sys.stdout.buffer.flush()
+    assert process.stdout is not None
+    with contextlib.suppress(OSError), process.stdout:  # a pipe that is closed, for it as well
+        for line in process.stdout:
+            if not _GREETING.fullmatch(line):
+                sys.stdout.buffer.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))
+                sys.stdout.buffer.flush()

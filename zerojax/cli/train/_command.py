@@ -19,7 +19,7 @@ from zerojax.cli.shared._machine import CHECKPOINTS
 from zerojax.cli.train._options import TrainOptions
 from zerojax.cli.train._run import TrainRun, evaluate, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen, measure
-from zerojax.cli.train._signals import LOSSES, Signals
+from zerojax.cli.train._signals import LOSSES, UNWRITTEN, Signals
 from zerojax.processes import ProcessError, agree, has_started, initialize, leave, set_remedy
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
@@ -32,7 +32,7 @@ MOST_TOLD = 300
 
 @command
 def train(options: TrainOptions) -> None:
-    """Train a GPT on text under a ZeRO stage.
+    r"""Train a GPT on text under a ZeRO stage.
 
     Shows the bytes that one device holds of each kind, beside the theory and beside plain data
     parallelism; trains; evaluates on held-out text; writes metrics.jsonl and training.png to the
@@ -49,7 +49,8 @@ def train(options: TrainOptions) -> None:
     zerojax train
     zerojax train --stage 3 --precision bf16
     zerojax train --stage 2 --model-axis 2 --partition-activations
-    zerojax train --data 'books/*.txt' --steps 2000 --save-every 500 --out runs/books
+    zerojax train --data 'books/*.txt' --steps 2000 --save-every 500 \
+      --out runs/books
     zerojax train --resume --steps 4000 --out runs/books
     ```
     """
@@ -57,11 +58,11 @@ def train(options: TrainOptions) -> None:
         run = TrainRun(*take_up(options), _connect(options))
         asked = (f"{name}: {value}" for name, value in run.options.kept().items())
         agree("training", {"options": "\n".join(asked), "text": str(run.batches.get_state())})
-    screen = TrainScreen(quiet=jax.process_index() > 0)
     queued = QUEUED_STEPS.get(run.devices[0].platform, QUEUED_STEPS_ELSEWHERE)
     absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
     try:
         with sole_run(options.out), Signals(queued) as signals:
+            screen = TrainScreen(signals, quiet=jax.process_index() > 0)
             screen.start(run)
             _Training(run, screen, signals, queued).go()
     except jax.errors.JaxRuntimeError as error:
@@ -105,6 +106,8 @@ class _Training:
         self.saving: PendingSave | None = None
         self.is_first = jax.process_index() == 0  # which alone prints and writes
         path = self.options.out / "metrics.jsonl"
+        if not self.first_step and path.exists():
+            screen.say(f"replaces the metrics of an earlier run in {self.options.out}")
         ways = {"is_kept": self.is_first, "tensorboard": self.options.tensorboard}
         self.metrics = Metrics(path, self.first_step, **ways)
         self.recording = ExitStack()
@@ -121,16 +124,19 @@ class _Training:
                 if self.evaluated < self.number:
                     self.evaluate()
                 self.save_if_wanted()  # preempted after the last step
-            self.draw()
+            with self.signals.writing(self.options.out):
+                self.draw()
         finally:
             self.recording.close()
-            self.metrics.close()
             self.end_saving()
+            self.metrics.close()
         seen = self.signals.everywhere()
         leave()
         if seen:
-            preempted = not LOSSES.isdisjoint(seen)
-            word, status = ("preempted", PREEMPTED) if preempted else ("interrupted", INTERRUPTED)
+            lost = seen & LOSSES
+            word, status = ("preempted", PREEMPTED) if lost else ("interrupted", INTERRUPTED)
+            if UNWRITTEN in seen:
+                word, status = f"{self.signals.unwritten}ended", 1
             stopped = f"{word} after step {self.number} of {self.options.steps}"
             raise Failure(stopped + (f"; {self.how}" if self.saved else ""), status)
 
@@ -169,7 +175,7 @@ class _Training:
     def save_if_wanted(self) -> None:
         """Save what was not saved yet, where checkpoints or a preemption ask for it."""
         seen = self.signals.everywhere()
-        wanted = self.options.save_every or not LOSSES.isdisjoint(seen)
+        wanted = self.options.save_every or seen & LOSSES
         if wanted and self.saved < self.number:
             self.save()
         self.end_saving()
@@ -203,14 +209,15 @@ class _Training:
                 "loss": loss,
                 "train_bits_per_byte": self.run.bits(loss),
                 "grad_norm": norm,
-                "learning_rate": float(self.run.rates[number - 1]),
+                "learning_rate": float(self.run.rate(number - 1)),
                 "tokens_per_second": round(rate, 1),
                 **measure(self.run.config, self.run.devices, precision, rate),
             }
             if "loss_scale" in metrics:
                 line["loss_scale"] = float(metrics["loss_scale"])
             self.clock = now
-            self.metrics.add(**line)
+            with self.signals.writing(self.metrics.path):
+                self.metrics.add(**line)
             self.screen.step(line, self.options.steps, tokens=tokens)
             if not math.isfinite(loss) and not metrics.get("skipped", False):
                 raise Failure(
@@ -224,7 +231,8 @@ class _Training:
         self.settle(0)
         found = self.run.bits(evaluate(self.run.step, self.state, self.run.held_out))
         self.evaluated = self.number
-        self.metrics.add(step=self.number, validation_bits_per_byte=found)
+        with self.signals.writing(self.metrics.path):
+            self.metrics.add(step=self.number, validation_bits_per_byte=found)
         self.screen.show(Text(f"step {self.number}: {found:.3f} bits per held-out byte"))
         self.clock = time.perf_counter()
 
@@ -232,7 +240,7 @@ class _Training:
         """Start to save a checkpoint: the state, the position in the data, and the options."""
         self.settle(0)
         self.end_saving()
-        with _saving():
+        with self.keeping():
             self.saving = self.run.checkpoints.save(
                 self.number,
                 self.state,
@@ -247,7 +255,7 @@ class _Training:
         """Wait for the checkpoint that is being saved, and tell of it."""
         saving, self.saving = self.saving, None
         if saving is not None:
-            with _saving():
+            with self.keeping():
                 saving.wait()
             self.screen.say(f"saved {self.options.out / CHECKPOINTS / saving.path.name}")
             set_remedy(f"step {saving.path.name} is saved; {self.how}")
@@ -261,16 +269,16 @@ class _Training:
             charts.write(charts.training(lines, title=title), plot)
             self.screen.wrote(self.metrics.path, plot)
 
-
-@contextmanager
-def _saving() -> Iterator[None]:
-    """Turn what keeps a checkpoint from being written, a full disk say, into one line."""
-    try:
-        yield
-    except (ValueError, OSError, ProcessError) as error:
-        told = " ".join(str(error).split())[:MOST_TOLD]
-        raise Failure(
-            f"can't save a checkpoint: {told}; mend that (a full disk needs room), and go on with "
-            "--resume from an earlier one, if there is one",
-            status=1,
-        ) from error
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Turn what keeps a checkpoint from being written, a full disk say, into one line."""
+        try:
+            yield
+        except (ValueError, OSError, ProcessError) as error:
+            told = self.signals.unwritten + "can't save a checkpoint: "
+            told += " ".join(str(error).split())[:MOST_TOLD]
+            raise Failure(
+                f"{told}; mend that (a full disk needs room), and go on with --resume from an "
+                "earlier one, if there is one",
+                status=1,
+            ) from error

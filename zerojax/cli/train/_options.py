@@ -35,11 +35,9 @@ class TrainOptions(BuiltStepOptions):
     model: str = option("tiny", metavar="NAME", panel=MODEL)
     precision: Precision = option("fp32", panel=ZERO)
     batch_size: int | None = option(None, min=1, show_default="about 32", panel=TRAINING)
-    devices: int | None = option(
-        None, min=1, show_default="all real ones, or 8 virtual ones", panel=ZERO
-    )
+    devices: int | None = option(None, min=1, show_default="all real or 8 virtual ones", panel=ZERO)
     """Devices to train on: real ones where there are some, else virtual ones on the CPU."""
-    steps: int = option(200, min=1, panel=TRAINING)
+    steps: int = option(200, min=1, max=2**31 - 1, metavar="N", panel=TRAINING)
     """Steps to train for, in all."""
     lr: float | None = option(
         None, min=0.0, show_default="suits the optimizer and the model's width", panel=TRAINING
@@ -51,11 +49,9 @@ class TrainOptions(BuiltStepOptions):
     """Decay of matrices and embeddings."""
     clip_norm: float = option(1.0, min=0.0, panel=TRAINING)
     """Largest global norm of the gradients; 0 does not clip."""
-    seed: int = option(0, min=0, panel=TRAINING)
+    seed: int = option(0, min=0, max=2**32 - 1, metavar="N", panel=TRAINING)
     """Fixes the parameters at the start and the order of the data."""
-    init: Path | None = option(
-        None, metavar="PATH", show_default="initialised from the seed", panel=TRAINING
-    )
+    init: Path | None = option(None, metavar="PATH", show_default="the seed's", panel=TRAINING)
     """Start from these weights: a checkpoint's parameters, or a safetensors file or index."""
     data: tuple[str, ...] = option(
         (), metavar="PATH", show_default="the source of Python's own standard library", panel=DATA
@@ -64,9 +60,7 @@ class TrainOptions(BuiltStepOptions):
     tokens, which may be larger than memory."""
     tokenizer: str | None = option(None, metavar="FILE", show_default="bytes", panel=DATA)
     """A tokenizer.json, whose vocabulary the model gets."""
-    eval_every: int | None = option(
-        None, min=1, show_default="a tenth of the steps, at least 10", panel=DATA
-    )
+    eval_every: int | None = option(None, min=1, show_default="steps / 10, at least 10", panel=DATA)
     """Steps between evaluations on the held-out text."""
     eval_windows: int = option(256, min=1, panel=DATA)
     """Stretches of held-out text to evaluate on, each as long as the context, in whole batches."""
@@ -98,9 +92,7 @@ class TrainOptions(BuiltStepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume and "init" in self.given:
-            raise ValueError(
-                "--init: a run that is resumed has its weights; leave it or --resume out"
-            )
+            raise ValueError("--init: a resumed run has its weights; leave it or --resume out")
         if self.profile and self.profile + 2 > self.steps:
             raise ValueError(f"--profile {self.profile} records after two steps: give more --steps")
         if "keep" in self.given and self.save_every is None and not self.resume:

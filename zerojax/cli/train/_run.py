@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
@@ -73,8 +72,8 @@ class TrainRun:
         axes = options.mesh_axes(len(found))
         self.config = options.chosen_model
         context, width = self.config.context, self.config.width
-        warmup = options.steps // 10 if options.warmup is None else options.warmup
-        schedule = make_schedule(options.lr, warmup, options.steps, width)
+        self.warmup = options.steps // 10 if options.warmup is None else options.warmup
+        schedule = make_schedule(options.lr, self.warmup, options.steps, width)
         tx = OPTIMIZERS[options.optimizer](schedule, options.weight_decay)
         self.corpus = load_corpus(options.data, context=context, tokenizer=options.text)
         sample = self.corpus.held_out[: 1 << 16]
@@ -88,10 +87,9 @@ class TrainRun:
         self.description = self.layout.describe(tx, recipe)
         self.plain = whole.bytes_per_device(tx, recipe)
         self._check_memory()
-        self.step = make_train_step(
-            functools.partial(gpt.loss, self.config), tx, self.layout, recipe
-        )
-        self.rates = np.asarray(jax.vmap(schedule)(jnp.arange(options.steps)))
+        loss_fn = functools.partial(gpt.loss, self.config)
+        self.step = make_train_step(loss_fn, tx, self.layout, recipe)
+        self.rate = jax.jit(schedule)
         index, count = self.step.batch_part
         self.batches = make_batches(
             self.corpus.train,
@@ -102,10 +100,8 @@ class TrainRun:
             process_count=count,
             vocab_size=self.config.vocab_size,
         )
-        held_out = held_out_batches(
-            self.corpus.held_out, context, options.eval_windows, self.batch_size
-        )
-        self.held_out = held_out[:, index::count]
+        held_out = self.corpus.held_out, context, options.eval_windows, self.batch_size
+        self.held_out = held_out_batches(*held_out)[:, index::count]
         if jax.process_index() == 0:
             check_output("--out", options.out / "metrics.jsonl")
         self.checkpoint = checkpoint
@@ -139,11 +135,9 @@ class TrainRun:
         if "optimizer" in options.offload and devices[0].platform != "cpu":  # host = device there
             needed -= held["optimizer"] + held["masters"]
         if there is not None and needed > there:
-            raise ValueError(
-                f"{options.model} at stage {options.stage} takes {decimal(needed)} of "
-                f"model states on a device, which has {decimal(there)}; give a higher --stage, "
-                "more devices or a smaller --model"
-            )
+            told = f"{options.model} at stage {options.stage} takes {decimal(needed)} of model"
+            told += f" states on a device, which has {decimal(there)}; give a higher --stage,"
+            raise ValueError(f"{told} more devices or a smaller --model")
 
 
 @contextlib.contextmanager
@@ -185,10 +179,8 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
     found = find_checkpoints(options.out / CHECKPOINTS, lambda _, why: passed_over.append(why))
     if not options.resume:
         if found:
-            raise ValueError(
-                f"{options.out} holds checkpoints of an earlier run, up to step {max(found)}; go "
-                "on from there with --resume, or give another folder to --out"
-            )
+            told = f"{options.out} holds checkpoints of an earlier run, up to step {max(found)}"
+            raise ValueError(f"{told}; go on with --resume, or give another folder to --out")
         return options, None
     if not found:
         raise ValueError(
@@ -198,7 +190,8 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
         )
     path = found[max(found)]
     manifest = read_manifest(path)
-    if "options" not in manifest.metadata or manifest.data is None or manifest.step is None:
+    told = manifest.metadata.get("options"), manifest.data
+    if not all(isinstance(one, dict) for one in told) or manifest.step is None:
         raise ValueError(f"--resume: {path} was not saved by `zerojax train`; restore it in Python")
     return options.taking_up(manifest.metadata["options"]), path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,7 @@ from zerojax._extras import extra
 from zerojax.checkpoint import Restored
 from zerojax.cli.shared._command import Screen
 from zerojax.cli.train._run import TrainRun
+from zerojax.cli.train._signals import Signals
 from zerojax.models import gpt
 from zerojax.planner import find_hardware
 
@@ -29,9 +31,14 @@ LINE_EVERY = 10.0
 class TrainScreen(Screen):
     """Prints a run, from its mesh to what was learned."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, signals: Signals, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
+        self._signals = signals
         self._last_line = -math.inf  # the first step is told at once
+
+    def show(self, what: RenderableType) -> None:
+        with self._signals.writing("stdout"):
+            super().show(what)
 
     def start(self, run: TrainRun) -> None:
         """Show model, data, mesh and the bytes per device."""
@@ -48,15 +55,13 @@ class TrainScreen(Screen):
             "mesh": f"{len(devices)} x {kind} ({axes})" + (f"; {chosen}" if chosen else ""),
             "model": f"{options.model} ({sizes}), {run.layout.num_params:,} parameters",
             "data": f"{corpus.source}: {files}, {train + held:,} {unit}, {held:,} held out",
-            "step": f"{step}, learning rate up to {run.rates.max():.3g}",
+            "step": f"{step}, learning rate up to {float(run.rate(run.warmup)):.3g}",
             "start": f"from {run.checkpoint}" if run.checkpoint is not None else "",
         }
         self.facts(facts)
         self.title(f"bytes per device, stage {run.layout.stage} over N = {run.layout.num_shards}")
         self.show(bytes_table(run))
-        self.say(
-            "theory: whole / N for what the stage partitions (arXiv 1910.02054); MB = 1e6 bytes"
-        )
+        self.say("theory: whole / N of what is partitioned (arXiv 1910.02054); MB = 1e6 bytes")
 
     def restored(self, restored: Restored, step: int) -> None:
         for why in restored.passed_over.values():
@@ -107,16 +112,14 @@ class Metrics:
             self._board = SummaryWriter(folder, purge_step=first_step + 1, flush_secs=10)
         if is_kept:
             is_old = first_step and path.exists()
-            lines = path.read_text().splitlines(keepends=True) if is_old else []
-            whole = (
-                line for line in lines if line.endswith("\n")
-            )  # a crash may cut the last short
+            kept = [line for line in self.read() if line["step"] <= first_step] if is_old else []
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(x for x in whole if json.loads(x)["step"] <= first_step))
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
             partial.replace(path)
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        lines = self.path.read_text().splitlines(keepends=True)
+        return [json.loads(x) for x in lines if x.endswith("\n")]  # the last may be cut short
 
     def add(self, **values: Any) -> None:
         """Add one line; numbers that JSON does not know become null."""
@@ -125,8 +128,10 @@ class Metrics:
             for name, x in values.items()
         }
         if self._is_kept:
+            self._is_kept = False  # nothing follows a line that can't be written
             with self.path.open("a") as file:
                 file.write(json.dumps(known) + "\n")
+            self._is_kept = True
         if self._board:
             for name in values.keys() - {"step"}:
                 self._board.add_scalar(name, values[name], values["step"])
@@ -152,9 +157,8 @@ def measure(
         attention = 12 * config.num_layers * config.width * config.context
         flops = 6 * gpt.num_params(config) + attention
         found["mfu"] = round(tokens_per_second * flops / (rate * len(devices)), 4)
-    stats = [
-        one.memory_stats() or {} for one in devices if one.process_index == jax.process_index()
-    ]
+    here = jax.process_index()
+    stats = [one.memory_stats() or {} for one in devices if one.process_index == here]
     if peaks := [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]:
         found["peak_bytes"] = max(peaks)
     return found

@@ -1,7 +1,9 @@
-"""The signals that end a run: at once, or in order and on all of its processes."""
+"""What ends a run from outside: at once, or in order and on all of its processes."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 from zerojax.processes import CommonStop, gather_texts
@@ -11,8 +13,10 @@ MESSAGES = {
     signal.SIGTERM: b"\nzerojax: saving and ending after this step (SIGTERM)\n",
     signal.SIGHUP: b"\nzerojax: saving and ending after this step (SIGHUP)\n",
 }
-#: The signals that come from a machine that is about to be lost.
-LOSSES = {signal.SIGTERM, signal.SIGHUP}
+#: Stands among the signals for what the run tells and can't write: to a closed pipe, a full disk.
+UNWRITTEN = 0
+#: What the state is saved for, even where no checkpoints were asked for.
+LOSSES = {signal.SIGTERM, signal.SIGHUP, UNWRITTEN}
 
 
 class Signals:
@@ -25,7 +29,19 @@ class Signals:
 
     def __init__(self, most_queued: int) -> None:
         self.seen: set[int] = set()
+        self.unwritten = ""  # what could not be written first, and why
         self._common_stop = CommonStop(most_queued)
+
+    @contextlib.contextmanager
+    def writing(self, where: object) -> Iterator[None]:
+        """End the run in order, as a signal does, where what it tells can't be written."""
+        try:
+            yield
+        except (OSError, SystemExit) as error:  # the latter is rich's for a closed pipe
+            if not self.seen:
+                why = getattr(error, "strerror", "its reader has ended")
+                self.unwritten = f"can't write to {where}: {why}; "
+                self.seen.add(UNWRITTEN)
 
     def end_before(self, step: int) -> bool:
         return self._common_stop.is_reached(step - 1, asked=bool(self.seen))
@@ -51,5 +67,6 @@ class Signals:
             raise KeyboardInterrupt
         if number not in self.seen:  # a second SIGTERM changes nothing: the state is on its way
             self.seen.add(number)
-            # Not through a stream: it may be in the middle of a write.
-            os.write(2, MESSAGES[signal.Signals(number)])
+            # Not through a stream, which may be in the middle of a write; a terminal may be gone.
+            with contextlib.suppress(OSError):
+                os.write(2, MESSAGES[signal.Signals(number)])
