@@ -75,8 +75,10 @@ def write_variables(model: PyTree, paths: Sequence[KeyPath], values: Sequence[An
     for path, value in zip(paths, values, strict=True):
         variable = model
         for step in path[:-1]:
-            is_attribute = isinstance(step, GetAttrKey)
-            variable = getattr(variable, step.name) if is_attribute else variable[_index(step)]
+            if isinstance(step, GetAttrKey):
+                variable = getattr(variable, step.name)
+            else:
+                variable = variable[step.idx if isinstance(step, SequenceKey) else step.key]
         if id(variable) in written:
             raise ValueError(
                 f"gather_where_used: the loss writes {path_name(path)!r}, which the model holds in "
@@ -84,10 +86,6 @@ def write_variables(model: PyTree, paths: Sequence[KeyPath], values: Sequence[An
             )
         written.add(id(variable))
         variable[...] = value
-
-
-def _index(step: Any) -> Any:
-    return step.idx if isinstance(step, SequenceKey) else step.key
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:

@@ -179,11 +179,7 @@ class _Clock:
         return sizes
 
     def _logits(self) -> set[int]:
-        """Find what lies in memory up to the end of the backward pass, for a product that waits.
-
-        Seen on v6e below stage 3: the product runs beside the scatter. At stage 3 it comes first,
-        and the whole gradient waits.
-        """
+        """Find what lies there for a product that comes last; at stage 3 its result waits (v6e)."""
         waiting = () if self.gathers else self.lifetimes.waiting
         return {v for op in self.program.ops if {*waiting} & {*op.outputs} for v in op.read}
 
