@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -24,3 +25,13 @@ def enter(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+def lines_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run):
+    """Give the lines about steps, without what depends on the machine's mood."""
+    found = [line for line in lines_of(run) if "loss" in line]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in found]

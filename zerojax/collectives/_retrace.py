@@ -115,10 +115,8 @@ def gather_where_used(
     def run(
         params: PyTree, written: list[KeyPath], stored: list[jax.Array], args: Any, named: Any
     ) -> tuple[Any, list[Any]]:
-        logical = [
-            jax.ShapeDtypeStruct(leaf.shape, x.dtype)
-            for leaf, x in zip(layout.leaves, stored, strict=True)
-        ]
+        pairs = zip(layout.leaves, stored, strict=True)
+        logical = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs]
         params_of = functools.partial(with_leaves_like, params, layout.structure)
         # On a mesh that is set, a model may place its activations over axes that are its own.
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
