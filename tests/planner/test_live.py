@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -14,6 +15,7 @@ from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak
 from zerojax.models import gpt
 from zerojax.planner._demand import Trace
 from zerojax.planner.traced import Sharing, lifetimes_of, peak_of
+from zerojax.planner.traced._operations import BACKENDS
 from zerojax.planner.traced._split import is_padded, num_parts
 
 
@@ -65,12 +67,17 @@ def test_a_gathered_weight_is_there_while_it_is_used_and_no_longer():
     assert chain_peak(16, stage=3) == held + x + LOSS + 2 * W / N + W + 2 * A
 
 
-def test_on_a_gpu_a_gradient_leaves_while_the_next_one_is_made():
+@pytest.mark.parametrize(("combines", "waiting"), [(0.0, 0), (1e6, 2)])
+def test_on_a_gpu_gradients_leave_while_the_next_one_is_made(monkeypatch, combines, waiting):
+    """Where their shards are smaller than what XLA reduces at once, they wait, whole."""
+    backend = dataclasses.replace(BACKENDS["gpu"], combines=combines)
+    monkeypatch.setitem(BACKENDS, "gpu", backend)
     W, small, A, x = chain_sizes(16)
     held = (2 * W + small) / N
     # w0 is gathered, a gradient is turned around, and the one before is on its way into shards;
     # y1 and the gradient of y2.
-    assert chain_peak(16, "gpu", 3) == held + x + LOSS + 3 * W + 2 * A
+    beyond = waiting * (W - W / N)
+    assert chain_peak(16, "gpu", 3) == held + x + LOSS + 3 * W + 2 * A + beyond
     assert chain_peak(16, "cpu", 3) < chain_peak(16, "gpu", 3)
 
 

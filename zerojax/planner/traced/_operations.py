@@ -119,12 +119,14 @@ class Backend:
     splits_products: bool = False
     #: whether a gradient is on its way into shards, whole, while the next product runs (stage 3)
     overlaps: bool = False
+    #: bytes of shards up to which gradients wait to be reduced together (GPU; `options.toml`)
+    combines: float = 0.0
     #: whether operations run as late as possible (GPU); else in their order
     runs_late: bool = False
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "gpu": Backend(splits_products=True, overlaps=True, runs_late=True),
+    "gpu": Backend(splits_products=True, overlaps=True, combines=1e6, runs_late=True),
     "tpu": Backend(fuses_operands=True, overlaps=True),
     "cpu": Backend(),
 }

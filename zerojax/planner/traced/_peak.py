@@ -120,7 +120,8 @@ class _Clock:
         """
         alive = dict(held)
         change = _changes(self._gathers())
-        total, beside, worst, clock, leaving = sum(alive.values()), 0.0, 0.0, 0, 0.0
+        total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
+        leaving = sent = 0.0  # of gradients that are on their way, and of their shards
         for launch in self.lifetimes.launches:
             op = launch.op
             while clock <= launch.time:  # what starts before this operation or with it
@@ -138,13 +139,14 @@ class _Clock:
             turned = sum(self.leaves[x.leaf].turned for x in marks)
             beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
-            if op.kind == "kernel":
-                leaving = 0.0
+            if op.kind == "kernel" and sent >= self.lifetimes.backend.combines:
+                leaving = sent = 0.0
             for v, size in wanted.items():
                 # A gradient is scattered as soon as it is there, beside the next product.
                 alive[v] = size if op.kind == "loop" else min(size, self._gradient(v))
                 total += alive[v]
                 leaving += (size - alive[v]) * self.lifetimes.backend.overlaps * self.gathers
+                sent += alive[v] * (alive[v] < size)
             for v in launch.dies:
                 if v in alive and v not in kept:
                     total -= alive.pop(v)
