@@ -181,7 +181,7 @@ class _Clock:
         return sizes
 
     def _logits(self) -> set[int]:
-        """Find what lies there for a product that comes last; at stage 3 its result waits (v6e)."""
+        """Find what waiting products read: below stage 3 it stays in memory for them (v6e)."""
         waiting = () if self.gathers else self.lifetimes.waiting
         return {v for op in self.program.ops if {*waiting} & {*op.outputs} for v in op.read}
 
