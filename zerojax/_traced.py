@@ -8,17 +8,7 @@ from typing import Any
 
 import jax
 
-from zerojax._jaxpr import (
-    EquationRunner,
-    bind,
-    called,
-    is_elementwise,
-    opened,
-    run,
-    run_bodies,
-    run_equations,
-    variables,
-)
+from zerojax import _jaxpr
 
 #: What Python or optax say of an argument that an update lacks.
 _LACKS = re.compile(r"missing \d+ required [\w-]+ arguments?: '(\w+)'|^(\w+) must be provided")
@@ -54,14 +44,16 @@ class Slice:
     eqns: tuple[Any, ...]  # in order
     outputs: tuple[Any, ...]  # the results; literals may be among them
 
-    def run(self, values: Sequence[Any], step: EquationRunner = bind) -> list[Any]:
+    def run(self, values: Sequence[Any], step: _jaxpr.EquationRunner = _jaxpr.bind) -> list[Any]:
         given = dict(zip(self.inputs, values, strict=True))
-        return run_equations(self.eqns, given, self.outputs, step)
+        return _jaxpr.run_equations(self.eqns, given, self.outputs, step)
 
     def not_elementwise(self) -> list[str]:
         """Name the operations that look at other elements than the one they compute."""
         found = (
-            eqn.primitive.name for eqn in self.eqns if not is_fill(eqn) and not is_elementwise(eqn)
+            eqn.primitive.name
+            for eqn in self.eqns
+            if not is_fill(eqn) and not _jaxpr.is_elementwise(eqn)
         )
         return list(dict.fromkeys(found))
 
@@ -72,10 +64,10 @@ class Traced:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         shapes = jax.tree.map(_shape_of, args)
         self.program, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        flat = jax.make_jaxpr(lambda *leaves: run(self.program, leaves, _inline))(
+        flat = jax.make_jaxpr(lambda *leaves: _jaxpr.run(self.program, leaves, _inline))(
             *jax.tree.leaves(shapes)
         )
-        jaxpr, consts = opened(flat)
+        jaxpr, consts = _jaxpr.opened(flat)
         self.inputs = list(jaxpr.invars)
         self.outputs = list(jaxpr.outvars)
         self.out_tree = jax.tree.structure(out)
@@ -84,24 +76,21 @@ class Traced:
         self._made = {var: n for n, eqn in enumerate(self.eqns) for var in eqn.outvars}
 
     def run(self, *args: Any) -> Any:
-        return self.out_tree.unflatten(run(self.program, jax.tree.leaves(args)))
+        return self.out_tree.unflatten(_jaxpr.run(self.program, jax.tree.leaves(args)))
 
     def slice(self, outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:
         """Collect what outputs need, back to inputs and to variables at which to stop."""
         needed: set[int] = set()
         inputs: dict[Any, None] = {}
-        todo = variables(outputs)
+        todo = _jaxpr.variables(outputs)
         while todo:
             var = todo.pop()
             if var not in self._made or stop(var):
                 inputs[var] = None
             elif (number := self._made[var]) not in needed:
                 needed.add(number)
-                todo += variables(self.eqns[number].invars)
+                todo += _jaxpr.variables(self.eqns[number].invars)
         return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
-
-    def maker(self, var: Any) -> Any:
-        return self.eqns[self._made[var]] if var in self._made else None
 
     def is_scalar(self, var: Any) -> bool:
         """Whether an equation makes this variable, of one element."""
@@ -121,7 +110,9 @@ def _inline(eqn: Any, values: list[Any]) -> list[Any]:
 
     jax may trace a function once for several leaves: calls of it would share their variables.
     """
-    is_call = called(eqn) is not None and eqn.primitive.name != "shard_map"
+    is_call = _jaxpr.called(eqn) is not None and eqn.primitive.name != "shard_map"
     if is_call or eqn.primitive.name == "cond":
-        return run_bodies(eqn, values, lambda program, given: run(program, given, _inline))
-    return bind(eqn, values)
+        return _jaxpr.run_bodies(
+            eqn, values, lambda program, given: _jaxpr.run(program, given, _inline)
+        )
+    return _jaxpr.bind(eqn, values)

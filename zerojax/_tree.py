@@ -121,11 +121,13 @@ def _unboxed(name: str) -> str:
     return name.removesuffix("/value")
 
 
-def named_tuples(tree: PyTree) -> list[str]:
-    """Return the types of all NamedTuples in a tree, which the states of optax are made of."""
-    return [
-        type(x).__name__ for _, x in nodes(tree) if isinstance(x, tuple) and hasattr(x, "_fields")
-    ]
+def named_tuples(tree: PyTree) -> dict[str, str]:
+    """Return path and type of every NamedTuple in a tree, which the states of optax are made of."""
+    return {
+        path_name(path): type(node).__name__
+        for path, node in nodes(tree)
+        if isinstance(node, tuple) and hasattr(node, "_fields")
+    }
 
 
 def nodes(tree: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

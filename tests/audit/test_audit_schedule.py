@@ -60,7 +60,7 @@ def evidence_of(target, kind=None, stage=3, text=None):
         inputs=(),
         outputs=(),
     )
-    return Evidence.gather(program, layout, zerojax.Recipe(accumulate=3))
+    return Evidence(program, layout, zerojax.Recipe(accumulate=3))
 
 
 def work(name, seconds):

@@ -261,7 +261,7 @@ def audit(
     """
     check_layout(layout, "audit(compiled, layout, recipe)")
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
-    evidence = Evidence.gather(program, layout, recipe)
+    evidence = Evidence(program, layout, recipe)
     psi = max(layout.num_params, 1)
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     names = ("moved", "judged", "padding")

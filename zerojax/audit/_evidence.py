@@ -15,7 +15,6 @@ from zerojax.collectives import block_dim, num_blocks
 from zerojax.hlo import (
     Carry,
     Frame,
-    Module,
     Value,
     arguments_of,
     find_carries,
@@ -57,41 +56,28 @@ class Problem:
         return words in str(self)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Evidence:
-    """Hold a program, the layout that it should follow, and what was read off them."""
+    """A program, the layout that it should follow, and what was read off them.
 
-    program: Program  # the facts
-    layout: Layout  # the placement
-    module: Module  # the program's text as a structure
-    recipe: Recipe  # how the step is computed
-    has_recipe: bool  # whether the recipe was given, and is no default
-    held: tuple[Held, ...]  # every argument leaf with its kind
-    moves: tuple[Move, ...]  # every collective with its axes and its leaf
-    narrow: frozenset[int]  # leaves whose weights the recipe gathers in one byte an element
-    unread: tuple[str, ...]  # lines with a collective that could not be read
+    Without a recipe a program is taken for one of the default's.
+    """
 
-    @classmethod
-    def gather(cls, program: Program, layout: Layout, recipe: Recipe | None) -> "Evidence":
-        """Read a program; without a recipe it is taken for one of the default's."""
-        has_recipe, recipe = recipe is not None, as_recipe(recipe)
-        module = parse_module(program.text)
-        held = classify(program, layout, host_parameters(module))
+    def __init__(self, program: Program, layout: Layout, recipe: Recipe | None) -> None:
+        self.program, self.layout = program, layout
+        self.has_recipe, self.recipe = recipe is not None, as_recipe(recipe)
+        self.module = module = parse_module(program.text)
+        #: every argument leaf with its kind
+        self.held = held = classify(program, layout, host_parameters(module))
         found = parse_collectives(module)
-        scales = _scales_shapes(layout) if recipe.precision.gather is not None else {}
+        scales = _scales_shapes(layout) if self.recipe.precision.gather is not None else {}
+        #: leaves whose weights the recipe gathers in one byte an element
+        self.narrow = frozenset(scales)
         matcher = Matcher(layout, _own_shapes(held, layout).union(*scales.values()))
         moves = moves_of(found.records, program, layout, matcher)
-        return cls(
-            program=program,
-            layout=layout,
-            module=module,
-            recipe=recipe,
-            has_recipe=has_recipe,
-            held=held,
-            narrow=frozenset(scales),
-            moves=find_padding(without_activations(moves, module, held), matcher),
-            unread=found.unread,
-        )
+        #: every collective with its axes and its leaf
+        self.moves = find_padding(without_activations(moves, module, held), matcher)
+        #: lines with a collective that could not be read
+        self.unread = found.unread
 
     @property
     def floor(self) -> int:

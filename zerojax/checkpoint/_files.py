@@ -16,8 +16,6 @@ from zerojax._extras import extra
 
 #: Ends the name of what is being removed.
 REMOVED = ".removed"
-#: Files that are read at once.
-NUM_THREADS = min(16, (os.cpu_count() or 1) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +110,7 @@ def _digest(path: Path) -> FileDigest:
 
 def digest_files(root: Path, paths: Iterable[Path]) -> dict[str, FileDigest]:
     names = {path.relative_to(root).as_posix(): path for path in sorted(paths)}
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
+    with ThreadPoolExecutor() as threads:
         return dict(zip(names, threads.map(_digest, names.values()), strict=True))
 
 
@@ -139,6 +137,6 @@ def wrong_contents(root: Path, files: Mapping[str, FileDigest]) -> list[str]:
             return f"{name} can't be read: {error.strerror}"
         return "" if is_same else f"{name} is not what was written (XXH3-128 differs)"
 
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
+    with ThreadPoolExecutor() as threads:
         faults = threads.map(fault, [name for name in files if name not in wrong])
         return [*wrong.values(), *filter(None, faults)]

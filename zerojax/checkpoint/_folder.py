@@ -14,14 +14,7 @@ from jax.sharding import Mesh
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
-from zerojax.checkpoint._files import (
-    REMOVED,
-    DamagedCheckpointError,
-    digest_text,
-    local_path,
-    remove,
-    wrong_sizes,
-)
+from zerojax.checkpoint import _files
 from zerojax.checkpoint._local import Arrays, LocalCopies, cuts
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, to_text, write_manifest
 from zerojax.checkpoint._orbax import require_orbax
@@ -33,7 +26,7 @@ from zerojax.processes import gather_texts, set_remedy, together
 #: Within a run's folder: what the copies on the hosts hold, with a manifest for each.
 LOCAL = "local"
 #: Errors that tell of one checkpoint and not of what is wanted.
-DAMAGE = (DamagedCheckpointError, OSError)
+DAMAGE = (_files.DamagedCheckpointError, OSError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +72,7 @@ class Checkpoints:
             raise ValueError("replicator=True copies hosts' folders; give local=, where they are")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep is {keep!r}; give at least 1, or None to keep all")
-        self.directory = local_path(directory)
+        self.directory = _files.local_path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"{self.directory} is no folder; give the one with a folder per step")
         if _is_saved(self.directory):
@@ -87,7 +80,7 @@ class Checkpoints:
             raise ValueError(f"{told}, or use zerojax.restore")
         self._keep = keep
         self._tx = tx
-        self._local = None if local is None else local_path(local)
+        self._local = None if local is None else _files.local_path(local)
         self._replicator = replicator
         self._copies: LocalCopies | None = None
         self._pending: PendingSave | None = None
@@ -164,7 +157,7 @@ class Checkpoints:
                 kept = {str(number) for number in copies.steps[-2:]}
                 for path in described.parent.iterdir():
                     if path.name.isdecimal() and path.name not in kept:
-                        remove(path)
+                        _files.remove(path)
 
     def _open_copies(self, layout: Layout, arrays: Arrays) -> LocalCopies:
         assert self._local is not None
@@ -211,7 +204,7 @@ class Checkpoints:
             set_remedy(f"start again to go on from {path}")
             return Restored(state=state, manifest=manifest, path=path, passed_over=passed_over)
         if self._damaged & passed_over.keys():
-            raise DamagedCheckpointError(self.directory, passed_over.values())
+            raise _files.DamagedCheckpointError(self.directory, passed_over.values())
         return None
 
     def _restore_local(
@@ -263,13 +256,13 @@ class Checkpoints:
         if self._keep is None or jax.process_index():
             return
         try:
-            for left_over in self.directory.glob(f"*{REMOVED}"):
-                if left_over.name.removesuffix(REMOVED).isdecimal():
-                    remove(left_over)
+            for left_over in self.directory.glob(f"*{_files.REMOVED}"):
+                if left_over.name.removesuffix(_files.REMOVED).isdecimal():
+                    _files.remove(left_over)
             found = [path for path in self.steps().values() if path not in self._damaged]
             for path in found[: -self._keep]:
                 if path != saved:
-                    remove(path)
+                    _files.remove(path)
         except OSError as error:
             warnings.warn(f"old checkpoints can't be removed ({error})", stacklevel=2)
 
@@ -285,11 +278,11 @@ def find_checkpoints(
     to `passed_over(folder, reason)`.
     """
     found = {}
-    for step, path in _folders(local_path(directory)).items():
+    for step, path in _folders(_files.local_path(directory)).items():
         try:
-            wrong = wrong_sizes(path, read_manifest(path).files)
+            wrong = _files.wrong_sizes(path, read_manifest(path).files)
             if wrong:
-                raise DamagedCheckpointError(path, wrong.values())
+                raise _files.DamagedCheckpointError(path, wrong.values())
             found[step] = path
         except (ValueError, OSError) as error:
             passed_over(path, str(error) if _is_saved(path) else _cut_short(path))
@@ -300,7 +293,7 @@ def _fits(manifest: Manifest, arrays: Arrays) -> str:
     """Return a digest of what has to be as it was for a copy on the hosts to fit."""
     plain = dataclasses.replace(manifest, step=None, data=None, metadata={}, written="")
     placed = {path: (x.shape, str(x.dtype), cuts(x)) for path, x in arrays.items()}
-    return digest_text(to_text(plain) + str(placed))
+    return _files.digest_text(to_text(plain) + str(placed))
 
 
 def _cut_short(path: Path) -> str:

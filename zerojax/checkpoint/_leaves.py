@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
-from zerojax._tree import leaves_by_path, nodes, num_bytes, path_name, unwrapped
+from zerojax._tree import leaves_by_path, named_tuples, nodes, num_bytes, path_name, unwrapped
 from zerojax._types import Kind, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout, optimizer_leaves
 
@@ -106,18 +106,12 @@ def placed_leaves(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def named_tuples(tree: PyTree) -> dict[str, str]:
-    """Return path and type of every NamedTuple in a tree, which optax states are made of.
+def optimizer_nodes(tree: PyTree) -> dict[str, str]:
+    """Return path and type of the NamedTuples that are neither parameters nor the loss scale.
 
-    Two optimizers may have leaves of the same names and shapes and mean other things by them. What
-    holds parameters, and the loss scale, is left out.
+    Two optimizers may have leaves of the same names and shapes and mean other things by them.
     """
-    found = {
-        path_name(path): type(node).__name__
-        for path, node in nodes(tree)
-        if isinstance(node, tuple) and hasattr(node, "_fields")
-    }
-    others = (PARAMS, MASTERS, LOSS_SCALE)
+    found, others = named_tuples(tree), (PARAMS, MASTERS, LOSS_SCALE)
     return {path: name for path, name in found.items() if not f"{path}/".startswith(others)}
 
 
@@ -246,5 +240,4 @@ def _is_cut(x: Any, layout: Layout) -> bool | None:
 
 
 def _cuts(spec: Iterable[Any], layout: Layout) -> bool:
-    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    return any(set(entry) & set(layout.axis) for entry in names)
+    return not {*layout.axis}.isdisjoint(jax.tree.leaves((*spec,)))

@@ -93,11 +93,7 @@ def cuts(x: Any) -> dict[int, tuple[str, ...]]:
 
 
 def copied_axis(mesh: Mesh, arrays: Arrays) -> int:
-    """Return the axis of the mesh along which processes hold the same of everything.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the axis of the mesh along which processes hold the same of everything."""
     cut = {name for x in arrays.values() for names in cuts(x).values() for name in names}
     for number, name in enumerate(mesh.axis_names):
         groups = [

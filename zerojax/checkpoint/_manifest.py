@@ -13,14 +13,7 @@ import numpy as np
 
 from zerojax._extras import extra
 from zerojax._tree import parameter_ends
-from zerojax.checkpoint._files import (
-    DamagedCheckpointError,
-    FileDigest,
-    digest_text,
-    local_path,
-    sync,
-    wrong_contents,
-)
+from zerojax.checkpoint import _files
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf
 from zerojax.checkpoint._orbax import open_array
 
@@ -47,7 +40,7 @@ class Manifest:
     metadata: Mapping[str, Any]  # what else the caller gave along
     written: str = ""  # when, in UTC (ISO 8601)
     #: path below the checkpoint to size and digest
-    files: Mapping[str, FileDigest] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, _files.FileDigest] = dataclasses.field(default_factory=dict)
     format: int = FORMAT  # version of the files' arrangement
 
     @property
@@ -81,12 +74,12 @@ def _check_keys(x: Any) -> None:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest in one step, after everything that it speaks of."""
     text = to_text(manifest, digest=NO_DIGEST)
-    text = text.replace(NO_DIGEST, digest_text(text), 1)
+    text = text.replace(NO_DIGEST, _files.digest_text(text), 1)
     partial = directory / f"{MANIFEST}.partial"
     partial.write_text(text)
-    sync(partial)
+    _files.sync(partial)
     partial.replace(directory / MANIFEST)
-    sync(directory)
+    _files.sync(directory)
 
 
 # {"digest": "0f3c...", "stage": 2, "axis": ["data"], "mesh": {"data": 8},
@@ -103,7 +96,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         DamagedCheckpointError: the manifest is not what was written.
         ValueError: another version of zerojax wrote it.
     """
-    root = local_path(directory)
+    root = _files.local_path(directory)
     path = root / MANIFEST
     if not path.is_file():
         told = f"no checkpoint in {directory}: it has no {MANIFEST}, which is written last"
@@ -113,14 +106,16 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         found = json.loads(text)
         version, digest = found["format"], found.pop("digest", None)
         written = text.replace(str(digest), NO_DIGEST, 1)
-        is_whole = digest == digest_text(written)
+        is_whole = digest == _files.digest_text(written)
         manifest = _made(Manifest, found) if is_whole and version == FORMAT else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(root, [f"{MANIFEST} can't be read ({error!r})"]) from error
+        raise _files.DamagedCheckpointError(
+            root, [f"{MANIFEST} can't be read ({error!r})"]
+        ) from error
     if version != FORMAT and (is_whole or digest is None):
         raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")
     if manifest is None:
-        raise DamagedCheckpointError(root, [f"{MANIFEST} is not what was written"])
+        raise _files.DamagedCheckpointError(root, [f"{MANIFEST} is not what was written"])
     return manifest
 
 
@@ -173,7 +168,7 @@ def verify(directory: str | os.PathLike[str]) -> Manifest:
         FileNotFoundError: there is no whole checkpoint in the directory.
         DamagedCheckpointError: with every file that is damaged.
     """
-    root, manifest = local_path(directory), read_manifest(directory)
-    if wrong := wrong_contents(root, manifest.files):
-        raise DamagedCheckpointError(root, wrong)
+    root, manifest = _files.local_path(directory), read_manifest(directory)
+    if wrong := _files.wrong_contents(root, manifest.files):
+        raise _files.DamagedCheckpointError(root, wrong)
     return manifest

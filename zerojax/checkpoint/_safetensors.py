@@ -63,11 +63,7 @@ def find_tensors(path: Path) -> dict[str, Place]:
 
 
 def read_tensor(place: Place, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """Read a part of a tensor, a slice for each of the first dims; only that part is copied.
-
-    Raises:
-        ValueError: the file has been cut short since its header was read.
-    """
+    """Read a part of a tensor, a slice for each of the first dims; only that part is copied."""
     tensor, path, offset = place
     if not tensor.size:  # nothing can't be mapped
         return np.empty(tensor.shape, tensor.dtype)[index]

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._files import REMOVED, FileDigest, digest_files, local_path, remove, sync
-from zerojax.checkpoint._leaves import check_placement, named_tuples, placed_leaves, saved_leaves
+from zerojax.checkpoint._leaves import check_placement, optimizer_nodes, placed_leaves, saved_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, to_text, write_manifest
 from zerojax.checkpoint._orbax import Writing, check_dtypes, require_orbax
 from zerojax.layout import Layout, check_layout
@@ -157,7 +157,7 @@ def describe(
         stage=layout.stage,
         axis=layout.axis,
         mesh=dict(layout.mesh.shape),
-        optimizer=named_tuples(state),
+        optimizer=optimizer_nodes(state),
         leaves=saved_leaves(state, layout, tx),
         step=step,
         data=data,

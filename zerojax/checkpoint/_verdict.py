@@ -19,7 +19,7 @@ from zerojax.checkpoint._leaves import (
     PARAMS,
     Optimizer,
     SavedLeaf,
-    named_tuples,
+    optimizer_nodes,
     saved_leaves,
 )
 from zerojax.checkpoint._manifest import Manifest
@@ -130,7 +130,7 @@ def _missing_line(path: str, saved: Leaves, extra: list[str]) -> str:
 
 
 def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> list[str]:
-    wanted = named_tuples(like)
+    wanted = optimizer_nodes(like)
     saved = {p: x for p, x in manifest.optimizer.items() if not partial or p in wanted}
     ours, theirs = " > ".join(wanted.values()), " > ".join(saved.values())
     if saved == wanted or ours == theirs or not (wanted and saved):

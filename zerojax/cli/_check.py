@@ -15,15 +15,7 @@ from rich.text import Text
 from zerojax._display import binary
 from zerojax.aot import DoesNotFit, compile_step, parse_topology, topology_mesh
 from zerojax.audit import Problem, Program, audit
-from zerojax.cli.shared._command import (
-    CommandOptions,
-    Failure,
-    Screen,
-    argument,
-    command,
-    option,
-    refusing,
-)
+from zerojax.cli.shared import _command
 from zerojax.hlo import parse_module
 from zerojax.lock import (
     CheckedStep,
@@ -41,16 +33,16 @@ Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckOptions(CommandOptions):
+class CheckOptions(_command.CommandOptions):
     """What `zerojax check` was asked for."""
 
-    steps: Path = argument("FILE")
+    steps: Path = _command.argument("FILE")
     """A Python file with marked steps, the only one of its folder; zerojax.lock lies beside it."""
-    accept: bool = option(False)
+    accept: bool = _command.option(False)
     """Write what the steps are now into the lock file."""
 
 
-@command
+@_command.command
 def check(options: CheckOptions) -> None:
     r"""Compile training steps for hardware that you don't have, and hold them against a lock file.
 
@@ -70,9 +62,9 @@ def check(options: CheckOptions) -> None:
     zerojax check ci/steps.py
     ```
     """
-    screen = Screen(width=100)
+    screen = _command.Screen(width=100)
     path, lock_path = options.steps, options.steps.parent / LOCK
-    with refusing():
+    with _command.refusing():
         _keep_to_cpu(path)
         steps = _told(lambda: find_steps(path), path)
         held = read_lock(lock_path) if lock_path.exists() else {}
@@ -96,7 +88,7 @@ def check(options: CheckOptions) -> None:
     if wrong:
         accept = f"zerojax check {options.steps} --accept"
         remedy = "" if options.accept else f"; if it is meant: {accept}"
-        raise Failure("; ".join(wrong) + remedy, 1)
+        raise _command.Failure("; ".join(wrong) + remedy, 1)
 
 
 def _keep_to_cpu(path: Path) -> None:
@@ -121,7 +113,7 @@ def _devices(target: str) -> list[Any]:
 
 
 def _read(
-    step: CheckedStep, devices: Sequence[Any], screen: Screen, path: Path
+    step: CheckedStep, devices: Sequence[Any], screen: _command.Screen, path: Path
 ) -> tuple[StepRecord, Sequence[Problem]]:
     with screen.task(f"{step.name}: lowering"):
         given, layout, recipe = _told(lambda: step.lower(devices), path)
@@ -130,11 +122,11 @@ def _read(
             is_done = isinstance(given, jax.stages.Compiled)
             program = Program.of(given) if is_done else compile_step(given)
         except DoesNotFit as refusal:
-            raise Failure(f"{step.name}: {refusal}", 1) from refusal
+            raise _command.Failure(f"{step.name}: {refusal}", 1) from refusal
     count, is_cpu = parse_module(program.text).num_devices, step.target.startswith("cpu:")
     platform = "cpu" if is_cpu else find_hardware(parse_topology(step.target).chip).platform
     if (count, program.platform) != (len(devices), platform):
-        raise Failure(
+        raise _command.Failure(
             f"{step.name}: the step is compiled for {count} {program.platform} device(s), not for "
             f"the {len(devices)} of the target: make its mesh of the devices that are handed over"
         )
@@ -155,10 +147,12 @@ def _told(work: Callable[[], Result], path: Path) -> Result:
             inner = frames[-1].filename.rpartition("site-packages/")[2]
             told += f" (at {inner}:{frames[-1].lineno})"
         told = f"{path}:{lines[-1]}: {told}" if lines else str(error)
-        raise Failure(told if path.name in told else f"{path}: {told}") from error
+        raise _command.Failure(told if path.name in told else f"{path}: {told}") from error
 
 
-def _show(name: str, old: StepRecord | None, record: StepRecord, screen: Screen) -> list[str]:
+def _show(
+    name: str, old: StepRecord | None, record: StepRecord, screen: _command.Screen
+) -> list[str]:
     """Show a step beside what was accepted; return in a few words what is wrong with it."""
     totals = record.totals
     words = [f"peak {binary(totals['peak bytes'])}"] if "peak bytes" in totals else []
@@ -183,22 +177,22 @@ def _show(name: str, old: StepRecord | None, record: StepRecord, screen: Screen)
     return ["differs from the lock file"] if found else []
 
 
-def _show_differences(differences: Sequence[Difference], screen: Screen) -> None:
+def _show_differences(differences: Sequence[Difference], screen: _command.Screen) -> None:
     for one in differences:
         screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffOptions(CommandOptions):
+class DiffOptions(_command.CommandOptions):
     """What `zerojax diff` was asked for."""
 
-    old: Path = argument("OLD")
+    old: Path = _command.argument("OLD")
     """A lock file."""
-    new: Path = argument("NEW")
+    new: Path = _command.argument("NEW")
     """Another one."""
 
 
-@command
+@_command.command
 def diff(options: DiffOptions) -> None:
     """Compare two lock files: what moved, what grew, what began to block.
 
@@ -209,8 +203,8 @@ def diff(options: DiffOptions) -> None:
     zerojax diff before.lock zerojax.lock
     ```
     """
-    screen = Screen(width=100)
-    with refusing():
+    screen = _command.Screen(width=100)
+    with _command.refusing():
         old, new = read_lock(options.old), read_lock(options.new)
     for name in sorted(old.keys() ^ new.keys()):
         screen.show(Text(f"{name}: only in {options.old if name in old else options.new}"))
@@ -223,4 +217,4 @@ def diff(options: DiffOptions) -> None:
             screen.say(f"  compiled with {old[name].versions}, {new[name].versions}")
         _show_differences(found, screen)
     if differs:
-        raise Failure("", 1)
+        raise _command.Failure("", 1)

@@ -12,15 +12,7 @@ from rich.text import Text
 
 from zerojax._display import make_table
 from zerojax.checkpoint import Manifest, export_safetensors, parts, read_manifest, verify
-from zerojax.cli.shared._command import (
-    CommandOptions,
-    Failure,
-    Screen,
-    argument,
-    command,
-    option,
-    refusing,
-)
+from zerojax.cli.shared import _command
 from zerojax.cli.shared._machine import find_checkpoint, list_checkpoints
 
 #: Columns where there is no terminal to say how many.
@@ -35,10 +27,10 @@ checkpoint = typer.Typer(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(CommandOptions):
+class CheckpointOptions(_command.CommandOptions):
     """Which checkpoint."""
 
-    directory: Path = argument("DIR")
+    directory: Path = _command.argument("DIR")
     """A checkpoint, or a run's folder, of which the newest whole one is meant."""
 
 
@@ -46,15 +38,15 @@ class CheckpointOptions(CommandOptions):
 class ExportOptions(CheckpointOptions):
     """What `zerojax checkpoint export` was asked for."""
 
-    out: Path = argument("OUT.safetensors")
+    out: Path = _command.argument("OUT.safetensors")
     """The file to write."""
-    part: str | None = option(None, metavar="PATH", show_default="the parameters")
+    part: str | None = _command.option(None, metavar="PATH", show_default="the parameters")
     """The leaves below a path: `params`, `masters` (fp32 copies of bf16 parameters),
     `opt_state/0/mu`."""
 
 
 @checkpoint.command()
-@command
+@_command.command
 def inspect(options: CheckpointOptions) -> None:
     """Show what a checkpoint holds, from its manifest alone.
 
@@ -65,10 +57,10 @@ def inspect(options: CheckpointOptions) -> None:
     zerojax checkpoint inspect runs/books/checkpoints/500
     ```
     """
-    with refusing():
+    with _command.refusing():
         path = find_checkpoint(options.directory)
         manifest = read_manifest(path)
-    screen = Screen(width=WIDTH)
+    screen = _command.Screen(width=WIDTH)
     mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh.items())
     step = "not told" if manifest.step is None else f"{manifest.step:,}"
     facts = {
@@ -84,7 +76,7 @@ def inspect(options: CheckpointOptions) -> None:
 
 
 @checkpoint.command(name="verify")
-@command
+@_command.command
 def verify_(options: CheckpointOptions) -> None:
     """Hold every file of a checkpoint against its digest; of a run, of all checkpoints.
 
@@ -94,9 +86,9 @@ def verify_(options: CheckpointOptions) -> None:
     zerojax checkpoint verify runs/books
     ```
     """
-    with refusing():
+    with _command.refusing():
         found = list_checkpoints(options.directory)
-    screen, damaged = Screen(width=WIDTH), []
+    screen, damaged = _command.Screen(width=WIDTH), []
     for path, why in found.items():
         try:
             if why is not None:
@@ -110,11 +102,13 @@ def verify_(options: CheckpointOptions) -> None:
             screen.show(Text.assemble(("damaged  ", "bold red"), str(error)))
             damaged.append(str(path))
     if damaged:
-        raise Failure(f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}", status=1)
+        raise _command.Failure(
+            f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}", status=1
+        )
 
 
 @checkpoint.command()
-@command
+@_command.command
 def export(options: ExportOptions) -> None:
     """Write the whole weights of a checkpoint to a safetensors file.
 
@@ -126,8 +120,8 @@ def export(options: ExportOptions) -> None:
     zerojax checkpoint export runs/books books.safetensors --part masters
     ```
     """
-    screen = Screen(width=WIDTH)
-    with refusing():
+    screen = _command.Screen(width=WIDTH)
+    with _command.refusing():
         path = find_checkpoint(options.directory)
         with screen.console.status(f"export {path}"):
             file = export_safetensors(path, options.out, part=options.part)

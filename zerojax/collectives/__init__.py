@@ -2,8 +2,7 @@
 
 from zerojax.collectives._examples import (
     Whole,
-    has_examples,
-    is_whole,
+    example_leaves,
     map_batch,
     num_examples,
     resized,
@@ -29,7 +28,7 @@ from zerojax.collectives._options import OPTIONS
 from zerojax.collectives._options import compiler_options as compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners
 from zerojax.collectives._prefetch import BUCKET, prefetched
-from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean
+from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean, wide
 from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._tiles import as_state
 from zerojax.collectives._writeback import widened, write_back

@@ -30,15 +30,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zerojax._jaxpr import (
-    PLAIN_CALLS,
-    REMATERIALISED,
-    called,
-    is_elementwise,
-    opened,
-    scan_parts,
-    variables,
-)
+from zerojax import _jaxpr
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, pad_rows
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
@@ -163,13 +155,13 @@ def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
     With `in_loops` a scan is looked into, too: what it slices by itself is no use, and what is the
     same in each of its turns is used where its body reads it.
     """
-    jaxpr, _ = opened(program)
+    jaxpr, _ = _jaxpr.opened(program)
     found = []
     for eqn, place in _places(jaxpr, jaxpr.invars[index]):
-        if eqn.primitive.name in PLAIN_CALLS | {REMATERIALISED}:
-            found += uses_of(called(eqn), place, in_loops)
+        if eqn.primitive.name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
+            found += uses_of(_jaxpr.called(eqn), place, in_loops)
         elif eqn.primitive.name == "scan" and in_loops:
-            num_consts, num_carry = scan_parts(eqn.params)
+            num_consts, num_carry = _jaxpr.scan_parts(eqn.params)
             if place < num_consts:
                 found += uses_of(eqn.params["jaxpr"], place, in_loops)
             elif place < num_consts + num_carry:
@@ -189,7 +181,7 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
     These are products with examples, and sums with biases that are computed of the input and of
     constants. A cast or a transpose may stand between; `parts` devices divide the examples.
     """
-    jaxpr, _ = opened(program)
+    jaxpr, _ = _jaxpr.opened(program)
 
     def only(var: Any) -> bool:
         places = _places(jaxpr, var)
@@ -197,9 +189,9 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
 
     def fits(eqn: Any, place: int) -> bool:
         name = eqn.primitive.name
-        if name in PLAIN_CALLS | {REMATERIALISED}:
-            return meets_examples(called(eqn), place, parts, from_batch)
-        is_fixed = from_batch.isdisjoint(variables(eqn.invars))
+        if name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
+            return meets_examples(_jaxpr.called(eqn), place, parts, from_batch)
+        is_fixed = from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
         if is_fixed and name in ENLARGE | {"broadcast_in_dim", "convert_element_type", "transpose"}:
             return only(eqn.outvars[0])
         dims = _example_dims(eqn, place)
@@ -257,7 +249,7 @@ def use_copies(
     if any(isinstance(v, Boxed | Copied) for v in others):
         return None
     operands = [*others[:place], None, *others[place:]]
-    is_cheap = eqn.primitive.name in ENLARGE or is_elementwise(eqn)
+    is_cheap = eqn.primitive.name in ENLARGE or _jaxpr.is_elementwise(eqn)
     if is_fixed and is_cheap and any(map(jnp.ndim, others)):  # relative positions, a mask
         box, origin = (x.record(eqn, operands) for x in (weight.box, weight.origin))
         return [dataclasses.replace(weight, box=box, origin=origin)]
@@ -305,7 +297,7 @@ def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
         free = [dim for dim in range(other.ndim) if dim not in shared[1 - place]]
         before = len(numbers[1][0]) + (0 if place else weight.ndim - len(shared[0]))
         return (free[0], before) if free else None
-    if is_elementwise(eqn) and weight.ndim == other.ndim:
+    if _jaxpr.is_elementwise(eqn) and weight.ndim == other.ndim:
         # [1, heads, n, n] on [examples, heads, n, n]
         longer = [dim for dim, size in enumerate(weight.shape) if size < other.shape[dim]]
         return (longer[0], longer[0]) if longer else None

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax._tree import path_name
 from zerojax._types import PyTree
 
 
@@ -56,13 +57,17 @@ def unmarked(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.value if is_whole(x) else x, batch, is_leaf=is_whole)
 
 
+def example_leaves(batch: PyTree) -> list[tuple[str, Any]]:
+    """List the arrays that hold examples, with their paths."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
+    return [(path_name(path), x) for path, x in pairs if has_examples(x)]
+
+
 def num_examples(batch: PyTree) -> int | None:
-    leaves = jax.tree.leaves(batch, is_leaf=is_whole)
-    return next((x.shape[0] for x in leaves if has_examples(x)), None)
+    return next((x.shape[0] for _, x in example_leaves(batch)), None)
 
 
 def resized(batch: PyTree, size: int) -> PyTree:
-
     def shape(x: Any, *size: int) -> Any:
         return jax.ShapeDtypeStruct((*size, *jnp.shape(x)[len(size) :]), x.dtype)
 

@@ -21,17 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import (
-    REMATERIALISED,
-    bind,
-    called,
-    opened,
-    run,
-    run_bodies,
-    runs_in_place,
-    variables,
-    with_inner,
-)
+from zerojax import _jaxpr
 from zerojax.collectives._products import bind_narrow, is_narrow
 
 #: Elements on a device from which a sum is worth a conditional.
@@ -41,11 +31,8 @@ LARGE = 2**14
 def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> Callable[..., Any]:
     """Make a function that on CPUs computes sums which several read once, and bf16 products fast.
 
-    Args:
-        function: `function(params, given, carried)`, the gradient of a loss; `given["step"]` counts
-            steps from 0, which XLA doesn't know.
-        platform: that of the devices.
-        num_parts: parts of the examples, each of which lies on a device of its own.
+    It is `function(params, given, carried)`, the gradient of a loss; `given["step"]` counts steps
+    from 0, which XLA doesn't know. `num_parts` of the examples lie on a device each.
     """
     if platform != "cpu":
         return function
@@ -57,21 +44,23 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
         shared = set(sums) if len(sums) > 1 else set()
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
-            if eqn.primitive.name == REMATERIALISED:  # as jax does it
-                return run(called(eqn), jax.lax.optimization_barrier(values), step)
-            if runs_in_place(eqn):
-                return run(called(eqn), values, step)
+            if eqn.primitive.name == _jaxpr.REMATERIALISED:  # as jax does it
+                return _jaxpr.run(_jaxpr.called(eqn), jax.lax.optimization_barrier(values), step)
+            if _jaxpr.runs_in_place(eqn):
+                return _jaxpr.run(_jaxpr.called(eqn), values, step)
             if is_narrow(eqn):
                 return bind_narrow(eqn, values)
             is_loop = eqn.primitive.name in ("scan", "cond") and not eqn.effects
-            if is_loop and any(map(is_narrow, with_inner(eqn))):
-                return run_bodies(eqn, values, lambda program, given: run(program, given, step))
-            results = bind(eqn, values)
+            if is_loop and any(map(is_narrow, _jaxpr.with_inner(eqn))):
+                return _jaxpr.run_bodies(
+                    eqn, values, lambda program, given: _jaxpr.run(program, given, step)
+                )
+            results = _jaxpr.bind(eqn, values)
             if shared.isdisjoint(eqn.outvars):
                 return results
             return [jax.lax.cond(given["step"] >= 0, lambda x: x, jnp.zeros_like, *results)]
 
-        results = run(traced, leaves, step)
+        results = _jaxpr.run(traced, leaves, step)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
@@ -82,13 +71,15 @@ def _shared(program: Any, size: int) -> list[Any]:
 
     Layers that are calls of one program have one variable, which is here once for each of them.
     """
-    jaxpr, _ = opened(program)
-    reads = collections.Counter(variables([x for eqn in jaxpr.eqns for x in eqn.invars]))
-    reads.update(2 * variables(jaxpr.outvars))  # a call's result: who knows how often it is read
+    jaxpr, _ = _jaxpr.opened(program)
+    reads = collections.Counter(_jaxpr.variables([x for eqn in jaxpr.eqns for x in eqn.invars]))
+    reads.update(
+        2 * _jaxpr.variables(jaxpr.outvars)
+    )  # a call's result: who knows how often it is read
     found: list[Any] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == REMATERIALISED or runs_in_place(eqn):
-            found += _shared(called(eqn), size)
+        if eqn.primitive.name == _jaxpr.REMATERIALISED or _jaxpr.runs_in_place(eqn):
+            found += _shared(_jaxpr.called(eqn), size)
         elif eqn.primitive.name == "add_any" and eqn.outvars[0].aval.size >= size:
             found += [var for var in eqn.outvars if reads[var] > 1]
     return found

@@ -42,9 +42,7 @@ def bind_grouped(eqn: Any, values: Sequence[Any], opening: Opening) -> list[jax.
     """Open the boxes of a grouped convolution, and let each device compute its own examples.
 
     Devices along which the user cuts the kernel's output features divide the groups, if they can.
-
-    Raises:
-        ValueError: the equation is no convolution, and holds one that can't be reached.
+    A convolution within another equation can't be reached, and is refused.
     """
     layout = opening.layout
     batch, parts = layout.batch_axes, layout.num_batch_parts

@@ -100,11 +100,7 @@ class _Part:
 
 
 def compute_by_owners(jobs: Sequence[Job], layout: Layout, axes: Axes) -> list[list[jax.Array]]:
-    """Compute each job's rows on devices that own them whole, which are those along some axes.
-
-    Returns:
-        Per job its results, `[rows, *shape]` each.
-    """
+    """Compute each job's rows, `[rows, *shape]`, on devices along some axes that own them whole."""
     count, mesh = layout.num_parts(axes), layout.auto_mesh
 
     def body(values: list[list[jax.Array]], shared: list[list[jax.Array]]) -> list[list[jax.Array]]:

@@ -33,22 +33,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
-from zerojax._jaxpr import (
-    REMATERIALISED,
-    bind,
-    called,
-    depending,
-    inputs_of,
-    num_products,
-    opened,
-    run,
-    run_equations,
-    run_scan,
-    runs_in_place,
-    scan_split,
-    variables,
-    with_inner,
-)
+from zerojax import _jaxpr
 from zerojax._tree import as_shapes, num_bytes
 from zerojax.collectives._boxed import REDUCED
 from zerojax.collectives._equations import BACKWARD, Equations, is_gather, is_named
@@ -131,27 +116,29 @@ class _Prefetch:
     def in_place(self, program: Any, args: Sequence[Any], *, looped: bool) -> Any:
         """Return a program, of a loop's body or outside of loops, with its calls in place."""
         step = functools.partial(self._step, looped=looped)
-        traced = jax.make_jaxpr(lambda *args: run(program, args, step))(*args)
+        traced = jax.make_jaxpr(lambda *args: _jaxpr.run(program, args, step))(*args)
         return joined(traced, self.layout, self.bound)
 
     def _step(self, eqn: Any, values: list[Any], *, looped: bool) -> Sequence[Any]:
         step = functools.partial(self._step, looped=looped)
-        if eqn.primitive.name == REMATERIALISED:
+        if eqn.primitive.name == _jaxpr.REMATERIALISED:
             # As jax does it, so that the forward pass is not taken for what is computed again. In
             # loops one by one where a gather is within: it must not wait for what the loop carries.
             held = self.layers or any(jax.tree.leaves(eqn.params["prevent_cse"]))
-            hold, program = jax.lax.optimization_barrier if held else list, called(eqn)
-            apart = self.layers and looped and any(is_gather(inner) for inner in with_inner(eqn))
-            return run(program, [*map(hold, values)] if apart else hold(values), step)
-        if runs_in_place(eqn):
-            return run(called(eqn), values, step)
+            hold, program = jax.lax.optimization_barrier if held else list, _jaxpr.called(eqn)
+            apart = (
+                self.layers and looped and any(is_gather(inner) for inner in _jaxpr.with_inner(eqn))
+            )
+            return _jaxpr.run(program, [*map(hold, values)] if apart else hold(values), step)
+        if _jaxpr.runs_in_place(eqn):
+            return _jaxpr.run(_jaxpr.called(eqn), values, step)
         if eqn.primitive.name == "scan" and (self.layers or self.bound or self.waiting):
             return self._scan(eqn, values)
-        return bind(eqn, values)
+        return _jaxpr.bind(eqn, values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         program = eqn.params["jaxpr"]
-        inputs = as_shapes([var.aval for var in opened(program)[0].invars])
+        inputs = as_shapes([var.aval for var in _jaxpr.opened(program)[0].invars])
         body = self.in_place(program, inputs, looped=True)
         turn = _Turn(body, eqn.params, self.layers, self.parts, self.is_tpu)
         self.late += [source_info_util.summarize(gather.source_info) for gather in turn.late]
@@ -160,13 +147,13 @@ class _Prefetch:
         if not turn.gathers or eqn.params["length"] < 2 or hosted:
             most = self.waiting if turn.reduces else 0
             ordered = functools.partial(run_in_order, body, layout=self.layout, is_turn=True)
-            return run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
+            return _jaxpr.run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
         self.num_ahead += 1
         return _run_ahead(eqn, values, turn)
 
 
 def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
-    consts, start, stacks = scan_split(eqn.params, values)
+    consts, start, stacks = _jaxpr.scan_split(eqn.params, values)
     num_carry, length, is_tpu = len(start), eqn.params["length"], turn.is_tpu
 
     def inputs(count: Any, carry: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -224,14 +211,14 @@ class _Turn(Equations):
         """
         super().__init__(body)
         self.parts, self.is_tpu = parts, is_tpu
-        _, self.carried, sliced = scan_split(params, self.jaxpr.invars)
+        _, self.carried, sliced = _jaxpr.scan_split(params, self.jaxpr.invars)
         #: which carried values only count turns
         self.counters = {*filter(self._is_counter, self.carried)}
         self.reduces = any(is_named(eqn, REDUCED) for eqn in self.eqns)
         self.pure = [eqn for eqn in self.eqns if not eqn.effects]
         called_back = {var for eqn in self.eqns if eqn.effects for var in eqn.outvars}
-        computed = depending(self.eqns, {*self.carried} - self.counters | called_back)
-        own = depending(self.eqns, [*self.counters, *sliced])
+        computed = _jaxpr.depending(self.eqns, {*self.carried} - self.counters | called_back)
+        own = _jaxpr.depending(self.eqns, [*self.counters, *sliced])
         gathers = [eqn for eqn in self.eqns if is_gather(eqn)]
         #: the equations that gather what only this turn knows
         self.late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
@@ -250,7 +237,7 @@ class _Turn(Equations):
         """Whether a turn counts a carried value on: `out = add var 1`."""
         out = self.jaxpr.outvars[self.carried.index(var)]
         sums = (eqn for eqn in self.eqns if eqn.primitive.name in ("add", "sub"))
-        return any(eqn.outvars[0] is out and variables(eqn.invars) == [var] for eqn in sums)
+        return any(eqn.outvars[0] is out and _jaxpr.variables(eqn.invars) == [var] for eqn in sums)
 
     def _ends(self) -> list[Any]:
         """Return before which product each gather of a backward layer ends.
@@ -258,7 +245,7 @@ class _Turn(Equations):
         `COMPUTED` of its arithmetic is done by then. On a GPU, where gathers take turns, that is so
         for the last one, and each has a part of that arithmetic to itself.
         """
-        products = [(eqn, work) for eqn in self.eqns if (work := num_products(eqn))]
+        products = [(eqn, work) for eqn in self.eqns if (work := _jaxpr.num_products(eqn))]
         done = [*itertools.accumulate(work for _, work in products)]
         moved = [*itertools.accumulate(eqn.outvars[0].aval.size for eqn in self.gathers)]
         most = COMPUTED * (done[-1] if done else 0)
@@ -270,11 +257,13 @@ class _Turn(Equations):
         pairs = zip(self.carried, self.jaxpr.outvars, strict=False)
         wanted = [out if var in self.counters else var for var, out in pairs]
         given = dict(zip(self.carried, carry, strict=True))
-        return run_equations(_needed(self.pure, wanted), given, wanted)
+        return _jaxpr.run_equations(_needed(self.pure, wanted), given, wanted)
 
     def gather(self, given: Sequence[Any]) -> list[Any]:
         wanted = [eqn.outvars[0] for eqn in self.gathers]
-        return run_equations(_needed(self.pure, wanted), inputs_of(self.program, given), wanted)
+        return _jaxpr.run_equations(
+            _needed(self.pure, wanted), _jaxpr.inputs_of(self.program, given), wanted
+        )
 
     def compute(
         self, given: Sequence[Any], gathered: Sequence[Any], following: list[Any]
@@ -282,13 +271,13 @@ class _Turn(Equations):
         """Compute a layer with its gathered weights; return also the next one's."""
         made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
         rest = [eqn for eqn in self.eqns if made.keys().isdisjoint(eqn.outvars)]
-        lag = MERGED * sum(map(num_products, self.eqns)) if self.parts else 0
+        lag = MERGED * sum(map(_jaxpr.num_products, self.eqns)) if self.parts else 0
         reduced, done = list[tuple[float, Any]](), 0.0  # gradients, behind how much arithmetic
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             nonlocal done
             ahead = [i for i, end in enumerate(self.ends) if end is eqn and following]
-            waits = num_products(eqn) if self.parts else len(self.ends) - 1 in ahead
+            waits = _jaxpr.num_products(eqn) if self.parts else len(self.ends) - 1 in ahead
             due = [x for at, x in reduced if waits and at + lag <= done]
             del reduced[: len(due)]
             if due or ahead:
@@ -296,28 +285,28 @@ class _Turn(Equations):
                 values, ended, _ = jax.lax.optimization_barrier(given)
                 for i, x in zip(ahead, ended, strict=True):
                     following[i] = x
-            done += num_products(eqn)
-            results = bind(eqn, values)
+            done += _jaxpr.num_products(eqn)
+            results = _jaxpr.bind(eqn, values)
             if is_named(eqn, REDUCED) and (not self.parts or self._is_small(eqn)):
                 reduced.append((done, results[0]))
             return results
 
-        wanted, inputs = self.jaxpr.outvars, inputs_of(self.program, given) | made
-        return run_equations(_needed(rest, wanted), inputs, wanted, step), following
+        wanted, inputs = self.jaxpr.outvars, _jaxpr.inputs_of(self.program, given) | made
+        return _jaxpr.run_equations(_needed(rest, wanted), inputs, wanted, step), following
 
     def _is_small(self, eqn: Any) -> bool:
         """Whether a gradient takes, whole, at most half the room of what its product reads."""
-        while eqn and not num_products(eqn):
-            at = self.places.get(next(iter(variables(eqn.invars)), None))
+        while eqn and not _jaxpr.num_products(eqn):
+            at = self.places.get(next(iter(_jaxpr.variables(eqn.invars)), None))
             eqn = None if at is None else self.eqns[at]
         room = max(x.aval.size for x in eqn.invars) if eqn else 0
         return room > 0 and 2 * self.parts * eqn.outvars[0].aval.size <= room
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    live, found = set(variables(wanted)), []
+    live, found = set(_jaxpr.variables(wanted)), []
     for eqn in reversed(eqns):
         if eqn.effects or not live.isdisjoint(eqn.outvars):
             found.append(eqn)
-            live.update(variables(eqn.invars))
+            live.update(_jaxpr.variables(eqn.invars))
     return found[::-1]

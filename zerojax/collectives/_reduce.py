@@ -12,14 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import flatten_with_names, floating_dtype
 from zerojax._types import PyTree
-from zerojax.collectives._examples import (
-    fold_keys,
-    in_order,
-    map_batch,
-    microbatch,
-    num_examples,
-    resized,
-)
+from zerojax.collectives import _examples
 from zerojax.collectives._fences import fenced
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec, to_stored
 from zerojax.collectives._separable import REMEDY, why_no_mean
@@ -58,19 +51,21 @@ def accumulate(
         # Nothing but the metrics reads the loss: libtpu computes it at the end of the step, and
         # keeps fp32 logits for it through the backward pass.
         seed = jax.lax.optimization_barrier((seed, scalar))[0] if is_tpu else seed
-        return (_wide(value[0]), *value[1:]), pull(seed)[0]
+        return (wide(value[0]), *value[1:]), pull(seed)[0]
 
     gradient = transform(differentiated)
     if count == 1:
         return gradient(params, batch, carried)
 
     def one(index: Any, carried: PyTree) -> tuple[Any, PyTree]:
-        (loss, aux, carried), grads = gradient(params, microbatch(batch, index, count), carried)
+        (loss, aux, carried), grads = gradient(
+            params, _examples.microbatch(batch, index, count), carried
+        )
         grads = jax.tree.map(lambda g: g.astype(floating_dtype(g.dtype, dtype)), grads)
         return (loss, grads), (aux, carried)
 
     sums, (aux, _) = jax.eval_shape(one, 0, carried)
-    first = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
+    first = jax.eval_shape(lambda batch: _examples.microbatch(batch, 0, count), batch)
     is_row = row_leaves(loss_fn, params, first, carried, aux)
 
     def add(total: tuple[Any, PyTree], index: jax.Array) -> tuple[tuple[Any, PyTree], PyTree]:
@@ -81,7 +76,7 @@ def accumulate(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
     (sums, carried), aux = jax.lax.scan(add, (zeros, carried), jnp.arange(count))
     (loss, grads) = jax.tree.map(lambda x: x / count, sums)
-    return (loss, _joined(aux, is_row, in_order), carried), grads
+    return (loss, _joined(aux, is_row, _examples.in_order), carried), grads
 
 
 def _joined(aux: PyTree, is_row: list[bool], join: Callable[[Any], Any]) -> PyTree:
@@ -90,7 +85,7 @@ def _joined(aux: PyTree, is_row: list[bool], join: Callable[[Any], Any]) -> PyTr
     def one(x: jax.Array, is_row: bool) -> jax.Array:
         if is_row:
             return join(x)
-        total = _wide(x).sum(0, dtype=_wide(x).dtype)
+        total = wide(x).sum(0, dtype=wide(x).dtype)
         is_mean = jnp.issubdtype(x.dtype, jnp.inexact)
         return (total / len(x)).astype(x.dtype) if is_mean else total
 
@@ -98,7 +93,7 @@ def _joined(aux: PyTree, is_row: list[bool], join: Callable[[Any], Any]) -> PyTr
     return structure.unflatten(map(one, leaves, is_row))
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def wide(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize >= 4 or not jnp.issubdtype(x.dtype, jnp.number):
         return x
     return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
@@ -109,15 +104,13 @@ def row_leaves(
 ) -> list[bool]:
     """Return which leaves of aux have a row per example: the dim that grows with the batch.
 
-    `params`, `batch` and `carried` are the loss's arguments, or their shapes.
-
-    Raises:
-        ValueError: examples are counted by another dim, or by one dim together with others.
+    `params`, `batch` and `carried` are the loss's arguments, or their shapes. Examples that are
+    counted by another dim, or by one dim together with others, are refused.
     """
-    leaves, size = jax.tree.leaves(aux), num_examples(batch)
+    leaves, size = jax.tree.leaves(aux), _examples.num_examples(batch)
     if size is None or not any(x.ndim for x in leaves):
         return [False] * len(leaves)
-    larger = resized(batch, 2 * size)
+    larger = _examples.resized(batch, 2 * size)
     names, twice, _ = flatten_with_names(
         jax.eval_shape(lambda batch: loss_fn(params, batch, carried)[1][1], larger)
     )
@@ -191,7 +184,7 @@ def reduce_once(
                 "with reduce='once' each device computes the loss of its own examples, and "
                 f"{refused}; write Recipe(reduce='each'), or {REMEDY}"
             ) from refused.__cause__
-        batch = fold_keys(batch, jax.lax.axis_index(axes))
+        batch = _examples.fold_keys(batch, jax.lax.axis_index(axes))
         fence = functools.partial(fenced, platform=layout.platform)
         (loss, aux, _), grads = accumulate(
             loss_fn, params, batch, None, count, dtype, fence, is_tpu=layout.platform == "tpu"
@@ -202,7 +195,7 @@ def reduce_once(
         mean = jax.lax.psum(loss, axes) / num_parts
         return (mean, structure.unflatten(aux)), layout.map_leaves(total, grads)
 
-    in_specs = (P(), map_batch(lambda _: P(axes), batch, lambda _: P()))
+    in_specs = (P(), _examples.map_batch(lambda _: P(axes), batch, lambda _: P()))
     out_specs = ((P(), P(axes)), layout.map_leaves(spec))
     (loss, aux), grads = devices.run(local, in_specs, out_specs, params, batch)
     aux = _joined(aux, is_row, lambda rows: rows)

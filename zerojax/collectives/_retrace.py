@@ -27,19 +27,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from zerojax._jaxpr import (
-    REMATERIALISED,
-    bind,
-    called,
-    depending_within,
-    has_inside,
-    run,
-    run_bodies,
-    run_scan,
-    runs_in_place,
-    scan_split,
-    variables,
-)
+from zerojax import _jaxpr
+from zerojax._jaxpr import run
 from zerojax._tree import with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
@@ -125,7 +114,7 @@ def gather_where_used(
         boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
         boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
         examples = jax.tree.leaves((args, named))
-        from_batch = depending_within(traced, [False] * len(boxes) + [True] * len(examples))
+        from_batch = _jaxpr.depending_within(traced, [False] * len(boxes) + [True] * len(examples))
         retracer = _Retracer(opening, from_batch)
         flat = [*map(retracer.opened, retracer.run(traced, [*boxes, *examples]))]
         structure = jax.tree.structure(out)
@@ -153,14 +142,14 @@ class _Retracer:
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         name, has_box = eqn.primitive.name, any(isinstance(v, Boxed | Copied) for v in values)
         if not has_box and not has_grouped(eqn, self.opening.layout, self.from_batch):
-            return bind(eqn, values)
-        if runs_in_place(eqn):
-            return self.run(called(eqn), values)
-        if name == REMATERIALISED:
+            return _jaxpr.bind(eqn, values)
+        if _jaxpr.runs_in_place(eqn):
+            return self.run(_jaxpr.called(eqn), values)
+        if name == _jaxpr.REMATERIALISED:
             return self._remat(eqn, values)
         if name == "scan":
             return self._scan(eqn, values)
-        is_fixed = self.from_batch.isdisjoint(variables(eqn.invars))
+        is_fixed = self.from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
         if is_fixed and is_enlarged(eqn, values, self.opening):
             values = [copied(v, self.opening) if isinstance(v, Boxed) else v for v in values]
         if any(isinstance(v, Copied) for v in values):
@@ -179,7 +168,7 @@ class _Retracer:
         inner = dataclasses.replace(self, saved=True)
 
         def body(*values: Any) -> list[Any]:
-            return inner.run(called(eqn), values)
+            return inner.run(_jaxpr.called(eqn), values)
 
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         if self.opening.gathers and (policy is not None or self.opening.keeps):
@@ -193,7 +182,7 @@ class _Retracer:
         before the one of the backward pass.
         """
         program = eqn.params["jaxpr"]
-        consts, carry, stacks = scan_split(eqn.params, values)
+        consts, carry, stacks = _jaxpr.scan_split(eqn.params, values)
         consts = [
             v if self._meets_examples(program, i) else _uncopied(v) for i, v in enumerate(consts)
         ]
@@ -204,7 +193,7 @@ class _Retracer:
         inner = dataclasses.replace(self, looped=True, saved=False)
 
         def body(values: list[Any]) -> list[Any]:
-            consts, carry, slices = scan_split(eqn.params, values)
+            consts, carry, slices = _jaxpr.scan_split(eqn.params, values)
             layer = [
                 v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
                 for v, x in zip(stacks, slices, strict=True)
@@ -212,11 +201,11 @@ class _Retracer:
             return [*map(self.opened, inner.run(program, [*consts, *carry, *layer]))]
 
         def loop(*given: Any) -> list[Any]:
-            consts, carry, arrays = scan_split(eqn.params, given)
+            consts, carry, arrays = _jaxpr.scan_split(eqn.params, given)
             opened = [
                 v if is_sliced[i] else self._constant(program, i, v) for i, v in enumerate(consts)
             ]
-            return run_scan(eqn, [*opened, *carry, *arrays], body)
+            return _jaxpr.run_scan(eqn, [*opened, *carry, *arrays], body)
 
         arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
         opens = zip(consts, is_sliced, strict=True)
@@ -278,7 +267,7 @@ class _Retracer:
             placed = [self.opening.placed(v) if isinstance(v, Boxed) else v for v in values]
             return [*map(self.opened, self.run(program, placed))]
 
-        return run_bodies(eqn, [self.opened(values[0]), *values[1:]], branch)
+        return _jaxpr.run_bodies(eqn, [self.opened(values[0]), *values[1:]], branch)
 
     def _use(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Open an equation's boxes and run it; alone, it gathers again for its backward pass."""
@@ -295,7 +284,7 @@ class _Retracer:
         # was recorded is run on a whole weight, of which no result is to be kept; nor of a
         # shard_map, which would keep the weight as a result of its own.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
-        keeps = has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
+        keeps = _jaxpr.has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
         policy = wrap_policy(None, keeps=False) if keeps else None
         return self._again(use, policy)(*values)
 

@@ -26,6 +26,7 @@ from jax.extend import core, source_info_util
 
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
+from zerojax.collectives import _rules
 from zerojax.collectives._examples import is_key, map_batch, microbatch, num_examples, resized
 from zerojax.collectives._mixing import (
     IN_CHUNKS,
@@ -36,14 +37,6 @@ from zerojax.collectives._mixing import (
     is_real,
     meet,
     result_of,
-)
-from zerojax.collectives._rules import (
-    KERNELS,
-    backward,
-    check_gradients,
-    gradient_of,
-    is_of_jax,
-    name_rule,
 )
 
 #: What a loss should be where parts of the batch are averaged.
@@ -187,7 +180,7 @@ class _Reader:
         if (
             name in ("custom_jvp_call", "custom_vjp_call")
             and self.differentiated
-            and not is_of_jax(eqn)
+            and not _rules.is_of_jax(eqn)
         ):
             return self._custom(eqn, other, values)
         if (inner := _held(eqn)) is not None:
@@ -205,7 +198,7 @@ class _Reader:
         if not of_examples and not any(value.pooled or value.degree for value in values):
             zero = bool(values) and name in LINEAR and all(value.zero for value in values)
             return [Value(fresh=fresh, zero=zero)] * len(outs)
-        if self.in_rule and name in KERNELS and not of_examples:
+        if self.in_rule and name in _rules.KERNELS and not of_examples:
             return [meet(values)] * len(outs)
         check_operands(name, values, of_examples=of_examples)
         found = [result_of(eqn, values, dims, out, self.num_examples) for out in outs]
@@ -217,16 +210,18 @@ class _Reader:
 
         def gradients(atoms: Any, others: Any, values: list[Value]) -> list[Value]:
             known = zip(atoms, others, values, strict=True)
-            return [gradient_of(v, _varying(a, b)) for a, b, v in known if is_real(a)]
+            return [_rules.gradient_of(v, _varying(a, b)) for a, b, v in known if is_real(a)]
 
         given = gradients(eqn.outvars, other.outvars, found)
         first = eqn.params["num_consts"]
         wanted = gradients(eqn.invars[first:], other.invars[first:], values[first:])
         reader = dataclasses.replace(reader, in_rule=True)
         try:
-            check_gradients(reader.run(backward(eqn), backward(other), [*values, *given]), wanted)
+            _rules.check_gradients(
+                reader.run(_rules.backward(eqn), _rules.backward(other), [*values, *given]), wanted
+            )
         except Refused as refused:
-            name_rule(refused, eqn)
+            _rules.name_rule(refused, eqn)
             raise
         return found
 

@@ -22,8 +22,7 @@ from zerojax.layout import Layout
 def bind_wide(eqn: Any, operands: Sequence[Any], layout: Layout) -> list[Any]:
     """Run an equation on operands of which some are wider than it was traced with.
 
-    Returns:
-        Its results, in the traced dtypes or in the wide one; their values are the traced ones.
+    Results are in the traced dtypes or in the wide one; their values are the traced ones.
     """
     traced = [atom.aval.dtype for atom in eqn.invars]
     wide = [x.dtype for x, t in zip(operands, traced, strict=True) if jnp.result_type(x) != t]

@@ -22,13 +22,12 @@ class Result:
     name: str
     shape: str
     bytes: int
-    op_name: str
 
 
 def largest_results(module: Module, count: int) -> list[Result]:
     """List the largest results that lie in a device's memory; some of them share a buffer."""
     found = [
-        Result(name=line.name, shape=_text(line), bytes=size, op_name=line.op_name)
+        Result(name=line.name, shape=_text(line), bytes=size)
         for line in {id(line): line for _, line in walk(module, SCHEDULED)}.values()
         if line.opcode not in _NO_BUFFER
         and not any(tensor.is_far for tensor in line.shapes)

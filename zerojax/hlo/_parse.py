@@ -55,9 +55,6 @@ def parse_collectives(program: str | Module) -> Collectives:
     return Collectives(records=tuple(records), unread=tuple(_unread_lines(module, read)))
 
 
-# ------------------------------------------------------------------ which lines count
-
-
 def is_collective(line: Instruction) -> bool:
     return _OPCODE.fullmatch(line.opcode) is not None
 
@@ -103,9 +100,6 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
             if (computation.name, line.name) not in read:
                 lines.append(f"{computation.name}/{line.name} = {line.opcode}(...)")
     return lines + [repeats[chain] + " starts nowhere" for chain in sorted(repeats.keys() - starts)]
-
-
-# ------------------------------------------------------------------ from a line to records
 
 
 def _read(module: Module, site: Site, line: Instruction) -> list[Collective] | None:

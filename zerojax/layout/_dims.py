@@ -15,15 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from zerojax._jaxpr import (
-    bodies,
-    called,
-    is_elementwise,
-    is_variable,
-    opened,
-    scan_parts,
-    with_inner,
-)
+from zerojax import _jaxpr
 
 Labels = tuple[int, ...]
 
@@ -62,9 +54,9 @@ class Dims:
         self.owners[var] = self.owners.get(var, frozenset()).union(owners)
 
     def labels(self, atom: Any) -> Labels:
-        if not is_variable(atom) or atom not in self._labels:
+        if not _jaxpr.is_variable(atom) or atom not in self._labels:
             labels = self.fresh(len(atom.aval.shape))
-            if not is_variable(atom):
+            if not _jaxpr.is_variable(atom):
                 return labels
             self.give(atom, labels)
         return tuple(map(self.find, self._labels[atom]))
@@ -101,7 +93,7 @@ class Dims:
                 self.give(var, self.labels(var), of_all if is_scalar else owners - {SHARED})
 
     def _owners_of(self, atom: Any) -> frozenset[int]:
-        return self.owners.get(atom, frozenset()) if is_variable(atom) else frozenset()
+        return self.owners.get(atom, frozenset()) if _jaxpr.is_variable(atom) else frozenset()
 
     def _same(self, one: Iterable[int], other: Iterable[int]) -> None:
         for a, b in zip(one, other, strict=True):
@@ -110,18 +102,18 @@ class Dims:
     def _tied(self, eqn: Any) -> Iterator[Sequence[Any]]:
         """Yield the equations that one holds, their inputs and results tied to its own."""
         name, ins, outs = eqn.primitive.name, list(eqn.invars), list(eqn.outvars)
-        programs, first, carried = list(bodies(eqn)), 0, 0
-        if (program := called(eqn)) is not None and name != "shard_map":
+        programs, first, carried = list(_jaxpr.bodies(eqn)), 0, 0
+        if (program := _jaxpr.called(eqn)) is not None and name != "shard_map":
             programs = [program]
         elif name == "cond":
             ins = ins[1:]
         elif name == "scan":
-            first, carried = scan_parts(eqn.params)
+            first, carried = _jaxpr.scan_parts(eqn.params)
         elif name == "while":  # how often it runs may differ from row to row: it mixes all
             return
         self._tie(eqn, ins[first : first + carried], outs[:carried])
         for program in programs:
-            jaxpr = opened(program)[0]
+            jaxpr = _jaxpr.opened(program)[0]
             self._tie(eqn, ins, jaxpr.invars)
             self._tie(eqn, outs, jaxpr.outvars)
             yield jaxpr.eqns
@@ -131,7 +123,7 @@ class Dims:
             labels = self.labels(atom)
             more = len(labels) - len(other.aval.shape)
             self._mixed[id(eqn)].update(labels[:more])
-            if is_variable(other):
+            if _jaxpr.is_variable(other):
                 self.give(other, labels[more:], self._owners_of(atom))
 
     def _results(self, eqn: Any, given: list[Labels]) -> list[Labels]:
@@ -162,7 +154,7 @@ class Dims:
         """Ask once for all leaves of a shape: the answer takes a trace."""
         key = (eqn.primitive, str(eqn.params), *(str(x.aval) for x in (*eqn.invars, *eqn.outvars)))
         if key not in self._known:
-            self._known[key] = is_elementwise(eqn)
+            self._known[key] = _jaxpr.is_elementwise(eqn)
         return self._known[key]
 
     def _elementwise(self, eqn: Any, given: list[Labels]) -> Labels:
@@ -214,5 +206,7 @@ class Dims:
 
 def has_matrices(eqns: Iterable[Any]) -> bool:
     return any(
-        inner.primitive.name in _MATRICES | _OTHERS for eqn in eqns for inner in with_inner(eqn)
+        inner.primitive.name in _MATRICES | _OTHERS
+        for eqn in eqns
+        for inner in _jaxpr.with_inner(eqn)
     )

@@ -39,14 +39,10 @@ class OptimizerLayout:
         return tuple((number, leaf.shape) for number, leaf in leaves if leaf.is_padded)
 
     def flatten(self, state: PyTree) -> list[Any]:
-        """Return the leaves of a state, logical or stored, in the order of `leaves`.
-
-        Raises:
-            ValueError: it is the state of another optimizer, or of other parameters.
-        """
+        """Return a state's leaves in the order of `leaves`; refuse those of another optimizer."""
         remedy = "make it with the init of this optimizer, for parameters of this layout"
-        wanted = named_tuples(self.structure.unflatten(self.leaves))
-        if (found := named_tuples(state)) != wanted:
+        wanted = [*named_tuples(self.structure.unflatten(self.leaves)).values()]
+        if (found := [*named_tuples(state).values()]) != wanted:
             raise ValueError(
                 f"the optimizer's state is made of {', '.join(found) or type(state).__name__} "
                 f"where {', '.join(wanted) or 'none of these'} is expected; {remedy}"
@@ -65,11 +61,7 @@ class OptimizerLayout:
 
 
 def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Return the bare optax optimizer: what `zerojax.sharded` wrapped, or what was handed over.
-
-    Raises:
-        TypeError: it is no optax optimizer.
-    """
+    """Return the bare optax optimizer: what `zerojax.sharded` wrapped, or what was handed over."""
     if hasattr(tx, "gradient_transformation"):  # optax.MultiSteps
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):

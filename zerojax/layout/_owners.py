@@ -41,7 +41,7 @@ def find_owners(
     try:
         marked = jax.eval_shape(tx.init, numbered)
     except Exception:  # noqa: BLE001
-        return _owners_by_placeholder(tx, tree, state, structure)
+        marked = ()
     if [(x.shape, x.dtype) for x in jax.tree.leaves(marked)] != [(x.shape, x.dtype) for x in state]:
         return _owners_by_placeholder(tx, tree, state, structure)
     owners: list[int | None] = []
@@ -121,11 +121,7 @@ def dim_sources(shape: Shape, of: Shape) -> list[Way]:
     """Return from which dims of a parameter the dims of a state leaf may come.
 
     Of a parameter [512, 64, 64], a history [10, 512, 64, 64] comes by (None, 0, 1, 2), and a factor
-    [512, 64] by (0, 1) or (0, 2).
-
-    Returns:
-        Every way to read the shape, one source dim (or None) per dim of the state leaf; empty
-        where it can't come from the parameter.
+    [512, 64] by (0, 1) or (0, 2). Nothing where it can't come from the parameter.
     """
     return [
         way

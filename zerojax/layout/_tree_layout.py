@@ -288,7 +288,7 @@ class TreeLayout:
         try:
             leaves = leaves_like(tree, self.structure, within=within)
         except ValueError as error:
-            if "MaskedNode" in named_tuples(tree):  # of optax.masked and multi_transform
+            if "MaskedNode" in named_tuples(tree).values():  # of optax.masked and multi_transform
                 remedy = "wrap the outermost optimizer: sharded(optax.masked(tx, mask), layout)"
             raise ValueError(
                 f"{what} do not have the structure that the layout was made from: {error}; {remedy}"

@@ -12,11 +12,7 @@ from zerojax.recipe import LAYER_INPUT
 
 
 def mesh_parts(axis: str | None) -> int:
-    """Count the devices along an axis of the mesh that is set.
-
-    Raises:
-        ValueError: no mesh is set, or it has no such axis.
-    """
+    """Count the devices along an axis of the mesh that is set, which has to have it."""
     if axis is None:
         return 1
     mesh = jax.sharding.get_abstract_mesh()

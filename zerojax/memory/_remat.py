@@ -15,24 +15,7 @@ from typing import Any
 
 import jax
 
-from zerojax._jaxpr import (
-    CALLS,
-    LOOPS,
-    OPAQUE,
-    PLAIN_CALLS,
-    REMATERIALISED,
-    bind,
-    called,
-    depending,
-    is_unspecified,
-    is_variable,
-    opened,
-    run,
-    run_scan,
-    scan_parts,
-    variables,
-    with_inner,
-)
+from zerojax import _jaxpr
 from zerojax.memory._host import check_host_memory
 from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
 from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Remat, RematPolicy, as_remat
@@ -40,7 +23,7 @@ from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Remat, RematPolicy, as_rema
 
 def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
     """Refuse names that a function does not have; the message lists those that it has."""
-    eqns = itertools.chain(*map(with_inner, opened(jaxpr)[0].eqns if wanted else ()))
+    eqns = itertools.chain(*map(_jaxpr.with_inner, _jaxpr.opened(jaxpr)[0].eqns if wanted else ()))
     there = {LAYER_INPUT, *(eqn.params["name"] for eqn in eqns if eqn.primitive.name == "name")}
     for name in wanted:
         if name not in there:
@@ -54,19 +37,22 @@ def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
 def has_layers(program: Any) -> bool:
     """Whether a function has layers that a policy can be applied to."""
     return any(
-        eqn.primitive.name in (REMATERIALISED, "scan")
-        or (eqn.primitive.name in PLAIN_CALLS and has_layers(called(eqn)))
-        for eqn in opened(program)[0].eqns
+        eqn.primitive.name in (_jaxpr.REMATERIALISED, "scan")
+        or (eqn.primitive.name in _jaxpr.PLAIN_CALLS and has_layers(_jaxpr.called(eqn)))
+        for eqn in _jaxpr.opened(program)[0].eqns
     )
 
 
 def works_outside(program: Any) -> bool:
     """Whether some product or loop lies in no rematerialised call."""
     return any(
-        eqn.primitive.name in OPAQUE
-        or eqn.primitive.name in LOOPS
-        or (eqn.primitive.name in CALLS.keys() - {REMATERIALISED} and works_outside(called(eqn)))
-        for eqn in opened(program)[0].eqns
+        eqn.primitive.name in _jaxpr.OPAQUE
+        or eqn.primitive.name in _jaxpr.LOOPS
+        or (
+            eqn.primitive.name in _jaxpr.CALLS.keys() - {_jaxpr.REMATERIALISED}
+            and works_outside(_jaxpr.called(eqn))
+        )
+        for eqn in _jaxpr.opened(program)[0].eqns
     )
 
 
@@ -77,13 +63,13 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
     carried and s sliced, where h comes from the batch: (False, True, False, False). `moving` says
     which inputs come from activations; constants are first among them, then what is carried.
     """
-    jaxpr = opened(body)[0]
+    jaxpr = _jaxpr.opened(body)[0]
     flags, before = list(moving), -1
     while sum(flags) != before:
         before = sum(flags)
-        moves = depending(jaxpr.eqns, itertools.compress(jaxpr.invars, flags))
+        moves = _jaxpr.depending(jaxpr.eqns, itertools.compress(jaxpr.invars, flags))
         for number, var in enumerate(jaxpr.outvars[:num_carry]):
-            if not moves.isdisjoint(variables([var])):
+            if not moves.isdisjoint(_jaxpr.variables([var])):
                 flags[num_consts + number] = True
     last = num_consts + num_carry
     return [num_consts <= number < last and flag for number, flag in enumerate(flags)]
@@ -153,25 +139,27 @@ class _Runner:
         self.names = policy.partition is not None or LAYER_INPUT in policy.offload
 
     def run(self, program: Any, args: Sequence[Any], moving: Sequence[bool]) -> list[Any]:
-        jaxpr, _ = opened(program)
-        moves = depending(jaxpr.eqns, itertools.compress(jaxpr.invars, moving))
+        jaxpr, _ = _jaxpr.opened(program)
+        moves = _jaxpr.depending(jaxpr.eqns, itertools.compress(jaxpr.invars, moving))
 
         def step(eqn: Any, values: list[Any]) -> list[Any]:
-            return self._eqn(eqn, values, [is_variable(x) and x in moves for x in eqn.invars])
+            return self._eqn(
+                eqn, values, [_jaxpr.is_variable(x) and x in moves for x in eqn.invars]
+            )
 
-        return run(program, args, step)
+        return _jaxpr.run(program, args, step)
 
     def _eqn(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
         name = eqn.primitive.name
-        inner = called(eqn)
-        if name == REMATERIALISED:
+        inner = _jaxpr.called(eqn)
+        if name == _jaxpr.REMATERIALISED:
             return self.layer(inner, moving, prevent_cse=eqn.params["prevent_cse"])(values)
-        if name in PLAIN_CALLS and has_layers(inner):
+        if name in _jaxpr.PLAIN_CALLS and has_layers(inner):
             given = _placed(values, eqn.params.get("in_shardings"))
             return _placed(self.run(inner, given, moving), eqn.params.get("out_shardings"))
         if name == "scan":
             return self._scan(eqn, values, moving)
-        return bind(eqn, values)
+        return _jaxpr.bind(eqn, values)
 
     def layer(
         self, program: Any, moving: Sequence[bool], *, prevent_cse: bool = True
@@ -185,12 +173,12 @@ class _Runner:
                 cut_input(x, self.policy.partition) if self.names and flag else x
                 for x, flag in zip(args, moving, strict=True)
             ]
-            return [whole_gradient(y, self.policy.partition) for y in run(program, given)]
+            return [whole_gradient(y, self.policy.partition) for y in _jaxpr.run(program, given)]
 
         return jax.checkpoint(layer, policy=self.saves, prevent_cse=prevent_cse)
 
     def _scan(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
-        num_consts, num_carry = scan_parts(eqn.params)
+        num_consts, num_carry = _jaxpr.scan_parts(eqn.params)
         body = eqn.params["jaxpr"]
         # Only what is carried differs from layer to layer and is stacked for the backward pass.
         carried = carries(body, moving, num_consts, num_carry)
@@ -199,7 +187,7 @@ class _Runner:
             layer = functools.partial(self.run, body, moving=carried)
         else:
             layer = self.layer(body, carried, prevent_cse=False)
-        out = run_scan(eqn, values, layer)
+        out = _jaxpr.run_scan(eqn, values, layer)
         # What the last layer gives is whole, and so is its gradient, with which the backward pass
         # begins: how a loop starts decides how it carries on.
         return [*[whole(x, self.policy.partition) for x in out[:num_carry]], *out[num_carry:]]
@@ -208,7 +196,7 @@ class _Runner:
 def _placed(values: Sequence[Any], shardings: Sequence[Any] | None) -> list[Any]:
     """Place values as a nested jit of the user's asks for; the partitioner places the others."""
     return [
-        x if is_unspecified(wanted) else jax.lax.with_sharding_constraint(x, wanted)
+        x if _jaxpr.is_unspecified(wanted) else jax.lax.with_sharding_constraint(x, wanted)
         for x, wanted in zip(values, shardings or [None] * len(values), strict=True)
     ]
 

@@ -78,7 +78,7 @@ def quantized(
 
     def init(params: PyTree) -> QuantizedState:
         state = tx.init(params)
-        if "ScaleByLBFGSState" in named_tuples(state):
+        if "ScaleByLBFGSState" in named_tuples(state).values():
             raise ValueError(
                 "quantized(tx) takes no L-BFGS, whose state holds iterates, not moments"
             )

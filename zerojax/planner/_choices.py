@@ -57,9 +57,6 @@ class Choices(Shown):
     def __getitem__(self, rank: int) -> Plan:
         return self.plans[rank]
 
-    def __iter__(self) -> Iterator[Plan]:
-        return iter(self.plans)
-
     @property
     def pareto(self) -> tuple[Plan, ...]:
         """Plans than which none is both faster and smaller, fastest first; all fit the limit."""

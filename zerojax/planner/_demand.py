@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from zerojax._jaxpr import used
-from zerojax._tree import as_shapes, path_name
+from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import has_examples, is_whole, resized, unmarked
+from zerojax.collectives import example_leaves, resized, unmarked
 from zerojax.memory import has_layers, rematerialised
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
@@ -108,8 +108,7 @@ class Trace:
         has_aux: bool = False,
     ) -> None:
         """Check that batch and remat suit the loss; `dtype` is that of the parameters it reads."""
-        pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
-        sizes = {path_name(path): x.shape[0] for path, x in pairs if has_examples(x)}
+        sizes = {name: x.shape[0] for name, x in example_leaves(batch)}
         if len(set(sizes.values())) != 1:
             raise ValueError(
                 "the leading dim of every leaf of the batch counts its examples, and these differ: "

@@ -89,10 +89,6 @@ def theory_of(
 
     `scatters` tells whether a partitioned leaf's gradient can be reduce-scattered, or is
     all-reduced; `frozen` are indices of leaves without a gradient.
-
-    Raises:
-        ValueError: gradients are to be summed once where parameters are partitioned, or gathered
-            weights kept where they are not.
     """
     kinds = layout.kinds
     per_step = recipe.accumulate if recipe.reduction(kinds) == "each" else 1

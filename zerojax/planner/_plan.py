@@ -197,8 +197,6 @@ class _Hunt:
             )
         return Choices(tuple(found), tried, self.limit)
 
-    # ------------------------------------------------------------------ what is tried
-
     def _meshes(self) -> Iterator[Devices]:
         num_devices, domain = self.num_devices, self.hardware.domain
         axes = self.space.model_axes
@@ -274,8 +272,6 @@ class _Hunt:
             return [given]
         counts = range(1, min(whole, _MOST) + 1)
         return [count for count in counts if whole % count == 0 and given in (1, count)]
-
-    # ------------------------------------------------------------------ what is found once
 
     def _demand(self, recipe: Recipe) -> Demand:
         remat = recipe.remat

@@ -29,10 +29,8 @@ _ASKED, _STEP = "zerojax/stop/asked/", "zerojax/stop/step/"
 def agree(name: str, facts: Mapping[str, str]) -> None:
     """Compare texts between processes, by name; all call it.
 
-    The fact `program` follows from the others: it is named only where they agree.
-
-    Raises:
-        ProcessesDifferError: on all processes, with the first line that differs of each text.
+    The first line that differs of each text is an error on all processes. The fact `program`
+    follows from the others: it is named only where they agree.
     """
     if jax.process_count() == 1:
         return
@@ -73,8 +71,7 @@ def _difference(texts: Sequence[str]) -> str:
 def check_copies(name: str, tree: PyTree) -> None:
     """Compare the copies of what several devices hold, by checksums that the devices compute.
 
-    Raises:
-        ProcessesDifferError: on all processes, with the leaves whose copies differ.
+    All processes raise, with the leaves whose copies differ.
     """
     leaves = {path: x for path, x in leaves_by_path(tree).items() if _has_copies(x)}
     if jax.process_count() == 1 or not leaves:

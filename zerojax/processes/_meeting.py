@@ -16,8 +16,7 @@ _ANSWER = b"did not come to zerojax: "
 def meet(coordinator: str, count: int, index: int, listens: str | None, seconds: float) -> None:
     """Wait for all processes; process 0 listens where jax will, at `listens` or everywhere.
 
-    Raises:
-        ProcessError: on each that has started, with who has not; or process 0 can't listen.
+    Each that has started raises a `ProcessError`, with who has not.
     """
     port = coordinator.rpartition(":")[2]
     anywhere = f"{'[::]' if socket.has_dualstack_ipv6() else '0.0.0.0'}:{port}"

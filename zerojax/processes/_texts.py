@@ -79,11 +79,7 @@ def _said(client: Any, root: str) -> dict[int, str]:
 
 @contextlib.contextmanager
 def together(name: str) -> Iterator[None]:
-    """Run a block on all processes; where it fails on one it raises on all.
-
-    Raises:
-        ProcessError: where it failed on others only; with their errors.
-    """
+    """Run a block on all processes; where it fails on some, the others raise with their errors."""
     error = None
     try:
         yield

@@ -6,14 +6,7 @@ from typing import Any, Literal, get_args
 
 from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._types import Kind
-from zerojax.recipe._policies import (
-    PRECISIONS,
-    Precision,
-    Remat,
-    RematPolicy,
-    as_precision,
-    as_remat,
-)
+from zerojax.recipe import _policies
 
 #: When gradients are summed over devices: once a step, or once a microbatch.
 Reduce = Literal["once", "each"]
@@ -67,12 +60,12 @@ class Recipe:
     `reshard_after_forward` is named after that of PyTorch's `fully_shard` (FSDP2).
     """
 
-    precision: Precision = dataclasses.field(default_factory=Precision)
+    precision: _policies.Precision = dataclasses.field(default_factory=_policies.Precision)
     accumulate: int = 1
     reduce: Reduce | None = None
     clip_norm: float | None = None
     skip_nonfinite: bool = False
-    remat: RematPolicy | None = None
+    remat: _policies.RematPolicy | None = None
     offload: bool = False
     bucket_bytes: int | None = None
     prefetch: float | None = None
@@ -81,12 +74,12 @@ class Recipe:
     def __init__(
         self,
         *,
-        precision: Precision | str = "fp32",
+        precision: _policies.Precision | str = "fp32",
         accumulate: int = 1,
         reduce: Reduce | None = None,
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
-        remat: RematPolicy | Remat | None = None,
+        remat: _policies.RematPolicy | _policies.Remat | None = None,
         offload: bool = False,
         bucket_bytes: int | None = None,
         prefetch: float | None = None,
@@ -111,11 +104,11 @@ class Recipe:
             if prefetch > 1:
                 raise ValueError(f"prefetch is a part of a layer, from 0 to 1, got {prefetch!r}")
         chosen = {
-            "precision": as_precision(precision),
+            "precision": _policies.as_precision(precision),
             "accumulate": as_count("accumulate", accumulate),
             "reduce": reduce,
             "clip_norm": clip_norm,
-            "remat": as_remat(remat),
+            "remat": _policies.as_remat(remat),
             "bucket_bytes": bucket_bytes,
             "prefetch": prefetch,
         } | flags
@@ -124,7 +117,7 @@ class Recipe:
 
     def __repr__(self) -> str:
         """Write what is not left to its default: `Recipe(precision='bf16', accumulate=2)`."""
-        default, names = Recipe(), {policy: name for name, policy in PRECISIONS.items()}
+        default, names = Recipe(), {policy: name for name, policy in _policies.PRECISIONS.items()}
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen = {name: x for name, x in chosen.items() if x != getattr(default, name)}
         if "precision" in chosen:
@@ -213,7 +206,10 @@ class Recipe:
         if unknown := sorted(set(given) - set(known)):
             raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
         given = dict(given)
-        policies = {"precision": Precision.from_dict, "remat": lambda x: RematPolicy(**x)}
+        policies = {
+            "precision": _policies.Precision.from_dict,
+            "remat": lambda x: _policies.RematPolicy(**x),
+        }
         for name, read in policies.items():
             if isinstance(given.get(name), dict):
                 try:

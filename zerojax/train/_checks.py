@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from zerojax._tree import as_shapes, flatten_with_names, path_name
+from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import has_examples, is_whole, unmarked
+from zerojax.collectives import example_leaves, unmarked
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
@@ -85,10 +85,10 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
     first: dict[int, str] = {}
-    for name, x in _example_leaves(batch):
+    for name, x in example_leaves(batch):
         first.setdefault(jnp.shape(x)[0], name)
     if len(first) > 1:
-        for name, x in _example_leaves(batch):
+        for name, x in example_leaves(batch):
             if jnp.shape(x) in ((2,), (4,)) and x.dtype == jnp.uint32:
                 raise ValueError(
                     f"batch leaf {name!r} is uint32{list(x.shape)}, as a raw PRNGKey is; write "
@@ -111,7 +111,7 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
 
 def check_placement(batch: PyTree, layout: Layout) -> None:
     """Refuse a batch that lies otherwise than the layout asks for."""
-    for name, x in _example_leaves(batch):
+    for name, x in example_leaves(batch):
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
             raise ValueError(
                 f"batch leaf {name!r} is on this process alone, one of {jax.process_count()}; hand "
@@ -122,11 +122,6 @@ def check_placement(batch: PyTree, layout: Layout) -> None:
                 f"batch leaf {name!r} is placed as {x.sharding} where {layout.batch} is expected; "
                 "write jax.device_put(batch, layout.batch)"
             )
-
-
-def _example_leaves(batch: PyTree) -> list[tuple[str, Any]]:
-    pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
-    return [(path_name(path), x) for path, x in pairs if has_examples(x)]
 
 
 def check_trainable(layout: Layout) -> None:
@@ -171,11 +166,7 @@ class Loss:
     def __call__(
         self, params: PyTree, given: dict[str, Any], model_state: PyTree
     ) -> tuple[Any, PyTree, PyTree]:
-        """Return the loss, the aux and the new state of the model; None where there is none.
-
-        Raises:
-            ValueError: the function returned something else than `make_train_step` asks for.
-        """
+        """Return the loss, the aux and the new state of the model; None where there is none."""
         values = {**given, "model_state": model_state}
         asked = {name: values[name] for name in self.asks}
         out = self.function(params, unmarked(given["batch"]), **asked)

@@ -129,7 +129,6 @@ class InitialState:
         return self._map_hosted(lambda x: jax.device_put(x, jax.memory.Space.Host), state)
 
     def _map_hosted(self, function: Callable[[Any], Any], state: TrainState) -> TrainState:
-
         def over(tree: PyTree, far: Sequence[bool]) -> PyTree:
             leaves, structure = jax.tree.flatten(tree)
             return structure.unflatten(

@@ -60,7 +60,7 @@ def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
         "versions": "\n".join([f"zerojax {__version__}", *versions]),
         "layout": "\n".join(placed + leaves),
         "recipe": json.dumps(recipe.to_dict(), indent=1, default=str),
-        "optimizer": "\n".join([*named_tuples(state.opt_state), _values(state.opt_state)]),
+        "optimizer": "\n".join([*named_tuples(state.opt_state).values(), _values(state.opt_state)]),
     }
 
 

@@ -13,7 +13,7 @@ import optax
 from zerojax._traced import Traced, run_update
 from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
-from zerojax.collectives import as_state, shard, store, uses_gloo, view
+from zerojax.collectives import as_state, shard, store, uses_gloo, view, wide
 from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves, update_whole
 from zerojax.recipe import DynamicLossScale, Recipe
@@ -49,8 +49,7 @@ def scaled(loss: Any, scale: jax.Array | None) -> Any:
     """Multiply a loss, at least in fp32: an fp16 loss times a scale overflows."""
     if scale is None:
         return loss
-    loss = jnp.asarray(loss)
-    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale
+    return wide(jnp.asarray(loss)) * scale
 
 
 def unscaled(grads: PyTree, now: LossScale | None) -> PyTree:
@@ -58,16 +57,11 @@ def unscaled(grads: PyTree, now: LossScale | None) -> PyTree:
     if now is None:
         return grads
     inverse = 1 / now.scale
-    return jax.tree.map(lambda g: (_wide(g) * inverse).astype(g.dtype), grads)
+    return jax.tree.map(lambda g: (wide(g) * inverse).astype(g.dtype), grads)
 
 
 def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
     return jax.tree.map(lambda x: x.astype(floating_dtype(x.dtype, dtype)), tree)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    own = jnp.bfloat16 if x.dtype.itemsize == 1 else x.dtype
-    return x.astype(jnp.promote_types(own, jnp.float32))
 
 
 def global_norm(tree: PyTree, layout: Layout) -> jax.Array:
@@ -80,7 +74,7 @@ def global_norm(tree: PyTree, layout: Layout) -> jax.Array:
     joins = uses_gloo(layout)
     total = held = jnp.zeros((), jnp.float32)
     for leaf, x in zip(layout.leaves, layout.structure.flatten_up_to(tree), strict=True):
-        squares = jnp.square(jnp.abs(_wide(x)))
+        squares = jnp.square(jnp.abs(wide(x)))
         if not joins or leaf.num_shards == 1 or leaf.is_padded or any(leaf.entries):
             total += jnp.sum(squares)
         else:
@@ -94,7 +88,7 @@ def clip(grads: PyTree, norm: jax.Array, clip_norm: float | None) -> PyTree:
     if clip_norm is None:
         return grads
     scale = jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
-    return jax.tree.map(lambda g: (_wide(g) * scale).astype(g.dtype), grads)
+    return jax.tree.map(lambda g: (wide(g) * scale).astype(g.dtype), grads)
 
 
 class Update:
@@ -118,10 +112,9 @@ class Update:
     ) -> tuple[jax.Array, PyTree, TrainState]:
         """Update a state from the gradients of its scaled loss, stored or logical.
 
-        Returns:
-            The L2 norm of the gradients, unscaled and before clipping; new parameters as logical
-            shards, in the dtype that the optimizer updates or in their own; and the state with new
-            masters and a new optimizer state.
+        Returns the L2 norm of the gradients, unscaled and before clipping; new parameters as
+        logical shards, in the dtype that the optimizer updates or in their own; and the state with
+        new masters and a new optimizer state.
         """
         layout, placed, hosted = self.layout, self.placed, self.hosted
         leaves, flat = layout.leaves, layout.structure.flatten_up_to
@@ -160,9 +153,8 @@ class Update:
         The state `before` has the loss scale and the parameters' dtypes. The gradients are of the
         scaled loss; `held` is what the optimizer updates, `leaves` its state. All are logical.
 
-        Returns:
-            The gradients' norm, what the optimizer updated, with the host the same in the
-            parameters' dtype where that is another, and the new state.
+        Returns the gradients' norm, what the optimizer updated, with the host the same in the
+        parameters' dtype where that is another, and the new state.
         """
         layout, precision, clip_norm = self.layout, self.recipe.precision, self.recipe.clip_norm
         if self.hosted and clip_norm is None:

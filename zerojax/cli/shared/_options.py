@@ -90,9 +90,7 @@ MODEL_AXIS = "model"
 OFFLOADS = ("optimizer", "activations")
 #: Standard deviation of first weights times the square root of the width; gpt2-small has 0.02.
 INIT_SCALE = 0.02 * 768**0.5
-#: Precisions in words.
 Precision = Literal["bf16", "fp16", "fp32"]
-PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters", "fp16": "fp16 with fp32 masters"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +213,8 @@ class StepOptions(CommandOptions):
     def step_in_words(self, num_examples: int, context: int) -> str:
         batch = f"{num_examples:,} example{'s' if num_examples > 1 else ''} of {context:,} tokens"
         parts = f" in {self.accumulate} microbatches" if self.accumulate > 1 else ""
-        return f"{batch}{parts}, {self.optimizer}, {PRECISIONS[self.precision]}"
+        masters = " with fp32 masters" * (self.precision != "fp32")
+        return f"{batch}{parts}, {self.optimizer}, {self.precision}{masters}"
 
 
 #: Rows of an embedding that a model axis does not divide are filled up to a multiple of this.

@@ -24,14 +24,8 @@ from zerojax.checkpoint import (
     read_manifest,
     restore,
 )
+from zerojax.cli.shared import _machine
 from zerojax.cli.shared._command import Failure
-from zerojax.cli.shared._machine import (
-    CHECKPOINTS,
-    check_output,
-    find_checkpoint,
-    find_devices,
-    memory_per_device,
-)
 from zerojax.cli.shared._options import OPTIMIZERS, gpt_layout, make_schedule
 from zerojax.cli.train._options import TrainOptions
 from zerojax.data import load_corpus, make_batches
@@ -68,7 +62,7 @@ class TrainRun:
     """
 
     def __init__(self, options: TrainOptions, checkpoint: Path | None, num_processes: int) -> None:
-        found = find_devices(options.devices, num_processes)
+        found = _machine.find_devices(options.devices, num_processes)
         axes = options.mesh_axes(len(found))
         self.config = options.chosen_model
         context, width = self.config.context, self.config.width
@@ -103,9 +97,9 @@ class TrainRun:
         held_out = self.corpus.held_out, context, options.eval_windows, self.batch_size
         self.held_out = held_out_batches(*held_out)[:, index::count]
         if jax.process_index() == 0:
-            check_output("--out", options.out / "metrics.jsonl")
+            _machine.check_output("--out", options.out / "metrics.jsonl")
         self.checkpoint = checkpoint
-        self.checkpoints = Checkpoints(options.out / CHECKPOINTS, keep=options.keep)
+        self.checkpoints = Checkpoints(options.out / _machine.CHECKPOINTS, keep=options.keep)
 
     def bits(self, nats: float) -> float:
         return nats / float(np.log(2)) / self.bytes_per_token
@@ -131,7 +125,7 @@ class TrainRun:
 
     def _check_memory(self) -> None:
         options, devices, held = self.options, self.devices, self.description.bytes
-        there, needed = memory_per_device(devices), held["total"]
+        there, needed = _machine.memory_per_device(devices), held["total"]
         if "optimizer" in options.offload and devices[0].platform != "cpu":  # host = device there
             needed -= held["optimizer"] + held["masters"]
         if there is not None and needed > there:
@@ -176,7 +170,9 @@ def sole_run(folder: Path) -> Iterator[None]:
 def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
     """Find the checkpoint to go on from, and take up the options that it keeps."""
     passed_over: list[str] = []
-    found = find_checkpoints(options.out / CHECKPOINTS, lambda _, why: passed_over.append(why))
+    found = find_checkpoints(
+        options.out / _machine.CHECKPOINTS, lambda _, why: passed_over.append(why)
+    )
     if not options.resume:
         if found:
             told = f"{options.out} holds checkpoints of an earlier run, up to step {max(found)}"
@@ -184,7 +180,7 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
         return options, None
     if not found:
         raise ValueError(
-            f"--resume: there is no whole checkpoint in {options.out / CHECKPOINTS}"
+            f"--resume: there is no whole checkpoint in {options.out / _machine.CHECKPOINTS}"
             + (f" ({'; '.join(passed_over)})" if passed_over else "")
             + "; leave --resume out to start a run, with --save-every to have checkpoints"
         )
@@ -205,4 +201,4 @@ def _read_weights(path: Path, layout: Layout) -> PyTree:
     like = layout.map_leaves(placed)
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
-    return restore(find_checkpoint(path), layout, {"params": like}, partial=True)["params"]
+    return restore(_machine.find_checkpoint(path), layout, {"params": like}, partial=True)["params"]

@@ -108,8 +108,6 @@ def _read_table() -> dict[str, Hardware]:
 #: By name: TPU v4, v5e, v5p, v6e, v7; NVIDIA V100, A100, H100, H200, B200.
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(_read_table())
 
-_ALIASES = {"v5litepod": "v5e"}  # as Google Cloud's interfaces have it
-
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """Return hardware by its name, by what JAX calls its devices, or as it was given.
@@ -137,4 +135,4 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 @functools.cache
 def _names() -> dict[str, str]:
     kinds = {kind.lower(): key for key, one in HARDWARE.items() for kind in one.device_kinds}
-    return {**kinds, **_ALIASES, **{key: key for key in HARDWARE}}
+    return {**kinds, **{key: key for key in HARDWARE}}

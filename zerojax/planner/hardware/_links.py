@@ -175,10 +175,7 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
 
     It is the one on the hardware's list; where none has so many chips, the one whose dims together
     are widest (a line counts half a ring) and, of these, nearest to a cube. An odd number of
-    devices takes one of each chip.
-
-    Returns:
-        Chips along each dim; empty for hardware without a torus.
+    devices takes one of each chip. It is chips along each dim; empty without a torus.
     """
     if not hardware.torus:
         return ()
@@ -211,15 +208,9 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[D
 
 
 def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
-    if num_factors == 1:
-        return [(number,)]
-    return [
-        (factor, *rest)
-        for factor in range(1, math.isqrt(number) + 1)
-        if number % factor == 0
-        for rest in _factorizations(number // factor, num_factors - 1)
-        if rest[0] >= factor
-    ]
+    divisors = [factor for factor in range(1, number + 1) if number % factor == 0]
+    found = itertools.combinations_with_replacement(divisors, num_factors)
+    return [factors for factors in found if math.prod(factors) == number]
 
 
 def _lay_whole(
