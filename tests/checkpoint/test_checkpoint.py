@@ -211,6 +211,17 @@ def test_what_was_just_saved_is_never_removed(tmp_path):
             Checkpoints(tmp_path, keep=keep)
 
 
+@pytest.mark.parametrize("name", ["arrays.unfinished.removed", "arrays.removed"])
+def test_what_a_killed_removal_left_is_removed_by_the_next_save(tmp_path, name):
+    layout, _, _, _ = trained(2, num_steps=0)
+    tree = {"x": jax.device_put(jnp.arange(8.0), layout.sharding(P("data")))}
+    for left_over in (name, name.removesuffix(".removed")):
+        (tmp_path / "one" / left_over).mkdir(parents=True)
+        (tmp_path / "one" / left_over / "_METADATA").write_text("cut short")
+    save(tmp_path / "one", tree, layout)
+    assert sorted(x.name for x in (tmp_path / "one").iterdir()) == ["arrays", "checkpoint.json"]
+
+
 def test_what_cannot_be_removed_fails_no_save_and_stops_no_retention(tmp_path, monkeypatch):
     layout, _, _, _ = trained(2, num_steps=0)
     tree = {"x": jax.device_put(jnp.arange(8.0), layout.sharding(P("data")))}

@@ -81,6 +81,25 @@ def test_a_file_of_no_tokens_is_refused(tmp_path, tokenizer):
         data.load_corpus([tmp_path / "t.npy"], context=16, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("content", [b"", b"The cat sat on the mat.\n"])
+def test_a_file_that_numpy_did_not_write_is_refused(tmp_path, content):
+    (tmp_path / "t.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=r"t.npy is no .npy file of tokens; write one with numpy"):
+        data.load_corpus([tmp_path / "t.npy"], context=16)
+
+
+def test_a_file_of_tokens_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.save(tmp_path / "t.npy", np.zeros(99, np.uint8))
+    assert data.load_corpus(["~/t.npy"], context=16).train.size == 82
+
+
+def test_empty_text_is_refused(tmp_path, tokenizer):
+    (tmp_path / "t.txt").write_text("")
+    with pytest.raises(ValueError, match="no text in .*; give files with text"):
+        data.load_corpus([tmp_path / "t.txt"], context=16, tokenizer=tokenizer)
+
+
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(ValueError, match=r"can't read the tokenizer .*t\.json: .*; give a token"):

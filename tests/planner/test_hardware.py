@@ -129,6 +129,20 @@ def test_hardware_of_ones_own_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"devices_per_chip": 2}, "v5p': chip_bandwidth must be a number above 0, got 0.0"),
+        ({"clock": -1.0}, "clock must be a number of at least 0, got -1.0"),
+        ({"launch": float("nan")}, "launch must be a number of at least 0, got nan"),
+        ({"vector_memory": "96 MiB"}, "vector_memory must be a number of at least 0, got '96 MiB'"),
+    ],
+)
+def test_figures_that_no_hardware_has_are_refused(figures, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HARDWARE["v5p"], **figures)
+
+
+@pytest.mark.parametrize(
     ("name", "first"),
     [("h101", "h100"), ("v5", "v5"), ("b20", "b200"), ("tpu7", "v7"), ("nvidia a100", "a100")],
 )

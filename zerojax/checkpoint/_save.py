@@ -253,9 +253,10 @@ def _clear(root: Path) -> None:
     arrays = root / ARRAYS
     if arrays.exists() and not (arrays / "_METADATA").exists():
         raise ValueError(f"{arrays} is there and no checkpoint's; save to another directory")
-    for left_over in (root / f"{ARRAYS}{REMOVED}", arrays, root / UNFINISHED):
-        if left_over.exists():
-            remove(left_over)
+    for name in (ARRAYS, UNFINISHED):
+        for left_over in (root / f"{name}{REMOVED}", root / name):  # removed in part, then whole
+            if left_over.exists():
+                remove(left_over)
 
 
 def save(

@@ -16,6 +16,7 @@ from zerojax._display import binary
 from zerojax.aot import DoesNotFit, compile_step, parse_topology, topology_mesh
 from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared import _command
+from zerojax.cli.shared._machine import MOST_VIRTUAL
 from zerojax.hlo import parse_module
 from zerojax.lock import (
     CheckedStep,
@@ -97,7 +98,7 @@ def _keep_to_cpu(path: Path) -> None:
         jax.config.update("jax_platforms", "cpu")
     counts = re.findall(r"cpu:(\d+)", path.read_text(errors="replace")) if path.is_file() else []
     with contextlib.suppress(RuntimeError):  # jax has started
-        jax.config.update("jax_num_cpu_devices", max([1, *map(int, counts)]))
+        jax.config.update("jax_num_cpu_devices", min(max([1, *map(int, counts)]), MOST_VIRTUAL))
 
 
 def _devices(target: str) -> list[Any]:

@@ -52,7 +52,7 @@ class Tokenizer:
         texts = [content.decode(errors="replace") for content in contents]
         found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        return np.concatenate([np.asarray(one.ids, dtype) for one in found])
+        return np.concatenate([np.empty(0, dtype), *(np.asarray(x.ids, dtype) for x in found)])
 
     def num_bytes(self, tokens: np.ndarray) -> int:
         if self.reads_bytes:
@@ -171,7 +171,10 @@ def load_corpus(
 
 
 def _mapped(path: str, tokenizer: Tokenizer) -> np.ndarray:
-    tokens = np.load(path, mmap_mode="r")
+    try:
+        tokens = np.load(Path(path).expanduser(), mmap_mode="r")
+    except (EOFError, ValueError) as error:
+        raise ValueError(f"{path} is no .npy file of tokens; write one with numpy.save") from error
     kind = tokens.dtype.str[1:] if tokenizer.reads_bytes else tokens.dtype.kind
     if tokens.ndim != 1 or kind not in ("u1", "u", "i"):
         wanted = "bytes, or the tokenizer with its tokens" if tokenizer.reads_bytes else "integers"

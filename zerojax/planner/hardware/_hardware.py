@@ -87,8 +87,12 @@ class Hardware:
         bandwidths = ("hbm_bandwidth", "link_bandwidth", "slow_bandwidth", "host_bandwidth")
         for field in ("flops", "flops_fp32", *bandwidths, "flops_share", "hbm_share"):
             as_amount(f"{who} {field}", getattr(self, field), above_zero=True)
+        for field in ("clock", "launch", "vector_memory"):
+            as_amount(f"{who} {field}", getattr(self, field))
         for field in ("memory", "host_memory", "domain", "wrap", "devices_per_chip"):
             as_count(f"{who} {field}", getattr(self, field))
+        is_shared, bandwidth = self.devices_per_chip > 1, self.chip_bandwidth
+        as_amount(f"{who} chip_bandwidth", bandwidth, above_zero=is_shared)
         if self.platform not in get_args(Platform):
             known = ", ".join(get_args(Platform))
             raise ValueError(f"{who} platform must be one of {known}, got {self.platform!r}")
