@@ -96,7 +96,7 @@ def test_a_file_of_tokens_in_the_home_folder_is_found(tmp_path, monkeypatch):
 
 def test_empty_text_is_refused(tmp_path, tokenizer):
     (tmp_path / "t.txt").write_text("")
-    with pytest.raises(ValueError, match="no text in .*; give files with text"):
+    with pytest.raises(ValueError, match=r"no text in .*; give files with text"):
         data.load_corpus([tmp_path / "t.txt"], context=16, tokenizer=tokenizer)
 
 

@@ -81,6 +81,25 @@ def test_on_a_gpu_gradients_leave_while_the_next_one_is_made(monkeypatch, combin
     assert chain_peak(16, "cpu", 3) < chain_peak(16, "gpu", 3)
 
 
+def test_a_list_of_layers_gathers_ahead_and_once_for_all_that_is_computed_again():
+    W, A = 4 * WIDE**2, 4 * WIDE
+    params = [[shape(WIDE, WIDE)] * 2] * 4
+
+    def loss(params, x):
+        for layer in params:
+            x = jax.checkpoint(lambda w, x: jnp.sin(x @ w[0]) @ w[1])(layer, x)
+        return jnp.sum(jnp.sin(x))
+
+    def found(**options):
+        return peak(loss, params, shape(4, WIDE), 1, "cpu", 3, **options)
+
+    # Where layer 0 is computed again, the first weight of layer 1 is left for its backward pass,
+    # and the second one of layer 0 on its way. Six gradients are scattered.
+    assert found(group=W) == 8 * W / N + LOSS + 3 * W + 6 * W / N + 2 * A
+    # Nothing goes ahead: the last gradient is turned around beside its shard and all others.
+    assert found() == 8 * W / N + LOSS + W + 8 * W / N + A
+
+
 def test_parameters_that_come_back_from_masters_are_freed_after_their_last_use():
     W, small, A, x = chain_sizes(16)
     assert chain_peak(16) == small + x + LOSS + 4 * W + 2 * A

@@ -23,7 +23,6 @@ so that the last reductions have the links for themselves. Lists of layers have 
 import bisect
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,13 +73,11 @@ def prefetched(
 
     def wrapped(*args: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        of = layout.layers or ([leaf] for leaf in layout.leaves)
-        layer = max(sum(math.prod(x.shape[x.stacked :]) for x in one) for one in of)
-        most = min(waiting, 3 * 2 * layer)  # three layers of bf16
+        most = min(waiting, 3 * 2 * layout.layer_size)  # three layers of bf16
         runner = _Prefetch(layers, layout, bound, most)
         leaves = jax.tree.leaves(args)
         in_place = runner.in_place(traced, leaves, looped=False)
-        ahead, most = layers * layer, most if is_list else 0
+        ahead, most = layers * layout.layer_size, most if is_list else 0
         results, num_tied = run_in_order(in_place, leaves, layout, ahead, most)
         if warn and layers and not runner.num_ahead + num_tied:
             warnings.warn(NO_LAYERS, stacklevel=2)

@@ -229,6 +229,12 @@ class TreeLayout:
                 layers.setdefault(name, []).append(leaf)
         return tuple(map(tuple, layers.values()))
 
+    @property
+    def layer_size(self) -> int:
+        """The elements of the largest layer; of the largest leaf where there are no layers."""
+        of = self.layers or ([leaf] for leaf in self.leaves)
+        return max(sum(math.prod(x.shape[x.stacked :]) for x in one) for one in of)
+
     def owners(self, path: str, beside: Collection[str]) -> list[int]:
         """Return the parameters that a path may be of, the likeliest first; `.` ends every path."""
         ends = parameter_ends(path, self._numbers, beside) or ["."]

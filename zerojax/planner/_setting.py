@@ -43,11 +43,14 @@ class Setting:
         """What the model axis and the host keep of activations, and what is gathered ahead."""
         remat, one = self.recipe.remat, self.hardware
         largest = max(math.prod(x.shape[x.stacked :]) for x in self.layout.leaves)
+        ahead = self.recipe.lookahead(self.layout.kinds, (*one.device_kinds, one.platform)[0])
+        layer = self.layout.layer_size * self.item_bytes[0] * (one.platform == "gpu")
         return Sharing(
             model_axis=self.devices.model_axis,
             partitions=remat is not None and remat.partition is not None,
             offloads=hosts_inputs(self.recipe),
-            ahead=self.recipe.lookahead(self.layout.kinds, (*one.device_kinds, one.platform)[0]),
+            ahead=ahead,
+            group=ahead * layer / 2,
             reduced=largest * self.item_bytes[1] * self.network.offloads,
             vector_memory=one.vector_memory,
         )

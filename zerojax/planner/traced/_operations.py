@@ -62,6 +62,7 @@ class Op:
     flops: Line = Line(0.0)
     is_wide: bool = False  # whether these are in fp32 or wider
     contracted: Line = Line(0.0)  # the elements that a dot product sums over; 0 for anything else
+    region: int = 0  # the rematerialised call that it stands in, counted from 1; 0 for none
 
     @property
     def read(self) -> tuple[int, ...]:

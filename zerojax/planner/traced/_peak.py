@@ -53,6 +53,8 @@ class Sharing:
     offloads: bool = False
     #: how much of the next layer's weights a loop gathers while one computes (prefetch)
     ahead: float = 0.0
+    #: bytes of weights that a list of layers gathers together (GPU); 0 where nothing goes ahead
+    group: float = 0.0
     #: bytes of the largest gradient that SparseCores reduce: it lies in memory, however small
     reduced: float = 0.0
     #: bytes of the largest brief value that lies in no memory but vector memory
@@ -87,7 +89,10 @@ def peak_of(
     owners = {v: leaves[part.leaf] for v, part in parameters.items()}
     held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
-    clock.room = 0.0 if lifetimes.is_list else _ROOM * clock.sharing.vector_memory
+    if lifetimes.is_list:
+        clock.group = clock.sharing.group
+    else:
+        clock.room = _ROOM * clock.sharing.vector_memory
     return clock.peak(held, frozenset(batch if frees else held))
 
 
@@ -105,6 +110,7 @@ class _Clock:
     sharing: Sharing
     carried_shapes: frozenset[tuple[int, ...]]  # of what loops carry from layer to layer
     room: float = 0.0  # bytes of vector memory that small values may take
+    group: float = 0.0  # bytes of weights that are gathered together, outside of loops
 
     def __post_init__(self) -> None:
         self.program = self.lifetimes.program
@@ -136,7 +142,8 @@ class _Clock:
             within = max((one.peak() for one in inside), default=0.0)
             reused = _reused(launch, alive, wanted, kept)
             marks = [self.lifetimes.marked[v] for v in wanted if v in self.lifetimes.marked]
-            turned = sum(self.leaves[x.leaf].turned for x in marks)
+            turns = (self.leaves[x.leaf].turned for x in marks)
+            turned = sum(x for x in turns if x > self.sharing.vector_memory)
             beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel" and sent >= self.lifetimes.backend.combines:
@@ -192,6 +199,8 @@ class _Clock:
         return min(size, self._gradient(value)) if stacked else size
 
     def _gathers(self) -> list[tuple[int, int, float]]:
+        if self.group:
+            return self._groups()
         found, ahead, end = [], {}, len(self.program.ops)
         for owner, time in self.lifetimes.uses:
             part = self.lifetimes.parameters[owner]
@@ -203,6 +212,27 @@ class _Clock:
                 size *= 1 - self.sharing.ahead
             found.append((time, time, size))
         return [*ahead.values(), *found]
+
+    def _groups(self) -> list[tuple[int, int, float]]:
+        """List from when until when a list of layers has each weight, and its bytes.
+
+        A weight that is read by a layer computed again, and by its backward pass, is gathered once
+        for both. A group is gathered while the one before it is used (`collectives/_order.py`).
+        """
+        spans: dict[tuple[int, int], list[int]] = {}
+        for number, (owner, time) in enumerate(self.lifetimes.uses):
+            region = self.program.ops[time].region or -number
+            spans.setdefault((owner, region), []).append(time)
+        found, size, begins, earlier = [], math.inf, 0, 0
+        for (owner, _), times in sorted(spans.items(), key=lambda pair: min(pair[1])):
+            leaf = self.leaves[self.lifetimes.parameters[owner].leaf]
+            if not leaf.is_gathered:
+                continue
+            if size + leaf.gathered > self.group:
+                size, begins, earlier = 0.0, min(times), begins
+            size += leaf.gathered
+            found.append((min(earlier, *times), max(times), leaf.gathered))
+        return found
 
     def _parts(self, launch: Launch, kept: frozenset[int]) -> float:
         """Count what a dot product that is made in parts has beside it while it runs.

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from zerojax._jaxpr import OPAQUE, bodies, called, num_products, num_summed, opened, scan_parts
+from zerojax import _jaxpr
 from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
 #: Kinds of operations by how their primitives' names begin.
@@ -43,6 +43,7 @@ class _Reader:
         self._batches = batches
         self._values: list[Value] = []
         self._ops: list[Op] = []
+        self._region = self._num_regions = 0
 
     def read(self, pair: tuple[Any, Any]) -> Operations:
         env: Env = {}
@@ -62,8 +63,8 @@ class _Reader:
             name = one.primitive.name
             if name != two.primitive.name:
                 raise ValueError(f"{name} for one batch is {two.primitive.name} for another")
-            if (held := called(one)) is not None:
-                self._call(one, (opened(held)[0], opened(called(two))[0]), env)
+            if (held := _jaxpr.called(one)) is not None:
+                self._call(one, (_jaxpr.opened(held)[0], _jaxpr.opened(_jaxpr.called(two))[0]), env)
             elif name in _VIEWS:
                 env |= {var: _read(env, x) for var, x in zip(one.outvars, one.invars, strict=True)}
             else:
@@ -73,7 +74,11 @@ class _Reader:
         given = zip(pair[0].invars, eqn.invars, strict=True)
         inner: Env = {var: _read(env, one) for var, one in given}
         self._enter(inner, pair, "constvars")
+        outside = self._region
+        if eqn.primitive.name == _jaxpr.REMATERIALISED:
+            self._region = self._num_regions = self._num_regions + 1
         self._run(pair, inner)
+        self._region = outside
         for var, result in zip(eqn.outvars, pair[0].outvars, strict=True):
             env[var] = _read(inner, result)
 
@@ -82,12 +87,12 @@ class _Reader:
         inputs = tuple(_read(env, var) for var in one.invars)
         outputs = self._enter(env, (one, two), "outvars")
         held = tuple(
-            _Reader(self._batches).read((opened(body)[0], opened(twin)[0]))
-            for body, twin in zip(bodies(one), bodies(two), strict=True)
+            _Reader(self._batches).read((_jaxpr.opened(body)[0], _jaxpr.opened(twin)[0]))
+            for body, twin in zip(_jaxpr.bodies(one), _jaxpr.bodies(two), strict=True)
         )
         consts, carry = 0, 0
         if name == "scan":
-            consts, carry = scan_parts(params)
+            consts, carry = _jaxpr.scan_parts(params)
         elif name == "while":
             consts = params["cond_nconsts"] + params["body_nconsts"]
             carry = len(one.outvars)
@@ -101,10 +106,11 @@ class _Reader:
                 length=self._line(params.get("length", 1), two.params.get("length", 1)),
                 num_consts=consts,
                 num_carry=carry,
-                flops=self._line(2 * num_products(one), 2 * num_products(two)),
-                contracted=self._line(num_summed(one), num_summed(two)),
+                flops=self._line(2 * _jaxpr.num_products(one), 2 * _jaxpr.num_products(two)),
+                contracted=self._line(_jaxpr.num_summed(one), _jaxpr.num_summed(two)),
                 is_wide=name in _PRODUCTS
                 and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
+                region=self._region,
             )
         )
 
@@ -144,7 +150,7 @@ def _read(env: Env, atom: Any) -> int | None:
 def _kind(name: str, is_loop: bool) -> str:
     if is_loop:
         return "loop"
-    if name in OPAQUE:
+    if name in _jaxpr.OPAQUE:
         return "kernel"
     return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "fused")
 
