@@ -181,6 +181,20 @@ def test_the_scopes_of_a_model_are_those_of_its_step(stage, remat, mesh8):
     assert all("my_" in name for name in products)
 
 
+def test_what_jax_itself_jits_has_the_line_of_its_caller():
+    """`jnp.roll` is jitted: what it is made of has no line of its own."""
+    traced = jax.make_jaxpr(lambda x: jnp.sin(jnp.roll(x, 1)))(jnp.ones(4))
+
+    def in_place(eqn, values):
+        held = called(eqn)
+        return bind(eqn, values) if held is None else run(held, values, in_place)
+
+    again = jax.make_jaxpr(lambda x: run(traced, [x], in_place))(jnp.ones(4))
+    lines = {source_info_util.summarize(eqn.source_info) for eqn in again.eqns}
+    assert "concatenate" in {eqn.primitive.name for eqn in again.eqns}
+    assert lines == {source_info_util.summarize(eqn.source_info) for eqn in traced.eqns}
+
+
 def test_products_of_a_convolution_are_counted():
     conv = functools.partial(jax.lax.conv, window_strides=(1, 1), padding="SAME")
     traced = jax.make_jaxpr(conv)(jnp.zeros((2, 3, 8, 8)), jnp.zeros((5, 3, 3, 3)))

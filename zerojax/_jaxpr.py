@@ -272,7 +272,9 @@ def run_equations(
     for eqn, gone in zip(eqns, dead, strict=True):
         source = eqn.source_info
         stack = source_info_util.current_name_stack() + source.name_stack
-        with source_info_util.user_context(source.traceback, name_stack=stack):
+        # What jax itself jits (jnp.roll) has no line of the user's: that of the call is kept.
+        line = source if source_info_util.summarize(source) else source_info_util.current()
+        with source_info_util.user_context(line.traceback, name_stack=stack):
             results = step(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
         for var in gone:

@@ -137,6 +137,13 @@ MISUSES = {
         lambda: use(batch=jax.device_put(X, lay(2, 4).batch)),
         r"'\.' is placed as .*'data': 4.*device_put\(batch",
     ),
+    "what is whole, sharded": (
+        lambda: use(
+            make(lambda p, b: loss_fn(p, b["x"])),
+            batch={"x": X, "t": zerojax.Whole({"w": jax.device_put(X, lay().batch)})},
+        ),
+        r"'t/value/w' is placed as .*every device gets all of it: .*lora\.py",
+    ),
     "a batch that devices don't divide": (lambda: use(batch=X[:31]), "31 examples.*multiple of 8"),
     "text in the batch": (
         lambda: use(batch={"x": X, "name": "one"}),

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import example_leaves, unmarked
+from zerojax.collectives import example_leaves, map_batch, unmarked
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
@@ -121,6 +122,14 @@ def check_placement(batch: PyTree, layout: Layout) -> None:
             raise ValueError(
                 f"batch leaf {name!r} is placed as {x.sharding} where {layout.batch} is expected; "
                 "write jax.device_put(batch, layout.batch)"
+            )
+    rest = map_batch(lambda _: None, batch)
+    for name, x in zip(*flatten_with_names(rest)[:2], strict=True):
+        if _lies_otherwise(x, layout.sharding(P())):
+            raise ValueError(
+                f"batch leaf {name!r} is placed as {x.sharding}, and every device gets all of it: "
+                "write jax.device_put(x, layout.sharding(P())); of a model that is too large for "
+                "a device make a frozen part of the parameters, as examples/lora.py does"
             )
 
 
