@@ -110,10 +110,13 @@ class Opening:
             and jnp.dtype(dtype) != jnp.dtype(self.reduce_dtype)
         )
 
-    def box(self, stored: jax.Array, leaf: LeafLayout) -> Any:
-        """Return a box with a stored parameter, or the parameter where opening would do nothing."""
+    def box(self, stored: jax.Array, leaf: LeafLayout, in_turns: bool) -> Any:
+        """Return a box with a stored parameter, or the parameter where opening would do nothing.
+
+        `in_turns` says whether each turn of a loop uses it, where devices have copies of vectors.
+        """
         is_whole = leaf.dim is None and self.gathers and not self.widens(stored.dtype)
-        if is_whole and stored.ndim < 2:  # no copies are made of it
+        if is_whole and stored.ndim < 2 - in_turns:
             return stored
         value = to_logical(stored, leaf) if stored.shape != leaf.shape else stored
         return self.placed(Boxed(value, leaf.entries, leaf.dim, leaf.path))

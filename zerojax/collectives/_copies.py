@@ -175,6 +175,12 @@ def _places(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
     return [(eqn, i) for eqn in jaxpr.eqns for i, atom in enumerate(eqn.invars) if atom is var]
 
 
+def is_used_in_turns(program: Any, index: int) -> bool:
+    """Return whether the body of a scan reads an input that is the same in each of its turns."""
+    outside = {*map(id, uses_of(program, index))}
+    return any(id(eqn) not in outside for eqn in uses_of(program, index, in_loops=True))
+
+
 def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -> bool:
     """Return whether a program uses an input only where use_copies can, in calls too.
 

@@ -37,6 +37,7 @@ from zerojax.collectives._copies import (
     copied,
     copied_if_tied,
     is_enlarged,
+    is_used_in_turns,
     meets_examples,
     use_copies,
     use_own_copies,
@@ -111,7 +112,8 @@ def gather_where_used(
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
             traced, out, written[:] = trace_writing(loss_fn, params_of, logical, args, named)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
-        boxes = [opening.box(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)]
+        turns = [is_used_in_turns(traced, i) for i in range(len(stored))]
+        boxes = [*map(opening.box, stored, layout.leaves, turns)]
         boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
         examples = jax.tree.leaves((args, named))
         from_batch = _jaxpr.depending_within(traced, [False] * len(boxes) + [True] * len(examples))
@@ -217,7 +219,7 @@ class _Retracer:
         """Gather what all turns of a loop use; where it meets examples each device has its copy."""
         if isinstance(value, Copied):
             return value.gathered(self.opening)
-        is_plain = value.value.ndim > 1 and not value.recorded
+        is_plain = not value.recorded
         if is_plain and self._meets_examples(program, index):
             return copied(value, self.opening).gathered(self.opening)
         return self.opened(value)
