@@ -142,9 +142,11 @@ def run_late(program: Operations, gradients: Collection[int], examples: int = 0)
     waits for the end of the backward pass; and a layer's softmax is computed again behind the
     gradient of the scores, which lie there twice.
 
-    What the loss is made of (the first output; of 0 examples, a loop's body, there is none) comes
-    in its place; a gradient that one product makes is reduced beside the next product.
+    Outside of loops (in a loop's body `examples` is 0) what the loss is made of, the first output,
+    comes in its place, and a gradient that one product makes is reduced beside the next product.
     """
+    if not examples:
+        gradients = ()
     end, made = len(program.ops), {v: op for op in program.ops for v in op.outputs}
     readers = program.readers()
     reduced, todo = set(gradients), [v for v in gradients if v in made]
