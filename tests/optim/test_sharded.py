@@ -127,6 +127,19 @@ def test_the_moments_of_bf16_parameters_are_placed_in_their_own_dtype(mesh8):
     assert state[0].mu["even"].dtype == jnp.float32
 
 
+def test_the_moments_of_mixed_parameters_have_each_its_own_dtype(mesh8):
+    params = make_params()
+    params["even"] = params["even"].astype(jnp.bfloat16)
+    layout = zerojax.make_layout(params, mesh8, stage=2, min_size=16)
+    tx = zerojax.sharded(optax.adam(1e-2), layout)
+    state = jax.jit(tx.init)(params)
+    _, new = jax.jit(tx.update)(params, state, params)
+    for found in (state, new):
+        dtypes = jax.tree.map(lambda x: x.dtype, found[0].mu)
+        assert dtypes == jax.tree.map(lambda x: x.dtype, params)
+    assert_placed(new, layout.opt_state(optax.adam(1e-2)))
+
+
 def test_a_line_search_calls_back_with_logical_parameters(mesh8):
     params = make_params()
     layout = zerojax.make_layout(params, mesh8, stage=3, min_size=16)

@@ -167,11 +167,6 @@ def _update(
 
     def run(updates: PyTree, leaves: list[Any], params: PyTree, arrays: dict[str, Any]) -> Any:
         shards = None if params is None else shard_tree(params, layout)
-        shapes = [leaf.shape for leaf in layout.leaves]
-        for name, value in arrays.items():
-            is_like = jax.tree.structure(value) == layout.structure
-            if is_like and [jnp.shape(x) for x in jax.tree.leaves(value)] == shapes:
-                arrays = {**arrays, name: shard_tree(value, layout)}
         seen = placed.structure.unflatten(
             view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )
