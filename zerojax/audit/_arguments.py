@@ -59,16 +59,16 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
             owners[number] = placed[number][0].parameter
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
+    alike = find_trees(leaves, layout)
     trees = [
         list(range(start, start + len(layout.leaves)))
-        for start in find_trees(leaves, layout)
+        for start in alike
         if not any(kinds[start : start + len(layout.leaves)])
     ]
+    returned = max(len(find_trees(program.outputs, layout)) - len(alike) + len(trees), 1)
     if layout.leaves[0].path == ".":  # any array of its shape looks like it, a batch too
-        returned = len(find_trees(program.outputs, layout))
-        returned -= sum(leaf.role == "optimizer" for leaf in leaves if _is_tree([leaf], layout))
-        trees = trees[: max(returned, 1)]
-    tree_kinds: list[HeldKind] = _tree_kinds(leaves, [tree[0] for tree in trees], layout)
+        trees = trees[:returned]
+    tree_kinds = _tree_kinds(leaves, [tree[0] for tree in trees], layout, returned)
     for tree, kind in zip(trees, tree_kinds, strict=True):
         for index, number in enumerate(tree):
             kinds[number], owners[number] = kind, index
@@ -121,19 +121,23 @@ def _prefix(path: str, of: str) -> str | None:
 
 
 def _tree_kinds(
-    leaves: Sequence[Argument], starts: Sequence[int], layout: Layout
+    leaves: Sequence[Argument], starts: Sequence[int], layout: Layout, returned: int
 ) -> list[HeldKind]:
-    """Return which trees are parameters, masters and gradients; others are copies, averages."""
+    """Return which trees are parameters, masters and gradients; others are copies, averages.
+
+    Parameters and masters are `returned`: of more trees the last are of the batch, a reference say.
+    """
     named: dict[int, HeldKind] = {}
+    own = starts[:returned]
     for start in starts:
         prefix = _prefix(leaves[start].path, layout.leaves[0].path) or ""
         if _GRADIENT.search(prefix):
             named[start] = "gradient"
         elif _MASTER.search(prefix):
             named[start] = "master"
-        elif _PARAMETER.search(prefix) and "parameter" not in named.values():
+        elif _PARAMETER.search(prefix) and start in own and "parameter" not in named.values():
             named[start] = "parameter"
-    open_ = [start for start in starts if start not in named]
+    open_ = [start for start in own if start not in named]
     count = len(layout.leaves)
     bits = {at: max(item_bits(one.dtype) for one in leaves[at : at + count]) for at in starts}
     if open_ and "parameter" not in named.values():
@@ -167,7 +171,8 @@ def _shards(
     placed: Sequence[LeafLayout],
     layout: Layout,
 ) -> tuple[Shape, ...]:
-    own = None if owner is None else layout.leaves[owner]
+    # A further copy of the parameters, an average say, may be placed like them or be whole.
+    own = None if owner is None or kind == "other" else layout.leaves[owner]
     if own is not None and leaf.shape in (own.shape, own.stored_shape):
         partitioned = layout.partitions("parameter" if kind == "parameter" else "optimizer")
         # A parameter that no dim divides stays whole in a loop of the user's own.

@@ -1,0 +1,84 @@
+"""Copies of the parameters beside them: an average in a loop of one's own, a reference model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.audit.audit_programs import BATCH, PAIR, TX, WIDTH, layer, mse, pair_loss, shapes_of
+from zerojax.audit import audit
+
+X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+BYTES = 4 * 2 * WIDTH * 128
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("stage", range(4))
+def test_an_average_may_be_whole_or_placed_like_the_parameters(make, stage, whole):
+    layout = make(stage)
+    tx = zerojax.sharded(TX, layout)
+    at = jax.tree.map(lambda _: layout.sharding(P()), PAIR, is_leaf=lambda x: isinstance(x, tuple))
+    at = at if whole else layout.params
+
+    def step(params, opt_state, ema, x):
+        grads = jax.grad(zerojax.gather_where_used(pair_loss, layout))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = zerojax.apply_updates(params, updates, layout)
+        if not whole:  # a whole one that changes has to gather at stage 3
+            ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
+        return params, opt_state, ema
+
+    places = (layout.params, layout.opt_state(TX), at)
+    jitted = jax.jit(
+        step, in_shardings=(*places, layout.batch), out_shardings=places, donate_argnums=(0, 1, 2)
+    )
+    state = jax.eval_shape(TX.init, layout.shapes)
+    report = audit(jitted.lower(layout.shapes, state, layout.shapes, X).compile(), layout)
+    assert report.problems == ()
+    assert report.memory.other == BYTES // (8 if stage == 3 and not whole else 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("params", [None, jnp.bfloat16])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_whole_reference_is_no_state(make, stage, params, dtype):
+    """Neither the masters of narrower parameters, nor the parameters of wider ones."""
+    layout, reference = make(stage), shapes_of(PAIR, dtype)
+
+    def loss(params, batch):
+        target = layer(jax.lax.stop_gradient(batch["ref"]), batch["x"])
+        return mse(layer(params, batch["x"]), target)
+
+    recipe = params and zerojax.Recipe(precision=zerojax.Precision(params=params))
+    step = zerojax.make_train_step(loss, TX, layout, recipe)
+    report = step.audit({"x": X, "ref": zerojax.Whole(reference)})
+    assert report.problems == ()
+    size = BYTES * jnp.dtype(dtype).itemsize // 4
+    assert 0 <= report.memory.other - size < 100
+    assert report.memory.masters == 0
+
+
+@pytest.mark.parametrize("name", ["ref", "params"])
+def test_a_reference_in_the_batch_of_ones_own_loop_is_no_state(make, name):
+    layout = make(2)
+    tx = zerojax.sharded(optax.sgd(1e-3), layout)
+
+    def loss(params, batch):
+        return mse(layer(params, batch["x"]), layer(batch[name], batch["x"]))
+
+    def step(params, opt_state, batch):
+        grads = jax.grad(zerojax.gather_where_used(loss, layout))(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    batch_at = {"x": layout.batch, name: layout.sharding(P())}
+    jitted = jax.jit(step, in_shardings=(layout.params, None, batch_at), donate_argnums=(0, 1))
+    batch = {"x": X, name: shapes_of(PAIR, jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, layout.shapes)
+    report = audit(jitted.lower(layout.shapes, state, batch).compile(), layout)
+    assert report.problems == ()
+    assert (report.memory.parameters, report.memory.other) == (BYTES, BYTES // 2)
