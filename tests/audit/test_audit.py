@@ -287,7 +287,7 @@ def test_every_kind_of_problem_is_proved_here():
         "activation", "shuffle", "hoisted gather", "kept gather", "host traffic",
         "recompile", "peak",
         "precision", "offload", "batch", "accumulator", "exposed", "reduction",
-        "replicas",
+        "replicas", "constant",
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from zerojax.hlo._spellings import TRANSFER, having
 KEEPS = having("keeps")
 _ZEROS = ("0", "-0", "false")
 #: What computes nothing with its operand.
-_HANDS_ON = KEEPS | having("selects")
+HANDS_ON = KEEPS | having("selects")
 _WHOLE = having("whole")
 _ENTERED = ("fusion", "call", "while")
 #: What runs its computation once, in its place; jax 0.12's CPU compiler calls small loops so.
@@ -95,7 +95,7 @@ def is_zero(module: Module, frame: Frame, name: str) -> bool:
 
 def is_widened(module: Module, value: Value) -> bool:
     """Return whether a value was cast to a wider dtype just before, and only handed on since."""
-    found = source_of(module, value.frame, value.name, through=_HANDS_ON - {"convert"})
+    found = source_of(module, value.frame, value.name, through=HANDS_ON - {"convert"})
     if found is None or found[1].opcode != "convert":
         return False
     inside, cast = found
@@ -172,7 +172,7 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
 def uses_of(
     module: Module,
     value: Value,
-    through: Collection[str] = _HANDS_ON,
+    through: Collection[str] = HANDS_ON,
     into: Collection[str] = _ENTERED,
     seen: set[tuple[str, str, int | None]] | None = None,
 ) -> Iterator[Use]:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zerojax.audit._arguments import STATES, Held
+from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, hint, some
+from zerojax.hlo import HANDS_ON, Frame, Value, uses_of
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
@@ -17,6 +18,9 @@ _PLACE = {
 }
 _OF_OPTIMIZER = ("master", "optimizer")
 _MAKERS = ("make_train_step", "sharded(tx, layout)")
+#: What computes with weights, as with no mask; compilers call libraries for products.
+_WEIGHS = ("dot", "convolution", "custom-call", "gather", "all-gather")
+_LAYERS = HANDS_ON | {"dynamic-slice"}
 
 #: What may differ from step to step: an argument's field, its name, what shows it, what to do.
 _DIFFERENCES = (
@@ -173,6 +177,36 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
         ]
         if large and not any(one.is_far for one in large):
             yield _finding(large, f"{kind} in the host's memory", "on the device")
+
+
+def check_constants(evidence: Evidence) -> Iterator[Problem]:
+    """Check that no weights are constants of the program, as arrays that a loss closes over are.
+
+    Masks and tables that are added or selected are left out, and what is less than a tenth of the
+    parameters, or of a small model less than 1 MiB and half of them.
+    """
+    module, leaves = evidence.module, evidence.layout.leaves
+    sizes: dict[str, list[int]] = {}
+    for computation in module.computations.values():
+        for line in (x for x in computation.instructions if x.opcode == "constant"):
+            tensor = next((x for x in line.shapes if x.elements >= evidence.floor), None)
+            value = Value(Frame(computation=computation), line.name, None)
+            uses = (use.instruction for use in uses_of(module, value, _LAYERS) if tensor)
+            if tensor and (user := next((x for x in uses if x.opcode in _WEIGHS), None)):
+                name = f"{tensor.dtype}{list(tensor.dims)} ({module.source(user) or user.op_name})"
+                sizes.setdefault(name, []).append(tensor.bytes)
+    total, count = sum(map(sum, sizes.values())), sum(map(len, sizes.values()))
+    whole = sum(math.prod(leaf.shape) * item_bits(str(leaf.dtype)) / 8 for leaf in leaves)
+    if not sizes or total < max(whole / 10, min(whole / 2, 2**20)):
+        return
+    yield Problem(
+        where=some(sorted(sizes, key=lambda name: -sum(sizes[name])), 2),
+        expected="weights that are arguments of the step, placed and counted as such",
+        seen=f"{count} array(s) closed over became constants of the program: "
+        f"{total:,} B whole on every device, however they were placed",
+        remedy="pass them to the step as arguments: in the batch as zerojax.Whole, or sharded with "
+        "the parameters, under stop_gradient",
+    )
 
 
 def _excess(one: Held) -> int:

@@ -25,6 +25,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "dtype": _dtype.check_dtype,
     "precision": _state.check_precision,
     "offload": _state.check_offload,
+    "constant": _state.check_constants,
     "hoisted gather": _whole.check_hoisted,
     "kept gather": _whole.check_kept,
     "peak": _whole.check_peak,
