@@ -39,7 +39,29 @@ def test_frozen_leaves_have_no_gradient_to_reduce(mesh8, stage, accumulate):
     assert report.judged_volume == pytest.approx((1 + reductions / 5) * 7 / 8, rel=0.05)
 
 
-def test_a_forgotten_reduction_is_no_frozen_leaf(make, mesh8):
+@pytest.mark.parametrize("frozen", ["stopped", "unused", "penalty"])
+@pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), (1, 2), (2, 1), (0, 2)])
+def test_one_reduction_a_step_leaves_out_what_it_does_not_reduce(mesh8, stage, accumulate, frozen):
+    """The base is 16 times as large as what is trained beside it."""
+    shapes = {"base": (WIDTH, WIDTH * 4), "head": (WIDTH, WIDTH // 4)}
+    layout = zerojax.make_layout(shapes_of(shapes), mesh8, stage=stage, min_size=64)
+
+    def loss(params, x):
+        base = jax.lax.stop_gradient(params["base"])
+        if frozen == "penalty":
+            base = params["base"]
+            return jnp.mean((x @ params["head"]) ** 2) + jnp.sum(base**2)
+        return jnp.mean((x @ params["head"]) ** 2) + (frozen == "stopped") * jnp.mean(x @ base)
+
+    recipe = zerojax.Recipe(accumulate=accumulate, reduce="once", clip_norm=1.0)
+    report = zerojax.make_train_step(loss, optax.adamw(1e-3), layout, recipe).audit(BATCH)
+    assert kinds(report) <= ({"accumulator"} if stage == 2 else set())
+    # A penalty's gradient is reduced with the others or is not; what theory counts is what is.
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.05)
+
+
+@pytest.mark.parametrize("reduce", ["each", "once"])
+def test_a_forgotten_reduction_is_no_frozen_leaf(make, mesh8, reduce):
     """Each device trains on its own examples alone."""
 
     def loss(params, x):
@@ -53,8 +75,9 @@ def test_a_forgotten_reduction_is_no_frozen_leaf(make, mesh8):
         return sum(map(jnp.vdot, jax.tree.leaves(own), jax.tree.leaves(params)))
 
     layout = make(2)
-    problem = only(audit(compile_step(loss, layout), layout), "reduce-scatter")
-    assert "missing (0 elements)" in problem.seen
+    report = audit(compile_step(loss, layout), layout, zerojax.Recipe(reduce=reduce))
+    problem = only(report, "reduce-scatter")
+    assert f"only 0 of {layout.num_params:,} elements" in problem.seen
 
 
 @pytest.mark.parametrize("stage", [1, 2])

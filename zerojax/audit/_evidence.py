@@ -10,7 +10,7 @@ from zerojax.audit._match import Matcher
 from zerojax.audit._origins import without_activations
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
-from zerojax.audit._traffic import Move, find_padding, likeliest, moves_of
+from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of
 from zerojax.collectives import block_dim, num_blocks
 from zerojax.hlo import (
     Carry,
@@ -128,18 +128,22 @@ class Evidence:
         The new parameter of such a leaf is made of its own states and of scalars. Where a reduction
         is forgotten it is made of the batch, or of what the batch went through. A program that
         trains no leaf is a part of a step, which is judged as if it trained all. One reduction a
-        step sums all gradients, also those that do not depend on the batch, as of a penalty.
+        step may sum all gradients, also those that do not depend on the batch, as of a penalty.
         """
-        if self.recipe.reduction(self.layout.kinds) == "once":
-            return frozenset()
+        once = self.recipe.reduction(self.layout.kinds) == "once"
+        tensors = (move.record for move in self.moves if move.role in REDUCTIONS)
+        sums = {(x.computation, x.name) for x in tensors if x.elements > 1}
         own: dict[int | None, set[int | None]] = {}
         for one in self.held:
             own.setdefault(one.parameter, set()).add(one.argument.number)
-        frozen = frozenset(
-            leaf
-            for leaf, values in self.updated.items()
-            if "parameter" in values and arguments_of(self.module, values["parameter"]) <= own[leaf]
-        )
+
+        def is_frozen(leaf: int, new: Value) -> bool:
+            seen: set[tuple[str, str, int | None]] = set()
+            made_of = arguments_of(self.module, new, seen=seen)
+            return made_of <= own[leaf] and not (once and any(key[:2] in sums for key in seen))
+
+        parameters = {leaf: values.get("parameter") for leaf, values in self.updated.items()}
+        frozen = frozenset(leaf for leaf, new in parameters.items() if new and is_frozen(leaf, new))
         return frozen if len(frozen) < len(self.layout.leaves) else frozenset()
 
     @cached_property

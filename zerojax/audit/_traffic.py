@@ -21,6 +21,8 @@ from zerojax.layout import Layout
 _GATHERS = ("windowed all-gather", "all-reduce of parts")
 #: How much longer a scattered dim may be than a leaf's, where no permute tells that it is padded.
 LONGER = 1 / 6
+#: What adds up gradients.
+REDUCTIONS = ("reduce", "scatter", "sliced")
 Role = Literal["gather", "scatter", "sliced", "reduce", "owners", "shuffle"]
 
 

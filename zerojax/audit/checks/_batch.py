@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, some
 from zerojax.audit._origins import Origins
-from zerojax.audit.checks._traffic import REDUCTIONS, check_scatter
+from zerojax.audit._traffic import REDUCTIONS
+from zerojax.audit.checks._traffic import check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.
 FOLLOWS = frozenset(

@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, some
+from zerojax.audit._traffic import REDUCTIONS
 from zerojax.audit.checks._volume import STAGED, is_too_much
 from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
 SHUFFLED = 0.02
-#: What adds up gradients.
-REDUCTIONS = ("reduce", "scatter", "sliced")
 #: The share of a scheduled step for which it may wait.
 EXPOSED = 0.1
 
@@ -65,8 +64,8 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
         where=describe_move(rest[0]) if rest else "no reduction along the axis",
         expected=f"{partitioned:,} elements of gradients reduce-scattered along "
         f"{' x '.join(layout.axes['gradient'])}, as stage {layout.stage} does",
-        seen=f"the reduce-scatter is missing ({scattered:,.0f} elements); {whole + sliced:,.0f} "
-        "elements per device are moved by all-reduces",
+        seen=f"only {scattered:,.0f} of {partitioned:,} elements are reduce-scattered; "
+        f"{whole + sliced:,.0f} elements per device are moved by all-reduces",
         remedy=STAGED if sliced > whole and evidence.program.platform == "tpu" else remedy,
     )
 
