@@ -101,7 +101,8 @@ class Evidence:
 
     @cached_property
     def large(self) -> tuple[Move, ...]:
-        return tuple(move for move in self.ours if move.record.elements >= self.floor)
+        """Return what moves at least the floor's elements in a step, in all turns of its loops."""
+        return tuple(move for move in self.ours if move.handled >= self.floor)
 
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:

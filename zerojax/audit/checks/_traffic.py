@@ -75,8 +75,10 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     strange = [move for move in evidence.large if not move.match.form]
     gathered = [move for move in strange if move.role == "gather"]
     reduced = [move for move in strange if move.role in REDUCTIONS]
-    heavy = sum_moved(reduced, "judged") >= SHARE * _local_elements(evidence)
-    groups = [("gathered", gathered)]
+    least = SHARE * _local_elements(evidence)
+    heavy = sum_moved(reduced, "judged") >= least
+    few = all(move.record.elements < evidence.floor for move in gathered)
+    groups = [("gathered", gathered)] if not few or sum_moved(gathered, "judged") >= least else []
     groups += [("reduced", reduced)] if evidence.layout.partitions("parameter") and heavy else []
     for verb, group in groups:
         if not group:

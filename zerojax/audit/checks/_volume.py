@@ -33,6 +33,7 @@ def tolerance(evidence: Evidence) -> float:
     staged = any(
         move.role in ("gather", "scatter", "sliced")
         and move.match.form
+        and move.record.elements >= evidence.floor
         and any(set(move.axes) <= axes for axes in groups)
         and (any("[" in span for span in move.spans) or set(move.axes) not in groups)
         for move in evidence.large
@@ -104,6 +105,12 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
                 "no token uses): the compiler reduces it whole where it is cut along a later dim, "
                 "and scatters rows"
             )
+    if offenders and offenders[0].record.elements < evidence.floor:
+        once = "" if evidence.layout.partitions("parameter") else ", or Recipe(reduce='once')"
+        return (
+            "compute outside of the loop what no turn changes, so that a gradient is reduced once "
+            f"and not in each turn (of an LSTM, x @ w + b of all time steps before the scan){once}"
+        )
     return (
         "of the collectives named here gather no weight again, reduce to shards, let one device "
         "compute each matrix of an optimizer like Muon"
