@@ -9,7 +9,6 @@ import pytest
 import zerojax
 from tests.audit.audit_programs import (
     PAIR,
-    TX,
     WIDTH,
     compile_step,
     constrain,
@@ -21,47 +20,29 @@ from tests.audit.audit_programs import (
 from zerojax.audit import audit
 
 TIMES = 64
-CELL = {"b": (4 * WIDTH,), "wh": (WIDTH, 4 * WIDTH), "wx": (WIDTH, 4 * WIDTH)}
-XS = jax.ShapeDtypeStruct((16, TIMES, WIDTH), jnp.float32)
+BIASED = {**PAIR, "b": (WIDTH,)}
 
 
-def lstm_loss(params, xs, *, before):
-    """Add the bias before the loop over time steps, or in each turn of it."""
-    inputs = jnp.swapaxes(xs, 0, 1)
-    inputs = inputs @ params["wx"] + params["b"] if before else inputs
-
-    def turn(state, x):
-        out, cell = state
-        gates = x if before else x @ params["wx"] + params["b"]
-        keep, put, new, show = jnp.split(gates + out @ params["wh"], 4, -1)
-        cell = jax.nn.sigmoid(keep) * cell + jax.nn.sigmoid(put) * jnp.tanh(new)
-        out = jax.nn.sigmoid(show) * jnp.tanh(cell)
-        return (out, cell), out
-
-    zeros = jnp.zeros((xs.shape[0], WIDTH))
-    return jnp.mean(jax.lax.scan(turn, (zeros, zeros), inputs)[1] ** 2)
+def recurrent_loss(params, x):
+    """Add a bias in each of the turns of a loop."""
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h + params["b"]), None), x, length=TIMES)
+    return pair_loss(params, h)
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_bias_that_is_reduced_in_each_turn_is_named(mesh8, stage):
+    layout = zerojax.make_layout(shapes_of(BIASED), mesh8, stage=stage)
+    problem = only(audit(compile_step(recurrent_loss, layout), layout), "volume")
+    assert f"f32[{WIDTH}] along data in a loop of {TIMES}" in problem.where
+    assert "compute outside of the loop" in problem.remedy
+    assert "gather_where_used" in problem.remedy
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_bias_that_is_reduced_in_each_time_step_is_named(mesh8, stage, before):
-    layout = zerojax.make_layout(shapes_of(CELL), mesh8, stage=stage)
-    step = zerojax.make_train_step(lambda p, x: lstm_loss(p, x, before=before), TX, layout)
-    report = step.audit(XS)
-    if before:
-        assert report.problems == ()
-        return
-    problem = only(report, "volume")
-    assert f"f32[{4 * WIDTH}] along data in a loop of {TIMES}" in problem.where
-    assert "x @ w + b of all time steps before the scan" in problem.remedy
-    assert ("reduce='once'" in problem.remedy) == (stage < 3)
-
-
-def test_one_reduction_a_step_is_its_remedy(mesh8):
-    layout = zerojax.make_layout(shapes_of(CELL), mesh8, stage=2)
-    recipe = zerojax.Recipe(reduce="once")
-    step = zerojax.make_train_step(lambda p, x: lstm_loss(p, x, before=False), TX, layout, recipe)
-    assert step.audit(XS).problems == ()
+def test_gather_where_used_is_its_remedy(mesh8, stage):
+    layout = zerojax.make_layout(shapes_of(BIASED), mesh8, stage=stage)
+    loss = zerojax.gather_where_used(recurrent_loss, layout)
+    assert audit(compile_step(loss, layout), layout).problems == ()
 
 
 @pytest.mark.parametrize("turns", [4, 64])

@@ -106,10 +106,10 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
                 "and scatters rows"
             )
     if offenders and offenders[0].record.elements < evidence.floor:
-        once = "" if evidence.layout.partitions("parameter") else ", or Recipe(reduce='once')"
         return (
-            "compute outside of the loop what no turn changes, so that a gradient is reduced once "
-            f"and not in each turn (of an LSTM, x @ w + b of all time steps before the scan){once}"
+            "let devices sum the gradient of what every turn uses after the loop"
+            f"{hint(evidence, 'make_train_step', 'gather_where_used')}, or compute outside of the "
+            "loop what no turn changes (of an LSTM, x @ w + b of all time steps before the scan)"
         )
     return (
         "of the collectives named here gather no weight again, reduce to shards, let one device "
