@@ -128,8 +128,8 @@ def depending(eqns: Iterable[Any], given: Iterable[Any]) -> set[Any]:
 def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
     """Return the variables of a program, and of all that it holds, that depend on some inputs.
 
-    Of a loop or branch that reads one, everything that is carried or returned counts as such. So
-    does what is closed over and is still traced, or cut over devices: it may be a batch.
+    If a loop or branch reads one, all that it carries or returns depends on it. Constants that are
+    tracers, or cut over devices, count as inputs: they may be a batch.
     """
     jaxpr, consts = opened(program)
     found = {var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given}

@@ -14,7 +14,7 @@ UNNAMED = jax.tree_util.GetAttrKey("")
 
 
 def unwrapped(tree: PyTree) -> PyTree:
-    """Return what a node holds whose only child is `UNNAMED`; any other tree as it is."""
+    """Return the one child of a node that has no name for it; any other tree as it is."""
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     return children[0][1] if [path for path, _ in children] == [(UNNAMED,)] else tree
 

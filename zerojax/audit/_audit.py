@@ -155,8 +155,8 @@ class AuditReport(Shown):
     Attributes:
         title: stage, mesh and platform in one line.
         volume: the elements that the program moves.
-        judged_volume: the same elements without the compiler's padding, and where the backend has
-            no reduce-scatters (a CPU), with all-reduces of which a part is kept counted as such.
+        judged_volume: these elements without the compiler's padding; on a CPU, which has no
+            reduce-scatters, an all-reduce of which a part is kept counts as one.
         padding_volume: the elements that the compiler adds to fit its tiles.
         theory_volume: the elements that the layout has to move, leaf by leaf: leaves that stay
             whole, padding, microbatches and further batch axes included.

@@ -126,10 +126,10 @@ class Evidence:
     def frozen(self) -> frozenset[int]:
         """Return the leaves that the loss does not train: they have no gradient to reduce.
 
-        The new parameter of such a leaf is made of its own states and of scalars. Where a reduction
-        is forgotten it is made of the batch, or of what the batch went through. A program that
-        trains no leaf is a part of a step, which is judged as if it trained all. One reduction a
-        step may sum all gradients, also those that do not depend on the batch, as of a penalty.
+        The new parameter of such a leaf is made of its own states and of scalars. A trained leaf
+        whose reduction was forgotten depends on the batch, and is not taken for frozen. A program
+        that trains no leaf is a part of a step, which is judged as if it trained all. One reduction
+        a step may sum all gradients, also those that no batch reaches, as of a penalty.
         """
         once = self.recipe.reduction(self.layout.kinds) == "once"
         tensors = (move.record for move in self.moves if move.role in REDUCTIONS)

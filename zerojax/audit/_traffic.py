@@ -39,10 +39,9 @@ class Move:
     # compute with whole ones), or shuffle (all else)
     role: Role
     match: Match  # the leaves that the tensor may be; of no form for an activation
-    # elements as they are judged: without padding, and as other backends would move them where a
-    # CPU has no reduce-scatter (an all-reduce of which a part is kept counts as one) and does not
-    # add up what it reduces (two gradients of a tied embedding count once); what an optimizer needs
-    # is beside the stage's formula and counts nothing
+    # elements as they are judged: without padding. On a CPU an all-reduce of which each device
+    # keeps a part counts as a reduce-scatter, and of two gradients of a tied embedding, which
+    # others add up first, one counts. Moves to an optimizer's owners count nothing
     judged: float
     padding: float = 0.0  # elements that the compiler adds to fit its tiles
 

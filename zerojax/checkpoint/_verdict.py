@@ -90,7 +90,7 @@ def _compare(
 
 
 def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves) -> str:
-    """Name the saved leaf that has a wanted one's value; it need not be there."""
+    """Name the saved leaf to read a wanted one from; the checkpoint may lack it."""
     if path.startswith(MASTERS) and path not in saved:
         return PARAMS + path.removeprefix(MASTERS)
     if path.startswith(PARAMS) and path in saved and saved[path].dtype != leaf.dtype:

@@ -229,7 +229,7 @@ FROM_GATHERED = frozenset(
 def wrap_policy(policy: Any, *, keeps: bool) -> Any:
     """Wrap a user's policy so that gathered weights are kept, or never are.
 
-    None is a policy that saves nothing else, or all else.
+    Without a policy nothing else is saved where they are kept, and all else where they are not.
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:

@@ -68,8 +68,8 @@ class Copied:
     def copies(self, opening: Opening) -> jax.Array:
         """Open the box for a use: [devices along the batch axes, *shape of the box].
 
-        What was cast to fewer bits moves in them; all else as the parameter, so that compilers
-        gather once for uses that follow on each other.
+        A weight that was cast to fewer bits is gathered in these. Any other is gathered as the
+        parameter, so that compilers gather once for uses in a row.
         """
 
         def each(eqn: Any, operands: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ LARGE = 2**14
 
 
 def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> Callable[..., Any]:
-    """Make a function that on CPUs computes sums which several read once, and bf16 products fast.
+    """Make a function that on CPUs computes a sum once for all readers, and bf16 products fast.
 
     It is `function(params, given, carried)`, the gradient of a loss; `given["step"]` counts steps
     from 0, which XLA doesn't know. `num_parts` of the examples lie on a device each.

@@ -65,10 +65,10 @@ def joined(program: Any, layout: Layout, bound: int) -> Any:
 def _planted(flat: Equations, layout: Layout, bound: int) -> dict[int, Planted]:
     """Find the gathers that may run together, by the place of the first, and those that need not.
 
-    A gather of the same shard as one before it is that one, which runs apart, or all that is
-    gathered with it would wait for the last use. What no product reads stays apart as well: XLA
-    fuses its slice with elementwise operations, which the backward pass does again, and would keep
-    all that was gathered with a bias for it.
+    A shard that was gathered before is not gathered again; its one gather runs apart, or all that
+    is gathered with it would stay in memory until the last use. What no product reads stays apart
+    as well: XLA fuses its slice with elementwise operations, which the backward pass does again,
+    and would keep all that was gathered with a bias for it.
     """
     eqns, places = flat.eqns, flat.places
     factors = {var for eqn in eqns if num_products(eqn) for var in variables(eqn.invars)}

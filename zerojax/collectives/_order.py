@@ -56,11 +56,11 @@ def run_in_order(
 ) -> tuple[list[Any], int]:
     """Run a program whose calls are in place, one group of gathers after another.
 
-    `ahead` elements may be gathered ahead of a product: two groups; a weight that is larger than
-    one is a group of its own; 0 leaves gathers as they are. `waiting` bytes of gradients, or of
-    what they are made of, may wait on each device: three groups; 0 does not order them. A loop's
-    turn (`is_turn`) has a layer's gradients at most, so it waits only for those that are smaller
-    than what they are made of.
+    At most `ahead` elements are gathered before the product that needs them, in two groups; a
+    weight that is larger is a group of its own; 0 leaves gathers alone. At most `waiting` bytes a
+    device wait to be reduced, in three groups: of each gradient its own bytes, or those of what it
+    is made from, if these are more; 0 leaves reductions alone. In a loop's turn (`is_turn`) only
+    gradients that are smaller than what they are made from are waited for.
 
     Returns:
         Its results, and how many gathers wait for something.
@@ -117,9 +117,9 @@ class _Order(Equations):
     def tie_sums(self, end: int) -> None:
         """Let a backward loop wait for gradients that are made before it.
 
-        Else they are made behind it, and the logits' gradient lies there all along. One that is not
-        reduced yet, of a table that is looked up too, lies there whole instead: only if it takes
-        half the room of what it is made of.
+        Else they are made after it, and the logits' gradient stays in memory meanwhile. A gradient
+        that is not reduced yet, of a table that is looked up too, stays whole instead, so it is
+        made early only if it is at most half as large as what it is made from.
         """
         starts = itertools.takewhile(lambda eqn: is_named(eqn, BACKWARD), self.eqns[end:])
         live = {*variables(var for eqn in starts for var in eqn.invars)}
@@ -149,8 +149,9 @@ class _Order(Equations):
     def tie_products(self, bound: float, layout: Layout, *, is_turn: bool) -> None:
         """Let the product behind each group of gradients wait for the group two before it.
 
-        A gradient waits, or what makes it with all that this reads: the larger counts. One that is
-        not cut, as all at stage 0, has no name. Of a table's sum the product waits, if it shrinks.
+        A gradient waits, or what it is made from: the larger counts. Gradients that stay whole, as
+        all at stage 0, have no name and are found by their product; of a table's summed gradient
+        the product counts if its result is smaller than its operands.
         """
         parts, outvars = layout.num_batch_parts, variables(self.jaxpr.outvars)
         is_reduced = functools.partial(is_named, name=REDUCED)

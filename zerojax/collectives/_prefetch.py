@@ -58,9 +58,9 @@ def prefetched(
         layers: how much of a layer is gathered ahead, by bytes, of what it uses first, but at least
             the first large weight; 0 leaves gathers as they are.
         layout: the placement.
-        bucket_bytes: most bytes of gradients that are reduced together; None for the compiler's. On
-            GPUs and SparseCores, products wait for gradients beyond these or three layers'.
-            Between processes on CPUs, of weights gathered together or kept for the backward pass.
+        bucket_bytes: on GPUs and SparseCores, products wait while more bytes of gradients than
+            this, or than three layers', are not reduced. Between processes on CPUs, the most bytes
+            of weights gathered in one message, or kept for the backward pass. None: the default.
         warn: whether to warn of loops that can't gather ahead, and of a program without layers.
     """
     waits = layout.offloads or layout.platform == "gpu"
@@ -194,7 +194,7 @@ def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
 #: an MLP expose the same from 0.7 to 0.8; at 0.5 and 0.9 the ends of loops wait again.
 COMPUTED = 0.75
 
-#: Of that arithmetic, what a merged reduction has beside it before products wait for it (v5e).
+#: The share of that arithmetic that runs beside a reduction before products wait for it (v5e).
 MERGED = 0.12
 
 

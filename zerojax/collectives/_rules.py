@@ -1,11 +1,11 @@
 """The rules of custom derivatives: what becomes of gradients in them.
 
 The gradient of a mean over examples has, for each of them, a part that their number divides, and
-for what all share a sum of such parts. Both stay what they are in what is linear in them:
+for what all share a sum of such parts. A linear rule keeps both so. This one does not:
 
     >>> clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
 
-bounds gradients that are four times as large where a microbatch is a quarter of the batch.
+It bounds gradients that are four times as large where a microbatch is a quarter of the batch.
 """
 
 from collections.abc import Sequence

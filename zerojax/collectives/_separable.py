@@ -6,7 +6,7 @@ constant that differs depends on how many there are. With 4 and 8 examples:
 
     l:f32[4]  |  l:f32[8]      a value of each example
     s = reduce_sum l           *pooled*: of all examples; grows as their number does, degree 1
-    m = div s 4.0 | div s 8.0  degree 0: what the devices' average of is the same for all examples
+    m = div s 4.0 | div s 8.0  degree 0: the average over devices is its value for all examples
     e = exp m                  refused: the mean of exp is not exp of the mean
 
 A pooled value goes through linear operations alone, and none that mixes examples is allowed. The

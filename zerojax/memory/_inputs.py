@@ -33,10 +33,10 @@ def check_axis(axis: str, mesh: Any) -> None:
 
 
 def cut_input(x: jax.Array, axis: str | None) -> jax.Array:
-    """Name a device's part of a layer's input, and return the whole that is made of the parts.
+    """Name each device's part of a layer's input, which policies keep alone; return the whole.
 
-    It is [B, ...], whole along the axis; None cuts nothing. What is no activation (whole numbers,
-    scalars) stays as it is; what no dim divides is named whole.
+    The input is [B, ...], whole along the axis; None cuts nothing. What is no activation (whole
+    numbers, scalars) stays as it is; what no dim divides is named whole.
     """
     if not _is_activation(x):
         return x

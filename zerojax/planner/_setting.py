@@ -101,7 +101,7 @@ class Setting:
         """The optimizer's traffic with the device's memory: states are read and written.
 
         Masters are read once more to be cast. Parameters that were gathered are read and written
-        into the old ones; a GPU gathers those that are no stack right there.
+        into the old ones; a GPU gathers one that is no stack straight into its old buffer.
         """
         moved = 2 * self.optimizer + self.states.bytes["masters"] * (not self.hosted)
         for leaf, placed in zip(self.leaves, self.layout.leaves, strict=True):

@@ -55,7 +55,7 @@ async def _pass(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 async def _drained(near: asyncio.StreamReader, reads: asyncio.Task[None]) -> None:
     """Keep the client's end open until the client closes it; nobody reads what it still says.
 
-    A task that waits for ever would be destroyed when it has, and Python prints that.
+    A task that still waits when the process ends is destroyed, and Python prints that.
     """
     reads.cancel()
     await asyncio.wait([reads])

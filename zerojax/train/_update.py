@@ -158,8 +158,8 @@ class Update:
         """
         layout, precision, clip_norm = self.layout, self.recipe.precision, self.recipe.clip_norm
         if self.hosted and clip_norm is None:
-            # A scale that is known only when all gradients are there holds the transfers back until
-            # then; among the backward pass's work, compilers would copy whole stacks for them.
+            # Clipping by infinity changes nothing, but its scale needs all gradients, and so holds
+            # the transfers back: within the backward pass compilers would copy whole stacks.
             clip_norm = math.inf
 
         def place(tree: PyTree) -> list[Any]:

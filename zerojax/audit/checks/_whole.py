@@ -18,8 +18,9 @@ def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
     """Check that no loop carries whole gradients where the stage partitions them.
 
     A loop over microbatches carries the sum of their gradients, one over layers the stack of
-    theirs. Of a gradient [512, 64] that 8 devices cut by rows, both should hold [64, 64]. The
-    sums of a backward pass are of weights that all turns use: whole as long as those of any layer.
+    theirs. Of a gradient [512, 64] that 8 devices cut by rows, both should hold [64, 64].
+    Sums of a backward pass are gradients of weights that every turn reads; they may be whole, as
+    those of one layer are.
     """
     if not evidence.layout.partitions("gradient"):
         return

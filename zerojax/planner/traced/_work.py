@@ -92,8 +92,8 @@ def work_of(
         found, near = [stacks(scope)], frozenset[int]()
         makes_sums = scope.backend.fuses_operands and examples > 1
         for launch in scope.launches:
-            # Of a GPU's softmax the scores are read once; a TPU's product makes its maximum too,
-            # and of several examples the sums behind it.
+            # A GPU reads the scores of a softmax once. A TPU makes their maximum within the
+            # product, and for several examples the sums after it.
             kind, sizes = launch.op.kind, {v: moved(scope, v) for v in launch.reads}
             if kind == "reduce" and makes_sums:
                 found.append(run(scope, launch, near))
