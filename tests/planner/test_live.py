@@ -60,6 +60,13 @@ def test_from_stage_1_on_a_gradient_is_scattered_as_soon_as_it_is_there(examples
     assert chain_peak(examples, stage=1) == small + x + LOSS + max(moments)
 
 
+def test_new_parameters_wait_to_be_written_beside_the_old_ones():
+    W, *_ = chain_sizes(16)
+    # While the gradient of w0 is turned around, the new values of both may be on their way.
+    found = [chain_peak(16, "tpu", 1, unwritten=size) for size in (0, W / 2, 3 * W)]
+    assert [x - found[0] for x in found] == [0, W / 2, 2 * W]
+
+
 def test_a_gathered_weight_is_there_while_it_is_used_and_no_longer():
     W, small, A, x = chain_sizes(16)
     held = (2 * W + small) / N

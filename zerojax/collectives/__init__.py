@@ -31,4 +31,4 @@ from zerojax.collectives._prefetch import BUCKET, prefetched
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean, wide
 from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._tiles import as_state
-from zerojax.collectives._writeback import widened, write_back
+from zerojax.collectives._writeback import TOGETHER, widened, write_back

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
-from zerojax.collectives import BLOCK
+from zerojax.collectives import BLOCK, TOGETHER
 from zerojax.layout import Description, Layout, LeafLayout, fills_tiles, make_layout, scatters_tiles
 from zerojax.planner._formulas import Theory, theory_of
 from zerojax.planner._update import Matrices, matrices_of
@@ -44,6 +44,7 @@ class Setting:
         remat, one = self.recipe.remat, self.hardware
         largest = max(math.prod(x.shape[x.stacked :]) for x in self.layout.leaves)
         ahead = self.recipe.lookahead(self.layout.kinds, (*one.device_kinds, one.platform)[0])
+        writes = self.layout.partitions("optimizer") and not self.layout.partitions("parameter")
         layer = self.layout.layer_size * self.item_bytes[0] * (one.platform == "gpu")
         return Sharing(
             model_axis=self.devices.model_axis,
@@ -51,6 +52,7 @@ class Setting:
             offloads=hosts_inputs(self.recipe),
             ahead=ahead,
             group=ahead * layer / 2,
+            unwritten=TOGETHER * self.network.offloads * writes,
             reduced=largest * self.item_bytes[1] * self.network.offloads,
             vector_memory=one.vector_memory,
         )

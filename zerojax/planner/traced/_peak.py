@@ -55,6 +55,8 @@ class Sharing:
     ahead: float = 0.0
     #: bytes of weights that a list of layers gathers together (GPU); 0 where nothing goes ahead
     group: float = 0.0
+    #: bytes of new parameters of a list that wait to be written over the old ones (SparseCores)
+    unwritten: float = 0.0
     #: bytes of the largest gradient that SparseCores reduce: it lies in memory, however small
     reduced: float = 0.0
     #: bytes of the largest brief value that lies in no memory but vector memory
@@ -90,7 +92,7 @@ def peak_of(
     held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
     if lifetimes.is_list:
-        clock.group = clock.sharing.group
+        clock.group, clock.unwritten = clock.sharing.group, clock.sharing.unwritten
     else:
         clock.room = _ROOM * clock.sharing.vector_memory
     return clock.peak(held, frozenset(batch if frees else held))
@@ -111,6 +113,7 @@ class _Clock:
     carried_shapes: frozenset[tuple[int, ...]]  # of what loops carry from layer to layer
     room: float = 0.0  # bytes of vector memory that small values may take
     group: float = 0.0  # bytes of weights that are gathered together, outside of loops
+    unwritten: float = 0.0  # most bytes of new parameters beside the old ones
 
     def __post_init__(self) -> None:
         self.program = self.lifetimes.program
@@ -128,6 +131,7 @@ class _Clock:
         change = _changes(self._gathers())
         total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
         leaving = sent = 0.0  # of gradients that are on their way, and of their shards
+        updated = 0.0  # of parameters whose gradients are there: their new values are gathered
         for launch in self.lifetimes.launches:
             op = launch.op
             while clock <= launch.time:  # what starts before this operation or with it
@@ -145,9 +149,12 @@ class _Clock:
             turns = (self.leaves[x.leaf].turned for x in marks)
             turned = sum(x for x in turns if x > self.sharing.vector_memory)
             beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
+            beyond += min(updated, self.unwritten)
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel" and sent >= self.lifetimes.backend.combines:
                 leaving = sent = 0.0
+            if op.kind != "fused":  # else a gradient that was counted is turned around
+                updated += sum(x.share * self.leaves[x.leaf].held for x in marks)
             for v, size in wanted.items():
                 # A gradient is scattered as soon as it is there, beside the next product.
                 alive[v] = size if op.kind == "loop" else min(size, self._gradient(v))
