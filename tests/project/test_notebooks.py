@@ -159,8 +159,8 @@ def check_paper(text):
     printed, larger, _, ours = np.array([row[1:] for row in rows], int).T
     c1, c2, c3, c4, c5 = larger
     assert c1 < c3 < c2 < c4 < c5, "the order of figure 6"
-    apart = np.abs(ours / printed - 1)
-    assert np.all(np.delete(apart, 1) < 0.05), "but for C2, which is a slip"
+    rounded = np.abs(ours - printed) <= 5 + 0.03 * printed  # printed in tens of 1e9 parameters
+    assert np.all(np.delete(rounded, 1)), "but for C2, which is a slip"
     of_linear = dict(re.findall(r"^ +(whole|Pa) +400 .* (\S+)$", text, re.MULTILINE))
     assert float(of_linear["whole"]) > 1.1, "figure 3"
 
