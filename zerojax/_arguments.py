@@ -8,14 +8,14 @@ Noun = TypeVar("Noun")
 
 
 def as_count(name: str, value: Any) -> int:
-    """Return a whole number of at least 1, 7.5e9 too, as an int; a ValueError has the `name`."""
+    """Return a whole number of at least 1, 7.5e9 too, as an int; else a ValueError names it."""
     if not _is_finite(value) or value < 1 or value != math.floor(value):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
 
 def as_amount(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """Return a finite number of at least 0, or above, as a float; a ValueError has the `name`."""
+    """Return a finite number of at least 0, or above it, as a float; else a ValueError names it."""
     if not _is_finite(value) or value < 0 or (above_zero and value == 0):
         least = "above 0" if above_zero else "of at least 0"
         raise ValueError(f"{name} must be a number {least}, got {value!r}")
@@ -29,7 +29,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def as_given(noun: type[Noun], given: Any, example: str, default: Noun | None = None) -> Noun:
-    """Return a `noun`, or the default for None; of anything else a TypeError has the `example`."""
+    """Return a `noun`, or the default for None; else a TypeError tells how one is made."""
     value = default if given is None else given
     if isinstance(value, noun):
         return value

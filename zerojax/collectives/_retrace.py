@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from zerojax import _jaxpr
-from zerojax._jaxpr import run
 from zerojax._tree import with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
@@ -136,7 +135,7 @@ class _Retracer:
     looped: bool = False
 
     def run(self, program: Any, args: Sequence[Any]) -> list[Any]:
-        return run(program, args, self._step)
+        return _jaxpr.run(program, args, self._step)
 
     def opened(self, value: Any) -> Any:
         return self.opening.opened(_uncopied(value))
@@ -219,8 +218,7 @@ class _Retracer:
         """Gather what all turns of a loop use; where it meets examples each device has its copy."""
         if isinstance(value, Copied):
             return value.gathered(self.opening)
-        is_plain = not value.recorded
-        if is_plain and self._meets_examples(program, index):
+        if not value.recorded and self._meets_examples(program, index):
             return copied(value, self.opening).gathered(self.opening)
         return self.opened(value)
 

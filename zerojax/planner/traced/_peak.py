@@ -238,7 +238,7 @@ class _Clock:
             if size + leaf.gathered > self.group:
                 size, begins, earlier = 0.0, min(times), begins
             size += leaf.gathered
-            found.append((min(earlier, *times), max(times), leaf.gathered))
+            found.append((earlier, max(times), leaf.gathered))
         return found
 
     def _parts(self, launch: Launch, kept: frozenset[int]) -> float:
