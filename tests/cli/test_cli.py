@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rich.filesize import decimal
 
 import zerojax
 from tests.cli.running import COMMAND, NUM_BYTES, QUICK, TEXT, lines_of, steps_of
 from tests.texts import bits_per_byte, prose
+from zerojax._display import decimal
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
 from zerojax.cli._check import check, diff

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 from zerojax.hlo import parse_collectives
 from zerojax.layout import _torus, fills_tiles, in_order
-from zerojax.layout._torus import SPANS, find_phases, read_digits
+from zerojax.layout._torus import SPANS, find_phases, read_sub_axes
 
 V5P, V6E, TPU7X = "TPU v5", "TPU v6 lite", "TPU7x"
 
@@ -81,10 +81,10 @@ def test_cores_of_a_chip_are_a_phase_of_their_own():
 def test_devices_in_no_order_are_put_in_order_or_said_to_be_in_none():
     snake = [4 * x + (y if x % 2 == 0 else 3 - y) for x in range(4) for y in range(4)]
     mesh = torus(V6E, (4, 4), {"data": 16}, order=snake)
-    assert read_digits(mesh, "data") is None
+    assert read_sub_axes(mesh, "data") is None
     assert "don't lie along the torus" in str(find_phases(mesh, ("data",)))
     ordered = in_order(mesh)
-    assert [digit.size for digit in read_digits(ordered, "data")] == [4, 4]
+    assert [sub_axis.size for sub_axis in read_sub_axes(ordered, "data")] == [4, 4]
     assert set(ordered.devices.flat) == set(mesh.devices.flat)
     fine = torus(V6E, (2, 4), {"data": 8}, order=[0, 1, 2, 3, 7, 6, 5, 4])
     assert in_order(fine) is fine  # one collective may span it, in whatever order
@@ -93,8 +93,8 @@ def test_devices_in_no_order_are_put_in_order_or_said_to_be_in_none():
 def test_an_axis_of_one_device_does_not_keep_a_mesh_out_of_order():
     shuffled = [*range(0, 16, 2), *range(1, 16, 2)]
     mesh = torus(V6E, (4, 4), {"data": 16, "model": 1}, order=shuffled)
-    assert read_digits(mesh, "data") is None
-    assert read_digits(in_order(mesh), "data") is not None
+    assert read_sub_axes(mesh, "data") is None
+    assert read_sub_axes(in_order(mesh), "data") is not None
 
 
 def test_an_axis_within_each_slice_has_its_phases():

@@ -133,7 +133,10 @@ def test_hardware_of_ones_own_is_taken_as_it_is():
     [
         ({"devices_per_chip": 2}, "v5p': chip_bandwidth must be a number above 0, got 0.0"),
         ({"clock": -1.0}, "clock must be a number of at least 0, got -1.0"),
-        ({"launch": float("nan")}, "launch must be a number of at least 0, got nan"),
+        (
+            {"launch_seconds": float("nan")},
+            "launch_seconds must be a number of at least 0, got nan",
+        ),
         ({"vector_memory": "96 MiB"}, "vector_memory must be a number of at least 0, got '96 MiB'"),
     ],
 )

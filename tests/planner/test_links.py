@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from scipy.optimize import linprog
 
 from zerojax.layout import in_order
-from zerojax.layout._torus import find_phases, read_digits
+from zerojax.layout._torus import find_phases, read_sub_axes
 from zerojax.planner import HARDWARE, find_hardware
 from zerojax.planner.hardware._links import Network, Phase, Seconds, gather_time
 
@@ -270,7 +270,7 @@ def test_phases_are_those_in_which_zerojax_gathers(name, num_devices, model):
     mesh = mesh_of(network)
     for over in (*((axis,) for axis in network.axes), tuple(network.axes)):
         found = find_phases(mesh, over)
-        if len(over) > 1 and any(read_digits(mesh, axis) is None for axis in over):
+        if len(over) > 1 and any(read_sub_axes(mesh, axis) is None for axis in over):
             continue  # each axis by itself is one collective in whatever order; both are not
         sizes = [math.prod(found.mesh.shape[part] for part in phase) for phase in found.axes]
         assert [phase.num_devices for phase in network.phases(over)] == sizes

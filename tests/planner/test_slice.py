@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerojax.layout import DIMS, Digit
+from zerojax.layout import DIMS, SubAxis
 from zerojax.planner import HARDWARE
 from zerojax.planner.hardware._links import lay_axes, torus_shape
 
@@ -67,14 +67,14 @@ def _stride(stretch):
 
 def test_axes_lie_on_whole_dims_where_they_can():
     assert lay_axes((4, 4, 4, 1), {"data": 16, "model": 4}) == {
-        "data": (Digit("data", "x", 4, 1), Digit("data", "y", 4, 1)),
-        "model": (Digit("model", "z", 4, 1),),
+        "data": (SubAxis("data", "x", 4, 1), SubAxis("data", "y", 4, 1)),
+        "model": (SubAxis("model", "z", 4, 1),),
     }
     assert lay_axes((4, 4, 4, 1), {"data": 32, "model": 2}) == {
         "data": (
-            Digit("data", "x", 2, 2),
-            Digit("data", "y", 4, 1),
-            Digit("data", "z", 4, 1),
+            SubAxis("data", "x", 2, 2),
+            SubAxis("data", "y", 4, 1),
+            SubAxis("data", "z", 4, 1),
         ),
-        "model": (Digit("model", "x", 2, 1),),
+        "model": (SubAxis("model", "x", 2, 1),),
     }

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from zerojax.layout import DIMS
-from zerojax.planner import HARDWARE, Places
+from zerojax.planner import HARDWARE, Interconnect
 from zerojax.planner.hardware import Network
 
 SIZE = 1e9
@@ -21,11 +21,11 @@ def torus(hardware, *dims):
     chips = [
         SimpleNamespace(coords=at, core_on_chip=0) for at in itertools.product(*map(range, whole))
     ]
-    return Places(hardware, chips)
+    return Interconnect(hardware, chips)
 
 
 def nodes_of(hardware, count):
-    return Places(hardware, [SimpleNamespace(id=number) for number in range(8 * count)])
+    return Interconnect(hardware, [SimpleNamespace(id=number) for number in range(8 * count)])
 
 
 @pytest.mark.parametrize("op", ["all-gather", "reduce-scatter", "all-reduce"])

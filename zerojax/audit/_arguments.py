@@ -28,7 +28,7 @@ class Held:
     parameter: int | None = None  # index of the layout's leaf that it belongs to, None for none
     # shapes that one device's part may have by the layout, the likeliest first, if it says any
     shards: tuple[Shape, ...] = ()
-    is_far: bool = False  # whether it lives in the host's memory
+    on_host: bool = False  # whether it lives in the host's memory
 
     @property
     def elements(self) -> int:
@@ -78,8 +78,8 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
         if kind is None:
             kind = _rest(leaf, leaf.path.split("/")[0] in states, layout)
         shards = _shards(leaf, kind, owner, found, layout)
-        is_far = bool(leaf.memory_kind) or leaf.number in hosted
-        held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards, is_far=is_far))
+        on_host = bool(leaf.memory_kind) or leaf.number in hosted
+        held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards, on_host=on_host))
     return tuple(held)
 
 

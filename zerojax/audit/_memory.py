@@ -50,8 +50,8 @@ def memory_of(evidence: Evidence) -> MemoryReport:
     program, stats = evidence.program, evidence.program.statistics
     held = dict.fromkeys(NAMES.values(), 0)
     for one in evidence.held:
-        held[NAMES[one.kind]] += 0 if one.is_far else one.argument.shard_bytes
-    on_host = sum(one.argument.shard_bytes for one in evidence.held if one.is_far)
+        held[NAMES[one.kind]] += 0 if one.on_host else one.argument.shard_bytes
+    on_host = sum(one.argument.shard_bytes for one in evidence.held if one.on_host)
     arguments, outputs, peak = program.argument_bytes, program.output_bytes, program.peak
     return MemoryReport(
         **held,
@@ -70,7 +70,7 @@ def _theory(evidence: Evidence) -> dict[str, int]:
     layout = evidence.layout
     theory = {}
     for kind in STATES[:3]:
-        whole = sum(_whole_bytes(x, evidence) for x in evidence.states(kind) if not x.is_far)
+        whole = sum(_whole_bytes(x, evidence) for x in evidence.states(kind) if not x.on_host)
         theory[NAMES[kind]] = round(whole / layout.parts(kind))  # type: ignore[arg-type]
     whole = sum(_whole_bytes(one, evidence) for one in evidence.states("parameter"))
     theory["gradients"] = round(whole / layout.parts("gradient"))
@@ -122,7 +122,7 @@ def traffic_of(evidence: Evidence) -> HostTraffic:
 
 def _updated_theory(evidence: Evidence) -> int:
     """Count what ZeRO-Offload's update moves: of each leaf a gradient down and a parameter up."""
-    states = [one for one in evidence.states("master", "optimizer") if one.is_far]
+    states = [one for one in evidence.states("master", "optimizer") if one.on_host]
     owners = {one.parameter for one in states if one.parameter is not None}
     has_masters = bool(evidence.states("master"))
     wide = evidence.recipe.accumulate > 1 or evidence.recipe.precision.reduce is not None

@@ -23,7 +23,7 @@ from typing import Any
 
 from zerojax.audit._program import Program
 from zerojax.hlo import Collective, Cost, Module, Operation, parse_schedule
-from zerojax.planner import Hardware, Places, Transfer, find_hardware
+from zerojax.planner import Hardware, Interconnect, Transfer, find_hardware
 
 
 @dataclass
@@ -202,7 +202,7 @@ def schedule_of(
     own = {device.id: device for device in devices}
     if own.keys() == set(program.device_ids):
         devices = [own[number] for number in program.device_ids]
-    places = Places(hardware, devices)
+    interconnect = Interconnect(hardware, devices)
     issued: dict[object, list[Collective]] = {}
     for record in records:
         if record.moved_elements:
@@ -212,7 +212,7 @@ def schedule_of(
         return [record for key in one.begins for record in issued.get(key, ())]
 
     def transfer_of(one: Operation) -> Transfer:
-        moving = [_transfer(x, places, hardware) for x in begun(one)]
+        moving = [_transfer(x, interconnect, hardware) for x in begun(one)]
         links = dict.fromkeys(link for each in moving for link in each.links)
         return Transfer(sum(each.seconds for each in moving), tuple(links))
 
@@ -243,9 +243,11 @@ def _seconds(cost: Cost, hardware: Hardware) -> float:
     return max(products, cost.bytes / hardware.hbm_bandwidth)
 
 
-def _transfer(record: Collective, places: Places, hardware: Hardware) -> Transfer:
+def _transfer(record: Collective, interconnect: Interconnect, hardware: Hardware) -> Transfer:
     if record.groups:
-        return places.transfer(record.op, record.groups, record.elements * record.item_bits / 8)
+        return interconnect.transfer(
+            record.op, record.groups, record.elements * record.item_bits / 8
+        )
     seconds = record.moved_bytes / record.runs / hardware.slow_bandwidth  # between slices
     return Transfer(seconds, ("slow",))
 

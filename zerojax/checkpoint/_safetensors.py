@@ -51,10 +51,10 @@ DTYPES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
 #: A tensor, its file, and where in the file its bytes begin.
-Place = tuple[jax.ShapeDtypeStruct, Path, int]
+TensorInFile = tuple[jax.ShapeDtypeStruct, Path, int]
 
 
-def find_tensors(path: Path) -> dict[str, Place]:
+def find_tensors(path: Path) -> dict[str, TensorInFile]:
     """Find the tensors of one file, or of the several that an index names, by their headers."""
     if not path.is_file():
         told = f"there is no file {path}; give one of {SUFFIX}"
@@ -62,9 +62,9 @@ def find_tensors(path: Path) -> dict[str, Place]:
     return _read_indexed(path) if path.name.endswith(INDEX_SUFFIX) else _read_header(path)
 
 
-def read_tensor(place: Place, index: tuple[slice, ...] = ()) -> np.ndarray:
+def read_tensor(stored: TensorInFile, index: tuple[slice, ...] = ()) -> np.ndarray:
     """Read a part of a tensor, a slice for each of the first dims; only that part is copied."""
-    tensor, path, offset = place
+    tensor, path, offset = stored
     if not tensor.size:  # nothing can't be mapped
         return np.empty(tensor.shape, tensor.dtype)[index]
     try:
@@ -78,7 +78,7 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
     return local_path(path).name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
-def _read_header(path: Path) -> dict[str, Place]:
+def _read_header(path: Path) -> dict[str, TensorInFile]:
     with extra("checkpoint", "reading a safetensors file"):
         from safetensors import SafetensorError, safe_open
     try:
@@ -99,13 +99,13 @@ def _read_header(path: Path) -> dict[str, Place]:
     return found
 
 
-def _read_indexed(path: Path) -> dict[str, Place]:
+def _read_indexed(path: Path) -> dict[str, TensorInFile]:
     try:
         names = dict(json.loads(path.read_bytes())["weight_map"])
         files = dict.fromkeys(names.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of tensors to files: {error!r}") from error
-    found: dict[str, Place] = {}
+    found: dict[str, TensorInFile] = {}
     for file in files:
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path} names {file!r}, which is not a file beside it")
@@ -228,13 +228,13 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
         ValueError: a file is damaged.
     """
     path = local_path(path)
-    places = find_tensors(path)
+    tensors = find_tensors(path)
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
-    names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in places}
-    names |= {name.replace(".", "/"): name for name in sorted(places.keys() - names.values())}
+    names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in tensors}
+    names |= {name.replace(".", "/"): name for name in sorted(tensors.keys() - names.values())}
     found = {}
     for leaf, name in names.items():
-        x, _, _ = places[name]
+        x, _, _ = tensors[name]
         dtype, size = x.dtype.name, num_bytes(x.shape, x.dtype)
         found[leaf] = SavedLeaf(shape=x.shape, stored_shape=x.shape, dtype=dtype, num_bytes=size)
     check_leaves(found, wanted, path)
@@ -245,7 +245,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
 
         def part(index: Any) -> np.ndarray:
             if str(index) not in parts:
-                block = read_tensor(places[names[path_name(keys)]], index)  # without padding
+                block = read_tensor(tensors[names[path_name(keys)]], index)  # without padding
                 block = block.astype(x.dtype, copy=False)
                 dims = zip(index, x.shape, block.shape, strict=True)
                 padding = [(0, len(range(*one.indices(n))) - have) for one, n, have in dims]

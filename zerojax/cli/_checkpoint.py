@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 
 import typer
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import make_table
+from zerojax._display import decimal, make_table
 from zerojax.checkpoint import Manifest, export_safetensors, parts, read_manifest, verify
 from zerojax.cli.shared import _command
 from zerojax.cli.shared._machine import find_checkpoint, list_checkpoints

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from rich.filesize import decimal
 from rich.text import Text
 
 import zerojax
+from zerojax._display import decimal
 from zerojax.aot import has_accelerators, version_of
 from zerojax.cli.shared._command import CommandOptions, Failure, Screen, command
 from zerojax.cli.shared._machine import find_devices, memory_per_device

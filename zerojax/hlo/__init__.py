@@ -7,7 +7,7 @@ from zerojax.hlo._memory import (
     host_parameters,
     largest_results,
     most_alive,
-    source_of,
+    operand_of,
 )
 from zerojax.hlo._module import Module, element_bits, parse_module
 from zerojax.hlo._parse import is_collective, parse_collectives

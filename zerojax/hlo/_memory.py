@@ -30,7 +30,7 @@ def largest_results(module: Module, count: int) -> list[Result]:
         Result(name=line.name, shape=_text(line), bytes=size)
         for line in {id(line): line for _, line in walk(module, SCHEDULED)}.values()
         if line.opcode not in _NO_BUFFER
-        and not any(tensor.is_far for tensor in line.shapes)
+        and not any(tensor.on_host for tensor in line.shapes)
         and (size := sum(tensor.bytes for tensor in line.shapes))
     ]
     return sorted(found, key=lambda one: -one.bytes)[:count]
@@ -78,7 +78,7 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
     return peak(module.entry.name)
 
 
-def source_of(module: Module, record: Collective) -> str:
+def operand_of(module: Module, record: Collective) -> str:
     """Return the name of the instruction that made a collective's operand, behind views and copies.
 
     %g = f32[8,4] fusion(%x);  %b = f32[32] bitcast(%g);  %s = f32[4] reduce-scatter(%b)
@@ -161,7 +161,7 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
 
 def host_parameters(module: Module) -> set[int]:
     parameters = module.entry.parameters.items()
-    return {number for number, line in parameters if any(x.is_far for x in line.shapes)}
+    return {number for number, line in parameters if any(x.on_host for x in line.shapes)}
 
 
 def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
@@ -171,15 +171,15 @@ def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
     if HOST_COMPUTES.search(line.attributes):
         if line.opcode.endswith("-start"):  # operands, results, context
             made = made[len(given) : -1]
-        near = [sum(x.bytes for x in tensors if not x.is_far) for tensors in (given, made)]
+        near = [sum(x.bytes for x in tensors if not x.on_host) for tensors in (given, made)]
         return near[0], near[1], True
     if line.opcode == "copy-start":
         made = made[:1]
     elif line.opcode.endswith("-start"):  # counted where it is done
         return 0, 0, False
-    if not given or not made or all(x.is_far == made[0].is_far for x in given + made):
+    if not given or not made or all(x.on_host == made[0].on_host for x in given + made):
         return 0, 0, False
-    if made[0].is_far:  # a copy, or a slice written into what lies there
-        inserted = sum(x.bytes for x in given if not x.is_far and x.bytes > _SCALAR)
+    if made[0].on_host:  # a copy, or a slice written into what lies there
+        inserted = sum(x.bytes for x in given if not x.on_host and x.bytes > _SCALAR)
         return min(made[0].bytes, inserted), 0, False
-    return 0, min(made[0].bytes, sum(x.bytes for x in given if x.is_far)), False
+    return 0, min(made[0].bytes, sum(x.bytes for x in given if x.on_host)), False

@@ -49,7 +49,7 @@ class Tensor:
 
     dtype: str
     dims: tuple[int, ...]
-    is_far: bool = False  # whether it lies in the host's memory
+    on_host: bool = False  # whether it lies in the host's memory
 
     @property
     def elements(self) -> int:
@@ -284,7 +284,7 @@ def parse_shapes(text: str) -> tuple[Tensor, ...]:
         Tensor(
             dtype,
             tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim),
-            is_far=HOST_MEMORY.search(layout) is not None,
+            on_host=HOST_MEMORY.search(layout) is not None,
         )
         for dtype, dims, layout in _SHAPE.findall(text)
     )

@@ -12,9 +12,9 @@ from zerojax.layout._torus import (
     DIMS,
     OFFLOADS,
     SPANS,
-    Digit,
+    SubAxis,
     fills_tiles,
-    group_digits,
+    group_sub_axes,
     in_order,
     scatters_tiles,
 )

@@ -57,7 +57,7 @@ OFFLOADS = frozenset({"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Digit:
+class SubAxis:
     """A part of a mesh axis that runs along one torus dim."""
 
     axis: str  # the mesh axis
@@ -136,14 +136,14 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
     span = _span_of(mesh, axes)
     if span is None:
         return at_once
-    digits = [read_digits(mesh, axis) for axis in axes]
-    if None in digits:
+    sub_axes = [read_sub_axes(mesh, axis) for axis in axes]
+    if None in sub_axes:
         reason = (
             "at once, which becomes an all-reduce here: the devices don't lie along the torus in "
             "order; zerojax.make_mesh places them so"
         )
         return dataclasses.replace(at_once, reason=reason)
-    groups = group_digits(span, [digit for found in digits for digit in found or ()])
+    groups = group_sub_axes(span, [sub_axis for found in sub_axes for sub_axis in found or ()])
     return _cut(mesh, groups, further)
 
 
@@ -160,10 +160,10 @@ def in_order(mesh: Mesh) -> Mesh:
 
 def _is_in_order(mesh: Mesh) -> bool:
     axes = (axis for axis in mesh.axis_names if _span_of(mesh, (axis,)) is not None)
-    return all(read_digits(mesh, axis) is not None for axis in axes)
+    return all(read_sub_axes(mesh, axis) is not None for axis in axes)
 
 
-def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:
+def read_sub_axes(mesh: Mesh, axis: str) -> tuple[SubAxis, ...] | None:
     """Return along which torus dims an axis runs, major first; None where in no order."""
     size = mesh.shape[axis]
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
@@ -179,39 +179,41 @@ def read_digits(mesh: Mesh, axis: str) -> tuple[Digit, ...] | None:
         turn = (np.arange(size) // stride) % count * stride
         if size % (stride * count) or (values != values[:, turn]).any():
             return None
-        found.append((stride, Digit(axis, dim, count)))
+        found.append((stride, SubAxis(axis, dim, count)))
     found.sort(key=lambda pair: -pair[0])
-    digits = tuple(digit for _, digit in found)
-    return digits if math.prod(digit.size for digit in digits) == size else None
+    sub_axes = tuple(sub_axis for _, sub_axis in found)
+    return sub_axes if math.prod(sub_axis.size for sub_axis in sub_axes) == size else None
 
 
-def group_digits(span: Span, digits: Sequence[Digit]) -> list[list[Digit]]:
-    """Part the digits into phases, the first as large as it may be: it moves the most."""
+def group_sub_axes(span: Span, sub_axes: Sequence[SubAxis]) -> list[list[SubAxis]]:
+    """Part the sub-axes into phases, the first as large as it may be: it moves the most."""
 
-    def fit(members: Sequence[Digit]) -> bool:
+    def fit(members: Sequence[SubAxis]) -> bool:
         sizes: dict[str, int] = {}
         for member in members:
             sizes[member.dim] = sizes.get(member.dim, 1) * member.size
         return _fits(span, sizes)
 
-    if fit(digits):
-        return [list(digits)]
-    groups: list[list[Digit]] = [[]]
-    for digit in digits:
-        if fit((*groups[-1], digit)):
-            groups[-1].append(digit)
+    if fit(sub_axes):
+        return [list(sub_axes)]
+    groups: list[list[SubAxis]] = [[]]
+    for sub_axis in sub_axes:
+        if fit((*groups[-1], sub_axis)):
+            groups[-1].append(sub_axis)
         else:
-            groups.append([digit])
+            groups.append([sub_axis])
     return groups
 
 
-def _cut(mesh: Mesh, groups: list[list[Digit]], further: tuple[Axes, ...]) -> Phases:
+def _cut(mesh: Mesh, groups: list[list[SubAxis]], further: tuple[Axes, ...]) -> Phases:
     pieces: dict[str, dict[str, int]] = {axis: {} for axis in mesh.axis_names}
     phases: list[Axes] = []
     for number, group in enumerate(groups):
-        names = {digit.axis: f"{digit.axis}_{number}" for digit in group}
+        names = {sub_axis.axis: f"{sub_axis.axis}_{number}" for sub_axis in group}
         for axis, name in names.items():
-            pieces[axis][name] = math.prod(digit.size for digit in group if digit.axis == axis)
+            pieces[axis][name] = math.prod(
+                sub_axis.size for sub_axis in group if sub_axis.axis == axis
+            )
         phases.append(tuple(names.values()))
     sizes = {
         name: size
@@ -226,7 +228,7 @@ def _cut(mesh: Mesh, groups: list[list[Digit]], further: tuple[Axes, ...]) -> Ph
     return Phases(
         mesh=refined,
         axes=(*phases, *further),
-        dims=tuple(tuple(dict.fromkeys(digit.dim for digit in group)) for group in groups),
+        dims=tuple(tuple(dict.fromkeys(sub_axis.dim for sub_axis in group)) for group in groups),
         reason=f"over all of them at once, a {mesh.devices.flat[0].device_kind} all-reduces",
         cut={axis: tuple(cut) for axis, cut in pieces.items() if cut},
     )

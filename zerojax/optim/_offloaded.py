@@ -61,9 +61,9 @@ def hosted_leaves(
     )
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     owner: int | None
-    is_far: bool
+    on_host: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +97,22 @@ class OffloadedUpdate:
         """
         args = (grads, held, state, loss)
         traced = Traced(self.function, args)
-        sources, places = self._places(traced.out_tree)
+        sources, slots = self._slots(traced.out_tree)
         given = dict(zip(traced.inputs, jax.tree.leaves(args), strict=True)) | traced.consts
         source = dict(zip(traced.inputs, sources, strict=True))
-        far = {var for var, place in source.items() if place.is_far}
+        far = {var for var, slot in source.items() if slot.on_host}
         behind = depending(traced.eqns, far)
 
         def is_shared(var: Any) -> bool:
             return traced.is_scalar(var) and var not in behind
 
-        hosted = {x.owner for x in sources if x.is_far and x.owner is not None}
-        parts = [self._part(traced, index, places, is_shared) for index in sorted(hosted)]
+        hosted = {x.owner for x in sources if x.on_host and x.owner is not None}
+        parts = [self._part(traced, index, slots, is_shared) for index in sorted(hosted)]
         for part in parts:
             self._check(part, source)
         shared = list(dict.fromkeys(x for p in parts for x in p.slice.inputs if is_shared(x)))
         taken = {position for part in parts for position in part.positions}
-        rest = [n for n in range(len(places)) if n not in taken]
+        rest = [n for n in range(len(slots)) if n not in taken]
         near = traced.slice([*(traced.outputs[n] for n in rest), *shared], lambda _: False)
         if mixed := far.intersection(near.inputs):
             raise _mixes(
@@ -127,33 +127,33 @@ class OffloadedUpdate:
             values = [given[var] for var in part.slice.inputs]
             out = self._run(part, values, [var in far for var in part.slice.inputs], token)
             results.update(zip(part.positions, out, strict=True))
-            here = [x for x, is_far in zip(out, part.to_host, strict=True) if not is_far]
+            here = [x for x, on_host in zip(out, part.to_host, strict=True) if not on_host]
             token = here[0] if here else token
-        return jax.tree.unflatten(traced.out_tree, [results[n] for n in range(len(places))])
+        return jax.tree.unflatten(traced.out_tree, [results[n] for n in range(len(slots))])
 
-    def _places(self, results: TreeDef) -> tuple[list[_Place], list[_Place]]:
-        low = [_Place(number, False) for number in range(len(self.layout.leaves))]
-        held = [_Place(number, is_far) for number, is_far in enumerate(self.hosted.masters)]
+    def _slots(self, results: TreeDef) -> tuple[list[_Slot], list[_Slot]]:
+        low = [_Slot(number, False) for number in range(len(self.layout.leaves))]
+        held = [_Slot(number, on_host) for number, on_host in enumerate(self.hosted.masters)]
         state = [
-            _Place(leaf.parameter, is_far)
-            for leaf, is_far in zip(self.placed.leaves, self.hosted.state, strict=True)
+            _Slot(leaf.parameter, on_host)
+            for leaf, on_host in zip(self.placed.leaves, self.hosted.state, strict=True)
         ]
-        scalar = [_Place(None, False)]
+        scalar = [_Slot(None, False)]
         scalars, _, cast, _ = (part.num_leaves for part in results.children())
         return low + held + state + scalar, scalar * scalars + held + low[:cast] + state
 
     def _part(
-        self, traced: Traced, index: int, places: list[_Place], stop: Callable[[Any], bool]
+        self, traced: Traced, index: int, slots: list[_Slot], stop: Callable[[Any], bool]
     ) -> _Part:
-        positions = tuple(n for n, place in enumerate(places) if place.owner == index)
+        positions = tuple(n for n, slot in enumerate(slots) if slot.owner == index)
         return _Part(
             leaf=self.layout.leaves[index],
             slice=traced.slice([traced.outputs[n] for n in positions], stop),
             positions=positions,
-            to_host=tuple(places[n].is_far for n in positions),
+            to_host=tuple(slots[n].on_host for n in positions),
         )
 
-    def _check(self, part: _Part, source: dict[Any, _Place]) -> None:
+    def _check(self, part: _Part, source: dict[Any, _Slot]) -> None:
         found = {source[x].owner for x in part.slice.inputs if x in source} - {None}
         others = [n for n in found if self.layout.leaves[n or 0] is not part.leaf]
         if others:
@@ -171,16 +171,16 @@ class OffloadedUpdate:
         return ", ".join([repr(self.layout.leaves[n].path) for n in sorted(owners)][:3])
 
     def _run(
-        self, part: _Part, values: Sequence[Any], is_far: Sequence[bool], token: Any
+        self, part: _Part, values: Sequence[Any], on_host: Sequence[bool], token: Any
     ) -> list[Any]:
-        near = [x for x, far in zip(values, is_far, strict=True) if not far]
+        near = [x for x, far in zip(values, on_host, strict=True) if not far]
         if token is not None:  # hold them back until it is there
             near = list(jax.lax.optimization_barrier((*near, token)))[:-1]
-        anchor = is_far.index(True)
+        anchor = on_host.index(True)
         # A mesh of absent GPUs, and Explicit axes, lose the memory from an array's type.
         is_typed = jax.typeof(values[anchor]).memory_space == _HOST
         moved = iter(jax.device_put(near, _HOST) if is_typed else near)
-        there = [x if far else next(moved) for x, far in zip(values, is_far, strict=True)]
+        there = [x if far else next(moved) for x, far in zip(values, on_host, strict=True)]
 
         def compute(*given: Any) -> list[Any]:
             def step(eqn: Any, operands: list[Any]) -> list[Any]:

@@ -155,10 +155,10 @@ def search_plans(
     model = read_model(params, tx, recipe, workload)
     num_devices = as_count("num_devices", num_devices)
     limit = as_amount("memory_limit", limit, above_zero=True)
-    return _Hunt(model, num_devices, one, limit, space).run()
+    return _Search(model, num_devices, one, limit, space).run()
 
 
-class _Hunt:
+class _Search:
     """Goes through a space once; what a rematerialisation and a placement need is found once."""
 
     def __init__(

@@ -99,10 +99,10 @@ def initialize(
     return count
 
 
-Place = tuple[str | None, int | None, int | None]
+InitializeArgs = tuple[str | None, int | None, int | None]
 
 
-def _meet(given: Place, listens: str | None, wait: float) -> Place:
+def _meet(given: InitializeArgs, listens: str | None, wait: float) -> InitializeArgs:
     from jax._src.clusters import ClusterEnv
 
     if has_started():

@@ -110,7 +110,7 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
             )
 
 
-def check_placement(batch: PyTree, layout: Layout) -> None:
+def check_batch_placement(batch: PyTree, layout: Layout) -> None:
     """Refuse a batch that lies otherwise than the layout asks for."""
     for name, x in example_leaves(batch):
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):

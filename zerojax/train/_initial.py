@@ -132,7 +132,7 @@ class InitialState:
         def over(tree: PyTree, far: Sequence[bool]) -> PyTree:
             leaves, structure = jax.tree.flatten(tree)
             return structure.unflatten(
-                function(x) if is_far else x for x, is_far in zip(leaves, far, strict=False)
+                function(x) if on_host else x for x, on_host in zip(leaves, far, strict=False)
             )
 
         if not self.update.hosted:

@@ -32,7 +32,13 @@ from zerojax.layout import Layout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._checks import Loss, check_batch, check_placement, check_state, check_usable
+from zerojax.train._checks import (
+    Loss,
+    check_batch,
+    check_batch_placement,
+    check_state,
+    check_usable,
+)
 from zerojax.train._initial import InitialState
 from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
@@ -196,7 +202,7 @@ class TrainStep(Shown):
         except ValueError:
             # What jit says of leaves and placements names neither; the good path pays nothing.
             check_state(state, self.abstract_state())
-            check_placement(batch, self.layout)
+            check_batch_placement(batch, self.layout)
             raise
 
     def _jitted(self, what: str, batch: PyTree) -> Any:

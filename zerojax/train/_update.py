@@ -188,8 +188,8 @@ class Update:
             low = [x.astype(was.dtype) for x, was in zip(new, own, strict=True)]
         return norm, new, low, self.placed.flatten(state)
 
-    def _logical(self, x: jax.Array, leaf: LeafLayout, is_far: bool = False) -> jax.Array:
-        if is_far:
+    def _logical(self, x: jax.Array, leaf: LeafLayout, on_host: bool = False) -> jax.Array:
+        if on_host:
             return x
         is_stored = x.shape == leaf.stored_shape
         return view(x, leaf, self.layout) if is_stored else shard(x, leaf, self.layout)
@@ -197,5 +197,5 @@ class Update:
     def _gradient(self, x: jax.Array, leaf: LeafLayout) -> jax.Array:
         return as_state(self._logical(x, leaf), leaf, self.layout)
 
-    def _stored(self, x: jax.Array, leaf: LeafLayout, is_far: bool) -> jax.Array:
-        return x if is_far else store(x, leaf, self.layout)
+    def _stored(self, x: jax.Array, leaf: LeafLayout, on_host: bool) -> jax.Array:
+        return x if on_host else store(x, leaf, self.layout)

@@ -164,7 +164,7 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
     if not evidence.has_recipe:
         return
     offload = evidence.recipe.offload
-    hosted = [one for one in evidence.states(*STATES) if one.is_far]
+    hosted = [one for one in evidence.states(*STATES) if one.on_host]
     if hosted and not offload:
         yield _finding(hosted, "all states on the device", "in the host's memory")
     if not offload or evidence.program.platform == "gpu":
@@ -175,7 +175,7 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
             for one in evidence.states(kind)
             if one.elements >= evidence.floor and one.argument.placement >= 0
         ]
-        if large and not any(one.is_far for one in large):
+        if large and not any(one.on_host for one in large):
             yield _finding(large, f"{kind} in the host's memory", "on the device")
 
 

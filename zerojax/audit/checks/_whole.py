@@ -10,7 +10,7 @@ from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hin
 from zerojax.audit._match import Key, Match, key_of
 from zerojax.audit._traffic import Move
 from zerojax.collectives import BUCKET
-from zerojax.hlo import Carry, Use, most_alive, source_of, uses_of
+from zerojax.hlo import Carry, Use, most_alive, operand_of, uses_of
 from zerojax.layout import LeafLayout
 
 
@@ -224,7 +224,7 @@ def _beyond(
     sizes, gathers = Counter[tuple[str, str]](), what == "weights"
     for move in moves:
         record = move.record
-        name = record.name if gathers else source_of(evidence.module, record)
+        name = record.name if gathers else operand_of(evidence.module, record)
         sizes[record.computation, name] += record.elements * record.item_bits // 8
     largest = max(moves, key=lambda move: move.record.elements)
     layer, other = (size * largest.record.item_bits // 8 for size in _largest(evidence))

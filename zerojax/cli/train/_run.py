@@ -12,8 +12,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.filesize import decimal
 
+from zerojax._display import decimal
 from zerojax._types import PyTree
 from zerojax.checkpoint import (
     Checkpoints,

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 from rich.console import RenderableType
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import make_table
+from zerojax._display import decimal, make_table
 from zerojax._extras import extra
 from zerojax.checkpoint import Restored
 from zerojax.cli.shared._command import Screen

@@ -2,4 +2,4 @@
 
 from zerojax.planner.hardware._hardware import HARDWARE, Hardware, find_hardware
 from zerojax.planner.hardware._links import Collective, Network, Seconds
-from zerojax.planner.hardware._transfer import Places, Transfer
+from zerojax.planner.hardware._transfer import Interconnect, Transfer

@@ -46,9 +46,9 @@ class Hardware:
         host_bandwidth: bytes/s one way between a device and its host's memory.
         host_memory: bytes of the host's memory per device.
         clock: cycles/s of a TPU's cores, in which its compiler estimates; 0 where none does.
-        flops_share, hbm_share, launch: what its compiler's own estimates come to, read off compiled
-            programs, by which a planned step goes: shares of `flops` and `hbm_bandwidth`, and the
-            seconds that any operation takes.
+        flops_share, hbm_share, launch_seconds: by which a planned step goes: what its compiler's
+            own estimates come to, read off compiled programs, in shares of `flops` and of
+            `hbm_bandwidth`, and the seconds that any operation takes.
         vector_memory: bytes of the largest value outside of loops that its compiler keeps in
             vector memory alone, where few operations pass until its last use; 0 where it does not.
         device_kinds: what JAX calls such a device.
@@ -77,7 +77,7 @@ class Hardware:
     clock: float = 0.0
     flops_share: float = 1.0
     hbm_share: float = 1.0
-    launch: float = 0.0
+    launch_seconds: float = 0.0
     vector_memory: int = 0
     device_kinds: tuple[str, ...] = ()
     source: str = "the user"
@@ -87,7 +87,7 @@ class Hardware:
         bandwidths = ("hbm_bandwidth", "link_bandwidth", "slow_bandwidth", "host_bandwidth")
         for field in ("flops", "flops_fp32", *bandwidths, "flops_share", "hbm_share"):
             as_amount(f"{who} {field}", getattr(self, field), above_zero=True)
-        for field in ("clock", "launch", "vector_memory"):
+        for field in ("clock", "launch_seconds", "vector_memory"):
             as_amount(f"{who} {field}", getattr(self, field))
         for field in ("memory", "host_memory", "domain", "wrap", "devices_per_chip"):
             as_count(f"{who} {field}", getattr(self, field))

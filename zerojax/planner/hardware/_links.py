@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from zerojax._types import Axes
-from zerojax.layout import DIMS, OFFLOADS, SPANS, Digit, group_digits
+from zerojax.layout import DIMS, OFFLOADS, SPANS, SubAxis, group_sub_axes
 from zerojax.planner.hardware._hardware import Hardware
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -61,7 +61,7 @@ class Network:
         self.torus = torus_shape(hardware, num_devices)
         cores = num_devices // math.prod(self.torus) if self.torus else 1
         self._extents = {**dict(zip(DIMS, self.torus, strict=False)), DIMS[-1]: cores}
-        self._digits = lay_axes((*self.torus, cores), self.within) if self.torus else {}
+        self._sub_axes = lay_axes((*self.torus, cores), self.within) if self.torus else {}
         self._span = next((SPANS[kind] for kind in hardware.device_kinds if kind in SPANS), None)
 
     def seconds(
@@ -105,19 +105,19 @@ class Network:
         if not self.torus:
             n = math.prod(self.within[name] for name in axes)
             return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
-        digits = [digit for name in axes for digit in self._digits[name]]
-        groups = [digits]
+        sub_axes = [sub_axis for name in axes for sub_axis in self._sub_axes[name]]
+        groups = [sub_axes]
         if collective != "all-reduce" and self._span is not None:
-            groups = group_digits(self._span, digits)
+            groups = group_sub_axes(self._span, sub_axes)
         return tuple(self._phase(group) for group in groups if group)
 
-    def _phase(self, group: Sequence[Digit]) -> Phase:
+    def _phase(self, group: Sequence[SubAxis]) -> Phase:
         """Find the bandwidth of a phase that goes along some dims at once."""
         sizes, rates = [], []
-        for dim in dict.fromkeys(digit.dim for digit in group):
-            along = [digit for digit in group if digit.dim == dim]
-            members = math.prod(digit.size for digit in along)
-            extent = max(digit.stride * digit.size for digit in along)
+        for dim in dict.fromkeys(sub_axis.dim for sub_axis in group):
+            along = [sub_axis for sub_axis in group if sub_axis.dim == dim]
+            members = math.prod(sub_axis.size for sub_axis in along)
+            extent = max(sub_axis.stride * sub_axis.size for sub_axis in along)
             sizes.append(members)
             rates.append(rate_along(self.hardware, dim, members, extent, self._extents[dim]))
         n = math.prod(sizes)
@@ -192,7 +192,7 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
     return min(_factorizations(num_chips, hardware.torus), key=rank)
 
 
-def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Digit, ...]]:
+def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]]:
     """Place mesh axes along the dims of a torus: on whole dims where that works, else on parts.
 
     `zerojax.make_mesh` and `jax.experimental.mesh_utils.create_device_mesh` do nearly the same.
@@ -202,7 +202,7 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[D
     every second chip along x, and y.
 
     `shape` is chips along each dim, and devices of a chip; the product of `axes`, major first, is
-    that of `shape`. Digits come back major first.
+    that of `shape`. Sub-axes come back major first.
     """
     return _lay_whole(shape, axes) or _lay_parts(shape, axes)
 
@@ -215,9 +215,9 @@ def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
 
 def _lay_whole(
     shape: Sequence[int], axes: Mapping[str, int]
-) -> dict[str, tuple[Digit, ...]] | None:
+) -> dict[str, tuple[SubAxis, ...]] | None:
     free = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
-    found: dict[str, tuple[Digit, ...]] = {}
+    found: dict[str, tuple[SubAxis, ...]] = {}
     for axis, size in reversed(list(axes.items())):
         choices = (
             dims
@@ -230,7 +230,7 @@ def _lay_whole(
             return None
         free = [dim for dim in free if dim not in dims]
         names = _names(shape)
-        found[axis] = tuple(Digit(axis, names[dim], shape[dim], 1) for dim in sorted(dims))
+        found[axis] = tuple(SubAxis(axis, names[dim], shape[dim], 1) for dim in sorted(dims))
     return {axis: found[axis] for axis in axes}
 
 
@@ -238,19 +238,19 @@ def _names(shape: Sequence[int]) -> tuple[str, ...]:
     return (*DIMS[: len(shape) - 1], DIMS[-1])
 
 
-def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[Digit, ...]]:
+def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]]:
     """Assign each axis what divides it of what is left of each dim, minor axes first.
 
     The devices of a chip (the last dim) go first, then dims from the first on, as jax has it.
     """
     taken = [1] * len(shape)
-    found: dict[str, tuple[Digit, ...]] = {}
+    found: dict[str, tuple[SubAxis, ...]] = {}
     for axis, size in reversed(list(axes.items())):
         pieces, left = [], size
         for dim in (len(shape) - 1, *range(len(shape) - 1)):
             part = math.gcd(left, shape[dim] // taken[dim])
             if part > 1:
-                pieces.append(Digit(axis, _names(shape)[dim], part, taken[dim]))
+                pieces.append(SubAxis(axis, _names(shape)[dim], part, taken[dim]))
                 taken[dim] *= part
                 left //= part
         found[axis] = tuple(sorted(pieces, key=lambda piece: DIMS.index(piece.dim)))

@@ -22,7 +22,7 @@ class Transfer:
     links: tuple[str, ...] = ()
 
 
-class Places:
+class Interconnect:
     """Where the devices of a program stand: a slice or node, and a place there along each dim.
 
     They are given in the order in which the program counts them.

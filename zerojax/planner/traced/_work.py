@@ -29,7 +29,7 @@ class Work(NamedTuple):
         computing = flops / (hardware.flops_fp32 if is_wide else hardware.flops)
         moving = hbm_bytes / hardware.hbm_bandwidth
         longer = max(computing / hardware.flops_share, moving / hardware.hbm_share)
-        return cls(flops, computing, moving, longer + hardware.launch * (longer > 0))
+        return cls(flops, computing, moving, longer + hardware.launch_seconds * (longer > 0))
 
     @classmethod
     def total(cls, parts: Iterable["Work"]) -> "Work":
