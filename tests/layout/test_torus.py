@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 from zerojax.hlo import parse_collectives
 from zerojax.layout import _torus, fills_tiles, in_order
-from zerojax.layout._torus import SPANS, find_phases, read_sub_axes
+from zerojax.layout._torus import SPANS, find_phases, read_sub_axes, scattered_size, scatters_pieces
 
 V5P, V6E, TPU7X = "TPU v5", "TPU v6 lite", "TPU7x"
 
@@ -262,3 +262,26 @@ def test_reduced_once_beside_model_parallelism_nothing_is_made_whole(dims):
 )
 def test_shards_of_whole_tiles_are_known(shape, dim, fills):
     assert fills_tiles(shape, dim, 8) == fills
+
+
+@pytest.mark.parametrize(
+    ("size", "num_devices", "scatters"),
+    [
+        (11008, 8, True),  # 86 tiles: 2 x 43
+        (11008, 64, False),
+        (14336, 64, True),  # 112: 16 x 7
+        (50304, 4, False),  # 393: 3 x 131
+        (50304, 8, True),
+        (128256, 8, False),  # 1,002: 6 x 167
+        (100, 1024, True),
+    ],
+)
+def test_minor_dims_that_libtpu_scatters_in_pieces(size, num_devices, scatters):
+    """As `scripts/phases`' kind of programs showed: else the gradient is all-reduced."""
+    assert scatters_pieces(size, num_devices) == scatters
+
+
+@pytest.mark.parametrize(("size", "padded"), [(50304, 51200), (128256, 129024), (11008, 11008)])
+def test_a_minor_dim_without_pieces_is_padded(size, padded):
+    assert scattered_size(size) == padded
+    assert scatters_pieces(padded, 1024) == (size != padded)

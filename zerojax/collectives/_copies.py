@@ -34,6 +34,7 @@ from zerojax import _jaxpr
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, pad_rows
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
+from zerojax.collectives._tiles import scattered_shape
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import as_spec
 
@@ -220,16 +221,18 @@ def is_enlarged(eqn: Any, values: list[Any], opening: Opening) -> bool:
 def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | None:
     """Run an equation on copies that it alone reads; None where it needs none, or can't.
 
-    A lookup whose gradient is reduced in phases needs them, and any use of a padded weight. Where
-    the user cuts the padded dim too, padding would move rows from device to device.
+    A lookup whose gradient is reduced in phases needs them, and any use of a weight that is padded,
+    or whose gradient is. Where the user cuts the padded dim too, padding would move rows from
+    device to device.
     """
     box = next(v for v in values if isinstance(v, Boxed))
     if box.dim is None or not waits_elementwise(box):
         return None
     layout, shape, own = opening.layout, box.value.shape, box.entries[box.dim]
     is_padded = not own and opening.padding(box) > 0
-    phases = layout.phases_of(shape, box.dim)
+    phases = layout.phases_of(shape, box.dim, reduces=True)
     is_phased = eqn.primitive.name == "gather" and phases.reduces(shape, box.dim)
+    is_phased |= scattered_shape(shape, box.dim, layout) != shape
     if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
         return None
     if box.dtype.itemsize > box.value.dtype.itemsize and opening.reduce_dtype is None:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes
 from zerojax._types import Axes, Kind, PyTree, Shape
-from zerojax.collectives._tiles import in_tiles
+from zerojax.collectives._tiles import in_tiles, scattered_shape, scatters_at_once
 from zerojax.layout import Layout, LeafLayout, Placed, as_spec
 
 
@@ -145,7 +145,8 @@ def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
     dim = leaf.dim
     if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
         x = in_tiles(x, layout, dim)
-    is_phased = dim is not None and layout.phases_of(x.shape, dim).reduces(x.shape, dim)
+    phases = layout.phases_of(x.shape, dim, reduces=True)
+    is_phased = dim is not None and phases.reduces(x.shape, dim)
     if not is_phased and (dim is None or {*layout.batch_axes} <= {*layout.axes["gradient"]}):
         # Asked for shards alone, the partitioner may gather activations instead and compute each
         # shard's gradient from all examples; asked for the whole sum first, it reduces, and the
@@ -159,7 +160,7 @@ def cut(
     x: jax.Array, layout: Layout, leaf: Placed, kind: Kind, *, in_phases: bool = False
 ) -> jax.Array:
     """Cut a leaf into the shards of a kind of tensor; partial sums may be summed in phases."""
-    phases = layout.phases_of(x.shape, leaf.dim)
+    phases = layout.phases_of(x.shape, leaf.dim, reduces=True)
     for sharding in phases.between(leaf, layout.axes[kind]) if in_phases else ():
         x = jax.lax.with_sharding_constraint(x, sharding)
         x = jax.lax.optimization_barrier(x)
@@ -180,6 +181,8 @@ class PerDevice:
         self._layout = layout
         self._phases = layout.phases.within(layout.axes["gradient"])
         self._names = tuple(name for phase in self._phases for name in phase)
+        groups = (layout.phases.expand(axes) for axes in layout.groups)
+        self._at_once = tuple(axes for axes in groups if {*axes} <= {*self._names})
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
         """Run a function once per device of the batch axes."""
@@ -210,9 +213,15 @@ class PerDevice:
             # XLA sums 16-bit numbers in fp32 on a CPU, but its own conversion aborts the process
             # where another axis of the mesh is left to the partitioner (seen in jaxlib 0.10.2).
             x = x.astype(jnp.float32)
+        shape, wanted = x.shape, scattered_shape(x.shape, dim, self._layout)
+        if wanted != shape:
+            x = jnp.pad(x, [(0, size - old) for size, old in zip(wanted, shape, strict=True)])
         x = in_tiles(x, self._layout, dim)
-        for phase in self._phases:
+        is_one = scatters_at_once(wanted, dim, self._layout)
+        for phase in self._at_once if is_one else self._phases:
             x = self._scattered(x, phase, dim)
+        if wanted != shape:
+            x = jax.lax.slice(x, [0] * x.ndim, [*shape[:dim], x.shape[dim], *shape[dim + 1 :]])
         rest = tuple(name for name in self.axes if name not in self._names)
         return (jax.lax.psum(x, rest) if rest else x).astype(dtype)
 

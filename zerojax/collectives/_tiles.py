@@ -9,7 +9,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 
 from zerojax._types import Shape
-from zerojax.layout import Layout, LeafLayout
+from zerojax.layout import SPANS, Layout, LeafLayout, scattered_size
 
 #: Rows and columns of a tile, along the minor two dims.
 _TILE = (8, 128)
@@ -36,6 +36,28 @@ def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
     """
     is_held = layout.platform == "tpu" and x.ndim > 1
     return _held(x, _reduced(x.shape, dim, layout)) if is_held else x
+
+
+def scattered_shape(shape: Shape, dim: int | None, layout: Layout) -> Shape:
+    """Return the shape that a gradient is padded to so that a TPU scatters it along `dim`.
+
+    On chips that form 3-D tori the dim that lies minor is padded (`layout.scattered_size`).
+    """
+    kind = layout.devices.flat[0].device_kind
+    is_torus = kind in SPANS and SPANS[kind].num_dims > 1
+    if not is_torus or dim is None or len(shape) < 2 or scatters_at_once(shape, dim, layout):
+        return shape
+    minor = _reduced(shape, dim, layout)[-1]
+    return (*shape[:minor], scattered_size(shape[minor]), *shape[minor + 1 :])
+
+
+def scatters_at_once(shape: Shape, dim: int, layout: Layout) -> bool:
+    """Return whether SparseCores scatter a gradient over a whole torus, as they do whole tiles."""
+    order = _reduced(shape, dim, layout)
+    tile = _TILE[order.index(dim) - len(order)] if dim in order[-2:] else 1
+    is_whole = shape[dim] % (tile * layout.num_shards) == 0
+    has_pieces = order[-1] == dim or layout.at_once.scatters(shape[order[-1]])
+    return layout.has_options and layout.offloads and is_whole and has_pieces
 
 
 def as_state(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:

@@ -16,5 +16,6 @@ from zerojax.layout._torus import (
     fills_tiles,
     group_sub_axes,
     in_order,
+    scattered_size,
     scatters_tiles,
 )

@@ -97,6 +97,11 @@ class Phases:
         first = math.prod(self.mesh.shape[name] for name in self.axes[0])
         return len(self.axes) > 1 and (not self.dims or scatters_tiles(shape, dim, first))
 
+    def scatters(self, size: int) -> bool:
+        """Return whether each phase scatters what has a minor dim of this size."""
+        counts = (math.prod(self.mesh.shape[name] for name in axes) for axes in self.axes)
+        return all(scatters_pieces(size, count) for count in counts)
+
     def within(self, axes: Axes) -> tuple[Axes, ...]:
         """Return the phases of a collective over some axes of the layout's mesh."""
         return tuple(phase for phase in self.axes if {*phase} <= {*self.expand(axes)})
@@ -122,6 +127,33 @@ def fills_tiles(shape: Sequence[int], dim: int | None, num_shards: int) -> bool:
     if dim is None:
         return False
     return shape[dim] % ({1: LANES, 2: 8}.get(len(shape) - dim, 1) * num_shards) == 0
+
+
+def scatters_pieces(size: int, num_devices: int) -> bool:
+    """Return whether libtpu scatters what has a minor dim of this size over so many chips at once.
+
+    It cuts the tiles along that dim into equal pieces, the smaller the more devices there are, and
+    all-reduces what has none: 11,008 = 2 x 43 tiles over 64 chips, 50,304 = 3 x 131 over four.
+    The bounds are those seen on v5p:2x2x1 to 8x8x16 (docs/benchmarks.md, "Pieces").
+    """
+    most = 113 if num_devices == 4 else min(139, max(19, 1280 // num_devices))
+    return _has_factors_up_to(most, -(-size // LANES))
+
+
+def scattered_size(size: int) -> int:
+    """Return what a minor dim that no phase scatters is padded to: 50,304 to 51,200."""
+    count = -(-size // LANES)
+    if _has_factors_up_to(113, count):
+        return size
+    eights = itertools.count(count + -count % 8, 8)
+    return LANES * next(number for number in eights if _has_factors_up_to(19, number))
+
+
+def _has_factors_up_to(most: int, count: int) -> bool:
+    for factor in range(2, most + 1):
+        while count % factor == 0:
+            count //= factor
+    return count == 1
 
 
 def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:

@@ -162,11 +162,17 @@ class TreeLayout:
         kind = None if isinstance(self.mesh, AbstractMesh) else self.devices.flat[0].device_kind
         return self.partitions("optimizer") and kind in OFFLOADS
 
-    def phases_of(self, shape: Shape, dim: int | None) -> Phases:
-        """Return the phases of one leaf: SparseCores move whole tiles along all dims at once."""
-        if self.has_options and self.offloads and fills_tiles(shape, dim, self.num_shards):
-            return Phases(self.auto_mesh, self.groups)
-        return self.phases
+    @cached_property
+    def at_once(self) -> Phases:
+        """One phase for each group of axes, as SparseCores move whole tiles."""
+        return Phases(self.auto_mesh, self.groups)
+
+    def phases_of(self, shape: Shape, dim: int | None, *, reduces: bool = False) -> Phases:
+        """Return the phases in which a leaf is gathered, or its gradient reduced."""
+        if not (self.has_options and self.offloads and fills_tiles(shape, dim, self.num_shards)):
+            return self.phases
+        is_split = reduces and dim != len(shape) - 1 and not self.at_once.scatters(shape[-1])
+        return self.phases if is_split and self.phases.scatters(shape[-1]) else self.at_once
 
     @property
     def torus_note(self) -> str:

@@ -10,12 +10,12 @@ reduce-scatter over n devices, and twice that for an all-reduce (Patarasuk and Y
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from zerojax._arguments import as_count
 from zerojax._types import Axes
-from zerojax.layout import STAGES, Layout, LeafLayout, check_stage
+from zerojax.layout import STAGES, Layout, check_stage
 from zerojax.recipe import Recipe
 
 #: Bytes of one parameter by kind; K is 12, an fp32 master and two fp32 moments.
@@ -82,13 +82,13 @@ def theory_of(
     layout: Layout,
     recipe: Recipe,
     *,
-    scatters: Callable[[LeafLayout], bool] = lambda leaf: True,
+    scatters: bool = True,
     frozen: Collection[int] = (),
 ) -> Theory:
     """Count what a step of the layout's stage moves.
 
-    `scatters` tells whether a partitioned leaf's gradient can be reduce-scattered, or is
-    all-reduced; `frozen` are indices of leaves without a gradient.
+    `scatters` tells whether gradients of partitioned leaves are reduce-scattered, or all-reduced;
+    `frozen` are indices of leaves without a gradient.
     """
     kinds = layout.kinds
     per_step = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
@@ -124,7 +124,7 @@ def theory_of(
         part, own_axes = stored, layout.axes["gradient"]
         for axes in layout.groups:
             cut = tuple(axis for axis in axes if axis in batch and axis in own_axes)
-            if scatters(leaf):
+            if scatters:
                 add(scattered, cut, reductions * part)
             else:
                 add(summed, cut, 2 * reductions * part)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives import BLOCK, TOGETHER
-from zerojax.layout import Description, Layout, LeafLayout, fills_tiles, make_layout, scatters_tiles
+from zerojax.layout import Description, Layout, fills_tiles, make_layout
 from zerojax.planner._formulas import Theory, theory_of
 from zerojax.planner._update import Matrices, matrices_of
 from zerojax.planner._workload import DATA, MODEL, REPLICA, Devices, Model, Placement
@@ -69,9 +69,8 @@ class Setting:
 
     @cached_property
     def theory(self) -> Theory:
-        return theory_of(
-            self.layout, self.recipe, scatters=lambda leaf: _scatters(leaf, self.network)
-        )
+        scatters = self.network.hardware.platform != "cpu"
+        return theory_of(self.layout, self.recipe, scatters=scatters)
 
     @property
     def item_bytes(self) -> tuple[float, float]:
@@ -232,12 +231,3 @@ def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf
         )
         found.append(leaf)
     return tuple(found)
-
-
-def _scatters(leaf: LeafLayout, network: Network) -> bool:
-    phases = network.phases((DATA,), "reduce-scatter")
-    if leaf.dim is None or len(phases) < 2:
-        return network.hardware.platform != "cpu"
-    if network.offloads and fills_tiles(leaf.stored_shape, leaf.dim, leaf.num_shards):
-        return True
-    return scatters_tiles(leaf.stored_shape, leaf.dim, phases[0].num_devices)
