@@ -319,3 +319,20 @@ def test_a_loss_takes_arguments_by_name(stage, mesh8):
     layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=64)
     got = jax.jit(jax.grad(gather_where_used(loss, layout)))(params, **given)
     np.testing.assert_allclose(got["w"], jax.grad(loss)(params, **given)["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_takes_flags_numbers_names_and_functions_as_they_are(stage, mesh8):
+    def loss(params, batch, train, act, times=1, mode="mean"):
+        x = batch["x"] * 2 if train else batch["x"]
+        for _ in range(times * batch["times"]):
+            x = act(x @ params["a"])
+        return getattr(jnp, mode)(x)
+
+    params = {"a": normal(1, WIDTH, WIDTH)}
+    given, named = ({"x": normal(2, 8, WIDTH), "times": 2}, True, jnp.tanh), {"mode": "sum"}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+    gradient = jax.grad(gather_where_used(loss, layout))
+    seen = jax.jit(lambda params: gradient(params, *given, times=2, **named))(params)
+    wanted = jax.grad(loss)(params, *given, times=2, **named)
+    np.testing.assert_allclose(seen["a"], wanted["a"], rtol=1e-5, atol=1e-6)

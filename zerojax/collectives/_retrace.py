@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
@@ -89,32 +90,32 @@ def gather_where_used(
 
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
-        flat, model = jax.tree.flatten(params)  # leaves of an equinox model may be functions
-        held = {n: x for n, x in enumerate(flat) if isinstance(x, jax.Array)}
+        held, model_of = _arrays(params)  # leaves of an equinox model may be functions
+        given, rest_of = _arrays((args, named))  # flags and functions stay as they are
+        loss = functools.partial(_call, loss_fn, rest_of)
         written: list[KeyPath] = []
 
         def gathering(held: dict[int, jax.Array], *given: Any) -> tuple[Any, list[Any]]:
-            own = model.unflatten(held.get(n, x) for n, x in enumerate(flat))
-            return run(own, written, *given)
+            return run(loss, model_of(held), written, *given)
 
-        out, values = auto_region(gathering, layout, lambda _: P())(held, stored, args, named)
+        out, values = auto_region(gathering, layout, lambda _: P())(held, stored, given)
         write_variables(params, written, values)
         return out
 
     def run(
-        params: PyTree, written: list[KeyPath], stored: list[jax.Array], args: Any, named: Any
+        loss: LossFn, params: PyTree, written: list[KeyPath], stored: list[jax.Array], given: Any
     ) -> tuple[Any, list[Any]]:
         pairs = zip(layout.leaves, stored, strict=True)
         logical = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs]
         params_of = functools.partial(with_leaves_like, params, layout.structure)
         # On a mesh that is set, a model may place its activations over axes that are its own.
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
-            traced, out, written[:] = trace_writing(loss_fn, params_of, logical, args, named)
+            traced, out, written[:] = trace_writing(loss, params_of, logical, given)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         turns = [is_used_in_turns(traced, i) for i in range(len(stored))]
         boxes = [*map(opening.box, stored, layout.leaves, turns)]
         boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
-        examples = jax.tree.leaves((args, named))
+        examples = jax.tree.leaves(given)
         from_batch = _jaxpr.depending_within(traced, [False] * len(boxes) + [True] * len(examples))
         retracer = _Retracer(opening, from_batch)
         flat = [*map(retracer.opened, retracer.run(traced, [*boxes, *examples]))]
@@ -122,6 +123,18 @@ def gather_where_used(
         return structure.unflatten(flat[: structure.num_leaves]), flat[structure.num_leaves :]
 
     return wrapped
+
+
+def _arrays(tree: PyTree) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
+    """Return the arrays of a tree by number, and what makes the tree of others in their place."""
+    leaves, form = jax.tree.flatten(tree)
+    found = {n: x for n, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))}
+    return found, lambda new: form.unflatten(new.get(n, x) for n, x in enumerate(leaves))
+
+
+def _call(loss_fn: LossFn, rest_of: Callable[..., Any], params: PyTree, given: Any) -> Any:
+    args, named = rest_of(given)
+    return loss_fn(params, *args, **named)
 
 
 @dataclasses.dataclass(frozen=True)

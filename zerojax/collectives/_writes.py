@@ -6,7 +6,7 @@ and are written into the model that the caller holds. A parameter that is writte
 passes on what went in. Of `a, b = jit[jaxpr={ lambda x. (x * 2, x) }] w`, `b` is `w`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,9 @@ def trace_writing(
     loss_fn: Callable[..., Any],
     params_of: Callable[[Sequence[Any]], PyTree],
     leaves: Sequence[Any],
-    args: Sequence[Any],
-    named: Mapping[str, Any],
+    given: PyTree,
 ) -> tuple[core.ClosedJaxpr, Any, list[KeyPath]]:
-    """Trace `loss_fn(params_of(leaves), *args, **named)`.
+    """Trace `loss_fn(params_of(leaves), given)`.
 
     Returns:
         The program, whose results are the loss's and then what it writes into Variables of the
@@ -36,16 +35,16 @@ def trace_writing(
     """
     paths: list[KeyPath] = []
 
-    def watched(leaves: Sequence[Any], args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def watched(leaves: Sequence[Any], given: PyTree) -> Any:
         params = params_of(leaves)
         before = jax.tree.leaves(params)
-        out = loss_fn(params, *args, **named)
+        out = loss_fn(params, given)
         pairs = zip(tree_flatten_with_path(params)[0], before, strict=True)
         written = {path: (was, now) for (path, now), was in pairs if now is not was}
         paths[:] = written
         return out, list(written.values())
 
-    traced, (out, _) = jax.make_jaxpr(watched, return_shape=True)(leaves, args, named)
+    traced, (out, _) = jax.make_jaxpr(watched, return_shape=True)(leaves, given)
     if not paths:
         return traced, out, paths
     num_outputs = len(jax.tree.leaves(out))
