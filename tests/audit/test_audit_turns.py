@@ -1,18 +1,22 @@
-"""What is small in one turn of a loop, and much in all of them."""
+"""What is small in one turn of a loop, and much in all of them; what a loss sends itself."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.audit.audit_programs import (
+    BATCH,
     PAIR,
     WIDTH,
     compile_step,
     constrain,
     kinds,
+    mse,
     only,
     pair_loss,
     shapes_of,
@@ -62,3 +66,47 @@ def test_a_few_numbers_gathered_in_each_turn_are_named_where_they_add_up(mesh8, 
     gathers = [one for one in report.collectives if one.shape == (8,) and one.loops]
     assert [one.op for one in gathers] == ["all-gather"]
     assert ("activation" in kinds(report)) == (turns == 64)
+
+
+def experts_loss(params, x):
+    """Let each device hold an expert, to which tokens go and from which they come back."""
+
+    def expert(own, w):
+        sent = jax.lax.all_to_all(own, "data", 1, 0, tiled=True)
+        return jax.lax.all_to_all(jnp.tanh(sent @ w[0]), "data", 0, 1, tiled=True)
+
+    gates = jax.nn.softmax(x @ params["gate"])
+    cut = P("data")
+    each = jax.shard_map(expert, in_specs=(cut, cut), out_specs=cut)
+    return mse((each(gates[..., None] * x[:, None], params["experts"])).sum(1), x)
+
+
+def ring_loss(params, x):
+    """Send what each device has round a ring, in the turns of a loop."""
+
+    def ring(own):
+        def turn(carried, _):
+            total, block = carried
+            block = jax.lax.ppermute(block, "data", [(i, (i + 1) % 8) for i in range(8)])
+            return (total + own @ block.T @ block, block), None
+
+        return jax.lax.scan(turn, (own, own), None, length=8)[0][0]
+
+    h = jax.shard_map(ring, in_specs=P("data"), out_specs=P("data"))(x @ params["square"])
+    return mse(h, x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_loss_sends_itself_is_no_problem(mesh8, stage):
+    gate, experts, square = (WIDTH, 8), (8, WIDTH, WIDTH), (WIDTH, WIDTH)
+    shapes = shapes_of({"gate": gate, "experts": experts})
+    specs = {"gate": P(), "experts": P("data")}
+    for loss, layout in (
+        (experts_loss, zerojax.make_layout(shapes, mesh8, stage=stage, specs=specs)),
+        (ring_loss, zerojax.make_layout(shapes_of({"square": square}), mesh8, stage=stage)),
+    ):
+        step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
+        report = step.audit(jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
+        report.raise_if_problems()
+        assert report.judged_volume < report.volume
+        assert "shuffle" in {move.role for move in report.moves}

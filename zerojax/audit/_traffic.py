@@ -19,6 +19,8 @@ from zerojax.hlo import Collective, Groups, mesh_axes
 from zerojax.layout import Layout
 
 _GATHERS = ("windowed all-gather", "all-reduce of parts")
+#: How the names of collectives end that a loss asks for itself, of experts or of a ring.
+_WRITTEN = ("/all_to_all", "/ppermute")
 #: How much longer a scattered dim may be than a leaf's, where no permute tells that it is padded.
 LONGER = 1 / 6
 #: What adds up gradients.
@@ -41,7 +43,8 @@ class Move:
     match: Match  # the leaves that the tensor may be; of no form for an activation
     # elements as they are judged: without padding. On a CPU an all-reduce of which each device
     # keeps a part counts as a reduce-scatter, and of two gradients of a tied embedding, which
-    # others add up first, one counts. Moves to an optimizer's owners count nothing
+    # others add up first, one counts. Moves to an optimizer's owners count nothing, and nor do
+    # all_to_all and ppermute that a loss asks for
     judged: float
     padding: float = 0.0  # elements that the compiler adds to fit its tiles
 
@@ -77,7 +80,7 @@ def moves_of(
     for record, spans in found:
         role = role_of(record)
         scale = windows.get((record.op_name, record.elements), 1.0)
-        if role == "owners":
+        if role == "owners" or (role == "shuffle" and record.op_name.endswith(_WRITTEN)):
             scale = 0.0
         elif program.platform == "cpu" and role in ("sliced", "reduce"):
             scale = 0.0 if record.is_added else 0.5 if role == "sliced" else 1.0

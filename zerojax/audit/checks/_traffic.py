@@ -96,8 +96,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
-    """Check that there is no all-to-all and no permute along the axes: ZeRO needs none."""
-    found = [move for move in evidence.large if move.role == "shuffle" and not move.padding]
+    """Check for all-to-alls and permutes that the loss does not ask for: ZeRO needs none."""
+    found = [move for move in evidence.large if move.role == "shuffle" and move.judged]
     moved = sum_moved(found, "moved")
     if not found or moved < SHUFFLED * _local_elements(evidence):
         return
