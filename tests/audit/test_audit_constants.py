@@ -69,6 +69,23 @@ def test_a_teacher_in_a_loop_is_named(make, recipe):
     assert "f32[2, 64, 128] (" in only(step.audit(X), "constant").where
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_to_which_others_are_added_are_named(make, stage):
+    """Adapters on a base that is closed over, or a penalty on the way from it."""
+    base = {name: drawn(*shape) for name, shape in PAIR.items()}
+    step = zerojax.make_train_step(
+        lambda p, x: pair_loss(jax.tree.map(jnp.add, p, base), x), TX, make(stage)
+    )
+    assert "2 array(s)" in only(step.audit(X), "constant").seen
+    frozen = {name: w > 0 for name, w in base.items()}
+    step = zerojax.make_train_step(
+        lambda p, x: pair_loss(jax.tree.map(lambda m, w: jnp.where(m, w, 0), frozen, p), x),
+        TX,
+        make(stage),
+    )
+    assert "constant" not in kinds(step.audit(X))
+
+
 def test_a_teacher_in_the_batch_is_clean(make):
     def loss(params, batch):
         return taught(batch["teacher"])(params, batch["x"])

@@ -6,6 +6,7 @@ from typing import Any
 
 from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, hint, some
+from zerojax.audit._match import key_of
 from zerojax.hlo import HANDS_ON, Frame, Value, uses_of
 
 #: What to do about a state that lives in the wrong place, by kind.
@@ -182,17 +183,21 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
 def check_constants(evidence: Evidence) -> Iterator[Problem]:
     """Check that no weights are constants of the program, as arrays that a loss closes over are.
 
-    Masks and tables that are added or selected are left out, and what is less than a tenth of the
-    parameters, or of a small model less than 1 MiB and half of them.
+    Masks and tables that are added or selected are left out, unless a parameter has their shape,
+    and what is less than a tenth of the parameters, or of a small model less than 1 MiB and half.
     """
     module, leaves = evidence.module, evidence.layout.leaves
+    alike = {key_of(leaf.shape) for leaf in leaves}
     sizes: dict[str, list[int]] = {}
     for computation in module.computations.values():
         for line in (x for x in computation.instructions if x.opcode == "constant"):
             tensor = next((x for x in line.shapes if x.elements >= evidence.floor), None)
             value = Value(Frame(computation=computation), line.name, None)
-            uses = (use.instruction for use in uses_of(module, value, _LAYERS) if tensor)
-            if tensor and (user := next((x for x in uses if x.opcode in _WEIGHS), None)):
+            uses = [use.instruction for use in uses_of(module, value, _LAYERS) if tensor]
+            found = [x for x in uses if x.opcode in _WEIGHS]
+            if tensor and key_of(tensor.dims) in alike and "f" in tensor.dtype:
+                found += uses
+            if tensor and (user := next(iter(found), None)):
                 name = f"{tensor.dtype}{list(tensor.dims)} ({module.source(user) or user.op_name})"
                 sizes.setdefault(name, []).append(tensor.bytes)
     total, count = sum(map(sum, sizes.values())), sum(map(len, sizes.values()))
