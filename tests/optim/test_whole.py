@@ -213,3 +213,20 @@ def test_a_step_that_gathers_for_muon_is_a_problem_with_the_leaf_and_the_remedy(
     (problem,) = [x for x in report.problems if x.kind == "volume"]
     assert "w" in problem.where.split("probably ")[1]
     assert "sharded(tx, layout)" in problem.remedy
+
+
+def test_matrices_with_a_row_on_each_device_compile(mesh8):
+    """XLA:CPU swaps them one by one, and refused those whose layouts differ."""
+    params = {"up": jnp.ones((8, 24)), "down": jnp.ones((24, 8))}
+    layout = zerojax.make_layout(params, mesh8, stage=2, min_size=1)
+    tx = zerojax.sharded(contrib.muon(1e-2, ns_steps=1), layout)
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - x) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return zerojax.apply_updates(params, updates, layout), state
+
+    x = jax.device_put(jnp.ones((16, 8)), layout.batch)
+    params = jax.device_put(params, layout.params)
+    step.lower(params, tx.init(params), x).compile()
