@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -82,9 +84,21 @@ class Pair(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-def nnx_jitted(mesh, stage, tx_at):
+class Normed(Pair):
+    """What no gradient trains stands between the parameters: running means, and keys of noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(2))
+        self.norm = nnx.BatchNorm(128, rngs=nnx.Rngs(3))
+
+    def __call__(self, x):
+        return self.down(self.dropout(jnp.tanh(self.norm(self.up(x)))))
+
+
+def nnx_jitted(mesh, stage, tx_at, make=Pair):
     """Compile a step as the docs of flax nnx write it."""
-    model = Pair()
+    model = make()
     params = nnx.state(model, nnx.Param)
     layout = zerojax.make_layout(params, mesh, stage=stage)
     tx = zerojax.sharded(
@@ -100,7 +114,10 @@ def nnx_jitted(mesh, stage, tx_at):
     return layout, step.lower(model, optimizer, jax.device_put(X, layout.batch)).compile()
 
 
-@pytest.mark.parametrize("jitted", [filter_jitted, nnx_jitted])
+normed = functools.partial(nnx_jitted, make=Normed)
+
+
+@pytest.mark.parametrize("jitted", [filter_jitted, nnx_jitted, normed])
 def test_steps_of_other_jits_are_audited_alike(mesh8, jitted):
     layout, compiled = jitted(mesh8, 2, None)
     report = audit(compiled, layout)
@@ -111,7 +128,7 @@ def test_steps_of_other_jits_are_audited_alike(mesh8, jitted):
     assert memory.reused >= memory.parameters + memory.masters + memory.optimizer
 
 
-@pytest.mark.parametrize("jitted", [filter_jitted, nnx_jitted])
+@pytest.mark.parametrize("jitted", [filter_jitted, nnx_jitted, normed])
 def test_what_is_wrong_with_them_is_found_alike(mesh8, jitted):
     layout, compiled = jitted(mesh8, 2, "whole")
     problem = only(audit(compiled, layout), "placement")

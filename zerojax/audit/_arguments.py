@@ -60,15 +60,11 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
     alike = find_trees(leaves, layout)
-    trees = [
-        list(range(start, start + len(layout.leaves)))
-        for start in alike
-        if not any(kinds[start : start + len(layout.leaves)])
-    ]
+    trees = [tree for tree in alike if not any(kinds[number] for number in tree)]
     returned = max(len(find_trees(program.outputs, layout)) - len(alike) + len(trees), 1)
     if layout.leaves[0].path == ".":  # any array of its shape looks like it, a batch too
         trees = trees[:returned]
-    tree_kinds = _tree_kinds(leaves, [tree[0] for tree in trees], layout, returned)
+    tree_kinds = _tree_kinds(leaves, trees, layout, returned)
     for tree, kind in zip(trees, tree_kinds, strict=True):
         for index, number in enumerate(tree):
             kinds[number], owners[number] = kind, index
@@ -83,21 +79,26 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     return tuple(held)
 
 
-def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[int]:
-    """Return the index of the first leaf of every tree like the layout's parameters."""
-    found, start, count = [], 0, len(layout.leaves)
-    while start + count <= len(leaves):
-        if _is_tree(leaves[start : start + count], layout):
-            found.append(start)
-            start += count
-        else:
-            start += 1
+def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[list[int]]:
+    """Return the numbers of the leaves of every tree like the layout's parameters.
+
+    Others may stand between them: running means, and what draws noise, in an nnx model.
+    """
+    numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
+    found = []
+    for leaf in leaves:
+        if (prefix := _prefix(leaf.path, layout.leaves[0].path)) is None:
+            continue
+        tree = []
+        for own in layout.leaves:
+            path = prefix if own.path == "." else f"{prefix}/{own.path}" if prefix else own.path
+            number = numbers.get(path)
+            if number is None or leaves[number].shape not in (own.shape, own.stored_shape):
+                break
+            tree.append(number)
+        if len(tree) == len(layout.leaves):
+            found.append(tree)
     return found
-
-
-def _is_tree(leaves: Sequence[Argument], layout: Layout) -> bool:
-    wanted = [(own.path, (own.shape, own.stored_shape)) for own in layout.leaves]
-    return _common_prefix(wanted, leaves) is not None
 
 
 def _common_prefix(
@@ -121,13 +122,14 @@ def _prefix(path: str, of: str) -> str | None:
 
 
 def _tree_kinds(
-    leaves: Sequence[Argument], starts: Sequence[int], layout: Layout, returned: int
+    leaves: Sequence[Argument], trees: Sequence[Sequence[int]], layout: Layout, returned: int
 ) -> list[HeldKind]:
     """Return which trees are parameters, masters and gradients; others are copies, averages.
 
     Parameters and masters are `returned`: of more trees the last are of the batch, a reference say.
     """
     named: dict[int, HeldKind] = {}
+    starts = [tree[0] for tree in trees]
     own = starts[:returned]
     for start in starts:
         prefix = _prefix(leaves[start].path, layout.leaves[0].path) or ""
@@ -138,8 +140,7 @@ def _tree_kinds(
         elif _PARAMETER.search(prefix) and start in own and "parameter" not in named.values():
             named[start] = "parameter"
     open_ = [start for start in own if start not in named]
-    count = len(layout.leaves)
-    bits = {at: max(item_bits(one.dtype) for one in leaves[at : at + count]) for at in starts}
+    bits = {tree[0]: max(item_bits(leaves[number].dtype) for number in tree) for tree in trees}
     if open_ and "parameter" not in named.values():
         named[min(open_, key=lambda start: bits[start])] = "parameter"
     widest = max(open_, key=lambda start: bits[start], default=None)
