@@ -75,11 +75,20 @@ def results(layout, step):
         "Holders": layout.show("blocks/qkv"),
         "TrainStep": step,
         "TrainState": step.init(PARAMS),
-        "AuditReport": step.audit(X),
+        "AuditReport": (report := step.audit(X)),
+        "MemoryReport": report.memory,
     }
 
 
-NAMES = ("Layout", "Description", "Holders", "TrainStep", "TrainState", "AuditReport")
+NAMES = (
+    "Layout",
+    "Description",
+    "Holders",
+    "TrainStep",
+    "TrainState",
+    "AuditReport",
+    "MemoryReport",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,6 +110,20 @@ def test_a_line_names_stage_mesh_parameters_and_bytes(layout, step):
         f"{layout.num_params:,} parameters in 3 leaves, {held / 1e3:,.1f} kB of them per device>"
     )
     assert "Recipe(precision='bf16', accumulate=2)" in repr(step)
+
+
+def test_parts_of_results_are_a_line_each(layout, results, step, tmp_path):
+    leaves = {leaf.path: repr(leaf) for leaf in layout.leaves}
+    assert leaves["embed"] == "<LeafLayout: embed float32[1009,64/data], dim 1: divides>"
+    for one in results["AuditReport"].collectives:
+        assert f"op='{one.op}'" in repr(one)
+        assert len(repr(one)) < 250
+    run = zerojax.Checkpoints(tmp_path / "run")
+    assert repr(run) == f"<Checkpoints: steps [] in {tmp_path / 'run'}>"
+    run.save(3, step.init(PARAMS), step.layout).wait()
+    assert repr(run) == f"<Checkpoints: steps [3] in {tmp_path / 'run'}>"
+    restored = run.restore_latest(step.layout, step.abstract_state())
+    assert len(repr(restored)) < 600, repr(restored)
 
 
 def test_layers_of_a_list_that_are_alike_have_one_row(mesh8):

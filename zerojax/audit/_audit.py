@@ -7,9 +7,9 @@ import jax
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import Shown, decimal, make_bar, make_table
+from zerojax._display import Shown, decimal, make_table
 from zerojax.audit._evidence import Evidence, Problem
-from zerojax.audit._memory import HostTraffic, MemoryReport, memory_of, traffic_of
+from zerojax.audit._memory import BESIDE, HostTraffic, MemoryReport, beside, memory_of, traffic_of
 from zerojax.audit._program import Program
 from zerojax.audit._schedule import ScheduleReport
 from zerojax.audit._traffic import Move
@@ -17,9 +17,6 @@ from zerojax.audit.checks import NOTES, find_problems
 from zerojax.hlo import Collective, sum_moved
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe
-
-#: Columns of figures that have a theory.
-BESIDE = (">seen", ">theory", ">seen / theory")
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,12 @@ def volume_table(report: "AuditReport") -> Table:
         if volume.theory is None:
             table.add_row(axis, f"{volume.seen:.4f}", "not judged", "")
         else:
-            table.add_row(axis, *_beside(volume.seen, volume.theory, ".4f"))
+            table.add_row(axis, *beside(volume.seen, volume.theory, ".4f"))
     theory = report.theory_volume
     if padding := report.padding_volume:
-        table.add_row("of which padding", f"{padding:.4f}", "", _ratio(padding, theory))
+        table.add_row("of which padding", f"{padding:.4f}", "", beside(padding, theory)[2])
     if report.judged_volume != report.volume:
-        table.add_row("as judged", *_beside(report.judged_volume, theory, ".4f"))
+        table.add_row("as judged", *beside(report.judged_volume, theory, ".4f"))
     return table
 
 
@@ -75,39 +72,12 @@ def collective_table(moves: Iterable[Move]) -> Table:
     return table
 
 
-def memory_table(memory: MemoryReport) -> Table:
-    table = make_table("what", *BESIDE, "of the peak", title="memory (B per device)")
-
-    def add(name: str, seen: int, theory: int = 0) -> None:
-        beside = (f"{seen:,}", f"{theory:,}" if theory else "", _ratio(seen, theory))
-        table.add_row(name, *beside, make_bar(seen, memory.peak))
-
-    for name in ("parameters", "masters", "optimizer"):
-        if getattr(memory, name) or memory.theory[name]:
-            add(name, getattr(memory, name), memory.theory[name])
-    for name in ("gradients", "batch", "other", "outputs"):
-        if count := getattr(memory, name):
-            add(name, count)
-    table.add_row("gradients of a step", "", f"{memory.theory['gradients']:,}")
-    if gathered := memory.theory["gathered"]:
-        table.add_row("gathered, until the backward pass", "", f"{gathered:,}")
-    add("temporaries, with gradients", memory.temporaries)
-    add("peak", memory.peak, memory.theory["total"])
-    if memory.allocated > memory.peak:
-        table.add_row("allocated, with unused holes", f"{memory.allocated:,}")
-    if memory.reused:
-        table.add_row("reused by donation", f"{memory.reused:,}")
-    if memory.host:
-        table.add_row("host", f"{memory.host:,}")
-    return table
-
-
 def host_table(traffic: HostTraffic) -> Table:
     table = make_table("what", *BESIDE, title="host (B per device and step)")
     table.add_row("to the host", f"{traffic.to_host:,}")
     table.add_row("from the host", f"{traffic.from_host:,}")
     if traffic.theory:
-        table.add_row("the host's update", *_beside(traffic.updated, traffic.theory))
+        table.add_row("the host's update", *beside(traffic.updated, traffic.theory))
     return table
 
 
@@ -127,23 +97,6 @@ def schedule_table(schedule: ScheduleReport) -> Table:
         )
     table.caption = schedule.summary
     return table
-
-
-def largest_table(memory: MemoryReport) -> Table:
-    table = make_table("what", "of", ">B", title="largest results (some share a buffer)")
-    for column in table.columns[:2]:
-        column.no_wrap, column.overflow = True, "ellipsis"
-    for one in memory.largest[:3]:
-        table.add_row(Text(one.shape), Text(one.name), f"{one.bytes:,}")
-    return table
-
-
-def _beside(seen: float, theory: float, style: str = ",") -> tuple[str, str, str]:
-    return f"{seen:{style}}", f"{theory:{style}}", _ratio(seen, theory)
-
-
-def _ratio(seen: float, theory: float) -> str:
-    return f"{seen / theory:.3f}" if theory and seen else ""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -218,8 +171,7 @@ class AuditReport(Shown):
             yield labelled({f"{name}:": getattr(problem, name) for name in names}, "red")
         yield volume_table(self)
         yield collective_table(self.moves)
-        yield memory_table(self.memory)
-        yield largest_table(self.memory)
+        yield from self.memory._parts()
         if self.schedule is not None and self.schedule.collectives:
             yield schedule_table(self.schedule)
         if self.host_traffic.total:

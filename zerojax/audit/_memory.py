@@ -4,6 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.table import Table
+from rich.text import Text
+
+from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import Evidence, Problem, some
 from zerojax.hlo import Result, find_host_moves, largest_results
@@ -17,11 +21,13 @@ NAMES = {
     "batch": "batch",
     "other": "other",
 }
+#: Columns of figures that have a theory.
+BESIDE = (">seen", ">theory", ">seen / theory")
 _HOST_ARGUMENTS = "host_argument_size_in_bytes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryReport(Shown):
     """Count bytes on one device."""
 
     # arguments by kind; gradients where they persist from step to step
@@ -44,6 +50,51 @@ class MemoryReport:
     theory: dict[str, int]
     # the largest results of instructions; which of them share a buffer the text does not tell
     largest: tuple[Result, ...]
+
+    @property
+    def _summary(self) -> str:
+        theory = decimal(self.theory["total"])
+        return f"peak {decimal(self.peak)} on a device, model states by the formula {theory}"
+
+    def _parts(self) -> Iterator[Table]:
+        table = make_table("what", *BESIDE, "of the peak", title="memory (B per device)")
+
+        def add(name: str, seen: int, theory: int = 0) -> None:
+            figures = (f"{seen:,}", f"{theory:,}" if theory else "", ratio(seen, theory))
+            table.add_row(name, *figures, make_bar(seen, self.peak))
+
+        for name in ("parameters", "masters", "optimizer"):
+            if getattr(self, name) or self.theory[name]:
+                add(name, getattr(self, name), self.theory[name])
+        for name in ("gradients", "batch", "other", "outputs"):
+            if count := getattr(self, name):
+                add(name, count)
+        table.add_row("gradients of a step", "", f"{self.theory['gradients']:,}")
+        if gathered := self.theory["gathered"]:
+            table.add_row("gathered, until the backward pass", "", f"{gathered:,}")
+        add("temporaries, with gradients", self.temporaries)
+        add("peak", self.peak, self.theory["total"])
+        if self.allocated > self.peak:
+            table.add_row("allocated, with unused holes", f"{self.allocated:,}")
+        if self.reused:
+            table.add_row("reused by donation", f"{self.reused:,}")
+        if self.host:
+            table.add_row("host", f"{self.host:,}")
+        yield table
+        table = make_table("what", "of", ">B", title="largest results (some share a buffer)")
+        for column in table.columns[:2]:
+            column.no_wrap, column.overflow = True, "ellipsis"
+        for one in self.largest[:3]:
+            table.add_row(Text(one.shape), Text(one.name), f"{one.bytes:,}")
+        yield table
+
+
+def beside(seen: float, theory: float, style: str = ",") -> tuple[str, str, str]:
+    return f"{seen:{style}}", f"{theory:{style}}", ratio(seen, theory)
+
+
+def ratio(seen: float, theory: float) -> str:
+    return f"{seen / theory:.3f}" if theory and seen else ""
 
 
 def memory_of(evidence: Evidence) -> MemoryReport:

@@ -86,6 +86,9 @@ class Checkpoints:
         self._pending: PendingSave | None = None
         self._damaged: set[Path] = set()
 
+    def __repr__(self) -> str:
+        return f"<Checkpoints: steps {list(self.steps())} in {self.directory}>"
+
     def __enter__(self) -> "Checkpoints":
         return self
 

@@ -33,14 +33,15 @@ class Manifest:
     axis: tuple[str, ...]  # the mesh axes that ZeRO partitioned over
     mesh: Mapping[str, int]  # axis name to number of devices
     #: path to type of every NamedTuple of the state, as optax makes its chains of
-    optimizer: Mapping[str, str]
-    leaves: Mapping[str, SavedLeaf]  # path to what is known of the leaf without reading it
+    optimizer: Mapping[str, str] = dataclasses.field(repr=False)
+    #: path to what is known of the leaf without reading it
+    leaves: Mapping[str, SavedLeaf] = dataclasses.field(repr=False)
     step: int | None  # steps done, where the state or the caller tells
     data: Any  # the position in the data, as the caller gave it
     metadata: Mapping[str, Any]  # what else the caller gave along
     written: str = ""  # when, in UTC (ISO 8601)
     #: path below the checkpoint to size and digest
-    files: Mapping[str, _files.FileDigest] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, _files.FileDigest] = dataclasses.field(default_factory=dict, repr=False)
     format: int = FORMAT  # version of the files' arrangement
 
     @property

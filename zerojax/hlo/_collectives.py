@@ -38,17 +38,19 @@ class Collective:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    item_bits: int
-    groups: Groups  # of a permute: (source, target) pairs
+    item_bits: int = field(repr=False)
+    groups: Groups = field(repr=False)  # of a permute: (source, target) pairs
     group_size: int
-    loops: tuple[Loop, ...] = ()  # outermost first
-    branches: tuple[tuple[str, int], ...] = ()  # (conditional, branch), outermost first
+    loops: tuple[Loop, ...] = field(default=(), repr=False)  # outermost first
+    # (conditional, branch), outermost first
+    branches: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     is_async: bool = False
-    is_added: bool = False  # whether it could have been added to another all-reduce's operand
+    # whether it could have been added to another all-reduce's operand
+    is_added: bool = field(default=False, repr=False)
     combined: int = 1  # how many tensors the instruction carries
-    part: int = 0  # which of them this is
+    part: int = field(default=0, repr=False)  # which of them this is
     frame: Frame = field(repr=False, compare=False)  # where the instruction stands
-    op_name: str = ""
+    op_name: str = field(default="", repr=False)
     source: str = ""  # file:line
 
     @property

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +33,7 @@ class Row:
     """One parameter: its placement and the bytes per device of each kind."""
 
     path: str
-    placed: str  # dtype, dims and the axes that cut them: "bfloat16[1009+7/data,64]" is padded
+    placed: str  # as `LeafLayout.placed` writes it
     bytes: dict[str, int]
     reason: str
 
@@ -150,15 +149,7 @@ def _row(path: str, held: list[_Held], stored: bool) -> Row:
         key = dict(KINDS)[kind]
         size = leaf.bytes_per_device(kind, stored=stored or kind != "parameter", dtype=own)
         counted[key] = counted.get(key, 0) + size
-    name = jnp.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
-    dims = zip(
-        first.shape, first.stored_shape, as_entries(first.shard_spec, len(first.shape)), strict=True
-    )
-    placed = [
-        f"{size}{f'+{stored - size}' * (stored > size)}{''.join(f'/{axis}' for axis in names)}"
-        for size, stored, names in dims
-    ]
-    return Row(path, f"{name}[{','.join(placed)}]", counted, first.reason)
+    return Row(path, first.placed(dtype), counted, first.reason)
 
 
 def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> tuple[str, ...]:

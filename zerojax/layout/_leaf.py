@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import num_bytes
@@ -37,7 +38,7 @@ class Cut(NamedTuple):
     stored_size: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LeafLayout:
     """Where one leaf lives.
 
@@ -63,6 +64,19 @@ class LeafLayout:
     stacked: int = 0  # number of leading layer dims
     # for a leaf of an optimizer state, the index of the parameter it belongs to
     parameter: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<LeafLayout: {self.path} {self.placed(self.dtype)}, {self.reason}>"
+
+    def placed(self, dtype: Any) -> str:
+        """Write dtype, dims and the axes that cut them: "bfloat16[1009+7/data,64]" is padded."""
+        name = np.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
+        cuts = as_entries(self.shard_spec, len(self.shape))
+        dims = [
+            f"{size}{f'+{stored - size}' * (stored > size)}{''.join(f'/{axis}' for axis in axes)}"
+            for size, stored, axes in zip(self.shape, self.stored_shape, cuts, strict=True)
+        ]
+        return f"{name}[{','.join(dims)}]"
 
     def spec(self, kind: Kind) -> P:
         """Return the PartitionSpec that the stored leaf of a kind of tensor has."""
