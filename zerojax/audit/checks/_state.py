@@ -14,7 +14,7 @@ _PLACE = {
     "parameter": "place the parameters as layout.params says, in in_shardings and out_shardings",
     "master": "place the masters as layout.grads of a stage 2 layout says",
     "optimizer": "give jit in_shardings and out_shardings of layout.opt_state(tx), and make the "
-    "state so from birth",
+    "state as shards from the start",
     "gradient": "place persisting gradients as layout.opt_state(tx) says",
 }
 _OF_OPTIMIZER = ("master", "optimizer")
