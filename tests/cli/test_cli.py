@@ -85,7 +85,7 @@ def test_an_unknown_command_and_none(capsys):
     assert "trian" in capsys.readouterr().err
     assert main([]) == 2
     out, err = capsys.readouterr()
-    assert "compile and check audit" in " ".join(out.split())
+    assert "audit compiled ones (compile, check)" in " ".join(out.split())
     assert not err
 
 

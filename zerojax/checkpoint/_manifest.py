@@ -161,7 +161,7 @@ def read_leaf(root: Path, manifest: Manifest, path: str) -> np.ndarray:
 
 
 def verify(directory: str | os.PathLike[str]) -> Manifest:
-    """Hold every file of a checkpoint against its digest, which was taken when it was saved.
+    """Compare every file of a checkpoint with its digest, which was taken when it was saved.
 
     Needs no accelerator and no code of the model.
 

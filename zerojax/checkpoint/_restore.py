@@ -46,7 +46,7 @@ def restore(
     values are equal to the bit: masters come from parameters of their dtype, parameters from the
     masters that they are a cast of, and wider dtypes hold what narrower ones did. A loss scale that
     was not saved is taken from `like`, where it has its values. Each device reads what it will
-    hold, while every file is held against its digest, by one of the processes.
+    hold, while one of the processes compares every file with its digest.
 
     Args:
         directory: what `save` was given.

@@ -58,7 +58,7 @@ def zerojax(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Partition model states over a device mesh: train, plan; `compile` and `check` audit."""
+    """ZeRO for JAX: train a GPT, plan steps, and audit compiled ones (`compile`, `check`)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

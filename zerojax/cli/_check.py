@@ -45,7 +45,7 @@ class CheckOptions(_command.CommandOptions):
 
 @_command.command
 def check(options: CheckOptions) -> None:
-    r"""Compile training steps for hardware that you don't have, and hold them against a lock file.
+    r"""Compile training steps for hardware that you don't have, and compare them with a lock file.
 
     For the CI of any JAX project: a function that takes devices and returns a lowered step is all
     that is asked for, `jax.jit(step).lower(state, batch)` of plain JAX, flax, equinox or a trainer

@@ -77,7 +77,7 @@ def inspect(options: CheckpointOptions) -> None:
 @checkpoint.command(name="verify")
 @_command.command
 def verify_(options: CheckpointOptions) -> None:
-    """Hold every file of a checkpoint against its digest; of a run, of all checkpoints.
+    """Compare every file of a checkpoint with its digest; of a run, of all checkpoints.
 
     Ends with status 1 where something is damaged, and names it.
 

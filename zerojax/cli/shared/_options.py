@@ -141,7 +141,7 @@ class StepOptions(CommandOptions):
     """Part of the next layer's weights that stage 3 gathers while a layer computes."""
     keep_gathered: bool = option(False, panel=ZERO)
     """Keep the weights that stage 3 gathers in the forward pass until the backward pass has used
-    them (FSDP2 with reshard_after_forward off): 2 Psi move instead of 3, for stage 2's memory."""
+    them (FSDP2 without reshard_after_forward): moves 2 Psi instead of 3, takes stage 2's memory."""
     batch_size: int | None = option(
         None, min=1, show_default="one on each device in a microbatch", panel=TRAINING
     )

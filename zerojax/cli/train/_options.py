@@ -63,7 +63,7 @@ class TrainOptions(BuiltStepOptions):
     eval_every: int | None = option(None, min=1, show_default="steps / 10, at least 10", panel=DATA)
     """Steps between evaluations on the held-out text."""
     eval_windows: int = option(256, min=1, panel=DATA)
-    """Stretches of held-out text to evaluate on, each as long as the context, in whole batches."""
+    """Windows of held-out text to evaluate on, each as long as the context, in whole batches."""
     out: Path = option(Path("runs/train"), metavar="FOLDER", panel=OUTPUT)
     """Gets metrics.jsonl, training.png and the checkpoints."""
     tensorboard: bool = option(False, panel=OUTPUT)
