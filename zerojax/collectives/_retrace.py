@@ -63,20 +63,20 @@ def gather_where_used(
 ) -> LossFn:
     """Make `loss_fn(params, *args)` take stored parameters, and gather each where it is used.
 
+    >>> grads = jax.grad(zerojax.gather_where_used(loss_fn, layout))(params, batch)
+
     Args:
         loss_fn: the user's function of logical parameters.
         layout: the placement; at stage 3 the parameters come partitioned, else whole.
         reduce_dtype: dtype in which gradients are summed over devices; None is their own.
-        gather_dtype: int8 or float8_e4m3fn, in which weights are gathered, with a scale per block;
-            None is their own. See `Precision.gather`.
+        gather_dtype: "int8" or "float8_e4m3fn", as `Precision.gather`; None is the weights' own.
         reshard_after_forward: whether the backward pass gathers again; see `Recipe`.
 
     Returns:
         A function of stored parameters, with the same outputs; its gradients are stored shards.
 
     Raises:
-        ValueError: a dtype that `Precision` does not take, or a `gather_dtype`, or weights
-            that are to be kept gathered, below stage 3.
+        ValueError: an unknown dtype; a `gather_dtype`, or weights kept gathered, below stage 3.
     """
     if not callable(loss_fn):
         raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")

@@ -153,12 +153,15 @@ def make_layout(
     rules: Sequence[Rule] = (),
     min_size: int = MIN_SIZE,
 ) -> Layout:
-    """Decide where every leaf lives.
+    """Decide how parameters, gradients and optimizer states are sharded, leaf by leaf.
+
+    >>> layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=2)
 
     Args:
         params: the logical parameters, arrays or `ShapeDtypeStruct`s in any pytree.
         mesh: devices, with Auto or Explicit axes; an `AbstractMesh` to place and count without.
-        stage: 0 to 3, arXiv 1910.02054 section 5.
+        stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too (arXiv
+            1910.02054, section 5).
         axis: mesh axis that ZeRO partitions over, or several, major first; or for hybrid sharding
             those of each kind: `{"parameter": "fsdp", "gradient": ("replica", "fsdp"), "optimizer":
             ("replica", "fsdp")}` partitions parameters along "fsdp" alone, so that the loss gathers
@@ -166,14 +169,13 @@ def make_layout(
         batch_axes: mesh axes that cut the batch; `axis` by default, of several kinds the widest.
         specs: PartitionSpecs of the user's own for other axes, as a tree (or a prefix of one) like
             the parameters; they stay, and ZeRO partitions what they leave.
-        rules: overrides per path. Layer dims that no rule names are told by shapes.
+        rules: overrides per path, with a warning for those that match no leaf. Layer dims that no
+            rule names are told by shapes.
         min_size: leaves with fewer elements stay whole.
 
     Raises:
         ValueError: an unknown stage or axis, or a spec that does not fit its leaf, or paths of two
             leaves that read alike, as keys with slashes in them can make.
-
-    Warns of rules that match no leaf.
     """
     _check_choices(mesh, rules, min_size)
     axes, widest = _mesh.axes_by_kind(axis, mesh)

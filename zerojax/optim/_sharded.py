@@ -25,8 +25,10 @@ def sharded(
     update sees logical leaves, and updates come back in the parameters' layout, so that
     `optax.apply_updates` stays right. `init` and `update` work inside jit and outside it.
 
+    >>> tx = zerojax.sharded(optax.adamw(1e-3), layout)
+
     Args:
-        tx: any optax optimizer or chain; one that is wrapped already is wrapped anew.
+        tx: any optax optimizer or chain; one that is wrapped already is unwrapped first.
         layout: the placement; its stage decides what is partitioned.
 
     Raises:

@@ -23,6 +23,10 @@ def make_train_step(
 ) -> TrainStep:
     """Make the train step of a loss under a ZeRO stage.
 
+    >>> step = zerojax.make_train_step(loss_fn, optax.adamw(1e-3), layout)
+    >>> state = step.init(init, key)
+    >>> state, metrics = step(state, batch)
+
     Args:
         loss_fn: `loss_fn(params, batch)` of logical parameters returns a scalar, or with `has_aux`
             `(loss, aux)`; it knows nothing of the mesh. By further parameters it can ask for `key`,
