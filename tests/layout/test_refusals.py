@@ -54,7 +54,7 @@ REFUSALS = {
     "an unknown axis": (
         lambda: layout(axis="model"),
         ValueError,
-        "axis 'model' is not an axis .* has {'data': 8}",
+        r"axis 'model' is not an axis .* has {'data': 8}; write make_layout\(axis='data'\)",
     ),
     "an axis of an unknown kind": (
         lambda: layout(axis={"parameter": "data", "states": "data"}),

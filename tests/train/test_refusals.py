@@ -89,7 +89,10 @@ MISUSES = {
         "TrainState first, got nd",
     ),
     "the result of a step as state": (lambda: use(state=use()), r"got tuple: a step returns \(st"),
-    "a dict as state": (lambda: use(state={"params": init()}), "TrainState first, got dict"),
+    "a dict as state": (
+        lambda: use(state={"params": init()}),
+        r"got dict: make one with step.init\(params\)",
+    ),
     "donated, then a step": (lambda: donated("__call__"), "use the state that the step returned"),
     "donated, then evaluated": (
         lambda: donated("evaluate"),

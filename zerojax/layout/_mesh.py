@@ -60,9 +60,9 @@ def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:
     axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
         if name not in mesh.axis_names:
-            raise ValueError(
-                f"{what} {name!r} is not an axis of the mesh, which has {dict(mesh.shape)}"
-            )
+            told = f"{what} {name!r} is not an axis of the mesh, which has {dict(mesh.shape)}"
+            first = mesh.axis_names[0]
+            raise ValueError(told + f"; write make_layout(axis={first!r})" * (what == "axis"))
     if len(set(axes)) != len(axes):
         raise ValueError(f"{what} names an axis twice: {axes}")
     return axes

@@ -22,10 +22,10 @@ from zerojax.train._state import TrainState
 def check_usable(state: TrainState) -> None:
     """Refuse what is no state, or one that was donated: jaxlib 0.10 can crash on it."""
     if not isinstance(state, TrainState):
-        returned = ": a step returns (state, metrics)" if isinstance(state, tuple) else ""
-        raise TypeError(
-            f"step(state, batch) takes a TrainState first, got {type(state).__name__}{returned}"
-        )
+        told = f"step(state, batch) takes a TrainState first, got {type(state).__name__}"
+        is_pair = isinstance(state, tuple)
+        why = "a step returns (state, metrics)" if is_pair else "make one with step.init(params)"
+        raise TypeError(f"{told}: {why}")
     if isinstance(state.step, Tracer):
         raise TypeError("a train step is compiled by itself: call it outside of jax.jit")
     if getattr(state.step, "is_deleted", bool)():  # one leaf tells for all
