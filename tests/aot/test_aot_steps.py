@@ -74,19 +74,22 @@ def test_states_are_not_copied_into_the_order_of_their_gradient(stage):
 
 @pytest.mark.aot("libtpu")
 @pytest.mark.parametrize(
-    ("target", "num_devices", "minor"),
+    ("target", "num_devices", "shape"),
     [
-        ("v5p:2x2x2", 8, 167 * 128),  # a prime number of tiles: padded
-        ("v5p:4x4x4", 64, 43 * 128),  # too large for the whole torus, not for its phases
+        ("v5p:2x2x2", 8, (1024, 167 * 128)),  # a prime number of tiles: padded
+        ("v5p:4x4x4", 64, (1024, 43 * 128)),  # too large for the whole torus, not for its phases
+        ("v5p:4x4x4", 64, (1001, 4096)),  # cut along the minor dim: it was gathered between phases
+        ("v6e:4x4", 16, (1001, 1536)),
     ],
 )
-def test_gradients_of_any_width_are_scattered(target, num_devices, minor):
+def test_gradients_of_any_shape_are_scattered(target, num_devices, shape):
     """libtpu scatters equal pieces of a minor dim, and all-reduces what has none."""
     mesh = zerojax.topology_mesh(target, {"data": num_devices})
-    shapes = {"w": jax.ShapeDtypeStruct((1024, minor), jnp.float32)}
+    shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     layout = zerojax.make_layout(shapes, mesh, stage=2)
     step = zerojax.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean(), TX, layout)
-    x = jax.ShapeDtypeStruct((num_devices * 8, 1024), jnp.float32, sharding=layout.batch)
+    rows = (num_devices * 8, shape[0])
+    x = jax.ShapeDtypeStruct(rows, jnp.float32, sharding=layout.batch)
     report = zerojax.audit(step.lower(step.abstract_state(), x).compile(), layout)
     report.raise_if_problems()
     assert report.volume < 1.03 * 2 * (1 - 1 / num_devices)

@@ -221,9 +221,9 @@ def is_enlarged(eqn: Any, values: list[Any], opening: Opening) -> bool:
 def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | None:
     """Run an equation on copies that it alone reads; None where it needs none, or can't.
 
-    A lookup whose gradient is reduced in phases needs them, and any use of a weight that is padded,
-    or whose gradient is. Where the user cuts the padded dim too, padding would move rows from
-    device to device.
+    A lookup whose gradient is reduced in phases needs them, any use of a weight whose minor dim is
+    cut, which the partitioner would gather between phases, and of one that is padded, or whose
+    gradient is. Where the user cuts the padded dim too, padding would move rows between devices.
     """
     box = next(v for v in values if isinstance(v, Boxed))
     if box.dim is None or not waits_elementwise(box):
@@ -231,7 +231,8 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     layout, shape, own = opening.layout, box.value.shape, box.entries[box.dim]
     is_padded = not own and opening.padding(box) > 0
     phases = layout.phases_of(shape, box.dim, reduces=True)
-    is_phased = eqn.primitive.name == "gather" and phases.reduces(shape, box.dim)
+    is_minor = box.dim == len(shape) - 1 > 0
+    is_phased = len(phases.axes) > 1 and (is_minor or eqn.primitive.name == "gather")
     is_phased |= scattered_shape(shape, box.dim, layout) != shape
     if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
         return None

@@ -17,5 +17,4 @@ from zerojax.layout._torus import (
     group_sub_axes,
     in_order,
     scattered_size,
-    scatters_tiles,
 )

@@ -92,11 +92,6 @@ class Phases:
             f"gathered the other way: {self.reason}"
         )
 
-    def reduces(self, shape: Sequence[int], dim: int) -> bool:
-        """Return whether a gradient of this shape is reduce-scattered in phases."""
-        first = math.prod(self.mesh.shape[name] for name in self.axes[0])
-        return len(self.axes) > 1 and (not self.dims or scatters_tiles(shape, dim, first))
-
     def scatters(self, size: int) -> bool:
         """Return whether each phase scatters what has a minor dim of this size."""
         counts = (math.prod(self.mesh.shape[name] for name in axes) for axes in self.axes)
@@ -111,15 +106,6 @@ class Phases:
         names = itertools.accumulate(self.within(axes)[:-1] if leaf.dim is not None else ())
         specs = (as_spec(leaf.entries, leaf.dim, axes) for axes in names)
         return tuple(NamedSharding(self.mesh, spec) for spec in specs)
-
-
-def scatters_tiles(shape: Sequence[int], dim: int, num_devices: int) -> bool:
-    """Return whether libtpu reduce-scatters a dim in a phase, which else is an all-reduce.
-
-    Along the minor dim it scatters whole tiles of `LANES`.
-    """
-    is_minor = dim == len(shape) - 1 and len(shape) > 1
-    return not is_minor or shape[dim] % (num_devices * LANES) == 0
 
 
 def fills_tiles(shape: Sequence[int], dim: int | None, num_shards: int) -> bool:
