@@ -166,11 +166,7 @@ def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
 
 
 def _shards(
-    leaf: Argument,
-    kind: HeldKind,
-    owner: int | None,
-    placed: Sequence[LeafLayout],
-    layout: Layout,
+    leaf: Argument, kind: HeldKind, owner: int | None, placed: Sequence[LeafLayout], layout: Layout
 ) -> tuple[Shape, ...]:
     # A further copy of the parameters, an average say, may be placed like them or be whole.
     own = None if owner is None or kind == "other" else layout.leaves[owner]

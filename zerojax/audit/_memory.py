@@ -63,23 +63,21 @@ class MemoryReport(Shown):
             figures = (f"{seen:,}", f"{theory:,}" if theory else "", ratio(seen, theory))
             table.add_row(name, *figures, make_bar(seen, self.peak))
 
-        for name in ("parameters", "masters", "optimizer"):
-            if getattr(self, name) or self.theory[name]:
-                add(name, getattr(self, name), self.theory[name])
-        for name in ("gradients", "batch", "other", "outputs"):
-            if count := getattr(self, name):
-                add(name, count)
+        names = ("parameters", "masters", "optimizer", "gradients", "batch", "other", "outputs")
+        for name in names:
+            theory = self.theory.get(name, 0) if name in names[:3] else 0
+            if getattr(self, name) or theory:
+                add(name, getattr(self, name), theory)
         table.add_row("gradients of a step", "", f"{self.theory['gradients']:,}")
         if gathered := self.theory["gathered"]:
             table.add_row("gathered, until the backward pass", "", f"{gathered:,}")
         add("temporaries, with gradients", self.temporaries)
         add("peak", self.peak, self.theory["total"])
-        if self.allocated > self.peak:
-            table.add_row("allocated, with unused holes", f"{self.allocated:,}")
-        if self.reused:
-            table.add_row("reused by donation", f"{self.reused:,}")
-        if self.host:
-            table.add_row("host", f"{self.host:,}")
+        holes = self.allocated * (self.allocated > self.peak)
+        more = {"allocated, with unused holes": holes, "reused by donation": self.reused}
+        for name, count in (more | {"host": self.host}).items():
+            if count:
+                table.add_row(name, f"{count:,}")
         yield table
         table = make_table("what", "of", ">B", title="largest results (some share a buffer)")
         for column in table.columns[:2]:

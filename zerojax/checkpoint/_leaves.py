@@ -144,7 +144,7 @@ def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
     return _is_cut(x, layout) is not False
 
 
-def check_state_placement(tree: PyTree, layout: Layout) -> None:
+def check_placed(tree: PyTree, layout: Layout) -> None:
     """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not."""
     for path, node in nodes(tree):
         if layout.num_shards == 1 or not _is_train_state(node):

@@ -22,12 +22,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._files import REMOVED, FileDigest, digest_files, local_path, remove, sync
-from zerojax.checkpoint._leaves import (
-    check_state_placement,
-    optimizer_nodes,
-    placed_leaves,
-    saved_leaves,
-)
+from zerojax.checkpoint._leaves import check_placed, optimizer_nodes, placed_leaves, saved_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, to_text, write_manifest
 from zerojax.checkpoint._orbax import Writing, check_dtypes, require_orbax
 from zerojax.layout import Layout, check_layout
@@ -135,7 +130,7 @@ def prepare(
         number = _step_of(leaves) if step is None else check_step(step)
         manifest = describe(state, layout, tx, step=number, **told)
         text = to_text(manifest)  # refuses what is not JSON
-        check_state_placement(given, layout)
+        check_placed(given, layout)
         arrays = {
             path: jax.random.key_data(x) if manifest.leaves[path].is_key else x
             for path, x in leaves.items()

@@ -118,9 +118,9 @@ def fills_tiles(shape: Sequence[int], dim: int | None, num_shards: int) -> bool:
 def scatters_pieces(size: int, num_devices: int) -> bool:
     """Return whether libtpu scatters what has a minor dim of this size over so many chips at once.
 
-    It cuts the tiles along that dim into equal pieces, the smaller the more devices there are, and
-    all-reduces what has none: 11,008 = 2 x 43 tiles over 64 chips, 50,304 = 3 x 131 over four.
-    The bounds are those seen on v5p:2x2x1 to 8x8x16 (docs/benchmarks.md, "Pieces").
+    It cuts the tiles along that dim into equal pieces, the smaller the more chips there are, and
+    all-reduces what has none: 11,008 = 2 x 43 tiles over 64, 50,304 = 3 x 131 over four. The bounds
+    are those seen on v5p:2x2x1 to 8x8x16 (docs/benchmarks.md, "Whole tori").
     """
     most = 113 if num_devices == 4 else min(139, max(19, 1280 // num_devices))
     return _has_factors_up_to(most, -(-size // LANES))

@@ -79,11 +79,7 @@ class Theory:
 
 
 def theory_of(
-    layout: Layout,
-    recipe: Recipe,
-    *,
-    scatters: bool = True,
-    frozen: Collection[int] = (),
+    layout: Layout, recipe: Recipe, *, scatters: bool = True, frozen: Collection[int] = ()
 ) -> Theory:
     """Count what a step of the layout's stage moves.
 

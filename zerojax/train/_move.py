@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_by_path, unwrapped
 from zerojax._types import Kind, Shape
-from zerojax.checkpoint import KINDS, check_state_placement, logical_shapes
+from zerojax.checkpoint import KINDS, check_placed, logical_shapes
 from zerojax.collectives import auto_region
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout, check_layout, optimizer_leaves
 from zerojax.recipe import HOST_MEMORY
@@ -55,7 +55,7 @@ def move(
                 f"move takes a state of arrays on devices, and leaf {path!r} is of type "
                 f"{type(x).__name__}; zerojax.restore reads one that was saved"
             )
-    check_state_placement(state, layout)
+    check_placed(state, layout)
     logical = logical_shapes(state, layout, tx)
     placed = other.optimizer(tx) if tx is not None else _by_path(state, logical, other)
     wanted: dict[str, tuple[LeafLayout, Kind]] = {}
