@@ -220,8 +220,6 @@ class PerDevice:
         is_one = scatters_at_once(wanted, dim, self._layout)
         for phase in self._at_once if is_one else self._phases:
             x = self._scattered(x, phase, dim)
-        if self._layout.platform == "tpu":  # or libtpu sums whole microbatches, and scatters once
-            x = jax.lax.optimization_barrier(x)
         if wanted != shape:
             x = jax.lax.slice(x, [0] * x.ndim, [*shape[:dim], x.shape[dim], *shape[dim + 1 :]])
         rest = tuple(name for name in self.axes if name not in self._names)

@@ -312,6 +312,7 @@ class TrainStep(Shown):
             dtype,
             self._ahead,
             is_tpu=layout.platform == "tpu",
+            are_reduced=True,
         )
 
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
