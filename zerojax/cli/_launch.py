@@ -16,8 +16,6 @@ from zerojax.cli.shared._command import CommandOptions, Failure, argument, comma
 #: Seconds that processes have to end by themselves when one has failed.
 GRACE = 10.0
 HERE = "127.0.0.1"
-#: Of what collectives between CPUs begin with: "[Gloo] Rank 0 is connected to 1 peer ranks."
-_GREETING = (b"[Gloo] Rank", b"peer ranks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +96,6 @@ def _print(index: int, process: subprocess.Popen[bytes]) -> None:
     assert process.stdout is not None
     with contextlib.suppress(OSError), process.stdout:  # a pipe that is closed, for it as well
         for line in process.stdout:
-            if not any(words in line for words in _GREETING):
+            if b"[Gloo] Rank" not in line and b"peer ranks" not in line:  # gloo's greetings
                 sys.stdout.buffer.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))
                 sys.stdout.buffer.flush()

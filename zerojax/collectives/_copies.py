@@ -34,7 +34,7 @@ from zerojax import _jaxpr
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, pad_rows
 from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
-from zerojax.collectives._tiles import scattered_shape
+from zerojax.collectives._tiles import scattered_shape, scatters_at_once
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import as_spec
 
@@ -232,7 +232,8 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     is_padded = not own and opening.padding(box) > 0
     phases = layout.phases_of(shape, box.dim, reduces=True)
     is_minor = box.dim == len(shape) - 1 > 0
-    is_phased = len(phases.axes) > 1 and (is_minor or eqn.primitive.name == "gather")
+    is_phased = len(phases.axes) > 1 and not scatters_at_once(shape, box.dim, layout)
+    is_phased &= is_minor or eqn.primitive.name == "gather"
     is_phased |= scattered_shape(shape, box.dim, layout) != shape
     if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
         return None

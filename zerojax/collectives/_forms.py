@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes
 from zerojax._types import Axes, Kind, PyTree, Shape
-from zerojax.collectives._tiles import in_tiles, scattered_shape, scatters_at_once
+from zerojax.collectives._tiles import has_pieces, in_tiles, scattered_shape, scatters_at_once
 from zerojax.layout import Layout, LeafLayout, Placed, as_spec
 
 
@@ -146,7 +146,8 @@ def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
     if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
         x = in_tiles(x, layout, dim)
     phases = layout.phases_of(x.shape, dim, reduces=True)
-    is_phased = dim is not None and len(phases.axes) > 1
+    # Between phases along the minor dim the partitioner would gather.
+    is_phased = dim is not None and len(phases.axes) > 1 and not 0 < dim == x.ndim - 1
     if not is_phased and (dim is None or {*layout.batch_axes} <= {*layout.axes["gradient"]}):
         # Asked for shards alone, the partitioner may gather activations instead and compute each
         # shard's gradient from all examples; asked for the whole sum first, it reduces, and the
@@ -217,7 +218,8 @@ class PerDevice:
         if wanted != shape:
             x = jnp.pad(x, [(0, size - old) for size, old in zip(wanted, shape, strict=True)])
         x = in_tiles(x, self._layout, dim)
-        is_one = scatters_at_once(wanted, dim, self._layout)
+        is_one = not has_pieces(wanted, dim, self._layout, self._layout.phases)
+        is_one &= scatters_at_once(wanted, dim, self._layout)
         for phase in self._at_once if is_one else self._phases:
             x = self._scattered(x, phase, dim)
         if wanted != shape:

@@ -32,7 +32,6 @@ def accumulate(
     dtype: Any,
     transform: Callable[..., Any] = lambda gradient: gradient,
     is_tpu: bool = False,
-    *,
     are_reduced: bool = False,
 ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.

@@ -9,7 +9,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 
 from zerojax._types import Shape
-from zerojax.layout import SPANS, Layout, LeafLayout, scattered_size
+from zerojax.layout import SPANS, Layout, LeafLayout, Phases, scattered_size
 
 #: Rows and columns of a tile, along the minor two dims.
 _TILE = (8, 128)
@@ -56,8 +56,13 @@ def scatters_at_once(shape: Shape, dim: int, layout: Layout) -> bool:
     order = _reduced(shape, dim, layout)
     tile = _TILE[order.index(dim) - len(order)] if dim in order[-2:] else 1
     is_whole = shape[dim] % (tile * layout.num_shards) == 0
-    has_pieces = order[-1] == dim or layout.at_once.scatters(shape[order[-1]])
-    return layout.has_options and layout.offloads and is_whole and has_pieces
+    is_cut = layout.has_options and layout.offloads and is_whole
+    return is_cut and has_pieces(shape, dim, layout, layout.at_once)
+
+
+def has_pieces(shape: Shape, dim: int, layout: Layout, phases: Phases) -> bool:
+    minor = _reduced(shape, dim, layout)[-1]
+    return minor == dim or phases.scatters(shape[minor])
 
 
 def as_state(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:

@@ -64,9 +64,8 @@ HOST_COMPUTES = re.compile(r'async_execution_thread="host"|HostExecute')
 # A library that communicates: never clean, since nobody knows what it moves (XLA of 2021).
 #   custom-call(%x), custom_call_target="__nccl$AllReduce"
 LIBRARY_CALL = re.compile(
-    r'custom_call_target="(?!AsyncCollective(?:Start|Done)")[^"]*'
-    r"(?:nccl|nvshmem|collective|all_?gather|all_?reduce|megascale)",
-    re.IGNORECASE,
+    r'(?i)custom_call_target="(?!AsyncCollective(?:Start|Done)")[^"]*'
+    r"(?:nccl|nvshmem|collective|all_?gather|all_?reduce|megascale)"
 )
 
 _BOTH = """bitcast copy-done opt-barrier parameter constant tuple get-tuple-element while

@@ -12,6 +12,7 @@ from zerojax.layout._torus import (
     DIMS,
     OFFLOADS,
     SPANS,
+    Phases,
     SubAxis,
     fills_tiles,
     group_sub_axes,

@@ -93,7 +93,6 @@ class Phases:
         )
 
     def scatters(self, size: int) -> bool:
-        """Return whether each phase scatters what has a minor dim of this size."""
         counts = (math.prod(self.mesh.shape[name] for name in axes) for axes in self.axes)
         return all(scatters_pieces(size, count) for count in counts)
 
@@ -123,23 +122,19 @@ def scatters_pieces(size: int, num_devices: int) -> bool:
     are those seen on v5p:2x2x1 to 8x8x16 (docs/benchmarks.md, "Whole tori").
     """
     most = 113 if num_devices == 4 else min(139, max(19, 1280 // num_devices))
-    return _has_factors_up_to(most, -(-size // LANES))
-
-
-def scattered_size(size: int) -> int:
-    """Return what a minor dim that no phase scatters is padded to: 50,304 to 51,200."""
     count = -(-size // LANES)
-    if _has_factors_up_to(113, count):
-        return size
-    eights = itertools.count(count + -count % 8, 8)
-    return LANES * next(number for number in eights if _has_factors_up_to(19, number))
-
-
-def _has_factors_up_to(most: int, count: int) -> bool:
     for factor in range(2, most + 1):
         while count % factor == 0:
             count //= factor
     return count == 1
+
+
+def scattered_size(size: int) -> int:
+    """Return what a minor dim is padded to that four chips do not scatter: 50,304 to 51,200."""
+    if scatters_pieces(size, 4):
+        return size
+    eights = itertools.count(-(-size // (8 * LANES)) * 8 * LANES, 8 * LANES)
+    return next(padded for padded in eights if scatters_pieces(padded, 1024))
 
 
 def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
