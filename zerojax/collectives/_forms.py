@@ -218,11 +218,12 @@ class PerDevice:
         if wanted != shape:
             x = jnp.pad(x, [(0, size - old) for size, old in zip(wanted, shape, strict=True)])
         x = in_tiles(x, self._layout, dim)
-        is_one = not has_pieces(wanted, dim, self._layout, self._layout.phases)
-        is_one &= scatters_at_once(wanted, dim, self._layout)
+        is_phased = wanted == shape and has_pieces(shape, dim, self._layout, self._layout.phases)
+        is_one = not is_phased and scatters_at_once(wanted, dim, self._layout)
         for phase in self._at_once if is_one else self._phases:
             x = self._scattered(x, phase, dim)
         if wanted != shape:
+            x = jax.lax.optimization_barrier(x)  # libtpu fails over a slice of what it scatters
             x = jax.lax.slice(x, [0] * x.ndim, [*shape[:dim], x.shape[dim], *shape[dim + 1 :]])
         rest = tuple(name for name in self.axes if name not in self._names)
         return (jax.lax.psum(x, rest) if rest else x).astype(dtype)

@@ -55,9 +55,8 @@ def scatters_at_once(shape: Shape, dim: int, layout: Layout) -> bool:
     """Return whether SparseCores scatter a gradient over a whole torus, as they do whole tiles."""
     order = _reduced(shape, dim, layout)
     tile = _TILE[order.index(dim) - len(order)] if dim in order[-2:] else 1
-    is_whole = shape[dim] % (tile * layout.num_shards) == 0
-    is_cut = layout.has_options and layout.offloads and is_whole
-    return is_cut and has_pieces(shape, dim, layout, layout.at_once)
+    is_whole = layout.offloads and shape[dim] % (tile * layout.num_shards) == 0
+    return layout.has_options and is_whole and has_pieces(shape, dim, layout, layout.at_once)
 
 
 def has_pieces(shape: Shape, dim: int, layout: Layout, phases: Phases) -> bool:
