@@ -6,7 +6,7 @@ import math
 import jax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from zerojax._types import Shape
 from zerojax.layout import SPANS, Layout, LeafLayout, Phases, scattered_size
@@ -38,14 +38,14 @@ def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
     return _held(x, _reduced(x.shape, dim, layout)) if is_held else x
 
 
-def scattered_shape(shape: Shape, dim: int | None, layout: Layout) -> Shape:
+def scattered_shape(shape: Shape, dim: int, layout: Layout) -> Shape:
     """Return the shape that a gradient is padded to so that a TPU scatters it along `dim`.
 
     On chips that form 3-D tori the dim that lies minor is padded (`layout.scattered_size`).
     """
-    kind = layout.devices.flat[0].device_kind
-    is_torus = kind in SPANS and SPANS[kind].num_dims > 1
-    if not is_torus or dim is None or len(shape) < 2 or scatters_at_once(shape, dim, layout):
+    kind = "" if isinstance(layout.mesh, AbstractMesh) else layout.devices.flat[0].device_kind
+    is_matrix = len(shape) > 1 and kind in SPANS and SPANS[kind].num_dims > 1
+    if not is_matrix or scatters_at_once(shape, dim, layout):
         return shape
     minor = _reduced(shape, dim, layout)[-1]
     return (*shape[:minor], scattered_size(shape[minor]), *shape[minor + 1 :])
