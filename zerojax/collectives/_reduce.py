@@ -32,7 +32,6 @@ def accumulate(
     dtype: Any,
     transform: Callable[..., Any] = lambda gradient: gradient,
     is_tpu: bool = False,
-    are_reduced: bool = False,
 ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.
 
@@ -41,7 +40,6 @@ def accumulate(
     The batch is `count` microbatches together, and `carried` the loss's third argument for the
     first. `dtype` is that of the running sum of gradients, None their own. `transform` makes
     another function of the gradient's before it is run. A TPU's backward pass waits for the loss.
-    Gradients that `are_reduced` in the loop are shards: libtpu would add up whole ones.
 
     Returns:
         `(loss, aux, carried), gradients`.
@@ -63,8 +61,6 @@ def accumulate(
         (loss, aux, carried), grads = gradient(
             params, _examples.microbatch(batch, index, count), carried
         )
-        if is_tpu and are_reduced:
-            grads = jax.tree.map(jax.lax.optimization_barrier, grads)
         grads = jax.tree.map(lambda g: g.astype(floating_dtype(g.dtype, dtype)), grads)
         return (loss, grads), (aux, carried)
 

@@ -310,10 +310,14 @@ class TrainStep(Shown):
             state.model_state,
             count,
             dtype,
-            self._ahead,
+            self._ahead if count == 1 or layout.platform != "tpu" else self._apart,
             is_tpu=layout.platform == "tpu",
-            are_reduced=True,
         )
+
+    def _apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep gradients of microbatches apart: libtpu would add up whole ones, to scatter once."""
+        ahead = self._ahead(function)
+        return lambda *args: jax.tree.map(jax.lax.optimization_barrier, ahead(*args))
 
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
