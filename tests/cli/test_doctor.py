@@ -65,7 +65,7 @@ def test_devices_are_described_and_what_is_missing_has_a_remedy(monkeypatch):
         device_kind="H100",
         memory_stats=lambda: {"bytes_limit": 80 * 10**9},
     )
-    assert _doctor.describe_devices([gpu] * 4) == "4 x H100 (gpu), 80.0 GB of memory each"
+    assert _doctor.describe_devices([gpu] * 4) == "4 x H100 (gpu), 80 GB of memory each"
     assert "JAX_NUM_CPU_DEVICES=8" in _doctor.describe_devices(jax.devices()[:1])
     monkeypatch.setattr(_doctor, "has_accelerators", lambda: True)
     assert 'pip install "jax[cuda12]"' in _doctor.describe_devices(jax.devices())
