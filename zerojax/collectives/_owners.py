@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import Axes, Shape
@@ -110,8 +111,8 @@ def compute_by_owners(jobs: Sequence[Job], layout: Layout, axes: Axes) -> list[l
             width = [p.each * _width(jobs[p.job].ins) for p in slot]
             parts = [sent[p.job][p.rows].reshape(-1, n) for p, n in zip(slot, width, strict=True)]
             x = _stacked(parts, count)
-            if layout.platform == "cpu":  # XLA splits it into rows, and may fail over their layouts
-                x = jax.lax.optimization_barrier(x)
+            if not isinstance(mesh, AbstractMesh) and layout.platform == "cpu":
+                x = jax.lax.optimization_barrier(x)  # XLA splits it into rows, and may fail
             done = _swapped(_computed(_swapped(x, axes), slot, jobs, shared, axes), axes)
             for p in slot:
                 width = _width(jobs[p.job].outs)
