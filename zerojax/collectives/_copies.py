@@ -232,7 +232,8 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     is_padded = not own and opening.padding(box) > 0
     phases = layout.phases_of(shape, box.dim, reduces=True)
     is_phased = len(phases.axes) > 1 and not scatters_at_once(shape, box.dim, layout)
-    is_phased &= box.dim == len(shape) - 1 > 0 or eqn.primitive.name == "gather"
+    is_gathered = phases.dims and box.dim == len(shape) - 1 > 0
+    is_phased &= bool(is_gathered) or eqn.primitive.name == "gather"
     is_phased |= scattered_shape(shape, box.dim, layout) != shape
     if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
         return None

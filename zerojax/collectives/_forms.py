@@ -146,8 +146,8 @@ def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
     if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
         x = in_tiles(x, layout, dim)
     phases = layout.phases_of(x.shape, dim, reduces=True)
-    # Between phases along the minor dim the partitioner would gather.
-    is_phased = dim is not None and len(phases.axes) > 1 and not 0 < dim == x.ndim - 1
+    is_gathered = phases.dims and dim == x.ndim - 1 > 0  # along a minor dim, between phases
+    is_phased = dim is not None and len(phases.axes) > 1 and not is_gathered
     if not is_phased and (dim is None or {*layout.batch_axes} <= {*layout.axes["gradient"]}):
         # Asked for shards alone, the partitioner may gather activations instead and compute each
         # shard's gradient from all examples; asked for the whole sum first, it reduces, and the

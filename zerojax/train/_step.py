@@ -316,8 +316,7 @@ class TrainStep(Shown):
 
     def _apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Keep gradients of microbatches apart: libtpu would add up whole ones, to scatter once."""
-        ahead = self._ahead(function)
-        return lambda *args: jax.tree.map(jax.lax.optimization_barrier, ahead(*args))
+        return lambda *x: jax.tree.map(jax.lax.optimization_barrier, self._ahead(function)(*x))
 
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
