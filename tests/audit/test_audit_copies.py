@@ -16,13 +16,13 @@ X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
 BYTES = 4 * 2 * WIDTH * 128
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("at", ["whole", "params", "masters"])
 @pytest.mark.parametrize("stage", range(4))
-def test_an_average_may_be_whole_or_placed_like_the_parameters(make, stage, whole):
-    layout = make(stage)
+def test_an_average_lies_as_masters_do(make, stage, at):
+    layout, whole = make(stage), at == "whole"
     tx = zerojax.sharded(TX, layout)
-    at = jax.tree.map(lambda _: layout.sharding(P()), PAIR, is_leaf=lambda x: isinstance(x, tuple))
-    at = at if whole else layout.params
+    everywhere = jax.tree.map(lambda _: layout.sharding(P()), layout.masters)
+    at = everywhere if whole else getattr(layout, at)
 
     def step(params, opt_state, ema, x):
         grads = jax.grad(zerojax.gather_where_used(pair_loss, layout))(params, x)
@@ -38,8 +38,30 @@ def test_an_average_may_be_whole_or_placed_like_the_parameters(make, stage, whol
     )
     state = jax.eval_shape(TX.init, layout.shapes)
     report = audit(jitted.lower(layout.shapes, state, layout.shapes, X).compile(), layout)
-    assert report.problems == ()
-    assert report.memory.other == BYTES // (8 if stage == 3 and not whole else 1)
+    is_cut = at["up"].spec != P()
+    assert report.memory.other == BYTES // (8 if is_cut else 1)
+    assert [p.kind for p in report.problems] == ["placement"] * (stage > 0 and not is_cut)
+    assert all("as layout.masters says" in p.remedy for p in report.problems)
+
+
+def test_an_average_gives_its_buffer_to_the_next_one(make):
+    layout = make(2)
+    tx = zerojax.sharded(TX, layout)
+
+    def step(ema, params, opt_state, x):  # its place among the arguments tells nothing
+        grads = jax.grad(zerojax.gather_where_used(pair_loss, layout))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = zerojax.apply_updates(params, updates, layout)
+        return jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params), params, opt_state
+
+    places = (layout.masters, layout.params, layout.opt_state(TX))
+    shapes = (layout.shapes, layout.shapes, jax.eval_shape(TX.init, layout.shapes), X)
+    at = {"in_shardings": (*places, layout.batch), "out_shardings": places}
+    for donated in ((0, 1, 2), (1, 2)):
+        jitted = jax.jit(step, donate_argnums=donated, **at)
+        report = audit(jitted.lower(*shapes).compile(), layout)
+        assert [p.kind for p in report.problems] == ["donation"] * (0 not in donated)
+        assert all("donate_argnums=0" in p.remedy for p in report.problems)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -110,7 +110,7 @@ def test_a_stdout_that_takes_nothing_is_told_in_one_line(where, status, said, co
 def test_the_help_teaches(capsys):
     assert main(["train", "--help"]) == 0
     out = capsys.readouterr().out
-    for word in ("zerojax train --resume", "gpt2-xl", "adafactor", "gradients", "Ctrl-C"):
+    for word in ("zerojax train --resume", "gpt2-xl", "adamw_8bit", "gradients", "Ctrl-C"):
         assert word in out
     assert main(["--version"]) == 0
     assert jax.__version__ in capsys.readouterr().out
@@ -184,14 +184,14 @@ def test_a_resumed_run_equals_the_one_that_was_not_interrupted(folder, capsys):
 
 
 def test_a_run_goes_on_at_another_stage_on_other_devices(folder, capsys):
-    options = "--steps 6 --stage 1 --precision bf16 --accumulate 2 --optimizer adafactor"
+    options = "--steps 6 --stage 1 --precision bf16 --accumulate 2 --optimizer adamw_8bit"
     assert main(["train", *options.split(), "--out", "run", *SMALL]) == 0
     whole = steps_of(folder / "run")
     shutil.rmtree(folder / "run/checkpoints/6")
     manifest = read_manifest(folder / "run/checkpoints/3")
     assert manifest.stage == 1
     assert manifest.step == 3
-    assert manifest.metadata["options"]["optimizer"] == "adafactor"
+    assert manifest.metadata["options"]["optimizer"] == "adamw_8bit"
     assert manifest.data["next_index"] == 3
     command = "train --steps 6 --resume --stage 3 --devices 4 --out run"
     assert main([*command.split(), *QUICK]) == 0

@@ -125,7 +125,7 @@ def test_a_missing_compiler_names_the_pip_command(monkeypatch, capfd):
 def test_the_help_teaches(capsys):
     assert main(["compile", "--help"]) == 0
     out = capsys.readouterr().out
-    for word in ("--all-stages", "zero-170b", "v5p:4x4x8", "adafactor", "ZEROJAX_CACHE", "Exit"):
+    for word in ("--all-stages", "zero-170b", "v5p:4x4x8", "adamw_8bit", "ZEROJAX_CACHE", "Exit"):
         assert word in out
     assert main(["--help"]) == 0
     assert "compile" in capsys.readouterr().out

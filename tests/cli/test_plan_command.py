@@ -190,7 +190,7 @@ def test_the_help_teaches(capsys):
     for word in (
         "plan --params 7.5e9 --devices 64",
         "--search",
-        "adafactor",
+        "adamw_8bit",
         "v5p",
         "Exit",
         "h100",

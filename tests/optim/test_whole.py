@@ -142,14 +142,6 @@ def test_meshes_with_explicit_axes_are_alike():
     assert moved(assert_equal_to_plain("muon", layout))["all-to-all"] > 0
 
 
-@pytest.mark.parametrize("name", ["muon", "multi_steps"])
-def test_a_description_says_which_leaves_are_computed_whole(name):
-    rows = make_layout("8", 2).describe(OPTIMIZERS[name][0]()).rows
-    why = {row.path: row.reason for row in rows}
-    assert why["stack"].endswith("the optimizer computes 6 whole matrices of it on 6 of 8 devices")
-    assert "whole matri" not in why["bias"]
-
-
 def test_a_rule_has_a_leaf_computed_where_it_is_stored():
     params = {"experts": jnp.ones((8, 16, 24)), "whole": jnp.ones((16, 24))}
     rules = [zerojax.Rule(path="experts", dim=0), zerojax.Rule(path="whole", whole=True)]
@@ -160,7 +152,6 @@ def test_a_rule_has_a_leaf_computed_where_it_is_stored():
     found = moved(update.lower(params, tx.init(params), params).compile().as_text())
     assert "all-to-all" not in found
     assert sum(found.values()) < 16 * 24 / 8
-    assert not any("whole matri" in row.reason for row in layout.describe(muon()).rows)
 
 
 def test_a_leaf_that_the_user_cuts_too_goes_to_owners_along_both_axes():

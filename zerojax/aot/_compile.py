@@ -9,10 +9,8 @@ import re
 import tempfile
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -53,7 +51,7 @@ class DoesNotFit(RuntimeError):
         )
 
 
-def find(key: str) -> Program | DoesNotFit | None:
+def _find(key: str) -> Program | DoesNotFit | None:
     """Return what was kept under a key, None for nothing; warn of what can't be read."""
     path = _path(key)
     try:
@@ -67,7 +65,7 @@ def find(key: str) -> Program | DoesNotFit | None:
         return None
 
 
-def keep(key: str, answer: Program | DoesNotFit) -> None:
+def _keep(key: str, answer: Program | DoesNotFit) -> None:
     """Keep an answer; warn where that can't be."""
     held = answer.to_json() if isinstance(answer, Program) else dataclasses.asdict(answer)
     path = _path(key)
@@ -88,20 +86,6 @@ def _path(key: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     base = base if base.is_absolute() else Path("~/.cache").expanduser()
     return base / "zerojax" / "programs" / f"{key}.json.gz"
-
-
-def digest(facts: Mapping[str, Any], sources: Sequence[str]) -> str:
-    """Hash what decides an answer: facts, versions, variables and some of zerojax's files."""
-    found = hashlib.sha256()
-    for path in sorted(path for pattern in sources for path in _HOME.glob(pattern)):
-        found.update(path.read_bytes())
-    whole = {
-        "facts": facts,
-        "versions": {name: version_of(name) for name in _PACKAGES},
-        "variables": {name: text for name, text in os.environ.items() if _is_deciding(name)},
-        "sources": found.hexdigest(),
-    }
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]
 
 
 def _is_deciding(variable: str) -> bool:
@@ -142,11 +126,11 @@ def compile_step(lowered: jax.stages.Lowered) -> Program:
     Warns where a kept program can't be read, or this one can't be kept.
     """
     key = _key(lowered)
-    answer = None if key is None else find(key)
+    answer = None if key is None else _find(key)
     if answer is None:
         answer = _compile(lowered)
         if key is not None:
-            keep(key, answer)
+            _keep(key, answer)
     if isinstance(answer, DoesNotFit):
         raise answer
     return answer
@@ -171,6 +155,9 @@ def _key(lowered: jax.stages.Lowered) -> str | None:
     options, devices = (getattr(lowered._lowering, name, None) for name in _DECIDING)
     if options is None or devices is None:
         return None
+    sources = hashlib.sha256()
+    for path in sorted(path for pattern in _SOURCES for path in _HOME.glob(pattern)):
+        sources.update(path.read_bytes())
     facts = {
         "text": lowered.as_text(),
         # Names of leaves, which the text does not hold.
@@ -179,5 +166,8 @@ def _key(lowered: jax.stages.Lowered) -> str | None:
         "options": sorted((str(name), str(value)) for name, value in options),
         "compiler": str(getattr(devices[0].client, "platform_version", "")),
         "devices": [[str(getattr(x, name, None)) for name in _OF_A_DEVICE] for x in devices],
+        "versions": {name: version_of(name) for name in _PACKAGES},
+        "variables": {name: text for name, text in os.environ.items() if _is_deciding(name)},
+        "sources": sources.hexdigest(),
     }
-    return digest(facts, _SOURCES)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]

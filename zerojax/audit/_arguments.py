@@ -4,15 +4,15 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from zerojax._types import Shape
+from zerojax._types import Kind, Shape
 from zerojax.audit._program import Argument, Program
 from zerojax.hlo import element_bits
 from zerojax.layout import Layout, LeafLayout, optimizer_leaves
 
-HeldKind = Literal["parameter", "master", "optimizer", "gradient", "batch", "other"]
-STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient")
+HeldKind = Literal["parameter", "master", "optimizer", "gradient", "copy", "batch", "other"]
+STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient", "copy")
 
 _MASTER = re.compile(r"(^|[/_])(master|fp32)", re.IGNORECASE)
 _GRADIENT = re.compile(r"(^|[/_])(grad|acc_grad|accum)", re.IGNORECASE)
@@ -24,7 +24,7 @@ class Held:
     """Hold one argument leaf and what it is."""
 
     argument: Argument  # the facts
-    kind: HeldKind  # parameter, master, optimizer, gradient, batch or other
+    kind: HeldKind  # a copy is a further one of the parameters that a step updates: an average
     parameter: int | None = None  # index of the layout's leaf that it belongs to, None for none
     # shapes that one device's part may have by the layout, the likeliest first, if it says any
     shards: tuple[Shape, ...] = ()
@@ -40,7 +40,8 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
 
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
     name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
-    the optimizer's. Other arguments are the batch, apart from what stands beside states.
+    the optimizer's. A further tree is a copy where the step returns as many. Other arguments are
+    the batch, apart from what stands beside states.
 
         0/params/up        bf16[64,128]    parameter
         0/masters/up       f32[64,128]     master
@@ -124,9 +125,9 @@ def _prefix(path: str, of: str) -> str | None:
 def _tree_kinds(
     leaves: Sequence[Argument], trees: Sequence[Sequence[int]], layout: Layout, returned: int
 ) -> list[HeldKind]:
-    """Return which trees are parameters, masters and gradients; others are copies, averages.
+    """Return which trees are parameters, masters, gradients and copies.
 
-    Parameters and masters are `returned`: of more trees the last are of the batch, a reference say.
+    Those are `returned`: of more trees the last are of the batch, a reference say.
     """
     named: dict[int, HeldKind] = {}
     starts = [tree[0] for tree in trees]
@@ -142,13 +143,15 @@ def _tree_kinds(
     open_ = [start for start in own if start not in named]
     bits = {tree[0]: max(item_bits(leaves[number].dtype) for number in tree) for tree in trees}
     if open_ and "parameter" not in named.values():
-        named[min(open_, key=lambda start: bits[start])] = "parameter"
+        wanted = _shards(leaves[starts[0]], "parameter", 0, (), layout)
+        rank = {start: (bits[start], leaves[start].shard_shape not in wanted) for start in open_}
+        named[min(open_, key=rank.__getitem__)] = "parameter"
     widest = max(open_, key=lambda start: bits[start], default=None)
     if widest is not None and widest not in named and "master" not in named.values():
         parameter = next(start for start, kind in named.items() if kind == "parameter")
         if bits[widest] > bits[parameter]:
             named[widest] = "master"
-    return [named.get(start, "other") for start in starts]
+    return [named.get(start, "copy" if start in own else "other") for start in starts]
 
 
 def item_bits(dtype: str) -> int:
@@ -168,24 +171,24 @@ def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
 def _shards(
     leaf: Argument, kind: HeldKind, owner: int | None, placed: Sequence[LeafLayout], layout: Layout
 ) -> tuple[Shape, ...]:
-    # A further copy of the parameters, an average say, may be placed like them or be whole.
     own = None if owner is None or kind == "other" else layout.leaves[owner]
     if own is not None and leaf.shape in (own.shape, own.stored_shape):
-        partitioned = layout.partitions("parameter" if kind == "parameter" else "optimizer")
-        # A parameter that no dim divides stays whole in a loop of the user's own.
-        whole_by_layout = kind == "parameter" and own.is_padded and leaf.shape == own.shape
-        if whole_by_layout or not partitioned:
+        # One that no dim divides stays whole in a loop of the user's own.
+        is_whole = kind in ("parameter", "copy") and own.is_padded and leaf.shape == own.shape
+        if is_whole or not layout.partitions("parameter" if kind == "parameter" else "optimizer"):
             return (layout.local_shape(own, leaf.shape),)
-        return (shard_of(own, leaf.shape, layout, kind),)
+        kinds: Any = ("optimizer", "parameter") if kind == "copy" else (kind,)
+        kinds = kinds if layout.partitions("parameter") else kinds[:1]
+        return tuple(shard_of(own, leaf.shape, layout, name) for name in kinds)
     return tuple(dict.fromkeys(shard_of(x, x.stored_shape, layout) for x in placed))
 
 
-def shard_of(own: LeafLayout, shape: Shape, layout: Layout, kind: HeldKind = "optimizer") -> Shape:
+def shard_of(own: LeafLayout, shape: Shape, layout: Layout, kind: Kind = "optimizer") -> Shape:
     """Return one device's part of a leaf that is partitioned, in a shape of it."""
     local = layout.local_shape(own, shape)
     if own.dim is None:
         return local
-    parts = layout.num_parts(layout.axes[kind])  # type: ignore[index]
+    parts = layout.num_parts(layout.axes[kind])
     return (*local[: own.dim], math.ceil(local[own.dim] / parts), *local[own.dim + 1 :])
 
 

@@ -1,8 +1,8 @@
 """What a check returns, a `Problem`; and everything that it may look at, worked out once."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
@@ -10,17 +10,20 @@ from zerojax.audit._match import Matcher
 from zerojax.audit._origins import without_activations
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
-from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of
+from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of, role_of
 from zerojax.collectives import block_dim, num_blocks
 from zerojax.hlo import (
     Carry,
+    Collective,
     Frame,
+    Loop,
     Value,
     arguments_of,
     find_carries,
     host_parameters,
     parse_collectives,
     parse_module,
+    source_of,
 )
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
@@ -73,11 +76,44 @@ class Evidence:
         #: leaves whose weights the recipe gathers in one byte an element
         self.narrow = frozenset(scales)
         matcher = Matcher(layout, _own_shapes(held, layout).union(*scales.values()))
-        moves = moves_of(found.records, program, layout, matcher)
+        #: the loops of the program whose turns are steps, outermost first; it is judged by one turn
+        self.steps = tuple(self._find_steps(found.records))
+        records = [
+            replace(one, loops=tuple(x for x in one.loops if x not in self.steps))
+            for one in found.records
+        ]
+        #: by identity, records as they stand in the program
+        self._written = dict(zip(map(id, records), found.records, strict=True))
+        moves = moves_of(records, program, layout, matcher)
         #: every collective with its axes and its leaf
         self.moves = find_padding(without_activations(moves, module, held), matcher)
         #: lines with a collective that could not be read
         self.unread = found.unread
+
+    def _find_steps(self, records: Sequence[Collective]) -> Iterator[Loop]:
+        """Visit the loops that give the largest parameter its new value, and reduce in each turn.
+
+            %w = (s32[], f32[64,8], ...) while(%state), body=%b    4 turns
+            %b: %sum = f32[64] all-reduce(%g);  %new = f32[64,8] subtract(%old, %step)
+            ROOT %p = f32[64,8] get-tuple-element(%w), index=1     %w takes 4 steps
+
+        One that writes a stack of parameters layer by layer is none.
+        """
+        around = {x.name: x for one in records if role_of(one) in REDUCTIONS for x in one.loops}
+        new = {leaf: values.get("parameter") for leaf, values in self.updated.items()}
+        leaf = max(new, key=lambda x: math.prod(self.layout.leaves[x].shape), default=None)
+        value = None if leaf is None else new[leaf]
+        made = value and source_of(self.module, value.frame, value.name)
+        while made and made[1].opcode == "get-tuple-element":
+            frame, line = made
+            loop = frame.computation.by_name[line.operands[0]]
+            body = frame.enter(self.module, loop) if loop.name in around else None
+            if body is None or (root := body.computation.root).opcode != "tuple":
+                return
+            made = source_of(self.module, body, root.operands[int(line.attribute("index") or 0)])
+            if made is None or made[1].opcode == "dynamic-update-slice":
+                return
+            yield around[loop.name]
 
     @property
     def floor(self) -> int:
@@ -174,11 +210,12 @@ class Evidence:
 
     @cached_property
     def schedule(self) -> ScheduleReport | None:
-        leaves = {id(move.record): likeliest(move, self.layout) for move in self.moves}
-        records, devices = [move.record for move in self.moves], list(self.layout.devices.flat)
-        return schedule_of(
-            self.program, self.module, records, devices, lambda record: leaves[id(record)]
-        )
+        records = [self._written[id(move.record)] for move in self.moves]
+        leaves = {
+            id(x): likeliest(m, self.layout) for x, m in zip(records, self.moves, strict=True)
+        }
+        devices, leaf_of = list(self.layout.devices.flat), lambda record: leaves[id(record)]
+        return schedule_of(self.program, self.module, records, devices, leaf_of)
 
     @cached_property
     def tools(self) -> frozenset[str]:

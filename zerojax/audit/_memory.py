@@ -18,6 +18,7 @@ NAMES = {
     "master": "masters",
     "optimizer": "optimizer",
     "gradient": "gradients",
+    "copy": "other",
     "batch": "batch",
     "other": "other",
 }

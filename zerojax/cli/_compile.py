@@ -64,7 +64,7 @@ class CompileRequest:
         recipe = options.recipe(CLIP_NORM)
         self.layout = gpt_layout(self.config, mesh, stage)
         self.step = make_train_step(loss, tx, self.layout, recipe)
-        self.theory = self.layout.count(tx, recipe).theory["total"]
+        self.theory = self.layout.describe(tx, recipe).theory["total"]
 
     def lower(self) -> jax.stages.Lowered:
         shape = (self.num_examples, self.config.context + 1)

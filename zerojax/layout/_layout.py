@@ -21,7 +21,6 @@ from zerojax.layout import _mesh
 from zerojax.layout._describe import Description, Holders, describe
 from zerojax.layout._leaf import Entries, LeafLayout, Rule, as_entries, stacked_from_shapes
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
-from zerojax.layout._regions import why_whole
 from zerojax.layout._stages import check_stage
 from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Recipe, as_recipe
@@ -86,12 +85,7 @@ class Layout(Shown, TreeLayout):
             Bytes of `parameters`, `gradients` (while they are whole or partitioned as the stage
             says), `masters`, `optimizer` and their `total`.
         """
-        return self.count(tx, recipe, stored=stored).bytes
-
-    def count(self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True) -> Description:
-        """Describe the placement without where the optimizer computes, which takes a trace."""
-        recipe = as_recipe(recipe)
-        return describe(self, self.optimizer(tx, recipe.precision.updated), recipe, stored)
+        return self.describe(tx, recipe, stored=stored).bytes
 
     def describe(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True
@@ -99,14 +93,10 @@ class Layout(Shown, TreeLayout):
         """Describe the placement: a row and a reason per leaf, totals beside the theory.
 
         The arguments are those of `bytes_per_device`. The result prints as a table, in
-        which leaves of a list of layers that are alike have one row. Where the optimizer multiplies
-        whole matrices of a leaf, the reason says so, and how many devices compute them; all other
-        leaves are computed where they are stored.
+        which leaves of a list of layers that are alike have one row.
         """
-        found = self.count(tx, recipe, stored=stored)
-        whole = why_whole(tx, self.optimizer(tx, as_recipe(recipe).precision.updated), self)
-        rows = (dataclasses.replace(x, reason=x.reason + whole.get(x.path, "")) for x in found.rows)
-        return dataclasses.replace(found, rows=tuple(rows))
+        recipe = as_recipe(recipe)
+        return describe(self, self.optimizer(tx, recipe.precision.updated), recipe, stored)
 
     def show(self, path: str) -> Holders:
         """Return who holds what of a leaf, or of each leaf below a path; it prints as a grid.

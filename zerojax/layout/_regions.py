@@ -6,7 +6,6 @@ are a *region*: its inputs go to the devices that own whole matrices, its result
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import CALLS, bind_here, bodies, depending, opened, run, run_bodies, variables
-from zerojax._traced import Slice, Traced, run_update
+from zerojax._jaxpr import CALLS, bind_here, depending, run, run_bodies, variables
+from zerojax._traced import Slice, Traced
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
 from zerojax.layout._leaf import as_entries
-from zerojax.layout._optimizer import OptimizerLayout, as_transformation
+from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._tree_layout import TreeLayout
 
 #: Of operations that say sizes, the parameter that says them.
@@ -130,11 +129,6 @@ class Regions:
         self._layout = layout
         self._names = {self.dims.find(label): axes for label, axes in names[::-1] if axes}
 
-    def everywhere(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Region]:
-        yield from self.find(eqns, outputs)
-        for jaxpr in (opened(x)[0] for e in eqns if e.primitive.name == "cond" for x in bodies(e)):
-            yield from self.everywhere(jaxpr.eqns, jaxpr.outvars)
-
     def find(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Region]:
         """Return at most one region per parameter, of some equations and their results.
 
@@ -209,26 +203,3 @@ class Regions:
                     sizes[label].add(size if labels.count(label) == 1 else 0)
         counts = {label: min(x) for label, x in sizes.items() if len(x) == 1 and min(x)}
         return max(counts, key=counts.__getitem__, default=None)
-
-
-def why_whole(tx: Any, placed: OptimizerLayout, layout: TreeLayout) -> dict[str, str]:
-    """Say of each parameter whose optimizer needs whole matrices which, and where it has them."""
-    state = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in placed.leaves]
-    params, held = layout.shapes, placed.structure.unflatten(state)
-
-    # An update that asks for functions, or for a whole state of another dtype, is computed as it is
-    # stored; what it raises is its own.
-    try:
-        update = functools.partial(run_update, as_transformation(tx))
-        traced = Traced(update, (params, held, params, jax.ShapeDtypeStruct((), jnp.float32)))
-    except Exception:  # noqa: BLE001
-        return {}
-    regions = Regions(traced, placed, layout)
-    found = {}
-    for region in regions.everywhere(traced.eqns, traced.outputs):
-        count, owners = region.num_rows, layout.num_parts(region.axes)
-        found[layout.leaves[region.owner].path] = (
-            f"; the optimizer computes {count} whole {'matrix' if count == 1 else 'matrices'} of "
-            f"it on {min(count, owners)} of {owners} devices"
-        )
-    return found

@@ -266,6 +266,11 @@ class TreeLayout:
         return self._shardings("gradient")
 
     @property
+    def masters(self) -> PyTree:
+        """Shardings of logical masters, and of what lies as they do: an average of the weights."""
+        return self._shardings("master")
+
+    @property
     def batch(self) -> NamedSharding:
         """Sharding of every leaf of a batch: its leading dim over the batch axes."""
         return self.sharding(P(self.batch_axes) if self.batch_axes else P())

@@ -82,6 +82,7 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     check_layout(layout, "apply_updates(params, updates, layout)")
 
     def add(params: PyTree, updates: PyTree) -> PyTree:
+        params = in_layout_of_params(params, layout)
         if layout.platform == "cpu":  # XLA gathers the updates there, whatever is made of them
             return in_layout_of_params(optax.apply_updates(params, updates), layout)
         sums = optax.apply_updates(shard_tree(params, layout), shard_tree(updates, layout))
@@ -168,7 +169,8 @@ def _update(
         return tx.update(grads, state, params, **arrays, **static)
 
     def run(updates: PyTree, leaves: list[Any], params: PyTree, arrays: dict[str, Any]) -> Any:
-        shards = None if params is None else shard_tree(params, layout)
+        # In a loop over steps the partitioner would carry whole parameters as shards of these.
+        shards = None if params is None else shard_tree(in_layout_of_params(params, layout), layout)
         seen = placed.structure.unflatten(
             view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )

@@ -166,7 +166,7 @@ def place(
         min_size=placement.min_size,
     )
     leaves = _held_leaves(layout, recipe, hardware.platform == "tpu")
-    states = layout.count(model.tx, recipe)
+    states = layout.describe(model.tx, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
     network = Network(hardware, axes)
     return Setting(devices, network, layout, states, leaves, recipe, matrices)

@@ -60,16 +60,16 @@ class Recipe:
     `reshard_after_forward` is named after that of PyTorch's `fully_shard` (FSDP2).
     """
 
-    precision: _policies.Precision = dataclasses.field(default_factory=_policies.Precision)
-    accumulate: int = 1
-    reduce: Reduce | None = None
-    clip_norm: float | None = None
-    skip_nonfinite: bool = False
-    remat: _policies.RematPolicy | None = None
-    offload: bool = False
-    bucket_bytes: int | None = None
-    prefetch: float | None = None
-    reshard_after_forward: bool = True
+    precision: _policies.Precision
+    accumulate: int
+    reduce: Reduce | None
+    clip_norm: float | None
+    skip_nonfinite: bool
+    remat: _policies.RematPolicy | None
+    offload: bool
+    bucket_bytes: int | None
+    prefetch: float | None
+    reshard_after_forward: bool
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, hint, some
@@ -12,11 +11,10 @@ from zerojax.hlo import HANDS_ON, Frame, Value, uses_of
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
     "parameter": "place the parameters as layout.params says, in in_shardings and out_shardings",
-    "master": "place the masters as layout.grads of a stage 2 layout says",
     "optimizer": "give jit in_shardings and out_shardings of layout.opt_state(tx), and make the "
     "state as shards from the start",
-    "gradient": "place persisting gradients as layout.opt_state(tx) says",
 }
+_PLACE |= dict.fromkeys(("master", "gradient", "copy"), "place it as layout.masters says")
 _OF_OPTIMIZER = ("master", "optimizer")
 _MAKERS = ("make_train_step", "sharded(tx, layout)")
 #: What computes with weights, as with no mask; compilers call libraries for products.
@@ -56,9 +54,8 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     placed = (one for one in states if one.shards and one.argument.placement >= 0)
     judged = [one for one in placed if one.elements >= evidence.floor]
     whole = [one for one in judged if _excess(one) > 0]
-    as_kind: dict[str, Any] = {"gradient": "optimizer"}
-    kinds = ((one, as_kind.get(one.kind, one.kind)) for one in judged if _excess(one) < 0)
-    cut = [one for one, kind in kinds if not layout.partitions(kind)]
+    stay = [kind for kind in ("parameter", "optimizer", "master") if not layout.partitions(kind)]
+    cut = [one for one in judged if _excess(one) < 0 and one.kind in stay]
     stage, shards = layout.stage, layout.num_shards
     for kind, group in _by_kind(whole):
         seen = sum(one.argument.shard_bytes for one in group)
@@ -245,12 +242,10 @@ def _may_have_masters(evidence: Evidence) -> bool:
     An optimizer of the user's own may keep them within its state, under any name.
     """
     wanted = str(evidence.recipe.precision.master)
-    if evidence.states("master"):
-        return True
-    return any(
+    return bool(evidence.states("master")) or any(
         one.parameter is not None and one.argument.dtype == wanted
-        for one in evidence.held
-        if one.kind == "other" or (one.kind == "optimizer" and "master" in one.argument.path)
+        for one in evidence.states("copy", "other", "optimizer")
+        if one.kind != "optimizer" or "master" in one.argument.path
     )
 
 

@@ -146,6 +146,9 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
     """Name the microbatches that the program's loops show, where the recipe has others."""
     layout, recipe = evidence.layout, evidence.recipe
     judged = sum_moved(evidence.large, "judged")
+    if evidence.steps:
+        turns = " x ".join(str(loop.trip_count or "?") for loop in evidence.steps)
+        yield f"the program takes {turns} steps, in a loop; what moves is told of one of them"
     found = [move.record.trips for move in evidence.large if move.match.form]
     if not evidence.is_step or not found:
         return

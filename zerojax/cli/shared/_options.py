@@ -50,15 +50,6 @@ def _adamw(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     return optax.adamw(rate, b2=0.98, weight_decay=decay, mask=_decayed)
 
 
-def _adafactor(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
-    # optax adds adafactor's decay after the learning rate, so it would not follow the schedule.
-    return optax.chain(
-        optax.adafactor(learning_rate=None, multiply_by_parameter_scale=False),
-        optax.add_decayed_weights(-decay, mask=_decayed),
-        optax.scale_by_schedule(rate),
-    )
-
-
 def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     # The last two dims of kernels are orthogonalised as one matrix per layer.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -73,12 +64,11 @@ def _muon(rate: optax.Schedule, decay: float) -> optax.GradientTransformation:
     )
 
 
-Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
+Optimizer = Literal["adamw", "adamw_8bit", "muon"]
 #: From schedule and weight decay to the transformation.
 OPTIMIZERS: dict[Optimizer, Callable[[optax.Schedule, float], optax.GradientTransformation]] = {
     "adamw": _adamw,
     "adamw_8bit": lambda *given: zerojax.quantized(_adamw(*given)),
-    "adafactor": _adafactor,
     "muon": _muon,
 }
 
