@@ -219,11 +219,11 @@ def test_the_folder_is_the_users_unless_a_variable_says_otherwise(monkeypatch, v
 
 def test_what_is_kept_comes_back(folder):
     refusal = aot.DoesNotFit(needed=2, available=1, message="no")
-    compile_module.keep("program", program())
-    compile_module.keep("refusal", refusal)
-    assert compile_module.find("program") == program()
-    assert compile_module.find("refusal") == refusal
-    assert compile_module.find("nothing") is None
+    compile_module._keep("program", program())
+    compile_module._keep("refusal", refusal)
+    assert compile_module._find("program") == program()
+    assert compile_module._find("refusal") == refusal
+    assert compile_module._find("nothing") is None
 
 
 def spoil_torn(path):
@@ -282,7 +282,7 @@ def test_an_entry_appears_whole_or_not_at_all(folder, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        compile_module.keep("program", program())
+        compile_module._keep("program", program())
     assert list(folder.iterdir()) == []
 
 
