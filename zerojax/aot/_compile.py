@@ -27,8 +27,8 @@ _PACKAGES = (
     "nvidia-cuda-nvcc-cu12", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc",
 )  # fmt: skip
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "CUDA_ROOT")
-#: Variables of jax that decide where it runs and what it keeps, but not what it compiles.
-_IDLE_VARIABLES = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+# But for those that decide where jax runs and what it keeps, and not what it compiles.
+_JAX_VARIABLE = "JAX_(?!PLATFORMS|COMPILATION_CACHE|PERSISTENT_CACHE)"
 _HOME = Path(__file__).resolve().parents[1]  # zerojax itself
 
 
@@ -86,11 +86,6 @@ def _path(key: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     base = base if base.is_absolute() else Path("~/.cache").expanduser()
     return base / "zerojax" / "programs" / f"{key}.json.gz"
-
-
-def _is_deciding(variable: str) -> bool:
-    is_of_jax = variable.startswith("JAX_") and not variable.startswith(_IDLE_VARIABLES)
-    return is_of_jax or variable in _VARIABLES
 
 
 # "memory required for HLO temporaries (124.22G) exceeds available HBM (15.75G)", and
@@ -167,7 +162,11 @@ def _key(lowered: jax.stages.Lowered) -> str | None:
         "compiler": str(getattr(devices[0].client, "platform_version", "")),
         "devices": [[str(getattr(x, name, None)) for name in _OF_A_DEVICE] for x in devices],
         "versions": {name: version_of(name) for name in _PACKAGES},
-        "variables": {name: text for name, text in os.environ.items() if _is_deciding(name)},
+        "variables": {
+            name: text
+            for name, text in os.environ.items()
+            if name in _VARIABLES or re.match(_JAX_VARIABLE, name)
+        },
         "sources": sources.hexdigest(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]

@@ -189,7 +189,11 @@ class AuditError(Exception):
 
 
 def audit(
-    compiled: jax.stages.Compiled | Program, layout: Layout, recipe: Recipe | None = None
+    compiled: jax.stages.Compiled | Program,
+    layout: Layout,
+    recipe: Recipe | None = None,
+    *,
+    joins_examples: bool = False,
 ) -> AuditReport:
     """Compare what a compiled step moves and keeps with what its layout and recipe ask for.
 
@@ -200,6 +204,8 @@ def audit(
         recipe: how the step is computed: its microbatches, when it reduces, its dtypes and what
             the host keeps. A recipe without dtypes (and none) leaves those of states and reductions
             open; none leaves the host's memory open too.
+        joins_examples: whether the loss computes with examples of several devices, as contrastive
+            losses do: activations that move for it are not judged, and a note counts them.
 
     Returns:
         A report with volume, memory and problems, each beside the theory; it prints as a table.
@@ -213,7 +219,7 @@ def audit(
     """
     check_layout(layout, "audit(compiled, layout, recipe)")
     program = compiled if isinstance(compiled, Program) else Program.of(compiled)
-    evidence = Evidence(program, layout, recipe)
+    evidence = Evidence(program, layout, recipe, joins_examples=joins_examples)
     psi = max(layout.num_params, 1)
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     names = ("moved", "judged", "padding")

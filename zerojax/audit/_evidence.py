@@ -65,7 +65,9 @@ class Evidence:
     Without a recipe a program is taken for one of the default's.
     """
 
-    def __init__(self, program: Program, layout: Layout, recipe: Recipe | None) -> None:
+    def __init__(
+        self, program: Program, layout: Layout, recipe: Recipe | None, joins_examples: bool = False
+    ) -> None:
         self.program, self.layout = program, layout
         self.has_recipe, self.recipe = recipe is not None, as_recipe(recipe)
         self.module = module = parse_module(program.text)
@@ -85,8 +87,12 @@ class Evidence:
         #: by identity, records as they stand in the program
         self._written = dict(zip(map(id, records), found.records, strict=True))
         moves = moves_of(records, program, layout, matcher)
+        moves = find_padding(without_activations(moves, module, held), matcher)
+        self.joins_examples = joins_examples
         #: every collective with its axes and its leaf
-        self.moves = find_padding(without_activations(moves, module, held), matcher)
+        self.moves = tuple(
+            replace(x, judged=0.0) if joins_examples and not x.match.form else x for x in moves
+        )
         #: lines with a collective that could not be read
         self.unread = found.unread
 

@@ -165,14 +165,10 @@ class TrainStep(Shown):
         check_state(state, self.abstract_state())
         return self._jitted("step", batch).lower(state, batch)
 
-    def audit(self, batch: PyTree) -> AuditReport:
-        """Compile the step for a batch, of arrays or shapes, and audit it.
-
-        Everything that the audit should know, the step knows: `zerojax.audit` is for programs
-        that were compiled elsewhere.
-        """
+    def audit(self, batch: PyTree, *, joins_examples: bool = False) -> AuditReport:
+        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
         compiled = self.lower(self.abstract_state(), as_shapes(batch)).compile()
-        return audit(compiled, self.layout, self.recipe)
+        return audit(compiled, self.layout, self.recipe, joins_examples=joins_examples)
 
     @property
     def num_compiled(self) -> int:

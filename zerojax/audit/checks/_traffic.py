@@ -72,7 +72,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
 
 def check_activation(evidence: Evidence) -> Iterator[Problem]:
     """Check that activations stay where they are: ZeRO moves parameters and gradients."""
-    strange = [move for move in evidence.large if not move.match.form]
+    strange = [move for move in evidence.large if not move.match.form and move.judged]
     gathered = [move for move in strange if move.role == "gather"]
     reduced = [move for move in strange if move.role in REDUCTIONS]
     least = SHARE * _local_elements(evidence)
@@ -91,7 +91,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
             f"looks like, {sum_moved(group, 'moved'):,.0f} elements per device",
             remedy="constrain the activation to layout.batch where it is made, and the weight it "
             "meets to P(), so that the partitioner moves the weight"
-            f"{hint(evidence, 'make_train_step', 'gather_where_used')}",
+            f"{hint(evidence, 'make_train_step', 'gather_where_used')}; if the loss itself joins "
+            "examples, as a contrastive one does, audit with joins_examples=True",
         )
 
 

@@ -93,18 +93,9 @@ def check_far(evidence: Evidence) -> Iterator[Problem]:
 
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     sliced = [move for move in offenders if move.role == "sliced"]
-    if sliced and evidence.program.platform == "tpu":
-        if tolerance(evidence) in TOLERANCE["at once"]:
-            return STAGED
-        leaves = [evidence.layout.leaves[index] for index in sliced[0].match.leaves]
-        if leaves and (leaf := leaves[0]).dim is not None and leaf.dim > leaf.stacked:
-            unit, size = 16 * leaf.num_shards, leaf.shape[leaf.stacked]
-            return (
-                f"make the first dim of {leaf.path} a multiple of {unit} "
-                f"({math.ceil(size / unit) * unit:,} for {size:,}; of a vocabulary, by rows that "
-                "no token uses): the compiler reduces it whole where it is cut along a later dim, "
-                "and scatters rows"
-            )
+    is_at_once = tolerance(evidence) in TOLERANCE["at once"]
+    if sliced and evidence.program.platform == "tpu" and is_at_once:
+        return STAGED
     if offenders and offenders[0].record.elements < evidence.floor:
         return (
             "let devices sum the gradient of what every turn uses after the loop"
@@ -146,6 +137,10 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
     """Name the microbatches that the program's loops show, where the recipe has others."""
     layout, recipe = evidence.layout, evidence.recipe
     judged = sum_moved(evidence.large, "judged")
+    if evidence.joins_examples:
+        joined = [move for move in evidence.ours if not move.match.form]
+        moved = f"{sum_moved(joined, 'moved') / layout.num_params:.3f} elements per parameter"
+        yield f"{moved} move because the loss joins examples, and are not judged"
     if evidence.steps:
         turns = " x ".join(str(loop.trip_count or "?") for loop in evidence.steps)
         yield f"the program takes {turns} steps, in a loop; what moves is told of one of them"
