@@ -174,28 +174,6 @@ def test_no_table_is_wrapped(width):
     assert "…" not in out.getvalue()
 
 
-def test_a_leaf_that_is_reduced_whole_in_stages_is_told_to_be_cut_by_rows():
-    """1601 rows can't be cut by 8, so that columns are; a TPU scatters no columns in stages."""
-    rows, four = 1601, "{{0,1,2,3},{4,5,6,7}}"
-    scatter = f"%scatter.0 = bf16[{rows // N},{COLS}] fusion(%g), kind=kCustom, "
-    program = program_of(rows)
-    cut = COLS // 4
-    text = program.text.replace(
-        scatter + "calls=%all-reduce-scatter.0",
-        f"""%at = s32[] constant(0)
-  %first = bf16[{rows},{COLS}] all-reduce(%g), replica_groups={four}, to_apply=%add
-  %part.0 = bf16[{rows},{cut}] dynamic-slice(%first, %at, %at), dynamic_slice_sizes={{1,1}}
-  %second = bf16[{rows},{COLS}] all-reduce(%g), replica_groups={four}, to_apply=%add
-  %part.1 = bf16[{rows},{cut}] dynamic-slice(%second, %at, %at), dynamic_slice_sizes={{1,1}}
-  %scatter.0 = bf16[{rows},{cut}] add(%part.0, %part.1)""",
-    )
-    assert text != program.text
-    report = audit(dataclasses.replace(program, text=text), layout_of(rows))
-    problem = next(problem for problem in report.problems if problem.kind == "volume")
-    assert "all-reduce + slice" in problem.where
-    assert "first dim of w a multiple of 128 (1,664 for 1,601" in problem.remedy
-
-
 # ------------------------------------------------------------------ dtypes
 
 
