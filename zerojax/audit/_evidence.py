@@ -13,6 +13,7 @@ from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of, role_of
 from zerojax.collectives import block_dim, num_blocks
 from zerojax.hlo import (
+    HANDS_ON,
     Carry,
     Collective,
     Frame,
@@ -109,7 +110,8 @@ class Evidence:
         new = {leaf: values.get("parameter") for leaf, values in self.updated.items()}
         leaf = max(new, key=lambda x: math.prod(self.layout.leaves[x].shape), default=None)
         value = None if leaf is None else new[leaf]
-        made = value and source_of(self.module, value.frame, value.name)
+        through = HANDS_ON | {"all-gather", "all-gather-start", "all-gather-done"}
+        made = value and source_of(self.module, value.frame, value.name, through)
         while made and made[1].opcode == "get-tuple-element":
             frame, line = made
             loop = frame.computation.by_name[line.operands[0]]
