@@ -113,8 +113,7 @@ class Evidence:
         through = HANDS_ON | {"all-gather", "all-gather-start", "all-gather-done"}
         made = value and source_of(self.module, value.frame, value.name, through)
         while made and made[1].opcode == "get-tuple-element":
-            frame, line = made
-            loop = frame.computation.by_name[line.operands[0]]
+            (frame, line), loop = made, made[0].computation.by_name[made[1].operands[0]]
             body = frame.enter(self.module, loop) if loop.name in around else None
             if body is None or (root := body.computation.root).opcode != "tuple":
                 return
