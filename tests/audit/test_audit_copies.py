@@ -104,3 +104,71 @@ def test_a_reference_in_the_batch_of_ones_own_loop_is_no_state(make, name):
     report = audit(jitted.lower(layout.shapes, state, batch).compile(), layout)
     assert report.problems == ()
     assert (report.memory.parameters, report.memory.other) == (BYTES, BYTES // 2)
+
+
+MODEL = {
+    "a": jax.ShapeDtypeStruct((WIDTH,), jnp.float32),  # too small to be cut
+    "down": jax.ShapeDtypeStruct((128, WIDTH), jnp.float32),
+    "up": jax.ShapeDtypeStruct((WIDTH, 128), jnp.float32),
+}
+
+
+def forward(params, x):
+    return jax.nn.relu(x @ params["up"]) @ params["down"] + params["a"]
+
+
+def report_of(layout, step, places, back, **options):
+    shapes = (layout.shapes, layout.shapes, jax.eval_shape(TX.init, layout.shapes), X)
+    at = {"in_shardings": (*places, layout.batch), "out_shardings": back}
+    return audit(jax.jit(step, **at, **options).lower(*shapes).compile(), layout)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_average_before_the_parameters_may_come_back_behind_them(mesh8, stage):
+    layout = zerojax.make_layout(MODEL, mesh8, stage=stage)
+    tx = zerojax.sharded(TX, layout)
+    assert layout.leaves[0].dim is None
+
+    def step(ema, params, opt_state, x):
+        loss = zerojax.gather_where_used(lambda p, x: mse(forward(p, x), x), layout)
+        updates, opt_state = tx.update(jax.grad(loss)(params, x), opt_state, params)
+        params = zerojax.apply_updates(params, updates, layout)
+        return params, opt_state, jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
+
+    ema, params, states = layout.masters, layout.params, layout.opt_state(TX)
+    places, back = (ema, params, states), (params, states, ema)
+    assert report_of(layout, step, places, back, donate_argnums=(0, 1, 2)).problems == ()
+
+
+@pytest.mark.parametrize("at", ["params", "whole"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reference_before_the_parameters_is_read_and_no_state(mesh8, stage, at):
+    """What is gathered of one is the loss's own, and not judged."""
+    layout = zerojax.make_layout(MODEL, mesh8, stage=stage)
+    tx = zerojax.sharded(TX, layout)
+    everywhere = jax.tree.map(lambda _: layout.sharding(P()), layout.params)
+    where = layout.params if at == "params" else everywhere
+
+    def step(reference, params, opt_state, x):
+        target = jax.lax.stop_gradient(forward(reference, x))
+        loss = zerojax.gather_where_used(lambda p, b: mse(forward(p, b[0]), b[1]), layout)
+        updates, opt_state = tx.update(jax.grad(loss)(params, (x, target)), opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    back = (layout.params, layout.opt_state(TX))
+    assert report_of(layout, step, (where, *back), back, donate_argnums=(1, 2)).problems == ()
+
+
+def test_a_copy_that_the_loss_reads_may_be_whole_as_parameters_are(mesh8):
+    layout = zerojax.make_layout(MODEL, mesh8, stage=2)
+    tx = zerojax.sharded(TX, layout)
+
+    def step(params, target, opt_state, x):
+        wanted = jax.lax.stop_gradient(forward(target, x))
+        grads = jax.grad(lambda p: mse(forward(p, x), wanted))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = zerojax.apply_updates(params, updates, layout)
+        return params, optax.incremental_update(params, target, 0.01), opt_state
+
+    places = (layout.params, layout.params, layout.opt_state(TX))
+    assert report_of(layout, step, places, places, donate_argnums=(0, 1, 2)).problems == ()

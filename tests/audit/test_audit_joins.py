@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 
@@ -55,3 +56,20 @@ def test_whole_weights_are_judged_all_the_same(mesh8):
     compiled = step.lower(step.abstract_state(), dict.fromkeys(SIDES, X)).compile()
     report = zerojax.audit(compiled, layout, joins_examples=True)
     assert "placement" in {problem.kind for problem in report.problems}
+
+
+def test_what_layers_gather_is_judged_all_the_same(mesh8):
+    layout = zerojax.make_layout(
+        {"layers": jax.ShapeDtypeStruct((4, HIDDEN, HIDDEN), jnp.float32)}, mesh8, stage=2
+    )
+
+    def loss(params, x):
+        def layer(h, w):
+            return jax.lax.with_sharding_constraint(jnp.tanh(h @ w), layout.sharding(P())), None
+
+        h, _ = jax.lax.scan(layer, x, params["layers"])
+        return jnp.mean(h**2)
+
+    step = zerojax.make_train_step(loss, TX, layout)
+    report = step.audit(jax.ShapeDtypeStruct((48, HIDDEN), jnp.float32), joins_examples=True)
+    assert "activation" in {problem.kind for problem in report.problems}

@@ -87,3 +87,28 @@ def test_a_stack_that_a_loop_updates_layer_by_layer_is_no_steps(mesh8):
     report = audit(jitted.lower(params, X).compile(), layout)
     assert report.volume == pytest.approx(2 * 7 / 8, rel=0.02)
     assert not any("in a loop" in note for note in report.notes)
+
+
+def test_a_large_leaf_that_is_frozen_hides_no_steps(mesh8):
+    params = {
+        "table": jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32),
+        "w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+    }
+    layout = zerojax.make_layout(params, mesh8, stage=3)
+    labels = {"table": "frozen", "w": "trained"}
+    inner = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": TX}, labels)
+    tx = zerojax.sharded(inner, layout)
+
+    def one(carried, x):
+        params, opt_state = carried
+        loss = zerojax.gather_where_used(
+            lambda p, x: jnp.mean((x @ p["table"].T @ p["table"] @ p["w"]) ** 2), layout
+        )
+        updates, opt_state = tx.update(jax.grad(loss)(params, x), opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    carried = (layout.shapes, jax.eval_shape(inner.init, layout.shapes))
+    places = (layout.params, layout.opt_state(inner))
+    report = audit(compile_loop(layout, one, carried, places, X), layout)
+    assert any(f"takes {STEPS} steps" in note for note in report.notes)
+    assert "volume" not in {problem.kind for problem in report.problems}

@@ -23,7 +23,7 @@ from tests.texts import bits_per_byte, prose
 from zerojax._display import decimal
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
-from zerojax.cli._check import check, diff
+from zerojax.cli._check import check
 from zerojax.cli._compile import compile_
 from zerojax.cli._launch import launch
 from zerojax.cli._plan import plan
@@ -116,7 +116,7 @@ def test_the_help_teaches(capsys):
     assert jax.__version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [train, plan, compile_, launch, check, diff])
+@pytest.mark.parametrize("command", [train, plan, compile_, launch, check])
 def test_the_help_is_whole_on_80_columns(monkeypatch, capsys, command):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([command.__name__.strip("_"), "--help"]) == 0

@@ -131,7 +131,8 @@ def _tree_kinds(
     """
     named: dict[int, HeldKind] = {}
     starts = [tree[0] for tree in trees]
-    own = starts[:returned]
+    # What is given away comes back; a reference may stand before it.
+    own = sorted(starts, key=lambda start: not leaves[start].donated)[:returned]
     for start in starts:
         prefix = _prefix(leaves[start].path, layout.leaves[0].path) or ""
         if _GRADIENT.search(prefix):
@@ -143,9 +144,14 @@ def _tree_kinds(
     open_ = [start for start in own if start not in named]
     bits = {tree[0]: max(item_bits(leaves[number].dtype) for number in tree) for tree in trees}
     if open_ and "parameter" not in named.values():
-        wanted = _shards(leaves[starts[0]], "parameter", 0, (), layout)
-        rank = {start: (bits[start], leaves[start].shard_shape not in wanted) for start in open_}
-        named[min(open_, key=rank.__getitem__)] = "parameter"
+        rank = {
+            tree[0]: sum(
+                leaves[n].shard_shape not in _shards(leaves[n], "parameter", index, (), layout)
+                for index, n in enumerate(tree)
+            )
+            for tree in trees
+        }
+        named[min(open_, key=lambda start: (bits[start], rank[start]))] = "parameter"
     widest = max(open_, key=lambda start: bits[start], default=None)
     if widest is not None and widest not in named and "master" not in named.values():
         parameter = next(start for start, kind in named.items() if kind == "parameter")
@@ -211,16 +217,18 @@ def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]
             (one.argument.path.removeprefix(name).removeprefix("/") or ".", (one.argument.shape,))
             for one in group
         ]
-        ranks: dict[range, tuple[int, bool, bool]] = {}
+        ranks: dict[range, tuple[int, bool, bool, bool]] = {}
         for start in range(len(program.outputs) - len(group) + 1):
             place = range(start, start + len(group))
             run = [program.outputs[number] for number in place]
             prefix = _common_prefix(wanted, run)
             if prefix is None or taken.intersection(place):
                 continue
-            same = all(a.argument.dtype == b.dtype for a, b in zip(group, run, strict=True))
+            both = [(one.argument, new) for one, new in zip(group, run, strict=True)]
+            same = all(a.dtype == b.dtype for a, b in both)
+            stays = all(a.placement == b.placement for a, b in both)
             # The moments of an optimizer look like its parameters, and lie deeper.
-            ranks[place] = (-prefix.count("/") if prefix else 1, same, prefix == name)
+            ranks[place] = (-prefix.count("/") if prefix else 1, same, stays, prefix == name)
         if ranks:
             place = max(ranks, key=ranks.__getitem__)
             taken.update(place)

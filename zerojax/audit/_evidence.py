@@ -91,14 +91,12 @@ class Evidence:
         moves = find_padding(without_activations(moves, module, held), matcher)
         self.joins_examples = joins_examples
         #: every collective with its axes and its leaf
-        self.moves = tuple(
-            replace(x, judged=0.0) if joins_examples and not x.match.form else x for x in moves
-        )
+        self.moves = tuple(replace(x, judged=0.0) if self._is_joined(x) else x for x in moves)
         #: lines with a collective that could not be read
         self.unread = found.unread
 
     def _find_steps(self, records: Sequence[Collective]) -> Iterator[Loop]:
-        """Visit the loops that give the largest parameter its new value, and reduce in each turn.
+        """Visit the loops that give a large parameter its new value, and reduce in each turn.
 
             %w = (s32[], f32[64,8], ...) while(%state), body=%b    4 turns
             %b: %sum = f32[64] all-reduce(%g);  %new = f32[64,8] subtract(%old, %step)
@@ -107,11 +105,12 @@ class Evidence:
         One that writes a stack of parameters layer by layer is none.
         """
         around = {x.name: x for one in records if role_of(one) in REDUCTIONS for x in one.loops}
-        new = {leaf: values.get("parameter") for leaf, values in self.updated.items()}
-        leaf = max(new, key=lambda x: math.prod(self.layout.leaves[x].shape), default=None)
-        value = None if leaf is None else new[leaf]
+        values = [x["parameter"] for x in self.updated.values() if "parameter" in x]
+        values.sort(key=lambda value: -value.line.shapes[0].elements)
         through = HANDS_ON | {"all-gather", "all-gather-start", "all-gather-done"}
-        made = value and source_of(self.module, value.frame, value.name, through)
+        every = (source_of(self.module, x.frame, x.name, through) for x in values)
+        # What the loss does not train stays as it was given.
+        made = next((x for x in every if x and x[1].opcode != "parameter"), None)
         while made and made[1].opcode == "get-tuple-element":
             (frame, line), loop = made, made[0].computation.by_name[made[1].operands[0]]
             body = frame.enter(self.module, loop) if loop.name in around else None
@@ -121,6 +120,11 @@ class Evidence:
             if made is None or made[1].opcode == "dynamic-update-slice":
                 return
             yield around[loop.name]
+
+    def _is_joined(self, move: Move) -> bool:
+        """Return whether an activation moves for a loss that joins examples, behind all layers."""
+        around = len(move.record.loops) - (self.recipe.accumulate > 1)
+        return self.joins_examples and not move.match.form and around <= 0
 
     @property
     def floor(self) -> int:

@@ -11,7 +11,7 @@ import typer
 
 from zerojax._extras import MissingExtra
 from zerojax._version import __version__
-from zerojax.cli._check import check, diff
+from zerojax.cli._check import check
 from zerojax.cli._checkpoint import checkpoint
 from zerojax.cli._compile import compile_
 from zerojax.cli._doctor import doctor
@@ -38,7 +38,6 @@ app.command()(launch)
 app.command()(plan)
 app.command(name="compile")(compile_)
 app.command()(check)
-app.command()(diff)
 app.add_typer(checkpoint)
 app.command()(doctor)
 

@@ -1,4 +1,4 @@
-"""`zerojax check` and `zerojax diff`: a step against its lock, and one lock against another."""
+"""`zerojax check`: steps of a program against what was accepted of them."""
 
 import contextlib
 import dataclasses
@@ -18,15 +18,7 @@ from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared import _command
 from zerojax.cli.shared._machine import MOST_VIRTUAL
 from zerojax.hlo import parse_module
-from zerojax.lock import (
-    CheckedStep,
-    Difference,
-    StepRecord,
-    compare,
-    find_steps,
-    read_lock,
-    write_lock,
-)
+from zerojax.lock import CheckedStep, StepRecord, compare, find_steps, read_lock, write_lock
 from zerojax.planner import find_hardware
 
 LOCK = "zerojax.lock"
@@ -172,50 +164,8 @@ def _show(
     if old is None:
         return ["is not in the lock file"]
     found = compare(old, record)
-    _show_differences(found, screen)
+    for one in found:
+        screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
     if not found:
         screen.say("  as the lock file says")
     return ["differs from the lock file"] if found else []
-
-
-def _show_differences(differences: Sequence[Difference], screen: _command.Screen) -> None:
-    for one in differences:
-        screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffOptions(_command.CommandOptions):
-    """What `zerojax diff` was asked for."""
-
-    old: Path = _command.argument("OLD")
-    """A lock file."""
-    new: Path = _command.argument("NEW")
-    """Another one."""
-
-
-@_command.command
-def diff(options: DiffOptions) -> None:
-    """Compare two lock files: what moved, what grew, what began to block.
-
-    Exit status: 0 no difference; 1 something differs; 2 asked for what can't be done.
-
-    ```
-    git show main:zerojax.lock > before.lock
-    zerojax diff before.lock zerojax.lock
-    ```
-    """
-    screen = _command.Screen(width=100)
-    with _command.refusing():
-        old, new = read_lock(options.old), read_lock(options.new)
-    for name in sorted(old.keys() ^ new.keys()):
-        screen.show(Text(f"{name}: only in {options.old if name in old else options.new}"))
-    differs = old.keys() != new.keys()
-    for name in sorted(old.keys() & new.keys()):
-        found = compare(old[name], new[name])
-        differs = differs or bool(found)
-        screen.show(Text.assemble((name, "bold"), f": {len(found) or 'no'} differences"))
-        if old[name].versions != new[name].versions:
-            screen.say(f"  compiled with {old[name].versions}, {new[name].versions}")
-        _show_differences(found, screen)
-    if differs:
-        raise _command.Failure("", 1)

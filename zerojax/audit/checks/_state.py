@@ -53,7 +53,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     layout, states = evidence.layout, evidence.states(*STATES)
     placed = (one for one in states if one.shards and one.argument.placement >= 0)
     judged = [one for one in placed if one.elements >= evidence.floor]
-    whole = [one for one in judged if _excess(one) > 0]
+    whole = [one for one in judged if _excess(one) > 0 and not _is_read(evidence, one)]
     stay = [kind for kind in ("parameter", "optimizer", "master") if not layout.partitions(kind)]
     cut = [one for one in judged if _excess(one) < 0 and one.kind in stay]
     stage, shards = layout.stage, layout.num_shards
@@ -208,6 +208,17 @@ def check_constants(evidence: Evidence) -> Iterator[Problem]:
         f"{total:,} B whole on every device, however they were placed",
         remedy="pass them to the step as arguments: in the batch as zerojax.Whole, or sharded with "
         "the parameters, under stop_gradient",
+    )
+
+
+def _is_read(evidence: Evidence, one: Held) -> bool:
+    """Return whether a further copy is read by the loss, and whole as parameters are."""
+    if one.kind != "copy" or evidence.layout.partitions("parameter") or one.argument.number is None:
+        return False
+    name = evidence.module.entry.parameters[one.argument.number].name
+    value = Value(Frame(computation=evidence.module.entry), name, None)
+    return any(
+        use.instruction.opcode in _WEIGHS for use in uses_of(evidence.module, value, _LAYERS)
     )
 
 

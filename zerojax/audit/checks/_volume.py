@@ -138,7 +138,7 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
     layout, recipe = evidence.layout, evidence.recipe
     judged = sum_moved(evidence.large, "judged")
     if evidence.joins_examples:
-        joined = [move for move in evidence.ours if not move.match.form]
+        joined = [move for move in evidence.ours if not move.match.form and not move.judged]
         moved = f"{sum_moved(joined, 'moved') / layout.num_params:.3f} elements per parameter"
         yield f"{moved} move because the loss joins examples, and are not judged"
     if evidence.steps:
