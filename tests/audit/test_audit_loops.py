@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.audit.audit_programs import BATCH, WIDTH, pair_loss
+from tests.audit.audit_programs import BATCH, WIDTH, layer, mse, pair_loss
 from zerojax.audit import audit
 from zerojax.models import gpt
 
@@ -112,3 +112,24 @@ def test_a_large_leaf_that_is_frozen_hides_no_steps(mesh8):
     report = audit(compile_loop(layout, one, carried, places, X), layout)
     assert any(f"takes {STEPS} steps" in note for note in report.notes)
     assert "volume" not in {problem.kind for problem in report.problems}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_loss_gathers_of_a_copy_is_not_judged_in_a_loop_either(make, stage):
+    """A target network: each step gives it new values, of which the next one's loss is made."""
+    layout = make(stage)
+    tx = zerojax.sharded(TX, layout)
+
+    def one(carried, x):
+        params, target, opt_state = carried
+        wanted = jax.lax.stop_gradient(layer(target, x))
+        loss = zerojax.gather_where_used(lambda p, b: mse(layer(p, b[0]), b[1]), layout)
+        updates, opt_state = tx.update(jax.grad(loss)(params, (x, wanted)), opt_state, params)
+        params = zerojax.apply_updates(params, updates, layout)
+        return params, optax.incremental_update(params, target, 0.01), opt_state
+
+    carried = (layout.shapes, layout.shapes, jax.eval_shape(TX.init, layout.shapes))
+    places = (layout.params, layout.masters, layout.opt_state(TX))
+    report = audit(compile_loop(layout, one, carried, places, X), layout)
+    assert report.problems == ()
+    assert report.judged_volume < report.volume / 1.5

@@ -88,7 +88,7 @@ class Evidence:
         #: by identity, records as they stand in the program
         self._written = dict(zip(map(id, records), found.records, strict=True))
         moves = moves_of(records, program, layout, matcher)
-        moves = find_padding(without_activations(moves, module, held), matcher)
+        moves = find_padding(without_activations(moves, module, held, self.steps), matcher)
         self.joins_examples = joins_examples
         #: every collective with its axes and its leaf
         self.moves = tuple(replace(x, judged=0.0) if self._is_joined(x) else x for x in moves)

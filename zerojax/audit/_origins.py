@@ -6,14 +6,21 @@ from collections.abc import Collection, Iterable
 from zerojax.audit._arguments import Held
 from zerojax.audit._match import UNMATCHED
 from zerojax.audit._traffic import Move
-from zerojax.hlo import Module, Value, arguments_of, is_collective
+from zerojax.hlo import Loop, Module, Value, arguments_of, is_collective
 
 
 class Origins:
     """Follow values of a program back to its batch, as far as the collectives on their way."""
 
-    def __init__(self, module: Module, held: Iterable[Held], moves: Collection[Move]) -> None:
+    def __init__(
+        self,
+        module: Module,
+        held: Iterable[Held],
+        moves: Collection[Move],
+        steps: Collection[Loop] = (),
+    ) -> None:
         self._module = module
+        self._steps = {loop.name for loop in steps}
         numbers = [(one.kind, one.argument.number) for one in held]
         self._batch = {number for kind, number in numbers if kind == "batch"}
         self._states = {number for kind, number in numbers if kind in ("master", "optimizer")}
@@ -54,18 +61,21 @@ class Origins:
         # What runs in a branch or beside the program may have a collective in it.
         beside = line.opcode.startswith(("conditional", "async-", "call-", "fusion-"))
         crosses = is_collective(line) and value.key[:2] not in self._others
-        return beside or crosses or value.key in self._clean
+        # What the step before has made is what a step is given.
+        caller, root = value.frame.caller, value.frame.computation.root
+        is_before = caller is not None and caller.name in self._steps and line is root
+        return beside or crosses or is_before or value.key in self._clean
 
 
 def without_activations(
-    moves: Collection[Move], module: Module, held: Iterable[Held]
+    moves: Collection[Move], module: Module, held: Iterable[Held], steps: Collection[Loop] = ()
 ) -> tuple[Move, ...]:
     """Return the same moves; gathers of what is made of examples are of no leaf.
 
     Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's. What
     a loss gathers of a further copy, a target network or a reference, is not judged.
     """
-    origins = Origins(module, [*held], moves)
+    origins = Origins(module, [*held], moves, steps)
 
     def one(move: Move) -> Move:
         if move.role != "gather" or not move.match.form:
