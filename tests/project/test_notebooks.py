@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -30,8 +31,9 @@ CELL_SECONDS = 600
 def _kernel_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a kernel import this package and divide the CPU itself; it writes to tmp_path alone."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    flags = os.environ["XLA_FLAGS"].split()
+    monkeypatch.setenv("XLA_FLAGS", " ".join(f for f in flags if "device_count" not in f))
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
 
