@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import _jaxpr
 from zerojax.collectives._boxed import GATHERED, Boxed, Opening, pad_rows
-from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec
+from zerojax.collectives._forms import PerDevice, constrain, shard_spec
 from zerojax.collectives._structural import keep_boxed, waits_elementwise
 from zerojax.collectives._tiles import scattered_shape, scatters_at_once
 from zerojax.collectives._wide import bind_wide
@@ -113,7 +113,6 @@ def copied(box: Boxed, opening: Opening) -> Copied:
     """Let uses of a fresh box read copies."""
     layout, dim, like = opening.layout, box.dim, box.shape_alone
     stored = like.value
-    devices, batch = PerDevice(layout), P(PerDevice(layout).axes)
     dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype
 
     @jax.custom_vjp
@@ -122,13 +121,7 @@ def copied(box: Boxed, opening: Opening) -> Copied:
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
         cotangent = pad_rows(cotangent, None if dim is None else dim + 1, opening.padding(like))
-        if (own_dim := devices.dim_of(like)) is not None:
-            sum_over = functools.partial(devices.sum_over, dim=own_dim)
-            spec = devices.spec(own_dim)
-            g = devices.run(lambda own: sum_over(own[0]), (batch,), spec, cotangent)
-        else:
-            zero = jnp.zeros((), cotangent.dtype)  # jnp.sum would add in fp32, and move that
-            g = scatter(jax.lax.reduce(cotangent, zero, jax.lax.add, (0,)), layout, like)
+        g = PerDevice(layout).sum_copies(cotangent, like)
         if dim is not None:
             g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
             g = constrain(g, layout, shard_spec(layout, like, "gradient"))

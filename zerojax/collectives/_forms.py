@@ -185,27 +185,50 @@ class PerDevice:
         groups = (layout.phases.expand(axes) for axes in layout.groups)
         self._at_once = tuple(axes for axes in groups if {*axes} <= {*self._names})
 
-    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
-        """Run a function once per device of the batch axes."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        *args: Any,
+        by_hand: frozenset[str] = frozenset(),
+    ) -> Any:
+        """Run a function once per device of the batch axes, and of the axes cut `by_hand` too."""
         mesh = self._layout.phases.mesh
         mapped = jax.shard_map(
             function,
             mesh=mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(self.axes),
+            axis_names={*self.axes} | by_hand,
             check_vma=False,
         )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return mapped(*args)
 
     def dim_of(self, leaf: Placed) -> int | None:
-        """Return the dim along which a leaf is summed straight into shards; None where it is not.
+        """Return the dim along which a leaf is summed straight into shards, or None."""
+        is_free = leaf.dim is not None and not leaf.entries[leaf.dim]
+        return leaf.dim if is_free and {*self._names} <= {*self.axes} else None
 
-        A leaf that the user cuts too is not: it would be made whole along the user's axes first.
+    def sum_copies(self, copies: jax.Array, leaf: Placed) -> jax.Array:
+        """Sum stored leaves, a copy for each device, into shards where `dim_of` has a dim.
+
+        The user's axes are cut by hand as well: a sum that scatters makes whole along them what is
+        left to the partitioner.
         """
-        is_direct = not any(leaf.entries) and set(self._names) <= set(self.axes)
-        return leaf.dim if is_direct else None
+        dim = self.dim_of(leaf)
+        if dim is None:
+            zero = jnp.zeros((), copies.dtype)  # jnp.sum would add in fp32, and move that
+            return scatter(jax.lax.reduce(copies, zero, jax.lax.add, (0,)), self._layout, leaf)
+        own = [self._layout.phases.expand(axes) for axes in leaf.entries]
+        return self.run(
+            lambda copy: self.sum_over(copy[0], dim),
+            P(self.axes, *as_spec(own)),
+            as_spec(own, dim, self._names),
+            copies,
+            by_hand=frozenset().union(*own),
+        )
 
     def sum_over(self, x: jax.Array, dim: int) -> jax.Array:
         """Sum stored leaves over devices, each device keeping its shard of `dim`."""

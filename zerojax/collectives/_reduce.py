@@ -14,7 +14,7 @@ from zerojax._tree import flatten_with_names, floating_dtype
 from zerojax._types import PyTree
 from zerojax.collectives import _examples
 from zerojax.collectives._fences import fenced
-from zerojax.collectives._forms import PerDevice, constrain, scatter, shard_spec, to_stored
+from zerojax.collectives._forms import PerDevice, constrain, shard_spec, to_stored
 from zerojax.collectives._separable import REMEDY, why_no_mean
 from zerojax.layout import Layout, LeafLayout
 
@@ -169,12 +169,15 @@ def reduce_once(
     axes, num_parts = devices.axes, layout.num_batch_parts
 
     def total(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        if (dim := devices.dim_of(leaf)) is not None:
+        if (dim := dim_of(leaf)) is not None:
             return devices.sum_over(to_stored(g, leaf), dim) / num_parts
         return g[None] / num_parts  # summed outside, where the user's own axes are known
 
+    def dim_of(leaf: LeafLayout) -> int | None:
+        return None if any(leaf.entries) else devices.dim_of(leaf)
+
     def spec(leaf: LeafLayout) -> P:
-        return P(axes) if (dim := devices.dim_of(leaf)) is None else devices.spec(dim)
+        return P(axes) if (dim := dim_of(leaf)) is None else devices.spec(dim)
 
     is_row: list[bool] = []
 
@@ -201,8 +204,8 @@ def reduce_once(
     aux = _joined(aux, is_row, lambda rows: rows)
 
     def join(leaf: LeafLayout, g: jax.Array) -> jax.Array:
-        if devices.dim_of(leaf) is not None:
-            return constrain(g, layout, shard_spec(layout, leaf, "gradient"))
-        return scatter(to_stored(g.sum(0), leaf), layout, leaf)
+        if dim_of(leaf) is None:
+            g = devices.sum_copies(jax.vmap(lambda x: to_stored(x, leaf))(g), leaf)
+        return constrain(g, layout, shard_spec(layout, leaf, "gradient"))
 
     return (loss, aux, None), layout.map_leaves(join, grads)

@@ -237,6 +237,7 @@ def choose_cut(
     min_size: int,
     stacked: int = 0,
     wanted: int | None = None,
+    in_steps: bool = False,
 ) -> tuple[Cut | None, str]:
     """Choose the dim of a leaf that is cut into `num_shards`.
 
@@ -247,8 +248,10 @@ def choose_cut(
     dim 1. Where no dim divides, the one that wastes least is padded: `[1009, 3]` over 8 becomes
     `[1016, 3]` (+0.7%), and `[5, 3]` over 8 stays whole.
 
-    The user's own axes cut dims into `dim_parts`; leaves of fewer elements than `min_size` stay
-    whole, and a rule may ask for the dim `wanted`. Returns the cut, None for a whole leaf, and why.
+    The user's own axes cut dims into `dim_parts`. Where gradients are reduced `in_steps`, along
+    one axis and then another, dims that the user cuts come last: the partitioner would sum whole
+    gradients over both axes. Leaves of fewer elements than `min_size` stay whole, and a rule may
+    ask for the dim `wanted`. Returns the cut, None for a whole leaf, and why.
     """
     if num_shards == 1:
         return None, "whole: there is one shard"
@@ -258,7 +261,11 @@ def choose_cut(
     layers = f", after {stacked} layer dim{'s' if stacked > 1 else ''}" if stacked else ""
     most = max(num_shards / 2, MOST_OF_TWO)
     minor = len(shape) - 1
-    dims = sorted(range(stacked, len(shape)), key=lambda dim: (dim == minor, -shape[dim]))
+    order = {
+        dim: (in_steps and dim_parts[dim] > 1, dim == minor, -shape[dim])
+        for dim in range(len(shape))
+    }
+    dims = sorted(range(stacked, len(shape)), key=order.__getitem__)
     stored = {}
     for dim in dims if wanted is None else (wanted,):
         unit = num_shards * dim_parts[dim]

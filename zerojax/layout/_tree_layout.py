@@ -91,7 +91,14 @@ class TreeLayout:
             min_size=self.min_size,
             stacked=stacked,
             wanted=wanted,
+            in_steps=self._reduces_in_steps,
         )
+
+    @cached_property
+    def _reduces_in_steps(self) -> bool:
+        """Whether gradients are reduced along one axis, then another; a TPU has its phases."""
+        is_tpu = not isinstance(self.mesh, AbstractMesh) and self.platform == "tpu"
+        return not is_tpu and (len(self.groups) > 1 or self.num_batch_parts > self.num_shards)
 
     def placed(
         self,
