@@ -72,7 +72,6 @@ def results(layout, step):
     return {
         "Layout": layout,
         "Description": layout.describe(TX, RECIPE),
-        "Holders": layout.show("blocks/qkv"),
         "TrainStep": step,
         "TrainState": step.init(PARAMS),
         "AuditReport": (report := step.audit(X)),
@@ -83,7 +82,6 @@ def results(layout, step):
 NAMES = (
     "Layout",
     "Description",
-    "Holders",
     "TrainStep",
     "TrainState",
     "AuditReport",
@@ -167,29 +165,6 @@ def test_what_the_host_keeps_is_told_apart(mesh8):
     assert f"{held['parameters'] / 1e3:,.1f} kB, " in repr(state)
     assert re.search(r"^ opt_state on the host +\d", str(state), re.MULTILINE)
     assert re.search(r"^ params +\d", str(state), re.MULTILINE)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_who_holds_what_is_what_jax_places(stage, mesh8):
-    """Each device's part of a leaf, as `NamedSharding` itself says it."""
-    params = {"w": jax.ShapeDtypeStruct((96, 64), jnp.float32)}
-    mesh = zerojax.make_mesh({"data": 4, "model": 2})
-    specs = {"w": jax.sharding.PartitionSpec("model")}
-    layout = zerojax.make_layout(params, mesh, stage=stage, specs=specs)
-    shown, (leaf,) = layout.show("w"), layout.leaves
-    for kind in ("parameter", "gradient", "optimizer"):
-        placed = layout.sharding(leaf.spec(kind)).devices_indices_map(leaf.shape)
-        for data in range(4):
-            for model in range(2):
-                want = placed[mesh.devices[data, model]]
-                part = shown.part(leaf, kind, {"data": data, "model": model})
-                sizes = zip(want, leaf.shape, strict=True)
-                assert list(part) == [slice(*one.indices(size)[:2]) for one, size in sizes]
-
-
-def test_a_path_that_is_not_there_is_refused_with_near_ones(layout):
-    with pytest.raises(ValueError, match=r"'blocks/qkw'.*near ones: \['blocks/qkv/bias"):
-        layout.show("blocks/qkw")
 
 
 def test_html_is_escaped_and_suits_dark_pages():

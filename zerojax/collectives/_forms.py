@@ -221,13 +221,13 @@ class PerDevice:
         if dim is None:
             zero = jnp.zeros((), copies.dtype)  # jnp.sum would add in fp32, and move that
             return scatter(jax.lax.reduce(copies, zero, jax.lax.add, (0,)), self._layout, leaf)
-        own = [self._layout.phases.expand(axes) for axes in leaf.entries]
+        own = tuple(self._layout.phases.expand(axes) for axes in leaf.entries)
         return self.run(
             lambda copy: self.sum_over(copy[0], dim),
             P(self.axes, *as_spec(own)),
             as_spec(own, dim, self._names),
             copies,
-            by_hand=frozenset().union(*own),
+            by_hand=frozenset[str]().union(*own),
         )
 
     def sum_over(self, x: jax.Array, dim: int) -> jax.Array:

@@ -4,17 +4,16 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax._tree import floating_dtype
 from zerojax._types import Kind
-from zerojax.layout._leaf import LeafLayout, Rule, as_entries
+from zerojax.layout._leaf import LeafLayout, Rule
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Precision, Recipe
@@ -166,62 +165,3 @@ def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> 
     unmatched = (*layout.unmatched_rules, *of_optimizer)
     notes += [f"rule {rule.path!r} of kind {rule.kind!r} matched no leaf" for rule in unmatched]
     return tuple(notes)
-
-
-#: Masters are cut as the optimizer's states are.
-HELD_KINDS: tuple[Kind, ...] = ("parameter", "gradient", "optimizer")
-#: Devices that a table shows.
-MAX_DEVICES = 32
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Holders(Shown):
-    """What each device holds of some leaves."""
-
-    axes: Mapping[str, int]  # the mesh's sizes by axis
-    leaves: tuple[LeafLayout, ...]  # in the layout's order
-
-    def part(self, leaf: LeafLayout, kind: Kind, place: Mapping[str, int]) -> tuple[slice, ...]:
-        """Return what the device at a place on the mesh, `{"data": 3}`, holds of a stored leaf."""
-        shape = leaf.stored_shape if kind in leaf.axes else leaf.shape
-        found = []
-        for size, names in zip(shape, as_entries(leaf.spec(kind), len(shape)), strict=True):
-            index = 0
-            for name in names:  # the major axis first
-                index = index * self.axes[name] + place[name]
-            step = size // math.prod(self.axes[name] for name in names)
-            found.append(slice(index * step, (index + 1) * step))
-        return tuple(found)
-
-    @property
-    def _summary(self) -> str:
-        paths = ", ".join(leaf.path for leaf in self.leaves)
-        axes = ", ".join(f"{name}={size}" for name, size in self.axes.items())
-        return f"who holds what of {paths} on a mesh of {axes}"
-
-    def _parts(self) -> Iterator[Text | Table]:
-        for leaf in self.leaves:
-            yield self._table(leaf)
-            yield Text(f"bars run along dim {_shown_dim(leaf)}; {leaf.reason}", style="dim")
-
-    def _table(self, leaf: LeafLayout) -> Table:
-        title = f"{leaf.path} {leaf.dtype}{list(leaf.shape)}"
-        made = make_table("device", *HELD_KINDS, "its shard", title=title)
-        dim = _shown_dim(leaf)
-        for at in itertools.islice(np.ndindex(*self.axes.values()), MAX_DEVICES):
-            place = dict(zip(self.axes, at, strict=True))
-            parts = [self.part(leaf, kind, place) for kind in HELD_KINDS]
-            bars = [make_bar(p[dim].stop, leaf.stored_shape[dim], p[dim].start) for p in parts if p]
-            made.add_row(
-                ", ".join(f"{name}={index}" for name, index in place.items()),
-                *(bars or ["whole"] * len(HELD_KINDS)),
-                Text(f"[{', '.join(f'{one.start}:{one.stop}' for one in parts[-1])}]"),
-            )
-        if (more := math.prod(self.axes.values()) - MAX_DEVICES) > 0:
-            made.caption = f"and {more:,} more devices"
-        return made
-
-
-def _shown_dim(leaf: LeafLayout) -> int:
-    cut = [dim for dim, names in enumerate(leaf.entries) if names]
-    return leaf.dim if leaf.dim is not None else (*cut, 0)[0]

@@ -1,7 +1,6 @@
 """`Layout`: where every leaf lives, decided once from shapes and a mesh, as plain data."""
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import warnings
@@ -18,7 +17,7 @@ from zerojax._display import Shown, decimal
 from zerojax._tree import leaves_by_path
 from zerojax._types import AnyMesh, PyTree
 from zerojax.layout import _mesh
-from zerojax.layout._describe import Description, Holders, describe
+from zerojax.layout._describe import Description, describe
 from zerojax.layout._leaf import Entries, LeafLayout, Rule, as_entries, stacked_from_shapes
 from zerojax.layout._optimizer import OptimizerLayout, optimizer_layout
 from zerojax.layout._stages import check_stage
@@ -97,21 +96,6 @@ class Layout(Shown, TreeLayout):
         """
         recipe = as_recipe(recipe)
         return describe(self, self.optimizer(tx, recipe.precision.updated), recipe, stored)
-
-    def show(self, path: str) -> Holders:
-        """Return who holds what of a leaf, or of each leaf below a path; it prints as a grid.
-
-        Raises:
-            ValueError: no parameter has the path, or one below it.
-        """
-        found = [leaf for leaf in self.leaves if f"{leaf.path}/".startswith(f"{path}/")]
-        if not found:
-            near = difflib.get_close_matches(path, [leaf.path for leaf in self.leaves], cutoff=0.3)
-            raise ValueError(
-                f"no parameter has the path {path!r} or one below it; near ones: {near}; "
-                "print(layout) lists all"
-            )
-        return Holders(self.mesh.shape, tuple(found))
 
     @property
     def _summary(self) -> str:
