@@ -40,3 +40,12 @@ def test_it_says_whether_it_fits():
     found = plan_mix(hardware=tiny)
     assert not found.fits
     assert "does not fit: peak" in " ".join(str(found).split())
+
+
+def test_the_hosts_memory_is_counted_as_the_devices_is():
+    tiny = dataclasses.replace(find_hardware("h100"), host_memory=10**4)
+    found = plan_mix(hardware=tiny, offload=True)
+    assert found.bytes.host > 10**4
+    assert not found.fits
+    assert "does not fit the host: peak" in " ".join(str(found).split())
+    assert plan_mix(hardware=tiny).fits, "nothing is offloaded"

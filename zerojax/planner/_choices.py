@@ -61,7 +61,7 @@ class Choices(Shown):
     def pareto(self) -> tuple[Plan, ...]:
         """Plans than which none is both faster and smaller, fastest first; all fit the limit."""
         front: list[Plan] = []
-        fitting = [plan for plan in self.tried if plan.bytes.total <= self.limit]
+        fitting = [plan for plan in self.tried if plan.fits_within(self.limit)]
         for plan in sorted(fitting, key=lambda plan: (plan.step_time, plan.bytes.total)):
             if not front or plan.bytes.total < front[-1].bytes.total:
                 front.append(plan)

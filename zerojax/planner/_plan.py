@@ -187,13 +187,14 @@ class _Search:
                 f"into accumulate={self.recipe.accumulate} microbatches of whole ones; give "
                 "another accumulate, a batch that the devices divide, or other sizes of the axes"
             )
-        fitting = [[plan for plan in one if plan.bytes.total <= self.limit] for one in families]
+        fitting = [[plan for plan in one if plan.fits_within(self.limit)] for one in families]
         found = sorted((min(family, key=_rank) for family in fitting if family), key=_rank)
         if not found:
-            least = min(tried, key=lambda plan: plan.bytes.total)
+            least = min(tried, key=lambda plan: (not plan.fits_host, plan.bytes.total))
+            host = f", and {gigabytes(least.bytes.host)} on the host" if not least.fits_host else ""
             raise ValueError(
                 f"nothing fits {gigabytes(self.limit)} per device; the smallest need is "
-                f"{gigabytes(least.bytes.total)}: {least.title}"
+                f"{gigabytes(least.bytes.total)}{host}: {least.title}"
             )
         return Choices(tuple(found), tried, self.limit)
 
@@ -264,7 +265,7 @@ class _Search:
             yield plan
             if beyond:
                 return
-            beyond = plan.bytes.total <= self.limit
+            beyond = plan.fits_within(self.limit)
 
     def _splits(self, whole: int) -> list[int]:
         given = self.recipe.accumulate

@@ -123,8 +123,17 @@ class Plan(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.bytes.total <= self.hardware.memory
+        """Whether the peak is within the device's memory, and the rest within its host's."""
+        return self.fits_within(self.hardware.memory)
+
+    def fits_within(self, limit: float) -> bool:
+        """Return whether the peak is within so many bytes, and the rest in the host's memory."""
+        return self.bytes.total <= limit and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has room for what it keeps for the device."""
+        return self.bytes.host <= self.hardware.host_memory
 
     @property
     def title(self) -> str:
@@ -180,7 +189,8 @@ class Plan(Shown):
 
     @property
     def _summary(self) -> str:
-        fits = "" if self.fits else "does not fit: "
+        host = "" if self.fits_host else " the host"
+        fits = "" if self.fits else f"does not fit{host}: "
         least = f"at least {duration(self.step_time)} a step"
         return f"{self.title}; {fits}peak {decimal(self.bytes.total)}, {least}"
 
@@ -205,10 +215,12 @@ class Plan(Shown):
         add("gradients", self.bytes.gradients)
         add("activations and buffers", self.bytes.activations)
         table.add_section()
-        add("peak", self.bytes.total, style="bold green" if self.fits else "bold red")
+        fits = self.bytes.total <= memory
+        add("peak", self.bytes.total, style="bold green" if fits else "bold red")
         add("the device", memory)
         if self.bytes.host:
-            add("on the host", self.bytes.host, self.hardware.host_memory)
+            style = "" if self.fits_host else "bold red"
+            add("on the host", self.bytes.host, self.hardware.host_memory, style)
         return table
 
     def _time_table(self) -> Table:
