@@ -159,9 +159,11 @@ def test_a_line_search_calls_back_with_logical_parameters(mesh8):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_texts_and_flags_choose_within_an_update(mesh8, compiled):
-    """As with optax alone: `if` takes them."""
+    """As with optax alone: `if` takes them. The same ones are traced once."""
+    traced = []
 
     def update(updates, state, params=None, *, mode, flag, **extra):
+        traced.append(mode)
         factor = {"a": 2.0, "b": 3.0}[mode] * (-1 if flag else 1)
         return jax.tree.map(lambda x: factor * x, updates), state
 
@@ -177,6 +179,9 @@ def test_texts_and_flags_choose_within_an_update(mesh8, compiled):
             updates,
             params,
         )
+        count = len(traced)
+        call(params, tx.init(params), params)
+        assert len(traced) == count
 
 
 def test_a_flax_model_on_the_default_mesh_in_a_loop_of_ones_own():
@@ -248,3 +253,33 @@ def test_an_argument_of_the_update_need_not_have_the_shapes_of_its_parameters(st
         given = {"value": jnp.float32(3.0), "rates": jax.tree.map(jnp.float32, rates)}
         updates, _ = jax.jit(tx.update)(placed, tx.init(placed), placed, **given)
         np.testing.assert_array_equal(jax.tree.leaves(updates)[0], np.full((64, 8), -1.5))
+
+
+@pytest.mark.aot("cuda")
+def test_leaves_that_no_dim_divides_are_gathered_once_where_they_are_added():
+    mesh = zerojax.topology_mesh("h100:1x8", {"data": 8})
+    shapes = {
+        "up": jax.ShapeDtypeStruct((301, 1023), jnp.float32),
+        "down": jax.ShapeDtypeStruct((1023, 301), jnp.float32),
+    }
+    layout = zerojax.make_layout(shapes, mesh, stage=2)
+    tx = zerojax.sharded(optax.adam(1e-3), layout)
+
+    def loss(params, x):
+        return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"] - x) ** 2)
+
+    def step(params, opt_state, x):
+        grads = jax.grad(zerojax.gather_where_used(loss, layout))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    def placed(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params = jax.tree.map(placed, shapes, layout.params)
+    opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, shapes), layout.opt_state(tx))
+    x = jax.ShapeDtypeStruct((64, 301), jnp.float32, sharding=layout.batch)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, opt_state, x).compile()
+    report = zerojax.audit(compiled, layout)
+    report.raise_if_problems()
+    assert report.volume == pytest.approx(report.theory_volume, rel=0.01)

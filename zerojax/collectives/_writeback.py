@@ -25,20 +25,31 @@ from zerojax.layout import Layout, LeafLayout
 TOGETHER = 16 * 2**20
 
 
-def write_back(old: PyTree, new: PyTree, layout: Layout, bucket_bytes: int | None = None) -> PyTree:
+def write_back(
+    old: PyTree,
+    new: PyTree,
+    layout: Layout,
+    bucket_bytes: int | None = None,
+    *,
+    padded_are_whole: bool = False,
+) -> PyTree:
     """Gather updated shards into the buffers of the old parameters.
 
     The shards are cast to the parameters' dtype before they move.
 
     The old ones are whole logical parameters, as stages 0 to 2 keep them, the new ones logical
     leaves cut into shards, possibly in a wider dtype. `bucket_bytes` are the most of stacked layers
-    that are gathered together; None gathers one layer at a time.
+    that are gathered together; None gathers one layer at a time. `padded_are_whole` says that new
+    leaves that no dim divides are whole already.
     """
     olds, news = layout.structure.flatten_up_to(old), layout.structure.flatten_up_to(new)
     out = list(olds)
     stacks: dict[int, list[int]] = {}
     groups, size = [list[int](), list[int](), list[int]()], 0
     for number, leaf in enumerate(layout.leaves):
+        if leaf.is_padded and padded_are_whole:
+            out[number] = constrain(news[number], layout, leaf.whole_spec)
+            continue
         if leaf.dim is not None and leaf.stacked:
             stacks.setdefault(leaf.shape[0], []).append(number)
             continue

@@ -1,6 +1,7 @@
 """The optax wrapper: states on shards, updates computed on shards, for a loop of the user's own."""
 
 import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -11,7 +12,16 @@ from jax.core import Tracer
 from zerojax._traced import Traced
 from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
-from zerojax.collectives import auto_region, constrain, cut, shard_tree, store, view, write_back
+from zerojax.collectives import (
+    auto_region,
+    constrain,
+    cut,
+    shard,
+    shard_tree,
+    store,
+    view,
+    write_back,
+)
 from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation, check_layout
 from zerojax.optim._whole import update_whole
 
@@ -47,7 +57,9 @@ def sharded(
         out = jax.tree.map(layout.sharding, state_layout(tx, layout, params).specs)
         return jax.jit(functools.partial(init_state, tx, layout), out_shardings=out)(params)
 
-    compiled = jax.jit(functools.partial(_update, tx, layout, {}))
+    @functools.lru_cache(4)  # functions may hold arrays
+    def compiled(structure: Any, *static: Any) -> Callable[..., Any]:
+        return jax.jit(functools.partial(_update, tx, layout, structure.unflatten(static)))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -58,7 +70,9 @@ def sharded(
         arrays = {k: x for k, x in extra.items() if k not in static}
         run = functools.partial(_update, tx, layout, static)
         if not is_traced((grads, state, params)):
-            run = jax.jit(run) if static else compiled
+            leaves, structure = jax.tree.flatten(static)
+            is_known = all(isinstance(x, Hashable) for x in leaves)
+            run = compiled(structure, *leaves) if is_known else jax.jit(run)
         new, state = run(grads, state, params, arrays)
         return _in_place_of(updates, new, layout), state
 
@@ -81,14 +95,20 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     """
     check_layout(layout, "apply_updates(params, updates, layout)")
 
+    def cut_divided(tree: PyTree) -> PyTree:
+        # A leaf that no dim divides has a whole update: cut again, it would be gathered twice.
+        return layout.map_leaves(
+            lambda leaf, x: x if leaf.is_padded else shard(x, leaf, layout), tree
+        )
+
     def add(params: PyTree, updates: PyTree) -> PyTree:
         params = in_layout_of_params(params, layout)
         if layout.platform == "cpu":  # XLA gathers the updates there, whatever is made of them
             return in_layout_of_params(optax.apply_updates(params, updates), layout)
-        sums = optax.apply_updates(shard_tree(params, layout), shard_tree(updates, layout))
+        sums = cut_divided(optax.apply_updates(cut_divided(params), cut_divided(updates)))
         if layout.partitions("parameter"):
             return in_layout_of_params(sums, layout)
-        return write_back(params, shard_tree(sums, layout), layout)
+        return write_back(params, sums, layout, padded_are_whole=True)
 
     given = (
         as_params(params, layout, "params", within=True),
