@@ -92,6 +92,13 @@ class Traced:
                 todo += _jaxpr.variables(self.eqns[number].invars)
         return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
 
+    def is_zero(self, atom: Any) -> bool:
+        """Whether a variable is 0 whatever is given, as a result of `optax.set_to_zero` is."""
+        if not _jaxpr.is_variable(atom):
+            return bool(atom.val == 0)
+        eqn = self.eqns[self._made[atom]] if atom in self._made else None
+        return eqn is not None and is_fill(eqn) and self.is_zero(eqn.invars[0])
+
     def is_scalar(self, var: Any) -> bool:
         """Whether an equation makes this variable, of one element."""
         return var in self._made and math.prod(var.aval.shape) == 1

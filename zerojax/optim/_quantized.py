@@ -1,4 +1,4 @@
-"""Moments in one byte, or in bf16: a wrapper around an optimizer, under `sharded` or by itself.
+"""Moments in one byte: a wrapper around an optimizer, under `sharded` or by itself.
 
 A row of a moment, along its last dim, is held as codes and one scale, the largest magnitude in the
 row. The codes are of the moment's shape and the scales of its shape without the last dim, so that a
@@ -20,8 +20,6 @@ from zerojax.layout import as_transformation
 
 #: Leaves of fewer elements are kept as they are: biases and the scales of norms.
 _MIN_SIZE = 4096
-#: What moments may be held in.
-_DTYPES = ("int8", "bfloat16")
 #: Codes are ±0 to ±127, and |code / 127| ** 4 is the share of the row's largest magnitude.
 _CODES, _POWER = 127, 4
 
@@ -29,7 +27,7 @@ _CODES, _POWER = 127, 4
 class Quantized(NamedTuple):
     """A leaf in few bits."""
 
-    codes: jax.Array  # int8 or bfloat16, of the leaf's shape
+    codes: jax.Array  # int8, of the leaf's shape
     # the largest magnitude of each row: the leaf's dtype and its shape without the last dim
     scales: jax.Array
 
@@ -40,16 +38,14 @@ class QuantizedState(NamedTuple):
     inner: PyTree
 
 
-def quantized(
-    tx: optax.GradientTransformation, dtype: Any = "int8"
-) -> optax.GradientTransformationExtraArgs:
-    """Hold an optimizer's moments in int8 (or bfloat16) and compute them as the optimizer does.
+def quantized(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Hold an optimizer's moments in int8 and compute them as the optimizer does.
 
     Held so are the floating leaves of its state of 4,096 elements or more that do not begin as
     copies of parameters: iterates and averages of parameters, as schedule-free optimizers keep, are
-    left alone. Of AdamW with int8 a parameter `[rows, D]` takes `2 + 8 / D` bytes instead of 8.
+    left alone. Of AdamW a parameter `[rows, D]` takes `2 + 8 / D` bytes instead of 8.
 
-    An int8 code is of `(|x| / scale) ** (1 / 4)`, so that codes reach from the row's largest
+    A code is of `(|x| / scale) ** (1 / 4)`, so that codes reach from the row's largest
     magnitude to 4e-9 of it; the step between two codes is at most 3.2% of the largest magnitude,
     and about `4 / code` of a smaller one. What lies between two codes goes to either, and is right
     in the mean: rounded to the nearest, an average that moves by 0.1% a step would never move.
@@ -57,11 +53,10 @@ def quantized(
 
     Args:
         tx: any optax optimizer or chain.
-        dtype: "int8" or "bfloat16".
 
     Raises:
         TypeError: `tx` is no optax optimizer.
-        ValueError: another dtype; `init` of L-BFGS, whose iterates 8 bits don't hold.
+        ValueError: `init` of L-BFGS, whose iterates 8 bits don't hold.
 
     Example:
         >>> tx = zerojax.quantized(optax.adamw(1e-3))
@@ -70,9 +65,6 @@ def quantized(
     Source: that Adam's moments bear 8 bits where each block has a scale and codes are not linear:
     arXiv 2110.02861. Codes and rounding here are others.
     """
-    if str(dtype) not in _DTYPES and dtype not in map(jnp.dtype, _DTYPES):
-        raise ValueError(f"quantized(tx, dtype) takes 'int8' or 'bfloat16', got {dtype!r}")
-    dtype = jnp.dtype(dtype)
     as_transformation(tx)  # refuses what is no optimizer
     tx = optax.with_extra_args_support(tx)
 
@@ -87,7 +79,7 @@ def quantized(
         leaves, structure = jax.tree.flatten(state)
         return QuantizedState(
             structure.unflatten(
-                _encode(x, dtype) if _is_large(x) and var not in copies else x
+                _encode(x) if _is_large(x) and var not in copies else x
                 for x, var in zip(leaves, traced.outputs, strict=True)
             )
         )
@@ -99,7 +91,7 @@ def quantized(
         given = structure.unflatten(_decode(x) if _is_quantized(x) else x for x in held)
         updates, inner = tx.update(updates, given, params, **extra)
         new = structure.unflatten(
-            _encode(x, old.codes.dtype) if _is_quantized(old) else x
+            _encode(x) if _is_quantized(old) else x
             for x, old in zip(structure.flatten_up_to(inner), held, strict=True)
         )
         return updates, QuantizedState(new)
@@ -116,7 +108,7 @@ def _is_large(x: Any) -> bool:
     return is_floating and math.prod(x.shape) >= _MIN_SIZE
 
 
-def _encode(x: jax.Array, dtype: Any) -> Quantized:
+def _encode(x: jax.Array) -> Quantized:
     """Round to codes, up or down with the probability that keeps the mean.
 
     With x / scale = 0.5: (0.5) ** (1 / 4) * 127 = 106.8, between codes 106 (0.4853) and 107
@@ -124,23 +116,18 @@ def _encode(x: jax.Array, dtype: Any) -> Quantized:
     0 does not become 0: an optimizer may divide by it.
     """
     scales = jnp.max(jnp.abs(x), axis=-1)
-    if dtype == jnp.bfloat16:
-        share = x / jnp.where(scales > 0, scales, 1)[..., None]
-        bits = jax.lax.bitcast_convert_type(share.astype(jnp.float32), jnp.uint32)
-        bits = (bits + (_noise(bits) >> 16)) & jnp.uint32(0xFFFF0000)
-        return Quantized(jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype), scales)
     wide = jnp.abs(x).astype(jnp.promote_types(x.dtype, jnp.float32))
     share = (wide / jnp.where(scales > 0, scales, 1)[..., None]).astype(jnp.float32)
     low = jnp.clip(jnp.floor(jnp.sqrt(jnp.sqrt(share)) * _CODES), 0, _CODES - 1)
     below, above = _share(low), _share(low + 1)
     noise = _noise(jax.lax.bitcast_convert_type(share, jnp.uint32)) / jnp.float32(2**32)
     goes_up = (share - below > noise * (above - below)) | ((low == 0) & (share > 0))
-    return Quantized((jnp.sign(x) * (low + goes_up)).astype(dtype), scales)
+    return Quantized((jnp.sign(x) * (low + goes_up)).astype(jnp.int8), scales)
 
 
 def _decode(x: Quantized) -> jax.Array:
     codes = x.codes.astype(jnp.float32)
-    share = jnp.sign(codes) * _share(jnp.abs(codes)) if x.codes.dtype == jnp.int8 else codes
+    share = jnp.sign(codes) * _share(jnp.abs(codes))
     return (share * x.scales[..., None]).astype(x.scales.dtype)
 
 

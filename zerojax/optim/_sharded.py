@@ -1,6 +1,7 @@
 """The optax wrapper: states on shards, updates computed on shards, for a loop of the user's own."""
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -22,8 +23,19 @@ from zerojax.collectives import (
     view,
     write_back,
 )
-from zerojax.layout import WRAPPED, Layout, OptimizerLayout, as_transformation, check_layout
+from zerojax.layout import (
+    WRAPPED,
+    Layout,
+    LeafLayout,
+    OptimizerLayout,
+    as_transformation,
+    check_layout,
+)
 from zerojax.optim._whole import update_whole
+
+#: Traced updates that are 0, by id, of leaves that an optimizer leaves alone: `apply_updates` adds
+#: none of them.
+_ZEROS: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
 
 
 def sharded(
@@ -95,17 +107,19 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     """
     check_layout(layout, "apply_updates(params, updates, layout)")
 
-    def cut_divided(tree: PyTree) -> PyTree:
-        # A leaf that no dim divides has a whole update: cut again, it would be gathered twice.
-        return layout.map_leaves(
-            lambda leaf, x: x if leaf.is_padded else shard(x, leaf, layout), tree
-        )
+    def sum_of(leaf: LeafLayout, old: Any, update: Any) -> Any:
+        if _ZEROS.get(id(update)) is update:
+            return old  # frozen: as a sum it would be gathered
+        if leaf.is_padded:  # the update is whole: cut again, it would be gathered twice
+            return optax.apply_updates(old, update)
+        new: Any = optax.apply_updates(shard(old, leaf, layout), shard(update, leaf, layout))
+        return shard(new, leaf, layout)
 
     def add(params: PyTree, updates: PyTree) -> PyTree:
         params = in_layout_of_params(params, layout)
         if layout.platform == "cpu":  # XLA gathers the updates there, whatever is made of them
             return in_layout_of_params(optax.apply_updates(params, updates), layout)
-        sums = cut_divided(optax.apply_updates(cut_divided(params), cut_divided(updates)))
+        sums = layout.map_leaves(sum_of, params, updates)
         if layout.partitions("parameter"):
             return in_layout_of_params(sums, layout)
         return write_back(params, sums, layout, padded_are_whole=True)
@@ -196,14 +210,20 @@ def _update(
         )
         phased = functools.partial(cut, in_phases=len(layout.groups) > 1)
         grads = layout.map_leaves(lambda leaf, x: phased(x, layout, leaf, "optimizer"), updates)
+        zeros: list[bool] = []
         given = (grads, seen, shards, arrays)
         are_arrays = all(hasattr(x, "weak_type") for x in jax.tree.leaves(given))
         if any(map(callable, jax.tree.leaves(static))) or not are_arrays:
             updates, new = call(*given)
         else:
-            updates, new = update_whole(Traced(call, given), given, placed, layout)
+            traced = Traced(call, given)
+            zeros = [*map(traced.is_zero, traced.outputs[: len(layout.leaves)])]
+            updates, new = update_whole(traced, given, placed, layout)
         updates = shard_tree(as_params(updates, layout, "updates of the wrapped optimizer"), layout)
-        return in_layout_of_params(updates, layout), store_state(new, placed, layout)
+        updates = in_layout_of_params(updates, layout)
+        leaves = layout.structure.flatten_up_to(updates)
+        _ZEROS.update((id(x), x) for x, zero in zip(leaves, zeros, strict=False) if zero)
+        return updates, store_state(new, placed, layout)
 
     specs = jax.tree.map(lambda s: s.spec, layout.params), placed.specs
     updates, new = auto_region(run, layout, specs)(updates, placed.flatten(state), params, arrays)

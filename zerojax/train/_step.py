@@ -277,7 +277,11 @@ class TrainStep(Shown):
         if not self.layout.partitions("parameter"):
             return write_back(old, updated, self.layout, self.recipe.bucket_bytes)
         return self.layout.map_leaves(
-            lambda leaf, was, x: widened(x.astype(was.dtype), leaf, self.layout), old, updated
+            lambda leaf, was, x: (
+                was if x is was else widened(x.astype(was.dtype), leaf, self.layout)
+            ),
+            old,
+            updated,
         )
 
     def _gradients(

@@ -153,8 +153,9 @@ class Update:
         The state `before` has the loss scale and the parameters' dtypes. The gradients are of the
         scaled loss; `held` is what the optimizer updates, `leaves` its state. All are logical.
 
-        Returns the gradients' norm, what the optimizer updated, with the host the same in the
-        parameters' dtype where that is another, and the new state.
+        Returns the gradients' norm, what the optimizer updated, the same as parameters where these
+        are others (in their dtype with the host; without it, old ones that are frozen), and the
+        new state.
         """
         layout, precision, clip_norm = self.layout, self.recipe.precision, self.recipe.clip_norm
         if self.hosted and clip_norm is None:
@@ -183,9 +184,13 @@ class Update:
         if self.recipe.skips:
             new, state = kept_unless(jnp.isfinite(norm), (new, state), (params, old))
         new, low = place(new), []
+        own = layout.structure.flatten_up_to(unwrapped(before.params))
+        frozen = [*map(traced.is_zero, traced.outputs[: len(own)])]
         if self.hosted and self._has_masters:
-            own = layout.structure.flatten_up_to(unwrapped(before.params))
             low = [x.astype(was.dtype) for x, was in zip(new, own, strict=True)]
+        elif not self.hosted and any(frozen):
+            # What is not updated stays where it is: as a sum it would be gathered.
+            low = [was if n else x for n, x, was in zip(frozen, new, own, strict=True)]
         return norm, new, low, self.placed.flatten(state)
 
     def _logical(self, x: jax.Array, leaf: LeafLayout, on_host: bool = False) -> jax.Array:
