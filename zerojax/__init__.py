@@ -20,7 +20,7 @@ from zerojax.planner import (
     search_plans,
 )
 from zerojax.recipe import DynamicLossScale, Precision, Recipe, RematPolicy
-from zerojax.train import TrainState, TrainStep, make_train_step, move, unpad
+from zerojax.train import TrainState, TrainStep, make_train_step, unpad
 
 __all__ = [
     "AuditError",
@@ -48,7 +48,6 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "model_state_bytes",
-    "move",
     "plan",
     "quantized",
     "rematerialised",

@@ -21,6 +21,8 @@ from tests.audit.audit_programs import (
     layer,
     mse,
     only,
+    pair_loss,
+    shapes_of,
 )
 from zerojax.audit import Program, audit
 
@@ -139,3 +141,25 @@ def test_gradients_that_a_loop_reduces_layer_by_layer_are_clean(make, mesh8):
     program = Program.of(step.lower(step.abstract_state(), batch).compile())
     report = audit(dataclasses.replace(program, platform="gpu"), layout, recipe)
     assert "peak" not in kinds(report)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_that_a_loop_holds_whole_as_no_dim_divides_are_noted(mesh8, stage):
+    layout = zerojax.make_layout(
+        shapes_of({"down": (127, 61), "up": (61, 127)}), mesh8, stage=stage
+    )
+    tx, x = zerojax.sharded(TX, layout), jax.ShapeDtypeStruct((BATCH, 61), jnp.float32)
+
+    def step(params, opt_state, x):
+        grads = jax.grad(zerojax.gather_where_used(pair_loss, layout))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    at = (layout.params, layout.opt_state(tx), layout.batch)
+    jitted = jax.jit(step, in_shardings=at, out_shardings=at[:2], donate_argnums=(0, 1))
+    compiled = jitted.lower(layout.shapes, jax.eval_shape(tx.init, layout.shapes), x).compile()
+    notes = audit(compiled, layout).notes
+    is_noted = f"2 of 2 parameters are whole, {2 * 4 * 61 * 127:,} B" in " ".join(notes)
+    assert is_noted == (stage == 3)
+    in_step = zerojax.make_train_step(pair_loss, TX, layout).audit(x).notes
+    assert not any("are whole" in note for note in in_step)

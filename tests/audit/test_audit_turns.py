@@ -16,6 +16,7 @@ from tests.audit.audit_programs import (
     compile_step,
     constrain,
     kinds,
+    layer,
     mse,
     only,
     pair_loss,
@@ -47,6 +48,19 @@ def test_gather_where_used_is_its_remedy(mesh8, stage):
     layout = zerojax.make_layout(shapes_of(BIASED), mesh8, stage=stage)
     loss = zerojax.gather_where_used(recurrent_loss, layout)
     assert audit(compile_step(loss, layout), layout).problems == ()
+
+
+def test_a_loop_within_the_loss_is_told_from_microbatches(mesh8):
+    """Each turn multiplies by one matrix, and the partitioner reduces its gradient in each."""
+    layout = zerojax.make_layout(shapes_of(PAIR), mesh8, stage=2)
+
+    def loss(params, x):
+        return mse(jax.lax.scan(lambda h, _: (layer(params, h), None), x, length=8)[0], x)
+
+    report = audit(compile_step(loss, layout), layout)
+    assert "take make_train_step: they reduce each gradient once" in only(report, "volume").remedy
+    (note,) = (one for one in report.notes if "8 microbatches" in one)
+    assert "if the loss has it, differentiate gather_where_used" in note
 
 
 @pytest.mark.parametrize("turns", [4, 64])

@@ -248,3 +248,22 @@ def test_leaves_without_a_place_of_their_own_go_to_all_devices(tmp_path):
     ):
         total = jax.jit(lambda x: (x["params"]["w"] @ x["mean"]).sum())
         assert float(total(getattr(found, "state", found))) == 128
+
+
+def test_parameters_that_are_one_array_change_their_precision_too(tmp_path):
+    w = jnp.linspace(-1.0, 1.0, 128 * 16).reshape(128, 16)
+    layout = zerojax.make_layout(w, zerojax.make_mesh({"data": 8}), stage=2)
+
+    def make(precision):
+        recipe = zerojax.Recipe(precision=precision)
+        loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+        return zerojax.make_train_step(loss, optax.adam(1e-3), layout, recipe)
+
+    zerojax.save(tmp_path / "wide", make("fp32").init(w), layout)
+    back = zerojax.restore(tmp_path / "wide", layout, make("bf16").abstract_state())
+    np.testing.assert_array_equal(back.masters, w)
+    zerojax.save(tmp_path / "mixed", back, layout)
+    again = zerojax.restore(tmp_path / "mixed", layout, make("fp32").abstract_state())
+    np.testing.assert_array_equal(again.params, w)
+    file = export_safetensors(tmp_path / "mixed", tmp_path / "w.safetensors")
+    assert set(safetensors.numpy.load_file(file)) == {"params"}

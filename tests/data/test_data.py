@@ -257,6 +257,7 @@ def test_the_state_of_other_batches_is_refused(change, name):
             "6 rows does not split evenly over 4 .* multiple of 4",
         ),
         ({"batch_size": 0}, "a batch of 0 rows"),
+        ({"context": 0}, "0 windows of context 0"),
         (
             {"process_count": 2, "process_index": 2},
             "process_index is 2; of 2 processes, give 0 to 1",

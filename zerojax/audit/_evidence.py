@@ -280,7 +280,18 @@ def some(names: Sequence[str], count: int = 3) -> str:
 
 def hint(evidence: Evidence, *tools: str) -> str:
     """Say which tools of zerojax do what a remedy asks for, unless the step has one of them."""
-    return "" if evidence.tools & {*tools} else f" ({' and '.join(tools)} do so)"
+    do = "do" if tools[1:] else "does"
+    return "" if evidence.tools & {*tools} else f" ({' and '.join(tools)} {do} so)"
+
+
+def gathering(evidence: Evidence) -> str:
+    """Advise a loop whose loss the partitioner divides to have it gather and reduce for itself."""
+    if evidence.tools & {"make_train_step", "gather_where_used"}:
+        return ""
+    return (
+        "differentiate gather_where_used(loss_fn, layout), or take make_train_step: they reduce "
+        "each gradient once, to shards"
+    )
 
 
 def describe_move(move: Move) -> str:

@@ -192,7 +192,10 @@ def compare(
 
     Raises:
         TypeError: something else is among the results.
+        ValueError: there are none.
     """
+    if not results:
+        raise ValueError("compare draws plans, reports or descriptions by their names; got none")
     moved = {name: bar for name, one in results.items() if (bar := volume_of(one))}
     widths, inches = ((6, 4), 11) if moved else ((1,), 6.5)
     figure, drawings = make_figure(title, (inches, 5.2), widths)

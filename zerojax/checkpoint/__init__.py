@@ -2,7 +2,6 @@
 
 from zerojax.checkpoint._files import DamagedCheckpointError as DamagedCheckpointError
 from zerojax.checkpoint._folder import Checkpoints, Restored, find_checkpoints
-from zerojax.checkpoint._leaves import KINDS, check_placed, logical_shapes
 from zerojax.checkpoint._manifest import Manifest, parts, read_manifest, verify
 from zerojax.checkpoint._restore import restore
 from zerojax.checkpoint._safetensors import export_safetensors as export_safetensors

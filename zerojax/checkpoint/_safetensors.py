@@ -199,8 +199,10 @@ def export_safetensors(
 def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
     prefix = PARAMS if part is None else f"{part.rstrip('/')}/"
     found = {p: p.removeprefix(prefix) for p in manifest.leaves if p.startswith(prefix)}
-    if not found:
-        found = {p: p for p in manifest.leaves if part in (None, p)}
+    if not found:  # an array of its own
+        found = {p: p for p in manifest.leaves if p == prefix.rstrip("/")}
+    if not found and part is None:
+        found = {p: p for p in manifest.leaves}
     if not found:
         known = ", ".join(parts(manifest))
         raise ValueError(f"{root} has no part {part!r}; it has {known}")

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint._leaves import (
+    COPIES,
     LOSS_SCALE_LEAVES,
-    MASTERS,
-    PARAMS,
     Optimizer,
     SavedLeaf,
     optimizer_nodes,
@@ -78,7 +77,7 @@ def _compare(
         source = _source(path, leaf, saved, wanted)
         if source in saved:
             sources[path] = source
-            is_kept = path.startswith(PARAMS) and MASTERS + path.removeprefix(PARAMS) in wanted
+            is_kept = _other(path, *COPIES) in wanted
             differences += _difference(path, leaf, source, saved[source], lossy=is_kept)
         elif path not in fresh:
             missing.append(path)
@@ -91,13 +90,19 @@ def _compare(
 
 def _source(path: str, leaf: SavedLeaf, saved: Leaves, wanted: Leaves) -> str:
     """Name the saved leaf to read a wanted one from; the checkpoint may lack it."""
-    if path.startswith(MASTERS) and path not in saved:
-        return PARAMS + path.removeprefix(MASTERS)
-    if path.startswith(PARAMS) and path in saved and saved[path].dtype != leaf.dtype:
-        master = MASTERS + path.removeprefix(PARAMS)
-        if master in saved and (master in wanted or saved[master].dtype == leaf.dtype):
-            return master
+    param, master = _other(path, *reversed(COPIES)), _other(path, *COPIES)
+    if param and path not in saved:
+        return param
+    differs = path in saved and saved[path].dtype != leaf.dtype
+    if differs and master in saved and (master in wanted or saved[master].dtype == leaf.dtype):
+        return master
     return path
+
+
+def _other(path: str, part: str, other: str) -> str:
+    """Return "masters/w" of "params/w", and "masters" of an array "params"; "" of another part."""
+    first, slash, rest = path.partition("/")
+    return f"{other}{slash}{rest}" if first == part else ""
 
 
 def _difference(

@@ -2,9 +2,11 @@
 
 from zerojax.collectives._examples import (
     Whole,
+    counted_examples,
     example_leaves,
     map_batch,
     num_examples,
+    per_microbatch,
     resized,
     unmarked,
 )

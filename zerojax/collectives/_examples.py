@@ -63,6 +63,40 @@ def example_leaves(batch: PyTree) -> list[tuple[str, Any]]:
     return [(path_name(path), x) for path, x in pairs if has_examples(x)]
 
 
+def counted_examples(batch: PyTree) -> dict[int, str]:
+    """Map the number of examples to the first array that has so many; refuse arrays that differ.
+
+    Of `{"mask": [1, 1, 9, 9], "x": [32, 9]}`, where a mask of all examples is not marked whole, the
+    leading dims differ; so they do with a raw PRNGKey, which is `uint32[2]`.
+    """
+    first: dict[int, str] = {}
+    for name, x in example_leaves(batch):
+        first.setdefault(jnp.shape(x)[0], name)
+    for name, x in example_leaves(batch) if len(first) > 1 else ():
+        if jnp.shape(x) in ((2,), (4,)) and x.dtype == jnp.uint32:
+            raise ValueError(
+                f"batch leaf {name!r} is uint32{list(x.shape)}, as a raw PRNGKey is; write "
+                "jax.random.wrap_key_data(key), or make it with jax.random.key"
+            )
+    if len(first) > 1:
+        raise ValueError(
+            "the leading dim of each array of a batch counts its examples, and these differ: "
+            + ", ".join(f"{name!r} has {size}" for size, name in first.items())
+            + "; mark what all examples share: zerojax.Whole(array)"
+        )
+    return first
+
+
+def per_microbatch(what: str, size: int, parts: int, count: int) -> int:
+    """Divide examples among the parts of a mesh and `count` microbatches, or refuse to."""
+    if size % (parts * count) or not size:
+        raise ValueError(
+            f"{what} has {size} example{'' if size == 1 else 's'}, and needs a multiple of "
+            f"{parts * count}: devices times microbatches, {parts} x {count}"
+        )
+    return size // (parts * count)
+
+
 def num_examples(batch: PyTree) -> int | None:
     return next((x.shape[0] for _, x in example_leaves(batch)), None)
 

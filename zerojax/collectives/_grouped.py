@@ -8,8 +8,8 @@ convolution in `shard_map`, and leaves the sum over copies of the kernel to the 
     x:f32[16,6,8]  k:f32[3,1,8]    copies:f32[4,3,1,8] of k, one for each part of the examples
     y = shard_map[ conv x:[4,6,8] copies[0] ]     the gradient of `copies` is each device's own
 
-A convolution that sums over examples by itself, as a gradient within a loss does, is cut along what
-it sums over. Where devices can't divide the examples they divide the groups, or zeros are added.
+Where devices can't divide the examples they divide the groups, or zeros are added. A convolution
+that sums over examples by itself, as a gradient within a loss does, is refused.
 """
 
 from collections.abc import Sequence
@@ -42,54 +42,46 @@ def bind_grouped(eqn: Any, values: Sequence[Any], opening: Opening) -> list[jax.
     """Open the boxes of a grouped convolution, and let each device compute its own examples.
 
     Devices along which the user cuts the kernel's output features divide the groups, if they can.
-    A convolution within another equation can't be reached, and is refused.
+    A convolution within another equation can't be reached, and is refused, as a gradient's is.
     """
     layout = opening.layout
     batch, parts = layout.batch_axes, layout.num_batch_parts
-    if eqn.primitive.name != "conv_general_dilated":
+    name = eqn.primitive.name
+    if name != "conv_general_dilated" or eqn.params["batch_group_count"] > 1:
+        where = "gradient" if name == "conv_general_dilated" else name
         raise ValueError(
             f"{source_info_util.summarize(eqn.source_info)}: a grouped convolution within a "
-            f"{eqn.primitive.name}, where XLA would sum its kernel's gradient over devices that "
+            f"{where}, where XLA would sum its kernel's gradient over devices that "
             f"have the same examples, as the batch is cut along {batch} alone; cut it along all "
             "axes of the mesh (make_layout(batch_axes=)), or write Recipe(reduce='once')"
         )
-    numbers, sums = eqn.params["dimension_numbers"], eqn.params["batch_group_count"] > 1
-    # Dims of the input, the kernel and the result; one of the input has the examples, one groups.
-    (n, c), (o, i), (rows, features) = (
+    numbers, name = eqn.params["dimension_numbers"], "feature_group_count"
+    # Dims of the input, the kernel and the result.
+    (n, groups), (o, _), (rows, features) = (
         spec[:2] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     )
-    along, groups = (c, n) if sums else (n, c)
     x, kernel = (opening.open_box(v) if isinstance(v, Boxed) else v for v in values)
-    name = "batch_group_count" if sums else "feature_group_count"
-    count, size, box = eqn.params[name], x.shape[along], values[1]
+    count, size, box = eqn.params[name], x.shape[n], values[1]
     by_groups = size % parts != 0 and count % parts == 0
     user = box.entries[o] if isinstance(box, Boxed) and waits_elementwise(box) else ()
     can_divide = count % layout.num_parts(user) == 0 and {*user}.isdisjoint(batch)
     axes = batch if by_groups else user if can_divide else ()
-    specs = ({groups: axes}, {o: axes}, {features: axes})
+    cut = {groups: axes}, {o: axes}, {features: axes}
     if not by_groups:
-        x = pad_rows(x, along, -size % parts)
-        kernel = pad_rows(kernel, i, -size % parts) if sums else kernel
-        kernel = kernel if sums else jnp.broadcast_to(kernel, (parts, *kernel.shape))
-        specs = (
-            {along: batch, groups: axes},
-            {i: batch, o: axes} if sums else {0: batch, o + 1: axes},
-            {0: batch, features + 1: axes} if sums else {rows: batch, features: axes},
-        )
+        x = pad_rows(x, n, -size % parts)
+        kernel = jnp.broadcast_to(kernel, (parts, *kernel.shape))
+        cut = {n: batch, groups: axes}, {0: batch, o + 1: axes}, {rows: batch, features: axes}
 
     def own(x: jax.Array, kernel: jax.Array) -> jax.Array:
         params = {**eqn.params, name: count // layout.num_parts(axes)}
-        kernel = kernel if sums or by_groups else kernel[0]
+        kernel = kernel if by_groups else kernel[0]
         # One that is opened comes in the dtype in which gradients are summed over devices.
         given = [v.astype(atom.aval.dtype) for v, atom in zip((x, kernel), eqn.invars, strict=True)]
-        (out,) = bind_here(eqn.replace(params=params), given)
-        return out[None] if sums and not by_groups else out
+        return bind_here(eqn.replace(params=params), given)[0]
 
-    *in_specs, out_specs = (P(*(s.get(d) or None for d in range(max(s) + 1))) for s in specs)
+    *in_specs, out_specs = (P(*(s.get(d) or None for d in range(max(s) + 1))) for s in cut)
     mesh = layout.auto_mesh
     mapped = jax.shard_map(own, mesh=mesh, in_specs=(*in_specs,), out_specs=out_specs)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         out = mapped(x, kernel)
-    if sums and not by_groups:
-        return [jax.lax.reduce(out, jnp.zeros((), out.dtype), jax.lax.add, (0,))]
-    return [out if by_groups or sums else jax.lax.slice_in_dim(out, 0, size, axis=rows)]
+    return [out if by_groups else jax.lax.slice_in_dim(out, 0, size, axis=rows)]

@@ -76,7 +76,7 @@ def make_batches(
             f"process_index is {process_index}; of {process_count} processes, "
             f"give 0 to {process_count - 1}"
         )
-    num_windows = max((tokens.size - 1) // context, 0)
+    num_windows = max((tokens.size - 1) // context, 0) if context > 0 else 0
     num_batches = num_windows // batch_size
     if not num_batches:
         raise ValueError(
@@ -89,13 +89,14 @@ def make_batches(
 
     def window(index: int) -> np.ndarray:
         """Return context + 1 tokens; neighbours share one, so each is predicted once."""
-        found = tokens[index * context : (index + 1) * context + 1].astype(np.int32)
-        if vocab_size is not None and not 0 <= found.min() <= found.max() < vocab_size:
+        found = tokens[index * context : (index + 1) * context + 1]
+        least, most, limit = found.min(), found.max(), vocab_size or 2**31
+        if not 0 <= least <= most < limit:
             raise ValueError(
-                f"the data have token {found.max()}, the vocabulary {vocab_size} tokens; give the "
-                "tokenizer that the data were made with"
+                f"the data have token {least if least < 0 else most}, the vocabulary {limit} "
+                "tokens; give the tokenizer that the data were made with"
             )
-        return found
+        return found.astype(np.int32)
 
     dataset = grain.MapDataset.range(num_windows).map(window)
     dataset = dataset.shuffle(seed)[: num_batches * batch_size]

@@ -14,7 +14,7 @@ import jax
 from zerojax._jaxpr import used
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import example_leaves, resized, unmarked
+from zerojax.collectives import counted_examples, resized, unmarked
 from zerojax.memory import has_layers, rematerialised
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
@@ -108,14 +108,9 @@ class Trace:
         has_aux: bool = False,
     ) -> None:
         """Check that batch and remat suit the loss; `dtype` is that of the parameters it reads."""
-        sizes = {name: x.shape[0] for name, x in example_leaves(batch)}
-        if len(set(sizes.values())) != 1:
-            raise ValueError(
-                "the leading dim of every leaf of the batch counts its examples, and these differ: "
-                + (", ".join(f"{name} has {n}" for name, n in sizes.items()) or "there is none")
-                + "; mark what all examples share: zerojax.Whole(array)"
-            )
-        self.num_examples, self.remat = next(iter(sizes.values())), remat
+        if not (sizes := [*counted_examples(batch)]):
+            raise ValueError("no array of the batch has a leading dim, which counts examples")
+        self.num_examples, self.remat = sizes[0], remat
         self._loss_fn = lambda params, batch: loss_fn(params, unmarked(batch))
         self._params = as_shapes(params, dtype)
         self._batch, self._has_aux = as_shapes(batch), has_aux

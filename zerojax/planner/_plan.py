@@ -12,6 +12,7 @@ import optax
 
 from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._types import Axes, PyTree
+from zerojax.collectives import per_microbatch
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand
@@ -64,7 +65,9 @@ def plan(
     model = read_model(params, tx, recipe, workload)
     check_recipe(model.recipe, devices.model_axis)
     demand = Demand(model)
-    count = _per_microbatch(demand.num_examples, devices, model.recipe.accumulate)
+    count = demand.num_examples and per_microbatch(
+        "the batch", demand.num_examples, devices.num_batch_parts, model.recipe.accumulate
+    )
     return estimate(place(model, one, devices, placement, stage), demand, count)
 
 
@@ -100,16 +103,6 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
         flops=demand.work(given, count).flops * given.recipe.accumulate + given.matrices.flops,
         time=step_time(given, demand, count),
     )
-
-
-def _per_microbatch(num_examples: int, devices: Devices, accumulate: int) -> int:
-    parts = devices.num_batch_parts * accumulate
-    if num_examples % parts:
-        raise ValueError(
-            f"the batch has {num_examples} example{'' if num_examples == 1 else 's'}, and needs a "
-            f"multiple of {parts}: devices times microbatches, {parts // accumulate} x {accumulate}"
-        )
-    return num_examples // parts
 
 
 #: Model parallelism beyond this many devices is not searched unless it is asked for.

@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import example_leaves, map_batch, unmarked
+from zerojax.collectives import (
+    counted_examples,
+    example_leaves,
+    map_batch,
+    per_microbatch,
+    unmarked,
+)
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
@@ -77,37 +83,12 @@ def _lies_otherwise(x: Any, wanted: NamedSharding) -> bool:
 
 
 def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
-    """Refuse what is no array, or no examples, or not divided by devices and microbatches.
-
-    Of `{"mask": [1, 1, 9, 9], "x": [32, 9]}`, where a mask of all examples is not marked whole, the
-    leading dims differ; so they do with a raw PRNGKey, which is `uint32[2]`.
-    """
+    """Refuse what is no array, or no examples, or not divided by devices and microbatches."""
     for name, x in zip(*flatten_with_names(batch)[:2], strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
-    first: dict[int, str] = {}
-    for name, x in example_leaves(batch):
-        first.setdefault(jnp.shape(x)[0], name)
-    if len(first) > 1:
-        for name, x in example_leaves(batch):
-            if jnp.shape(x) in ((2,), (4,)) and x.dtype == jnp.uint32:
-                raise ValueError(
-                    f"batch leaf {name!r} is uint32{list(x.shape)}, as a raw PRNGKey is; write "
-                    "jax.random.wrap_key_data(key), or make it with jax.random.key"
-                )
-        raise ValueError(
-            "the leading dim of each array of a batch counts its examples, and these differ: "
-            + ", ".join(f"{name!r} has {size}" for size, name in first.items())
-            + "; mark what all examples share: zerojax.Whole(array)"
-        )
-    parts = layout.num_batch_parts
-    for size, name in first.items():
-        if size % (parts * num_microbatches) or not size:
-            raise ValueError(
-                f"batch leaf {name!r} has {size} example{'' if size == 1 else 's'}, and needs a "
-                f"multiple of {parts * num_microbatches}: devices along {layout.batch_axes} times "
-                f"microbatches, {parts} x {num_microbatches}"
-            )
+    for size, name in counted_examples(batch).items():
+        per_microbatch(f"batch leaf {name!r}", size, layout.num_batch_parts, num_microbatches)
 
 
 def check_batch_placement(batch: PyTree, layout: Layout) -> None:

@@ -80,6 +80,23 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
         )
 
 
+def note_undivided(evidence: Evidence) -> Iterator[str]:
+    """Name parameters that are whole at stage 3, since the layout could only cut them padded."""
+    leaves, held = evidence.layout.leaves, evidence.states("parameter")
+    whole = [
+        one.argument.shard_bytes
+        for one in held
+        if one.parameter is not None
+        and leaves[one.parameter].is_padded
+        and one.argument.shape == leaves[one.parameter].shape
+    ]
+    if whole and evidence.layout.partitions("parameter"):
+        yield (
+            f"{len(whole)} of {len(held)} parameters are whole, {sum(whole):,} B a device: no dim "
+            "divides, and a step of make_train_step pads them to shards"
+        )
+
+
 def check_donation(evidence: Evidence) -> Iterator[Problem]:
     """Check that a state gives its buffer to what replaces it."""
     aliased = set(evidence.module.aliases.values())

@@ -35,7 +35,11 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
 }
 
 #: What an audit can't judge, or may have been told wrongly.
-NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_volume.note_recipe, _dtype.note_dtypes)
+NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _volume.note_recipe,
+    _dtype.note_dtypes,
+    _state.note_undivided,
+)
 
 
 def find_problems(evidence: Evidence) -> tuple[Problem, ...]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, some
+from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, gathering, hint, some
 from zerojax.audit._traffic import REDUCTIONS
 from zerojax.audit.checks._volume import STAGED, is_too_much
 from zerojax.hlo import sum_moved
@@ -60,6 +60,8 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
         "constrain the gradients to shards, as layout.grads of stage 2 has them, and don't compute "
         f"with whole gradients before{hint(evidence, 'make_train_step', 'sharded(tx, layout)')}"
     )
+    if "sharded(tx, layout)" in evidence.tools and (advice := gathering(evidence)):
+        remedy = advice
     yield Problem(
         where=describe_move(rest[0]) if rest else "no reduction along the axis",
         expected=f"{partitioned:,} elements of gradients reduce-scattered along "

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, whose
+from zerojax.audit._evidence import Evidence, Problem, describe_move, gathering, hint, whose
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
@@ -102,11 +102,13 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}, or compute outside of the "
             "loop what no turn changes (of an LSTM, x @ w + b of all time steps before the scan)"
         )
-    return (
-        "of the collectives named here gather no weight again, reduce to shards, let one device "
-        "compute each matrix of an optimizer like Muon"
-        f"{hint(evidence, 'make_train_step', 'sharded(tx, layout)')}; report.collectives lists all"
-    )
+    ways = [gathering(evidence)]
+    if not ways[0] and evidence.reshards_after_use and any(x.role == "gather" for x in offenders):
+        ways = ["gather once for a network that runs several times: reshard_after_forward=False"]
+    if not evidence.tools & {"make_train_step", "sharded(tx, layout)"}:
+        ways.append("wrap the outermost optimizer: sharded(tx, layout)")
+    advice = "; ".join(filter(None, ways)) or "compute with weights where they are used alone"
+    return f"{advice}; report.collectives lists all"
 
 
 def is_too_much(evidence: Evidence) -> bool:
@@ -151,9 +153,11 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
         for length in sorted({trips[0] or 1 for trips in found if trips} - {1}):
             theory = theory_of(layout, replace(recipe, accumulate=length)).elements
             if LEAST * theory <= judged <= tolerance(evidence) * theory:
+                advice = gathering(evidence)
                 yield (
                     f"the volume is that of {length} microbatches, and collectives stand in a loop "
-                    f"of {length} turns: if it is so, audit with Recipe(accumulate={length})"
+                    f"of {length} turns: if these are microbatches, audit with "
+                    f"Recipe(accumulate={length})" + (advice and f"; if the loss has it, {advice}")
                 )
         return
     is_looped = evidence.theory.reductions == 1 or any(recipe.accumulate in x for x in found)

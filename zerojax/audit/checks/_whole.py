@@ -97,7 +97,8 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
         expected=f"one layer gathered at a time, {list(leaf.shape[leaf.stacked :])}",
         seen=f"all {leaf.shape[0]} layers gathered at once: {size:,} B of temporaries",
         remedy="gather within the scanned, rematerialised layer, and don't compute with the whole "
-        f"stack outside of it{hint(evidence, 'make_train_step', 'gather_where_used')}",
+        f"stack outside of it{hint(evidence, 'make_train_step', 'gather_where_used')}; a first dim "
+        "that counts no layers has Rule(path=..., stacked=0)",
     )
 
 

@@ -76,7 +76,7 @@ class TrainScreen(Screen):
         rate = line["tokens_per_second"]
         text = f"step {line['step']}/{last}  loss {line['loss']:.3f} "
         text += f"({line['train_bits_per_byte']:.2f} bits/byte)  {rate:,.0f} tokens/s"
-        seconds = int(left * tokens / rate)
+        seconds = int(left * tokens / rate) if rate else 0
         self.show(Text(text + (f"  ETA {timedelta(seconds=seconds)}" if seconds else "")))
 
 
