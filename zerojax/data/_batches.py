@@ -90,12 +90,10 @@ def make_batches(
     def window(index: int) -> np.ndarray:
         """Return context + 1 tokens; neighbours share one, so each is predicted once."""
         found = tokens[index * context : (index + 1) * context + 1]
-        least, most, limit = found.min(), found.max(), vocab_size or 2**31
-        if not 0 <= least <= most < limit:
-            raise ValueError(
-                f"the data have token {least if least < 0 else most}, the vocabulary {limit} "
-                "tokens; give the tokenizer that the data were made with"
-            )
+        limit = vocab_size or 2**31
+        if (wrong := found[(found < 0) | (found >= limit)]).size:
+            told = f"the data have token {wrong[0]}, the vocabulary {limit} tokens; give"
+            raise ValueError(f"{told} the tokenizer that the data were made with")
         return found.astype(np.int32)
 
     dataset = grain.MapDataset.range(num_windows).map(window)
