@@ -205,6 +205,7 @@ def test_a_flax_model_on_the_default_mesh_in_a_loop_of_ones_own():
         losses.append(float(loss))
     assert losses == sorted(losses, reverse=True)
     assert_placed(params, layout.params)
+    assert step._cache_size() == 1, "placed as before, and spelled otherwise"
 
 
 def test_errors_name_the_leaf(mesh8):

@@ -73,7 +73,8 @@ def gather_where_used(
         reshard_after_forward: whether the backward pass gathers again; see `Recipe`.
 
     Returns:
-        A function of stored parameters, with the same outputs; its gradients are stored shards.
+        A function of stored parameters, with the same outputs; its gradients are stored shards, or
+        placed as the parameters are where these have Explicit axes, as jax wants it there.
 
     Raises:
         ValueError: an unknown dtype; a `gather_dtype`, or weights kept gathered, below stage 3.

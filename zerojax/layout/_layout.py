@@ -67,7 +67,7 @@ class Layout(Shown, TreeLayout):
         Raises:
             ValueError: a leaf of the state fits parameters with different placements.
         """
-        return jax.tree.map(self.sharding, self.optimizer(tx).specs)
+        return self.optimizer(tx).shardings(self)
 
     def bytes_per_device(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True

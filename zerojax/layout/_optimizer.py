@@ -33,6 +33,10 @@ class OptimizerLayout:
     def specs(self) -> PyTree:
         return self.structure.unflatten(leaf.spec("optimizer") for leaf in self.leaves)
 
+    def shardings(self, layout: TreeLayout) -> PyTree:
+        placed = (layout.sharding(x.spec("optimizer"), len(x.shape)) for x in self.leaves)
+        return self.structure.unflatten(placed)
+
     @property
     def padded(self) -> tuple[tuple[int, Shape], ...]:
         leaves = enumerate(self.leaves)

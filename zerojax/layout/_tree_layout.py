@@ -286,7 +286,14 @@ class TreeLayout:
         """Return the shardings of the stored leaves of a kind of tensor."""
         return self.map_leaves(lambda leaf: self.sharding(leaf.spec(kind)))
 
-    def sharding(self, spec: P) -> NamedSharding:
+    def sharding(self, spec: P, ndim: int = 0) -> NamedSharding:
+        """Place an array of `ndim` dims.
+
+        With Explicit axes each dim has an entry, as in what a step returns: where they are spelled
+        otherwise, jax compiles a second time.
+        """
+        if AxisType.Explicit in self.mesh.axis_types:
+            spec = P(*spec, *[None] * (ndim - len(spec)))
         return NamedSharding(self.mesh, spec)
 
     def map_leaves(self, function: Callable[..., Any], *rest: PyTree) -> PyTree:
@@ -328,6 +335,8 @@ class TreeLayout:
         return leaves
 
     def _shardings(self, kind: Kind) -> PyTree:
-        return self.map_leaves(
-            lambda leaf: self.sharding(leaf.whole_spec if leaf.is_padded else leaf.spec(kind))
-        )
+        def place(leaf: LeafLayout) -> NamedSharding:
+            spec = leaf.whole_spec if leaf.is_padded else leaf.spec(kind)
+            return self.sharding(spec, len(leaf.shape))
+
+        return self.map_leaves(place)

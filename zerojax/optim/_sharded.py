@@ -66,7 +66,7 @@ def sharded(
         params = as_params(params, layout, "params")
         if is_traced(params):
             return init_state(tx, layout, params)
-        out = jax.tree.map(layout.sharding, state_layout(tx, layout, params).specs)
+        out = state_layout(tx, layout, params).shardings(layout)
         return jax.jit(functools.partial(init_state, tx, layout), out_shardings=out)(params)
 
     @functools.lru_cache(4)  # functions may hold arrays

@@ -85,7 +85,7 @@ class InitialState:
             step=everywhere,
             params=hold(layout.stored("parameter"), layout),
             masters=None if precision.master is None else layout.stored("master"),
-            opt_state=jax.tree.map(layout.sharding, placed.specs),
+            opt_state=placed.shardings(layout),
             loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
             key=everywhere if self.has_key else None,
             model_state=jax.tree.map(lambda _: everywhere, self.model_state),
