@@ -18,8 +18,13 @@ _LARGE = 2**18
 
 
 def row_major(x: jax.Array, layout: Layout) -> jax.Array:
-    """Ask a TPU to hold an array as parameters lie, the last dim minor."""
-    return _held(x, [*range(x.ndim)]) if layout.platform == "tpu" else x
+    """Ask a TPU, and a GPU that gathers in steps, to hold an array as parameters lie, in order.
+
+    A GPU would turn whole stacks around and back, which takes less time in one gather, and a fifth
+    more memory in two (gpt2-large on h100:4x8, optimizer states over all devices).
+    """
+    in_steps = layout.platform == "gpu" and len(layout.groups) > 1
+    return _held(x, [*range(x.ndim)]) if layout.platform == "tpu" or in_steps else x
 
 
 def in_tiles(x: jax.Array, layout: Layout, dim: int) -> jax.Array:
