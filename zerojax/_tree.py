@@ -38,8 +38,8 @@ def parameter_ends(path: str, params: Collection[str], beside: Collection[str]) 
     """Return the ends of a path that are a parameter's, the likeliest first.
 
     That is the longest, `0/mu/layers/kernel` beside a parameter `kernel`. But a parameter may be
-    named as a field of the state is: of `w` and `mu/w` the moment `0/mu/w` is of `w`, for all
-    parameters stand at its start, `0/mu/`, among the paths `beside` it, and not at `0/`.
+    named as a field of the state is. With parameters `w` and `mu/w`, `0/mu/w` is the moment of `w`
+    if `0/mu/` stands before every parameter's path among those `beside` it, and `0/` does not.
     """
     ends = [end for end in path_ends(path) if end in params]
 

@@ -114,8 +114,8 @@ class Program:
         # A TPU's temporaries can add up to more: not all of them live at once. A CPU's figure
         # leaves temporaries out.
         peak = told if told and self.platform != "cpu" else known
-        # It adds what the host's memory holds, all the time as an argument or now and then. Of a
-        # small program libtpu's is that of vector memory (tens of MiB), where that takes more.
+        # libtpu's includes the host's memory, which is subtracted. Of a small program it is that of
+        # vector memory (tens of MiB) where that takes more: the known sum bounds it.
         peak = min(max(peak - stats.get("host_argument_size_in_bytes", 0), 0), known)
         return min(peak, stats.get(_ALLOCATED, peak))
 

@@ -118,7 +118,7 @@ class _Order(Equations):
         """Let a backward loop wait for gradients that are made before it.
 
         Else they are made after it, and the logits' gradient stays in memory meanwhile. A gradient
-        that is not reduced yet, of a table that is looked up too, stays whole instead, so it is
+        to which more is added later, of a table that is looked up too, stays whole meanwhile: it is
         made early only if it is at most half as large as what it is made from.
         """
         starts = itertools.takewhile(lambda eqn: is_named(eqn, BACKWARD), self.eqns[end:])
@@ -149,9 +149,9 @@ class _Order(Equations):
     def tie_products(self, bound: float, layout: Layout, *, is_turn: bool) -> None:
         """Let the product behind each group of gradients wait for the group two before it.
 
-        A gradient waits, or what it is made from: the larger counts. Gradients that stay whole, as
-        all at stage 0, have no name and are found by their product; of a table's summed gradient
-        the product counts if its result is smaller than its operands.
+        Each counts as the larger of the gradient and what it is made from. Gradients that stay
+        whole, as all at stage 0, have no name, so their products are looked for; of a table's sum
+        of gradients the product counts if its result is smaller than its operands.
         """
         parts, outvars = layout.num_batch_parts, variables(self.jaxpr.outvars)
         is_reduced = functools.partial(is_named, name=REDUCED)

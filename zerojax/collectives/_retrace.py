@@ -73,8 +73,7 @@ def gather_where_used(
         reshard_after_forward: whether the backward pass gathers again; see `Recipe`.
 
     Returns:
-        A function of stored parameters, with the same outputs; its gradients are stored shards, or
-        placed as the parameters are where these have Explicit axes, as jax wants it there.
+        A function of stored parameters; gradients are stored shards, or lie as Explicit parameters.
 
     Raises:
         ValueError: an unknown dtype; a `gather_dtype`, or weights kept gathered, below stage 3.
@@ -294,9 +293,9 @@ class _Retracer:
             out = self.opening.open_and_bind(eqn, [*values]) if out is None else out
             return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
-        # A plain operation has nothing inside worth keeping; a user's custom derivative may. What
-        # was recorded is run on a whole weight, of which no result is to be kept; nor of a
-        # shard_map, which would keep the weight as a result of its own.
+        # Of a user's custom derivative the residuals may be kept. Nothing is kept where equations
+        # were recorded, whose results are whole weights, nor of a shard_map, one of whose results
+        # would be the weight.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
         keeps = _jaxpr.has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
         policy = wrap_policy(None, keeps=False) if keeps else None

@@ -51,9 +51,9 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
         return None
     boxes = sorted((v for v in values if isinstance(v, Boxed)), key=lambda box: -box.value.size)
     if len(boxes) > 1:
-        # A scalar costs nothing to open, and what it scales stays boxed. Nor does a vector below
-        # stage 3, or one that is cut along another dim: were `g` of `g * v / norm(v)` to wait, `v`
-        # would be opened with it, and its gradient would be read whole for that of `g`.
+        # Scalars are opened, so that what they scale stays boxed; and so are vectors below stage 3,
+        # or that are cut along another dim. Otherwise `g * v / norm(v)` would open `v` with `g`,
+        # and read the whole gradient of `v` for that of `g`.
         small, largest = 1, boxes[0]
         apart = not opening.gathers or not all(_lies_as(largest, box) for box in boxes)
         if is_elementwise(eqn) and apart and not opening.widens(largest.dtype):

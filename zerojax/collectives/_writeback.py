@@ -21,7 +21,7 @@ from zerojax.collectives._forms import constrain, gather, store, to_logical, to_
 from zerojax.collectives._tiles import row_major
 from zerojax.layout import Layout, LeafLayout
 
-#: Bytes of new leaves that SparseCores gather together; the next ones wait for those two before.
+#: Bytes of a group of new leaves that SparseCores gather; it waits for the group two before it.
 TOGETHER = 16 * 2**20
 
 

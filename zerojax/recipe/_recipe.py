@@ -38,13 +38,13 @@ class Recipe:
             host computes every element for itself, as Adam, Lion and SGD do; other optimizers are
             refused. `param_norm` is then that of the parameters as the loss reads them.
         bucket_bytes: most bytes that the compiler combines into one collective (the paper's
-            constant-size buffers, section 6.2); None leaves it to the compiler, but at stage 3 on
-            a GPU, which would gather several layers at once. Between processes on CPUs it bounds
-            the weights that are gathered in one message, 30 MiB by default, and those that are kept
+            constant-size buffers, section 6.2). None is the compiler's limit, and a smaller one at
+            stage 3 on GPUs, which would gather several layers at once. Between processes on CPUs it
+            bounds the weights that are gathered in one message, 30 MiB by default, and those kept
             for the backward pass. Larger ones are fewer and take more memory.
-        prefetch: how much of the next layer's weights stage 3 gathers while a layer computes, in
-            the forward and in the backward pass: 1, or a part, of what it uses first, at least the
-            first large one; 0 leaves it to the compiler. Layers are the iterations of a scan, or
+        prefetch: the part, 0 to 1, of the next layer's weights that stage 3 gathers while a layer
+            computes, forward and backward: of its bytes in the order of use, and the first large
+            weight at least. 0 leaves it to the compiler. Layers are the iterations of a scan, or
             what stands below a number in paths (`blocks/0/...`), or else the largest leaf. None is
             the default of `lookahead`.
         reshard_after_forward: whether stage 3 gives gathered weights up after the forward pass and

@@ -22,9 +22,9 @@ LOSSES = {signal.SIGTERM, signal.SIGHUP, UNWRITTEN}
 class Signals:
     """Catches the signals that end a run in order, within a `with` block of the main thread.
 
-    They are SIGINT (Ctrl-C), SIGTERM (preemption) and SIGHUP (a terminal that is closed). Of these
-    SIGHUP alone stays ignored where it was, as under nohup. Any of those `seen` by this process
-    asks the run to end. At most `most_queued` steps are started before an earlier one has ended.
+    They are SIGINT (Ctrl-C), SIGTERM (preemption) and SIGHUP (a terminal that is closed). SIGHUP
+    stays ignored if it was at the start, as under nohup. Any other that this process has `seen`
+    ends the run after its step. At most `most_queued` steps start before an earlier one has ended.
     """
 
     def __init__(self, most_queued: int) -> None:

@@ -141,10 +141,10 @@ def rate_along(hardware: Hardware, dim: str, members: int, extent: int, size: in
 def gather_time(sizes: Sequence[int], bandwidths: Sequence[float]) -> float:
     """Return the seconds per byte of a gather that goes along several dims at once.
 
-    Parts of the tensor take the dims in different orders, so that all are busy. Whatever the
-    orders, the links of any few dims, p of n devices, bring at least (p - 1) / n of the tensor; the
-    loads of all orders, mixed, are just those that respect this (it is supermodular), so the best
-    mixture is held up by the worst few dims alone; where all are about as wide, by all of them.
+    Parts of the tensor take the dims in different orders, so that all are busy. A bound for every
+    order: the links of any set of dims, with p of n devices, bring at least (p - 1) / n of the
+    tensor. A mixture of orders reaches the largest of these bounds (they are supermodular): that of
+    the slowest set, or of all dims where these are about as wide.
 
     Example: 4 x 4 devices, 1 byte/s along each dim: 15/16 of the tensor come over both, 15/32 s for
     each byte. With 4 and 1/2 bytes/s the narrow dim alone brings 3/16 of it: 3/8 s.

@@ -244,9 +244,9 @@ class _Clock:
     def _parts(self, launch: Launch, kept: frozenset[int]) -> float:
         """Count what a dot product that is made in parts has beside it while it runs.
 
-        The parts, and padded copies of its operands. In a list of layers, where a copy is the last
-        that reads a parameter, the other operand's copy may lie in the parameter's buffer; its own
-        is too large for it.
+        That is its parts in fp32, and padded copies of its operands. In a list of layers, where it
+        is the last to read a parameter, the copy of the other operand may lie in the parameter's
+        buffer; the parameter's own copy is too large for that.
         """
         op, lives = launch.op, self.lifetimes
         if (parts := lives.num_parts(op, self.examples)) == 1:
