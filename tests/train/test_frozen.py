@@ -43,6 +43,7 @@ def test_a_step_gathers_what_it_trains_alone(stage, precision, mesh8):
     report = make(stage, mesh8, zerojax.Recipe(precision=precision)).audit(X)
     report.raise_if_problems()
     assert gathered(report) == 2 * BASE * RANK
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.02)
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"skip_nonfinite": True}], ids=str)
@@ -65,6 +66,15 @@ def test_frozen_leaves_stay_to_the_bit_and_others_learn_as_without_zero(stage, o
             updates, opt_state = TX.update(jax.grad(loss_fn)(params, X), opt_state, params)
             params = optax.apply_updates(params, updates)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got, params)
+
+
+def test_the_norm_is_of_what_is_trained(mesh8):
+    step = make(2, mesh8, zerojax.Recipe(clip_norm=1e-3))
+    start = init(jax.random.key(0))
+    _, metrics = step(step.init(start), X)
+    grads = jax.grad(loss_fn)(start, X)
+    trained = optax.tree.norm({name: grads[name] for name in ("down", "up")})
+    np.testing.assert_allclose(metrics["grad_norm"], trained, rtol=1e-5)
 
 
 @pytest.mark.aot("cuda")

@@ -167,7 +167,18 @@ class Evidence:
 
     @cached_property
     def theory(self) -> Theory:
-        return theory_of(self.layout, self.recipe, frozen=self.frozen)
+        frozen, untouched = self.frozen, self.untouched
+        return theory_of(self.layout, self.recipe, frozen=frozen, untouched=untouched)
+
+    @cached_property
+    def untouched(self) -> frozenset[int]:
+        """Return the frozen leaves whose parameter is handed on as it came: none is gathered."""
+
+        def is_handed_on(new: Value) -> bool:
+            found = source_of(self.module, new.frame, new.name)
+            return found is not None and (found[1].opcode, found[0].parent) == ("parameter", None)
+
+        return frozenset(x for x in self.frozen if is_handed_on(self.updated[x]["parameter"]))
 
     @cached_property
     def frozen(self) -> frozenset[int]:

@@ -79,12 +79,18 @@ class Theory:
 
 
 def theory_of(
-    layout: Layout, recipe: Recipe, *, scatters: bool = True, frozen: Collection[int] = ()
+    layout: Layout,
+    recipe: Recipe,
+    *,
+    scatters: bool = True,
+    frozen: Collection[int] = (),
+    untouched: Collection[int] = (),
 ) -> Theory:
     """Count what a step of the layout's stage moves.
 
     `scatters` tells whether gradients of partitioned leaves are reduce-scattered, or all-reduced;
-    `frozen` are indices of leaves without a gradient.
+    `frozen` are indices of leaves without a gradient, `untouched` of those whose parameter stays
+    as it is: no new one is gathered.
     """
     kinds = layout.kinds
     per_step = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
@@ -112,8 +118,10 @@ def theory_of(
         # Parameters are gathered along the first axes for the loss. Along the further ones, which
         # cut optimizer states alone, their shards are gathered once, when they are new.
         part = stored
+        is_new = index not in untouched
         for number, axes in enumerate(layout.groups):
-            add(gathered, axes, (min(gathers, 1) if number else gathers) * part)
+            is_read = "parameter" in kinds and not number
+            add(gathered, axes, (gathers if is_read else min(gathers, is_new)) * part)
             part /= layout.num_parts(axes)
         # Along an axis that does not cut the batch, every device has the same gradient: nothing
         # moves. Over batch axes beyond the gradient's own, the shard is all-reduced.

@@ -28,7 +28,7 @@ class Recipe:
             sees one device's examples at a time, as data parallelism in other frameworks has it,
             so it must be a mean over examples, which is checked, and can't constrain shardings over
             the batch axes. None is the default of `reduction`.
-        clip_norm: largest global norm of the gradients.
+        clip_norm: largest global norm of the gradients, as the metric `grad_norm` counts it.
         skip_nonfinite: whether a step whose gradients are not finite leaves parameters, optimizer
             state and the model's state as they were; with a loss scale that is always so.
         remat: what the backward pass of each layer computes again, keeps, partitions or offloads:

@@ -170,12 +170,15 @@ class Update:
             return [shard(x, leaf, layout) for x, leaf in zip(found, layout.leaves, strict=True)]
 
         wide = unscaled(cast_floating(grads, precision.updated), before.loss_scale)
-        norm = global_norm(layout.structure.unflatten(wide), layout)
-        tree = layout.structure.unflatten(clip(wide, norm, clip_norm))
         params = layout.structure.unflatten(held)
         old = self.placed.structure.unflatten(leaves)
-        given = (tree, old, params, loss)
+        given = (layout.structure.unflatten(wide), old, params, loss)
         traced = Traced(functools.partial(run_update, self.tx), given)
+        frozen = [*map(traced.is_zero, traced.outputs[: len(held)])]
+        # The gradient of what is not updated is computed for nothing but its norm.
+        trained = [jnp.zeros_like(x) if n else x for n, x in zip(frozen, wide, strict=True)]
+        norm = global_norm(layout.structure.unflatten(trained), layout)
+        given = (layout.structure.unflatten(clip(wide, norm, clip_norm)), *given[1:])
         if self.hosted:
             updates, state = traced.run(*given)
         else:
@@ -185,7 +188,6 @@ class Update:
             new, state = kept_unless(jnp.isfinite(norm), (new, state), (params, old))
         new, low = place(new), []
         own = layout.structure.flatten_up_to(unwrapped(before.params))
-        frozen = [*map(traced.is_zero, traced.outputs[: len(own)])]
         if self.hosted and self._has_masters:
             low = [x.astype(was.dtype) for x, was in zip(new, own, strict=True)]
         elif not self.hosted and any(frozen):
