@@ -98,10 +98,11 @@ class TrainStep(Shown):
         """Do one step.
 
         The state is donated: use the one that is returned. Metrics are scalars on every device:
-        `loss`, `grad_norm` (before clipping, without leaves that the optimizer sets to zero, as
-        `optax.set_to_zero` does), `param_norm` (after the update), with `has_aux` `aux`, with a loss scale `loss_scale`, that of this step, and with one or `skip_nonfinite`
-        `skipped`, whether its gradients were not finite, so that parameters, optimizer state and
-        the model's state stayed what they were.
+        `loss`, `grad_norm` (before clipping, without leaves that the optimizer leaves alone, as
+        `optax.set_to_zero` does), `param_norm` (after the update), with `has_aux` `aux`, with a
+        loss scale `loss_scale`, that of this step, and with one or `skip_nonfinite` `skipped`,
+        whether its gradients were not finite, so that parameters, optimizer state and the model's
+        state stayed what they were.
 
         Args:
             state: from `step.init` or from the step before; donated.
