@@ -58,7 +58,7 @@ def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
         ({"loss_fn": None}, ["give loss_fn and batch together"]),
         (
             {"batch": (shape(16, TOKENS, WIDTH), shape(8))},
-            ["leading dim", "0 has 16, 1 has 8"],
+            ["leading dim", "'0' has 16, '1' has 8"],
         ),
         ({"batch": shape()}, ["leading dim", "no array of the batch"]),
         ({"remat": "full", "loss_fn": lambda p, x: jnp.mean(x @ p["head"])}, ["what a layer is"]),
