@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.collectives.uses import quantized
 from zerojax.collectives import gather_where_used
 
 WIDTH = 64
@@ -253,3 +254,23 @@ def test_a_product_with_constants_sums_its_gradient_in_fp32(stage, mesh8):
     want, grads = jax.jit(jax.value_and_grad(loss))(init(), x)
     assert metrics["loss"] == pytest.approx(float(want), rel=1e-2)
     assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-2)
+
+
+@pytest.mark.aot("cuda")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_rounded_to_a_learned_step_are_reduced_as_they_are(stage):
+    """The rule of their gradients runs on shards: on whole ones it reduces all of them twice."""
+    mesh = zerojax.topology_mesh("h100:1x8", {"data": 8})
+    shapes = {
+        "w": jax.ShapeDtypeStruct((256, 512), jnp.float32),
+        "step": jax.ShapeDtypeStruct((1, 512), jnp.float32),
+    }
+    layout = zerojax.make_layout(shapes, mesh, stage=stage)
+
+    def loss(params, x):
+        return jnp.mean((x @ quantized(params["w"], params["step"])) ** 2)
+
+    step = zerojax.make_train_step(loss, optax.adam(1e-3), layout)
+    report = step.audit(jax.ShapeDtypeStruct((64, 256), jnp.float32))
+    report.raise_if_problems()
+    assert report.volume <= 1.02 * report.theory_volume

@@ -101,6 +101,21 @@ def custom(layers, x):
     return x
 
 
+@jax.custom_vjp
+def quantized(w, step):
+    """Round to 16 steps, whose size is learned (LSQ, arXiv 1902.08153)."""
+    return jnp.clip(jnp.round(w / step), -8, 7) * step
+
+
+def quantized_gradients(kept, g):
+    w, step = kept
+    is_inside = jnp.abs(w / step + 0.5) < 7.5
+    error = jnp.where(is_inside, jnp.round(w / step) - w / step, jnp.where(w > 0, 7.0, -8.0))
+    return g * is_inside, (g * error).sum(0, keepdims=True)
+
+
+quantized.defvjp(lambda w, step: (quantized(w, step), (w, step)), quantized_gradients)
+
 LISTS = {
     "plain": through(lambda w: w),
     "transposed": transposed,
@@ -108,6 +123,7 @@ LISTS = {
     "clipped": through(lambda w: jnp.clip(w, -0.1, 0.1)),
     "leaky": through(lambda w: jnp.where(w > 0, w, 0.1 * w)),
     "erf": through(jax.lax.erf),
+    "quantized": through(lambda w: quantized(w, 0.05 + jnp.abs(w).mean(0, keepdims=True))),
     "softplus": through(jax.nn.softplus),
     "tied": tied,
     "lookup": lookup,

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import bind, is_elementwise
+from zerojax._jaxpr import bind, called, is_elementwise, opened
 from zerojax.collectives._boxed import Boxed, Opening
 
 #: Operations that only move the elements of their first operand: what was recorded before can run
@@ -56,7 +56,7 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
         # and read the whole gradient of `v` for that of `g`.
         small, largest = 1, boxes[0]
         apart = not opening.gathers or not all(_lies_as(largest, box) for box in boxes)
-        if is_elementwise(eqn) and apart and not opening.widens(largest.dtype):
+        if _is_alike(eqn) and apart and not opening.widens(largest.dtype):
             small = max(largest.value.size // opening.layout.num_shards, 1)
         values = [
             opening.opened(v) if isinstance(v, Boxed) and v.value.size <= small else v
@@ -99,13 +99,15 @@ def _on_shards(
     if not all(_lies_as(first, b) for b in boxes):
         return None
     result = eqn.outvars[0].aval
-    if is_elementwise(eqn) and first.value.shape == result.shape:
+    if _is_alike(eqn) and first.value.shape == result.shape:
         widens = result.dtype.itemsize > first.value.dtype.itemsize
         if len(boxes) == 1 and (widens or first.recorded) and not any(map(jnp.ndim, others)):
             return None
         operands, like = opening.settled(values), dataclasses.replace(first, recorded=())
         if len(boxes) > 1 or any(map(jnp.ndim, others)):
-            (out,) = bind(eqn, [opening.uncut(x, like) for x in operands])
+            if eqn.primitive.name != "custom_vjp_call":  # whose rule counts on the shapes
+                operands = [opening.uncut(x, like) for x in operands]
+            (out,) = bind(eqn, operands)
             out = opening.uncut(out, like)
         else:
             (out,) = bind(eqn, operands)
@@ -123,6 +125,16 @@ def _on_shards(
         return outs
     first = dataclasses.replace(first, recorded=recorded)
     return [opening.placed(first.moved(out, dims)) for out in outs]
+
+
+def _is_alike(eqn: Any) -> bool:
+    """Whether an equation is elementwise; of a rule of the user's own for gradients, its forward.
+
+    As in quantisation with a learned step: what its backward rule sums is small on shards.
+    """
+    if eqn.primitive.name != "custom_vjp_call" or len(eqn.outvars) > 1:
+        return is_elementwise(eqn)
+    return all(map(_is_alike, opened(called(eqn))[0].eqns))
 
 
 def _lies_as(one: Boxed, other: Boxed) -> bool:
