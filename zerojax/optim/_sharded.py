@@ -69,7 +69,7 @@ def sharded(
         out = state_layout(tx, layout, params).shardings(layout)
         return jax.jit(functools.partial(init_state, tx, layout), out_shardings=out)(params)
 
-    @functools.lru_cache(4)  # functions may hold arrays
+    @functools.lru_cache(4, typed=True)  # few, since functions may hold arrays; True is not 1
     def compiled(structure: Any, *static: Any) -> Callable[..., Any]:
         return jax.jit(functools.partial(_update, tx, layout, structure.unflatten(static)))
 
