@@ -137,7 +137,7 @@ def test_padding_of_a_scatter_is_told_and_not_judged(padded, back):
 
 
 @pytest.mark.parametrize("cols", [COLS, COLS + 16])
-@pytest.mark.parametrize(("rows", "padded"), [(20, 24), (5, 8), (100, 120)])
+@pytest.mark.parametrize(("rows", "padded"), [(20, 24), (5, 8), (100, 128)])
 def test_shards_that_are_rounded_up_to_tiles_are_padded(rows, padded, cols):
     """Of 160 rows 8 devices have 20 each, which become 24, with no permute in sight."""
     report = report_of(rows * N, padded=padded * N, cols=cols)
