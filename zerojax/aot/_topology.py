@@ -79,6 +79,8 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
         MissingCompiler: libtpu or the CUDA plugin is not installed. No accelerator is looked for.
     """
     topology = parse_topology(name)
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"axes name the sizes of the mesh, as {{'data': 8}}; got {axes!r}")
     shape = tuple(axes.values())
     if math.prod(shape) != topology.num_devices:
         raise ValueError(
@@ -95,7 +97,7 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
 
 def parse_topology(name: str) -> Topology:
     """Read a topology's name; an unknown one is a ValueError that lists those known."""
-    match = _NAME.fullmatch(name.strip().lower())
+    match = _NAME.fullmatch(str(name).strip().lower())
     if match is None or match["chip"] not in (*TPU_CHIPS, *GPU_CHIPS):
         raise ValueError(_unknown(name, "is not a topology"))
     dims = tuple(int(dim) for dim in match["dims"].split("x"))
@@ -117,9 +119,8 @@ def known_topologies() -> list[str]:
 
 
 def _unknown(name: str, why: str) -> str:
-    known = known_topologies()
-    known = difflib.get_close_matches(name.lower(), known, n=len(known), cutoff=0)
-    return f"{name!r} {why}. Known, nearest first: {', '.join(known)}"
+    near = difflib.get_close_matches(str(name).lower(), known_topologies(), n=8, cutoff=0)
+    return f"{name!r} {why}. Known, nearest first: {', '.join(near)}; `--help` tells the chips"
 
 
 def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:

@@ -116,10 +116,11 @@ def difference(key: Key, other: Key) -> tuple[int, int]:
     What is a little padding besides does not count: of [192, 51200] and [160, 50257] the first.
     """
     sides = (Counter(key) - Counter(other), Counter(other) - Counter(key))
-    pairs = [*itertools.zip_longest(*(sorted(side.elements()) for side in sides), fillvalue=0)]
+    left, right = (sorted(side.elements()) for side in sides)
+    pairs = [*zip(left, right, strict=False)] if len(left) == len(right) else []
     if len(pairs) > 1:
-        pairs = [(size, of) for size, of in pairs if not pads((size,), (of,))]
-    return pairs[0] if len(pairs) == 1 and all(pairs[0]) else (2**63, 1)
+        pairs = [pair for pair in pairs if not pads(pair[:1], pair[1:])]
+    return pairs[0] if len(pairs) == 1 else (2**63, 1)
 
 
 def regroups(key: Key, of: Key) -> bool:

@@ -20,7 +20,7 @@ from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, to_t
 from zerojax.checkpoint._orbax import require_orbax
 from zerojax.checkpoint._restore import as_stored, read_agreed, read_state, rebuilt
 from zerojax.checkpoint._save import PendingSave, check_step, describe, prepare, start_save
-from zerojax.layout import Layout
+from zerojax.layout import Layout, check_layout
 from zerojax.processes import gather_texts, set_remedy, together
 
 #: Within a run's folder: what the copies on the hosts hold, with a manifest for each.
@@ -190,6 +190,7 @@ class Checkpoints:
             DamagedCheckpointError: there are checkpoints, and all are damaged.
             IncompatibleCheckpointError: the newest whole one does not fit.
         """
+        check_layout(layout, "checkpoints.restore_latest(layout, like)")
         self.wait()
         passed_over: dict[Path, str] = {}
         names = " ".join(path.name for path in _folders(self.directory).values())
@@ -200,13 +201,15 @@ class Checkpoints:
             path = self.directory / name
             try:
                 manifest, state = read_state(path, layout, like, self._tx)
+                _check_step(path, manifest)
             except DAMAGE as error:
                 passed_over[path] = str(error) if _is_saved(path) else _cut_short(path)
                 self._damaged |= {path} if _is_saved(path) else set()
                 continue
             set_remedy(f"start again to go on from {path}")
             return Restored(state=state, manifest=manifest, path=path, passed_over=passed_over)
-        if self._damaged & passed_over.keys():
+        is_gone = any(not (self.directory / name).exists() for name in named)
+        if self._damaged & passed_over.keys() or is_gone:  # removed while it was read
             raise _files.DamagedCheckpointError(self.directory, passed_over.values())
         return None
 
@@ -283,8 +286,8 @@ def find_checkpoints(
     found = {}
     for step, path in _folders(_files.local_path(directory)).items():
         try:
-            wrong = _files.wrong_sizes(path, read_manifest(path).files)
-            if wrong:
+            _check_step(path, manifest := read_manifest(path))
+            if wrong := _files.wrong_sizes(path, manifest.files):
                 raise _files.DamagedCheckpointError(path, wrong.values())
             found[step] = path
         except (ValueError, OSError) as error:
@@ -299,13 +302,21 @@ def _fits(manifest: Manifest, arrays: Arrays) -> str:
     return _files.digest_text(to_text(plain) + str(placed))
 
 
+def _check_step(path: Path, manifest: Manifest) -> None:
+    """Refuse a folder that was renamed: later saves would be taken for older ones."""
+    if manifest.step not in (None, int(path.name)):
+        told = f"its folder is named {path.name}, and it holds step {manifest.step}"
+        raise _files.DamagedCheckpointError(path, [f"{told}; rename the folder"])
+
+
 def _cut_short(path: Path) -> str:
     return f"{path} is a save that was cut short: it has no {MANIFEST}"
 
 
 def _folders(root: Path) -> dict[int, Path]:
     listed = root.iterdir() if root.is_dir() else ()
-    found = {int(path.name): path for path in listed if path.name.isdecimal() and path.is_dir()}
+    named = [path for path in listed if path.name.isdecimal() and path.is_dir()]
+    found = {int(path.name): path for path in named if str(int(path.name)) == path.name}
     return dict(sorted(found.items()))
 
 

@@ -105,16 +105,18 @@ def _read_indexed(path: Path) -> dict[str, TensorInFile]:
         files = dict.fromkeys(names.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of tensors to files: {error!r}") from error
-    found: dict[str, TensorInFile] = {}
+    held: dict[str, dict[str, TensorInFile]] = {}
     for file in files:
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path} names {file!r}, which is not a file beside it")
         if not (path.parent / file).is_file():
             raise FileNotFoundError(f"{path} names {file}, which is not beside it; fetch it too")
-        found |= _read_header(path.parent / file)
-    if lost := [name for name in names if name not in found]:
-        raise ValueError(f"{path} and its files do not belong together: none holds {lost[0]!r}")
-    return {name: found[name] for name in names}
+        held[file] = _read_header(path.parent / file)
+    for name, file in names.items():
+        if name not in held[file]:
+            told = f"{path} and its files do not belong together"
+            raise ValueError(f"{told}: {file} does not hold {name!r}")
+    return {name: held[file][name] for name, file in names.items()}
 
 
 def write_safetensors(
@@ -148,7 +150,11 @@ def write_safetensors(
             with partial.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 for name in names:  # not by tofile, whose errors don't say why
-                    file.write(np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8).data)
+                    x = np.ascontiguousarray(read(name))
+                    if (x.shape, x.dtype) != (tensors[name].shape, tensors[name].dtype):
+                        told = f"{name!r} is {x.dtype}{list(x.shape)}"
+                        raise ValueError(f"{told}, and not as it is described: {tensors[name]}")
+                    file.write(x.reshape(-1).view(np.uint8).data)
             sync(partial)
         except OSError as error:
             error.filename = error.filename or str(path)

@@ -40,6 +40,8 @@ from zerojax.layout import as_spec
 
 #: Operations whose result may be larger than a weight that they take together with constants.
 ENLARGE = frozenset({"dot_general", "gather"})
+#: Those that may stand between a weight and its product, or its sum, with examples.
+_MOVED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "transpose"})
 
 
 @functools.partial(
@@ -192,7 +194,7 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
         if name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
             return meets_examples(_jaxpr.called(eqn), place, parts, from_batch)
         is_fixed = from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
-        if is_fixed and name in ENLARGE | {"broadcast_in_dim", "convert_element_type", "transpose"}:
+        if is_fixed and name in ENLARGE | _MOVED:
             return only(eqn.outvars[0])
         dims = _example_dims(eqn, place)
         return dims is not None and eqn.invars[1 - place].aval.shape[dims[0]] % parts == 0

@@ -146,6 +146,8 @@ def load_corpus(
         raise ValueError(f"context is {context}; give at least 1")
     source = ", ".join(os.fspath(given) for given in inputs)
     source = source or f"the standard library of Python {sysconfig.get_python_version()}"
+    if len(inputs) > 1 and any(os.fspath(given).endswith(".npy") for given in inputs):
+        raise ValueError(f"{source}: a .npy file of tokens is all the data; give it alone, or text")
     tokenizer = tokenizer or Tokenizer()
     try:
         if source.endswith(".npy") and len(inputs) == 1:

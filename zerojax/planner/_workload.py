@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 import optax
 
 from zerojax._arguments import as_count, as_given
@@ -26,7 +27,7 @@ class Workload:
         has_aux: whether `loss_fn` returns more than the loss, as for `make_train_step`.
 
     Raises:
-        ValueError: a loss without a batch.
+        ValueError: a loss without a batch, or a batch without examples.
     """
 
     loss_fn: LossFn | None = None
@@ -38,6 +39,8 @@ class Workload:
             raise ValueError(
                 "give loss_fn and batch together: one is traced with the other's shapes"
             )
+        if any(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(self.batch)):
+            raise ValueError("the batch has no examples; give the shapes of a whole batch")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -203,7 +203,7 @@ class Recipe:
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(given, dict):
             raise ValueError(f"a recipe is read from a dict, got {given!r}")
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := sorted(map(str, given.keys() - known)):
             raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
         given = dict(given)
         policies = {

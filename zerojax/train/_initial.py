@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import treedef_is_leaf
 
@@ -41,7 +42,7 @@ class InitialState:
             )
         # The step donates its state, and `device_put` may share what the user holds.
         own = jax.tree.map(jnp.copy, (key, self.model_state))
-        rest = place_whole(own, jax.tree.map(lambda _: self.update.layout.sharding(P()), own))
+        rest = place_whole(own, (self.shardings.key, self.shardings.model_state))
         return dataclasses.replace(self._make(given, args), key=rest[0], model_state=rest[1])
 
     def _make(self, given: Callable[..., PyTree] | PyTree, args: tuple[Any, ...]) -> TrainState:
@@ -88,10 +89,17 @@ class InitialState:
             opt_state=placed.shardings(layout),
             loss_scale=None if precision.loss_scale is None else LossScale(everywhere, everywhere),
             key=everywhere if self.has_key else None,
-            model_state=jax.tree.map(lambda _: everywhere, self.model_state),
+            model_state=jax.tree.map(self._place_of, self.model_state),
             padded=placed.padded,
         )
         return self._map_hosted(lambda s: s.with_memory_kind(HOST_MEMORY), shardings)
+
+    def _place_of(self, given: Any) -> NamedSharding:
+        """Return where a leaf of the model's state stays: where it was placed on the mesh."""
+        layout, held, spec = self.update.layout, getattr(given, "sharding", None), P()
+        if isinstance(held, NamedSharding) and held.mesh in (layout.mesh, layout.auto_mesh):
+            spec = held.spec
+        return layout.sharding(spec, jnp.ndim(given))
 
     def _build(self, params: PyTree) -> TrainState:
         params = as_params(params, self.update.layout, "what init_fn returns")

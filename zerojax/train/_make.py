@@ -41,7 +41,8 @@ def make_train_step(
             whole numbers are counts: they are summed. A bool is True where any part's is.
         model_state: where the loss asks for it, the first value of state that is not trained, as
             the statistics of BatchNorm are; or its shapes, for a step that is only compiled. The
-            train state holds it, whole on every device; microbatches pass it on.
+            train state holds it as it was placed on the mesh, an average of the weights by
+            `layout.masters` say, else whole on every device; microbatches pass it on.
 
     Raises:
         ValueError: a recipe that the layout can't follow: "once" at stage 3, where no device holds

@@ -219,10 +219,13 @@ class _Training:
             with self.signals.writing(self.metrics.path):
                 self.metrics.add(**line)
             self.screen.step(line, self.options.steps, tokens=tokens)
-            if not math.isfinite(loss) and not metrics.get("skipped", False):
+            found = {"the loss": loss, "the norm of the gradients": norm}
+            found["the norm of the parameters"] = float(metrics["param_norm"])
+            wrong = [f"{name} is {x}" for name, x in found.items() if not math.isfinite(x)]
+            if wrong and not metrics.get("skipped", False):
                 raise Failure(
-                    f"the loss is {loss} at step {number}: training diverged; give a smaller --lr, "
-                    "a longer --warmup or a smaller --clip-norm",
+                    f"{wrong[0]} at step {number}: training diverged; give a smaller --lr, a "
+                    "longer --warmup or a smaller --clip-norm",
                     status=1,
                 )
 
@@ -276,9 +279,10 @@ class _Training:
             yield
         except (ValueError, OSError, ProcessError) as error:
             told = self.signals.unwritten + "can't save a checkpoint: "
-            told += " ".join(str(error).split())[:MOST_TOLD]
+            why = " ".join(str(error).split())
+            # What went wrong stands last, behind long paths.
+            told += why if len(why) <= MOST_TOLD else f"... {why[-MOST_TOLD:]}"
             raise Failure(
-                f"{told}; mend that (a full disk needs room), and go on with --resume from an "
-                "earlier one, if there is one",
+                f"{told}; mend that, and go on with --resume from an earlier one, if there is one",
                 status=1,
             ) from error
