@@ -1,7 +1,6 @@
 """The `zerojax` command, also as `python -m zerojax`; without its packages, one line says so."""
 
 import os
-import signal
 import sys
 
 from zerojax._extras import MissingExtra, extra
@@ -12,16 +11,12 @@ def main() -> int:
     os.environ["MPLBACKEND"] = "agg"  # plots are files, whatever the environment draws with
     if os.environ.get("COLUMNS") == "0":  # not known: rich would print lines of no width
         del os.environ["COLUMNS"]
-    # A KeyboardInterrupt while jax is imported may be lost in one of its callbacks.
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with extra("cli", "the zerojax command"):
             from zerojax import cli
     except MissingExtra as missing:
         sys.stderr.write(f"zerojax: {missing}\n")
         return 2
-    finally:
-        signal.signal(signal.SIGINT, before)
     return cli.main()
 
 

@@ -68,7 +68,8 @@ def test_an_unknown_topology_lists_those_known_nearest_first(name, why, nearest)
     assert why in message
     listed = message.split("nearest first: ")[1].split(", ")
     assert listed[0].startswith(nearest)
-    assert sorted(listed) == sorted(known_topologies())
+    assert len(listed) == 8
+    assert {*listed} <= {*known_topologies()}
 
 
 @pytest.mark.parametrize(("name", "devices"), [("v6e:2x4", 8), ("h100:2x8", 16)])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from tests.audit.audit_programs import (
     BATCH,
+    HIDDEN,
     PAIR,
     WIDTH,
     compile_step,
@@ -43,10 +44,20 @@ def test_a_bias_that_is_reduced_in_each_turn_is_named(mesh8, stage):
     assert "gather_where_used" in problem.remedy
 
 
+def reshaped_loss(params, x):
+    """Add it as flax's layers do."""
+
+    def turn(h, _):
+        return jnp.tanh(h + jnp.reshape(params["b"], (1, -1))), None
+
+    return pair_loss(params, jax.lax.scan(turn, x, length=TIMES)[0])
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gather_where_used_is_its_remedy(mesh8, stage):
+@pytest.mark.parametrize("of", [recurrent_loss, reshaped_loss])
+def test_gather_where_used_is_its_remedy(mesh8, stage, of):
     layout = zerojax.make_layout(shapes_of(BIASED), mesh8, stage=stage)
-    loss = zerojax.gather_where_used(recurrent_loss, layout)
+    loss = zerojax.gather_where_used(of, layout)
     assert audit(compile_step(loss, layout), layout).problems == ()
 
 
@@ -61,6 +72,29 @@ def test_a_loop_within_the_loss_is_told_from_microbatches(mesh8):
     assert "take make_train_step: they reduce each gradient once" in only(report, "volume").remedy
     (note,) = (one for one in report.notes if "8 microbatches" in one)
     assert "if the loss has it, differentiate gather_where_used" in note
+
+
+def joined_loss(params, x):
+    """Join weights in each turn, as flax's OptimizedLSTMCell does; CPUs reduce in each."""
+
+    def turn(h, _):
+        return layer(
+            {**params, "up": jnp.concatenate([params["up"], params["down"].T], 1)[:, :HIDDEN]}, h
+        ), None
+
+    return mse(jax.lax.scan(turn, x, length=8)[0], x)
+
+
+def test_reducing_once_is_the_remedy_of_a_step(mesh8):
+    layout = zerojax.make_layout(shapes_of(PAIR), mesh8, stage=2)
+    step = zerojax.make_train_step(joined_loss, optax.adam(1e-3), layout)
+    x = jnp.ones((BATCH, WIDTH))
+    report = step.audit(x)
+    assert "Recipe(reduce='once')" in only(report, "volume").remedy
+    step = zerojax.make_train_step(
+        joined_loss, optax.adam(1e-3), layout, zerojax.Recipe(reduce="once")
+    )
+    assert step.audit(x).problems == ()
 
 
 @pytest.mark.parametrize("turns", [4, 64])

@@ -18,6 +18,7 @@ from tests.checkpoint.damages import MANIFEST, NONE, WAYS, data, flipped
 from zerojax.checkpoint import (
     Checkpoints,
     DamagedCheckpointError,
+    _folder,
     read_manifest,
     restore,
     save,
@@ -103,6 +104,34 @@ def test_a_whole_checkpoint_is_found_whole(saved):
     assert (found.path, found.passed_over) == (folder / "2", {})
     for name, x in found.state.items():
         assert np.asarray(x).tobytes() == values(2, like)[name].tobytes()
+
+
+@pytest.mark.parametrize("name", ["7", "02"])
+def test_a_folder_that_was_renamed_is_no_checkpoint(tmp_path, saved, name):
+    """Later saves would be taken for older ones, and `02` would stand for 2."""
+    source, layout, like = saved
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "2").rename(tmp_path / name)
+    checkpoints = Checkpoints(tmp_path)
+    assert list(checkpoints.steps()) == [1]
+    found = checkpoints.restore_latest(layout, like)
+    assert found is not None
+    assert found.path == tmp_path / "1"
+    told = "".join(found.passed_over.values())
+    assert ("it holds step 2; rename the folder" in told) == (name == "7")
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_no_fresh_start(tmp_path, saved, monkeypatch):
+    source, layout, like = saved
+    shutil.copytree(source / "2", tmp_path / "2")
+
+    def gone(path, *_):
+        shutil.rmtree(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(_folder, "read_state", gone)
+    with pytest.raises(DamagedCheckpointError, match=re.escape(str(tmp_path / "2"))):
+        Checkpoints(tmp_path).restore_latest(layout, like)
 
 
 def test_every_file_is_held_against_a_digest(saved):

@@ -88,6 +88,14 @@ def test_every_tensor_is_aligned(tmp_path):
 # ------------------------------------------------------------------ several files
 
 
+def test_the_index_says_which_file_a_tensor_is_read_from(tmp_path):
+    index = store_apart(tmp_path / "m.safetensors", {"a": np.ones(2), "b": np.ones(3)})
+    first, second = sorted(tmp_path.glob("m-*"))
+    second.unlink()
+    store(second, {"a": np.zeros(2), "b": np.ones(3)})  # another `a`, which the index leaves out
+    assert find_tensors(index)["a"][1] == first
+
+
 def test_several_files_are_read_by_their_index(tmp_path):
     arrays = {name: random("float32", (size,)) for name, size in {"c": 10, "a": 15, "b": 2}.items()}
     index = store_apart(tmp_path / "m.safetensors", arrays)

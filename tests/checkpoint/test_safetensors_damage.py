@@ -149,7 +149,7 @@ def test_a_file_that_is_cut_short_after_it_was_opened_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "error", "said"),
     [
-        (lambda m, to: m.update(c=to["b"]), ValueError, "none holds 'c'"),
+        (lambda m, to: m.update(c=to["b"]), ValueError, "does not hold 'c'"),
         (lambda m, to: m.update(b="gone.safetensors"), FileNotFoundError, "names gone.safetensors"),
         (lambda m, to: m.update(b="../x.safetensors"), ValueError, "not a file beside it"),
         (lambda m, to: m.update(b=3), ValueError, "names 3, which is not a file"),

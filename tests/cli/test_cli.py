@@ -89,6 +89,13 @@ def test_an_unknown_command_and_none(capsys):
     assert not err
 
 
+def test_a_width_of_0_is_not_known():
+    command = [sys.executable, "-m", "zerojax", "plan", "--params", "1e9"]
+    env = {**os.environ, "COLUMNS": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, timeout=120, check=False)
+    assert b"stage params" in done.stdout, done
+
+
 @pytest.mark.parametrize("command", ["doctor", "plan --help", "--version"])
 @pytest.mark.parametrize(
     ("where", "status", "said"),
@@ -237,9 +244,18 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder, capsys):
     assert "diverged" in err
     assert err.count("\n") == 1
     lines = lines_of(folder / "run")
-    assert lines[-1]["loss"] is None
     saved = find_checkpoints(folder / "run/checkpoints")
     assert all(step < lines[-1]["step"] for step in saved)  # a broken state is not saved
+
+
+def test_an_update_that_overflows_is_not_saved_over_what_is_whole(folder, capsys):
+    """Its own loss is finite: that of the next step would say so, too late."""
+    often = ["--save-every", "1", "--keep", "1", "--warmup", "0", "--clip-norm", "0"]
+    assert main(["train", "--steps", "2", "--out", "run", *often, *SMALL]) == 0
+    wild = ["--lr", "1e38", "--resume", "--steps", "4"]
+    assert main(["train", "--out", "run", *often, *SMALL, *wild]) == 1
+    assert "the norm of the parameters is inf at step 3: training div" in capsys.readouterr().err
+    assert list(find_checkpoints(folder / "run/checkpoints")) == [2]
 
 
 @pytest.mark.parametrize(("asked", "looked_at"), [(21, 16), (40, 32), (3, 3)])

@@ -138,6 +138,7 @@ def test_inputs_are_files_folders_and_globs(tmp_path, monkeypatch):
         (["short.txt"], {}, "short.txt: 33 tokens are too short.* 17 each.*smaller context"),
         ("fine.txt", {}, "inputs is one path, 'fine.txt'; give a list"),
         (["fine.txt"], {"context": 0}, "context is 0; give at least 1"),
+        (["fine.txt", "tokens.npy"], {}, r"a \.npy file of tokens is all the data; give it alone"),
     ],
 )
 def test_data_that_can_not_serve_is_one_line_with_the_remedy(
@@ -229,6 +230,25 @@ def test_a_restored_iterator_continues_exactly(taken):
     rows = {row.tobytes() for row in next(half)}
     assert len(rows) == 4
     assert rows <= {row.tobytes() for row in want[0]}
+
+
+@pytest.mark.parametrize("changed", [0, 5000, -1])
+@pytest.mark.parametrize("size", [100, 8192 + 50])
+def test_each_token_of_a_small_mapped_file_is_in_its_state(tmp_path, size, changed):
+    tokens, path = np.zeros(size, np.uint8), tmp_path / "tokens.npy"
+    np.save(path, tokens)
+    mapped = np.load(path, mmap_mode="r")
+    state = data.make_batches(mapped, context=16, batch_size=2).get_state()
+    tokens[changed % size] = 1
+    with pytest.raises(ValueError, match="data state: text_digest"):
+        data.make_batches(tokens, context=16, batch_size=2).set_state(state)
+
+
+@pytest.mark.parametrize("index", [None, -1, "x", 1.5])
+def test_a_state_that_no_iterator_gave_is_refused(index):
+    iterator = data.make_batches(TEXT, context=16, batch_size=8)
+    with pytest.raises(ValueError, match="data state: next_index is"):
+        iterator.set_state({**iterator.get_state(), "next_index": index})
 
 
 @pytest.mark.parametrize(

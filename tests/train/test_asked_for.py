@@ -61,6 +61,29 @@ def normalised(params, batch, *, model_state):
     return jnp.mean((hidden - hidden.mean(0)) ** 2 + new["mean"] ** 2), new
 
 
+def averaging(params, batch, *, model_state):
+    """Keep an average of the weights, as a teacher or a target network is one."""
+    new = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * jax.lax.stop_gradient(p), model_state, params)
+    return jnp.mean((batch @ params["w"] - batch @ model_state["w"] - 1) ** 2), new
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("make_mesh", [lambda: zerojax.make_mesh({"data": 8}), None])
+def test_an_average_stays_where_it_was_placed(make_mesh, stage):
+    mesh = make_mesh() if make_mesh else jax.make_mesh((8,), ("data",))
+    layout = zerojax.make_layout(PARAMS, mesh, stage=stage, min_size=16)
+    average = jax.device_put(PARAMS, layout.masters)
+    step = zerojax.make_train_step(averaging, optax.sgd(0.1), layout, model_state=average)
+    state, want, kept = step.init(PARAMS), PARAMS, PARAMS
+    for _ in range(2):
+        grads, new = jax.grad(averaging, has_aux=True)(want, X, model_state=kept)
+        want, kept = jax.tree.map(lambda p, g: p - 0.1 * g, want, grads), new
+        state, _ = step(state, X)
+    assert state.model_state["w"].sharding.is_equivalent_to(layout.masters["w"], 2)
+    np.testing.assert_allclose(state.model_state["w"], kept["w"], atol=1e-6)
+    assert step.num_compiled == 1
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_state_of_a_model_goes_through_microbatches_and_steps(stage, accumulate, mesh8):

@@ -120,7 +120,7 @@ def known_topologies() -> list[str]:
 
 def _unknown(name: str, why: str) -> str:
     near = difflib.get_close_matches(str(name).lower(), known_topologies(), n=8, cutoff=0)
-    return f"{name!r} {why}. Known, nearest first: {', '.join(near)}; `--help` tells the chips"
+    return f"{name!r} {why}. Known, nearest first: {', '.join(near)}"
 
 
 def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from jax.sharding import AxisType
+
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher
 from zerojax.audit._origins import without_activations
@@ -295,9 +297,19 @@ def hint(evidence: Evidence, *tools: str) -> str:
     return "" if evidence.tools & {*tools} else f" ({' and '.join(tools)} {do} so)"
 
 
-def gathering(evidence: Evidence) -> str:
-    """Advise a loop whose loss the partitioner divides to have it gather and reduce for itself."""
-    if evidence.tools & {"make_train_step", "gather_where_used"}:
+def reducing_once(evidence: Evidence) -> str:
+    """Advise a step whose loss the partitioner divides to reduce each gradient once."""
+    layout, whole = evidence.layout, not evidence.layout.partitions("parameter")
+    if "make_train_step" in evidence.tools:
+        if not whole or evidence.recipe.reduce == "once":
+            return ""
+        return "have each device add up its gradients, and hold them whole: Recipe(reduce='once')"
+    if whole and AxisType.Explicit in layout.mesh.axis_types:
+        return (
+            "take make_train_step, or a mesh of zerojax.make_mesh: gradients of parameters that "
+            "lie whole on Explicit axes are whole as well"
+        )
+    if "gather_where_used" in evidence.tools:
         return ""
     return (
         "differentiate gather_where_used(loss_fn, layout), or take make_train_step: they reduce "

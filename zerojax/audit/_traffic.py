@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,10 +20,8 @@ from zerojax.layout import Layout
 _GATHERS = ("windowed all-gather", "all-reduce of parts")
 #: How the names of collectives end that a loss asks for itself, of experts or of a ring.
 _WRITTEN = ("/all_to_all", "/ppermute")
-#: How much longer a scattered dim may be than a leaf's, where no permute tells that it is padded.
-LONGER = 1 / 6
-#: The same in whole tiles of a TPU, 8 rows: of 100 rows a shard libtpu was seen to make 128.
-LONGER_IN_TILES, TILE = 1 / 3, 8
+#: Rows of a tile of TPUs, and how much longer whole tiles may be than a shard.
+TILE, LONGER = 8, 1 / 3
 #: What adds up gradients.
 REDUCTIONS = ("reduce", "scatter", "sliced")
 Role = Literal["gather", "scatter", "sliced", "reduce", "owners", "shuffle"]
@@ -205,17 +202,16 @@ def find_padding(moves: Sequence[Move], matcher: Matcher) -> tuple[Move, ...]:
     devices become 8 x 216. Then a shard lies up to 7 x 16 rows from where it belongs, and a permute
     of that many rows brings the rest.
     """
-    permutes = [move for move in moves if _is_permute(move)]
-    told = [_measure(move, matcher, permutes) for move in moves]
+    told = [_measure(move, matcher) for move in moves]
     padded = [move for move in told if move.role == "scatter" and move.padding]
     return tuple(_follow(move, padded) if _is_permute(move) else move for move in told)
 
 
-def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
+def _measure(move: Move, matcher: Matcher) -> Move:
     match = move.match
     if not match.form and move.role == "scatter" and move.is_ours:
         longer = matcher.match_longer(move.record.shape, move.record.trips)
-        if longer.form and _is_padded(move, longer.key, permutes):
+        if longer.form and _is_padded(move, longer.key):
             match = longer
     if not match.form:
         return move
@@ -225,18 +221,10 @@ def _measure(move: Move, matcher: Matcher, permutes: Sequence[Move]) -> Move:
     )
 
 
-def _is_padded(move: Move, of: Key, permutes: Sequence[Move]) -> bool:
-    longer, size = difference(key_of(move.record.shape), of)
-    rows, unit = size / move.record.group_size, TILE * move.record.group_size
-    most = max(rows * (1 + LONGER_IN_TILES), math.ceil(rows / TILE) * TILE)
-    in_tiles = longer % unit == 0 and longer <= most * move.record.group_size
-    if in_tiles or longer <= size * (1 + LONGER):
-        return True
-    wanted = key_of((*(Counter(of) - Counter([size])).elements(), _displaced(move, of)))
-    return any(
-        key_of(one.record.shape) == wanted and one.record.trips == move.record.trips
-        for one in permutes
-    )
+def _is_padded(move: Move, of: Key) -> bool:
+    """Return whether shards are a leaf's in whole tiles: 20 rows in 24, 100 were seen in 128."""
+    rows, size = (x / move.record.group_size for x in difference(key_of(move.record.shape), of))
+    return rows % TILE == 0 and rows <= max(size * (1 + LONGER), math.ceil(size / TILE) * TILE)
 
 
 def _follow(move: Move, padded: Sequence[Move]) -> Move:

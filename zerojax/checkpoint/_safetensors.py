@@ -150,17 +150,19 @@ def write_safetensors(
             with partial.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 for name in names:  # not by tofile, whose errors don't say why
-                    x = np.ascontiguousarray(read(name))
-                    if (x.shape, x.dtype) != (tensors[name].shape, tensors[name].dtype):
-                        told = f"{name!r} is {x.dtype}{list(x.shape)}"
-                        raise ValueError(f"{told}, and not as it is described: {tensors[name]}")
-                    file.write(x.reshape(-1).view(np.uint8).data)
+                    file.write(_bytes_of(read(name), name, tensors[name]))
             sync(partial)
         except OSError as error:
             error.filename = error.filename or str(path)
             raise
         partial.replace(path)
     sync(path.parent)
+
+
+def _bytes_of(x: np.ndarray, name: str, told: jax.ShapeDtypeStruct) -> memoryview:
+    if (x.shape, x.dtype) != (told.shape, told.dtype):
+        raise ValueError(f"{name!r} is {x.dtype}{list(x.shape)}, and is described as {told}")
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def export_safetensors(

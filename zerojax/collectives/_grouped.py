@@ -1,9 +1,10 @@
-"""Grouped convolutions on a mesh with axes that do not cut the batch.
+"""Grouped convolutions, which XLA's partitioner divides wrongly, or by gathering examples.
 
-The gradient of a grouped kernel is a convolution that sums over examples. XLA's partitioner adds it
-up over all devices, also over those that have the same examples: on a mesh of 4 x 2 whose first
-axis cuts the batch it is twice what it should be, and nothing is said. So the loss computes the
-convolution in `shard_map`, and leaves the sum over copies of the kernel to the partitioner:
+The gradient of a grouped kernel is a convolution that sums over examples. The partitioner gathers
+all of them for it, unless each feature is a group. It adds the gradient up over all devices, also
+over those that have the same examples: on a mesh of 4 x 2 whose first axis cuts the batch it is
+twice what it should be, and nothing is said. So the loss computes the convolution in `shard_map`,
+and leaves the sum over copies of the kernel to the partitioner:
 
     x:f32[16,6,8]  k:f32[3,1,8]    copies:f32[4,3,1,8] of k, one for each part of the examples
     y = shard_map[ conv x:[4,6,8] copies[0] ]     the gradient of `copies` is each device's own
@@ -27,15 +28,22 @@ from zerojax.layout import Layout
 
 
 def has_grouped(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
-    """Whether an equation is, or holds, a grouped convolution whose gradient would be wrong.
+    """Whether an equation is, or holds, a grouped convolution that is divided here.
 
-    That of a `while` loop has no gradient, and a `shard_map` is the user's own.
+    That of a `while` loop has no gradient, and a `shard_map` is the user's own. Where all axes cut
+    the batch nothing is wrong, and those that gather examples are found that stand for themselves.
     """
-    if layout.num_batch_parts == layout.mesh.size or eqn.primitive.name in ("while", "shard_map"):
+    name, parts = eqn.primitive.name, layout.num_batch_parts
+    if parts == 1 == layout.mesh.size or from_batch.isdisjoint(variables(eqn.invars)):
         return False
+    if parts == layout.mesh.size:
+        if name != "conv_general_dilated" or eqn.params["batch_group_count"] > 1:
+            return False
+        features = eqn.invars[0].aval.shape[eqn.params["dimension_numbers"].lhs_spec[1]]
+        return 1 < eqn.params["feature_group_count"] < features
     found = (x.params for x in with_inner(eqn) if x.primitive.name == "conv_general_dilated")
-    of_batch = not from_batch.isdisjoint(variables(eqn.invars))
-    return of_batch and any(x["feature_group_count"] * x["batch_group_count"] > 1 for x in found)
+    counts = (x["feature_group_count"] * x["batch_group_count"] for x in found)
+    return name not in ("while", "shard_map") and any(count > 1 for count in counts)
 
 
 def bind_grouped(eqn: Any, values: Sequence[Any], opening: Opening) -> list[jax.Array]:
