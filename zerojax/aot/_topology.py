@@ -79,8 +79,6 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
         MissingCompiler: libtpu or the CUDA plugin is not installed. No accelerator is looked for.
     """
     topology = parse_topology(name)
-    if not isinstance(axes, Mapping):
-        raise TypeError(f"axes name the sizes of the mesh, as {{'data': 8}}; got {axes!r}")
     shape = tuple(axes.values())
     if math.prod(shape) != topology.num_devices:
         raise ValueError(

@@ -297,7 +297,7 @@ def hint(evidence: Evidence, *tools: str) -> str:
     return "" if evidence.tools & {*tools} else f" ({' and '.join(tools)} {do} so)"
 
 
-def reducing_once(evidence: Evidence) -> str:
+def reducing(evidence: Evidence) -> str:
     """Advise a step whose loss the partitioner divides to reduce each gradient once."""
     layout, whole = evidence.layout, not evidence.layout.partitions("parameter")
     if "make_train_step" in evidence.tools:
@@ -305,10 +305,8 @@ def reducing_once(evidence: Evidence) -> str:
             return ""
         return "have each device add up its gradients, and hold them whole: Recipe(reduce='once')"
     if whole and AxisType.Explicit in layout.mesh.axis_types:
-        return (
-            "take make_train_step, or a mesh of zerojax.make_mesh: gradients of parameters that "
-            "lie whole on Explicit axes are whole as well"
-        )
+        told = "gradients of what lies whole on Explicit axes are whole as well"
+        return f"take make_train_step, or a mesh of zerojax.make_mesh: {told}"
     if "gather_where_used" in evidence.tools:
         return ""
     return (

@@ -111,10 +111,7 @@ def key_of(shape: Shape) -> Key:
 
 
 def difference(key: Key, other: Key) -> tuple[int, int]:
-    """Return the one dim in which two tensors differ; infinite where they differ in more.
-
-    What is a little padding besides does not count: of [192, 51200] and [160, 50257] the first.
-    """
+    """Return the one dim that differs, of [192, 51200] and [160, 50257] the first; or infinite."""
     sides = (Counter(key) - Counter(other), Counter(other) - Counter(key))
     left, right = (sorted(side.elements()) for side in sides)
     pairs = [*zip(left, right, strict=False)] if len(left) == len(right) else []

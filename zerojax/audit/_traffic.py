@@ -204,7 +204,7 @@ def find_padding(moves: Sequence[Move], matcher: Matcher) -> tuple[Move, ...]:
     """
     told = [_measure(move, matcher) for move in moves]
     padded = [move for move in told if move.role == "scatter" and move.padding]
-    return tuple(_follow(move, padded) if _is_permute(move) else move for move in told)
+    return tuple(_follow(move, padded) for move in told)
 
 
 def _measure(move: Move, matcher: Matcher) -> Move:
@@ -229,27 +229,11 @@ def _is_padded(move: Move, of: Key) -> bool:
 
 def _follow(move: Move, padded: Sequence[Move]) -> Move:
     key = key_of(move.record.shape)
-    for scatter in padded:
+    is_permute = move.is_ours and move.role == "shuffle" and move.record.op == "collective-permute"
+    for scatter in padded if is_permute else ():
         whole = key_of(scatter.record.shape)
         rows, size = difference(key, whole)
-        most = max(size // scatter.record.group_size, _displaced(scatter, scatter.match.key))
-        if (
-            rows <= most
-            and move.record.trips == scatter.record.trips
-            and move.axes == scatter.axes
-            and len(key) == len(whole)
-        ):
+        is_near = rows <= size / 2 and len(key) == len(whole)
+        if is_near and (move.record.trips, move.axes) == (scatter.record.trips, scatter.axes):
             return dataclasses.replace(move, match=scatter.match, padding=move.judged, judged=0.0)
     return move
-
-
-def _displaced(move: Move, of: Key) -> int:
-    """Count the rows by which the last shard of a padded scatter lies from its place."""
-    longer, size = difference(key_of(move.record.shape), of)
-    if longer > 2 * size:
-        return 0
-    return (longer - size) // move.record.group_size * (move.record.group_size - 1)
-
-
-def _is_permute(move: Move) -> bool:
-    return move.is_ours and move.role == "shuffle" and move.record.op == "collective-permute"

@@ -305,8 +305,8 @@ def _fits(manifest: Manifest, arrays: Arrays) -> str:
 def _check_step(path: Path, manifest: Manifest) -> None:
     """Refuse a folder that was renamed: later saves would be taken for older ones."""
     if manifest.step not in (None, int(path.name)):
-        told = f"its folder is named {path.name}, and it holds step {manifest.step}"
-        raise _files.DamagedCheckpointError(path, [f"{told}; rename the folder"])
+        told = f"it holds step {manifest.step}; rename the folder"
+        raise _files.DamagedCheckpointError(path, [told])
 
 
 def _cut_short(path: Path) -> str:

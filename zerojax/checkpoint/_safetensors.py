@@ -114,8 +114,7 @@ def _read_indexed(path: Path) -> dict[str, TensorInFile]:
         held[file] = _read_header(path.parent / file)
     for name, file in names.items():
         if name not in held[file]:
-            told = f"{path} and its files do not belong together"
-            raise ValueError(f"{told}: {file} does not hold {name!r}")
+            raise ValueError(f"{path} does not fit its files: {file} does not hold {name!r}")
     return {name: held[file][name] for name, file in names.items()}
 
 
@@ -150,19 +149,13 @@ def write_safetensors(
             with partial.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 for name in names:  # not by tofile, whose errors don't say why
-                    file.write(_bytes_of(read(name), name, tensors[name]))
+                    file.write(np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8).data)
             sync(partial)
         except OSError as error:
             error.filename = error.filename or str(path)
             raise
         partial.replace(path)
     sync(path.parent)
-
-
-def _bytes_of(x: np.ndarray, name: str, told: jax.ShapeDtypeStruct) -> memoryview:
-    if (x.shape, x.dtype) != (told.shape, told.dtype):
-        raise ValueError(f"{name!r} is {x.dtype}{list(x.shape)}, and is described as {told}")
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def export_safetensors(

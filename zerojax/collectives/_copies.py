@@ -40,7 +40,6 @@ from zerojax.layout import as_spec
 
 #: Operations whose result may be larger than a weight that they take together with constants.
 ENLARGE = frozenset({"dot_general", "gather"})
-#: Those that may stand between a weight and its product, or its sum, with examples.
 _MOVED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "transpose"})
 
 

@@ -31,7 +31,7 @@ def has_grouped(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
     """Whether an equation is, or holds, a grouped convolution that is divided here.
 
     That of a `while` loop has no gradient, and a `shard_map` is the user's own. Where all axes cut
-    the batch nothing is wrong, and those that gather examples are found that stand for themselves.
+    the batch nothing is wrong; only convolutions that would gather examples are divided.
     """
     name, parts = eqn.primitive.name, layout.num_batch_parts
     if parts == 1 == layout.mesh.size or from_batch.isdisjoint(variables(eqn.invars)):

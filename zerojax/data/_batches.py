@@ -41,10 +41,7 @@ class BatchIterator(Iterator[np.ndarray]):
                     f"data state: {name} was {state.get(name)} and is {ours} now, so the same "
                     "batches can't follow; continue with what was used, or start the data anew"
                 )
-        index = state.get("next_index")
-        if type(index) is not int or index < 0:
-            raise ValueError(f"data state: next_index is {index!r}; start the data anew")
-        self._batches.set_state({"next_index": index})
+        self._batches.set_state({"next_index": state["next_index"]})
 
 
 def make_batches(
@@ -105,9 +102,8 @@ def make_batches(
     dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
     # Threads would only take turns; without them Ctrl-C ends at once.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    seen = tokens
+    seen = tokens  # of what may be larger than memory 256 parts and the end tell enough
     if isinstance(tokens, np.memmap) and tokens.size > 512 * _PART:
-        # Of a file that may be larger than memory 256 parts and its end tell enough.
         rows = tokens[: tokens.size // _PART * _PART].reshape(-1, _PART)
         seen = np.append(rows[:: len(rows) // 256], tokens[-_PART:])
     identity = {

@@ -32,9 +32,9 @@ MIN_SIZE = 1024
 class Layout(Shown, TreeLayout):
     """The placement of parameters, gradients, optimizer states and batches over a mesh.
 
-    It prints, and shows itself in a notebook, as a table of parameters and gradients;
-    `layout.describe(tx)` adds the optimizer's states. Every method that takes an optimizer takes it
-    bare or wrapped by `zerojax.sharded`.
+    Trees of shardings are `params`, `grads`, `masters` and `opt_state(tx)`; `batch` is one. It
+    prints as a table of parameters and gradients; `describe(tx)` adds the optimizer's states. An
+    optimizer is given bare or wrapped by `zerojax.sharded`.
 
     Attributes:
         mesh: the mesh that the user gave, with devices or (`AbstractMesh`) without.

@@ -188,13 +188,12 @@ class TreeLayout:
         if not phases or not self.offloads:
             return phases
         cut = [leaf for leaf in self.leaves if leaf.dim is not None]
-        left = [x.path for x in cut if not fills_tiles(x.stored_shape, x.dim, self.num_shards)]
-        few = ", ".join(left[:3]) + ", ..." * bool(left[3:])
-        rest = f"; of {few}, whose shards are no whole tiles, {phases}" if left else ""
-        return (
-            f"in a train step SparseCores gather and reduce {len(cut) - len(left)} of {len(cut)} "
-            f"leaves over the whole torus at once{rest}"
+        whole = sum(fills_tiles(x.stored_shape, x.dim, self.num_shards) for x in cut)
+        told = (
+            f"in a train step SparseCores gather and reduce {whole} of {len(cut)} leaves over the"
         )
+        rest = f"; of others, whose shards are no whole tiles, {phases}" if whole < len(cut) else ""
+        return f"{told} whole torus at once{rest}"
 
     @property
     def devices(self) -> np.ndarray:

@@ -3,15 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import (
-    SHARE,
-    Evidence,
-    Problem,
-    describe_move,
-    hint,
-    reducing_once,
-    some,
-)
+from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, reducing, some
 from zerojax.audit._traffic import REDUCTIONS
 from zerojax.audit.checks._volume import STAGED, is_too_much
 from zerojax.hlo import sum_moved
@@ -68,7 +60,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
         "constrain the gradients to shards, as layout.grads of stage 2 has them, and don't compute "
         f"with whole gradients before{hint(evidence, 'make_train_step', 'sharded(tx, layout)')}"
     )
-    if "sharded(tx, layout)" in evidence.tools and (advice := reducing_once(evidence)):
+    if "sharded(tx, layout)" in evidence.tools and (advice := reducing(evidence)):
         remedy = advice
     yield Problem(
         where=describe_move(rest[0]) if rest else "no reduction along the axis",
@@ -90,7 +82,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     few = all(move.record.elements < evidence.floor for move in gathered)
     groups = [("gathered", gathered)] if not few or sum_moved(gathered, "judged") >= least else []
     groups += [("reduced", reduced)] if evidence.layout.partitions("parameter") and heavy else []
-    once = reducing_once(evidence) if "make_train_step" in evidence.tools else ""
+    once = reducing(evidence) if "make_train_step" in evidence.tools else ""
     for verb, group in groups:
         if not group:
             continue

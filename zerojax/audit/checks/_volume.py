@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, reducing_once, whose
+from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, reducing, whose
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
@@ -102,8 +102,7 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}, or compute outside of the "
             "loop what no turn changes (of an LSTM, x @ w + b of all time steps before the scan)"
         )
-    is_reduced = any(move.role != "gather" for move in offenders)
-    ways = [reducing_once(evidence) if is_reduced else ""]
+    ways = [reducing(evidence) if any(x.role != "gather" for x in offenders) else ""]
     if not ways[0] and evidence.reshards_after_use and any(x.role == "gather" for x in offenders):
         ways = ["gather once for a network that runs several times: reshard_after_forward=False"]
     if not evidence.tools & {"make_train_step", "sharded(tx, layout)"}:
@@ -154,7 +153,7 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
         for length in sorted({trips[0] or 1 for trips in found if trips} - {1}):
             theory = theory_of(layout, replace(recipe, accumulate=length)).elements
             if LEAST * theory <= judged <= tolerance(evidence) * theory:
-                advice = reducing_once(evidence)
+                advice = reducing(evidence)
                 yield (
                     f"the volume is that of {length} microbatches, and collectives stand in a loop "
                     f"of {length} turns: if these are microbatches, audit with "

@@ -279,8 +279,7 @@ class _Training:
             yield
         except (ValueError, OSError, ProcessError) as error:
             told = self.signals.unwritten + "can't save a checkpoint: "
-            why = " ".join(str(error).split())
-            # What went wrong stands last, behind long paths.
+            why = " ".join(str(error).split())  # what went wrong stands last, behind long paths
             told += why if len(why) <= MOST_TOLD else f"... {why[-MOST_TOLD:]}"
             raise Failure(
                 f"{told}; mend that, and go on with --resume from an earlier one, if there is one",
