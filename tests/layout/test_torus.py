@@ -211,7 +211,7 @@ def test_the_table_tells_which_leaves_sparse_cores_move_at_once():
     layout = zerojax.make_layout(shapes, mesh, stage=3)
     said = layout.torus_note
     assert "SparseCores gather and reduce 1 of 2 leaves over the whole torus at once" in said
-    assert "; of odd, whose shards are no whole tiles, gradients are reduced in 2 phases" in said
+    assert "; of others, whose shards are no whole tiles, gradients are reduced in 2 phases" in said
     assert said in layout.describe(optax.adam(1e-3)).notes
     assert "SparseCores" in zerojax.make_layout(shapes, mesh, stage=1).torus_note
     assert "SparseCores" not in zerojax.make_layout(shapes, mesh, stage=0).torus_note
