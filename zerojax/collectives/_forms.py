@@ -7,6 +7,7 @@ Gathers and reductions go in the phases that the layout has found. Between two p
 barrier: without it the compiler would make one collective of both.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -143,6 +144,13 @@ def gather_weight(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any = None)
 def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
     """Sum what every device has, partial sums or a whole array, and keep its shard of the sum."""
     dim = leaf.dim
+    kept = [d for d, size in enumerate(x.shape) if size > 1 or leaf.entries[d]]
+    if dim in kept and len(kept) < x.ndim and layout.platform == "tpu":
+        # The kernel of a convolution, [1, 1, 256, 256], would be all-reduced.
+        held: Any = leaf
+        entries = tuple(leaf.entries[d] for d in kept)
+        matrix = dataclasses.replace(held, entries=entries, dim=kept.index(dim))
+        return scatter(x.reshape([x.shape[d] for d in kept]), layout, matrix).reshape(x.shape)
     if dim:  # along dim 0 libtpu was seen to scatter sums of the partitioner's in any case
         x = in_tiles(x, layout, dim)
     phases = layout.phases_of(x.shape, dim, reduces=True)
