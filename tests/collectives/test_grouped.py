@@ -200,3 +200,31 @@ def test_one_that_cannot_be_reached_is_refused(use, where):
         jax.eval_shape(loss, params, IMAGES)
     both = zerojax.make_layout(params, layout.mesh, stage=0, batch_axes=("data", "model"))
     jax.eval_shape(gather_where_used(functools.partial(loss_of, use), both), params, IMAGES)
+
+
+def convolved(sizes, groups, params, x):
+    for number, size in enumerate(sizes):
+        y = jax.lax.conv_general_dilated(
+            x, params[number], (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=groups
+        )
+        x = x + jnp.tanh(y).astype(x.dtype) * size
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "groups"),
+    [
+        pytest.param("h100:1x8", 3, 8, marks=pytest.mark.aot("cuda")),
+        pytest.param("v5p:2x2x2", 1, 1, marks=pytest.mark.aot("libtpu")),
+    ],
+)
+def test_compilers_gather_no_examples_and_scatter_kernels(target, size, groups):
+    """Grouped kernels on a GPU; on a TPU [1, 1, 256, 256], which libtpu would all-reduce."""
+    mesh = zerojax.aot.topology_mesh(target, {"data": 8})
+    kernel = jax.ShapeDtypeStruct((size, size, 256 // groups, 256), jnp.float32)
+    layout = zerojax.make_layout([kernel] * 3, mesh, stage=2)
+    loss = functools.partial(convolved, (1, 2, 3), groups)
+    step = zerojax.make_train_step(loss, optax.adam(1e-3), layout)
+    report = step.audit(jax.ShapeDtypeStruct((64, 14, 14, 256), jnp.float32))
+    assert report.problems == ()
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.02)
