@@ -156,8 +156,6 @@ def as_shapes(tree: PyTree, dtype: Any = None) -> PyTree:
     """Replace every leaf by its shape and dtype; floating ones have `dtype`, if one is given."""
 
     def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(leaf, str):
-            raise TypeError(f"arrays or shapes are expected, got the text {leaf!r}")
         own = getattr(leaf, "dtype", None)
         own = jnp.result_type(leaf) if own is None else own
         return jax.ShapeDtypeStruct(jnp.shape(leaf), floating_dtype(own, dtype))

@@ -138,7 +138,7 @@ def plan(options: PlanOptions) -> None:
 
     Examples: the paper's figure 1; GPT-2 XL on a node, with a drawing; one stage in full, 4
     examples a device, sharded within each node; the paper's C4 as it was run; the fastest way to
-    train under a limit; and the figures as JSON.
+    train under a limit.
 
     ```
     zerojax plan --params 7.5e9 --devices 64
@@ -148,7 +148,6 @@ def plan(options: PlanOptions) -> None:
     zerojax plan --model zero-100b --devices 400 --stage 2 --model-axis 16 \
       --partition-activations
     zerojax plan --model gpt2-xl --batch-size 64 --search --memory-limit 20
-    zerojax plan --params 1e12 --devices 1024 --hardware b200 --json
     ```
     """
     if not getattr(jax.config, "jax_platforms", None):

@@ -67,8 +67,7 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
     What `dtype` holds with more digits comes in `dtype`.
     """
-    wider = jnp.promote_types(x.dtype, dtype)
-    return x.astype(dtype).astype(wider)
+    return x.astype(dtype).astype(jnp.promote_types(x.dtype, dtype))
 
 
 @_rounded.defjvp

@@ -53,8 +53,7 @@ class Region:
         return labels.index(self.rows) if self.rows in labels else None
 
     def row_shape(self, var: Any) -> Shape:
-        dim = self.row_dim(var)
-        return tuple(size for d, size in enumerate(var.aval.shape) if d != dim)
+        return tuple(x for d, x in enumerate(var.aval.shape) if d != self.row_dim(var))
 
     def cuts(self, var: Any) -> list[int]:
         """Return the dim of a row that each axis cuts where the value lies, or else the longest."""

@@ -127,8 +127,7 @@ def _encode(x: jax.Array) -> Quantized:
 
 def _decode(x: Quantized) -> jax.Array:
     codes = x.codes.astype(jnp.float32)
-    share = jnp.sign(codes) * _share(jnp.abs(codes))
-    return (share * x.scales[..., None]).astype(x.scales.dtype)
+    return (jnp.sign(codes) * _share(jnp.abs(codes)) * x.scales[..., None]).astype(x.scales.dtype)
 
 
 def _share(code: jax.Array) -> jax.Array:

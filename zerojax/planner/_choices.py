@@ -34,9 +34,8 @@ class Space:
     def __post_init__(self) -> None:
         for name in ("stages", "num_shards", "model_axes"):
             given = getattr(self, name)
-            if given is None and name != "stages":
-                continue
-            if not isinstance(given, Collection) or not len(given):
+            is_open = given is None and name != "stages"
+            if not is_open and (not isinstance(given, Collection) or not len(given)):
                 raise ValueError(
                     f"Space.{name} lists what is tried, at least one, got {given!r}; leave it out "
                     "to try all"

@@ -168,8 +168,7 @@ def place(
     leaves = _held_leaves(layout, recipe, hardware.platform == "tpu")
     states = layout.describe(model.tx, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
-    network = Network(hardware, axes)
-    return Setting(devices, network, layout, states, leaves, recipe, matrices)
+    return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe, matrices)
 
 
 def hosts_inputs(recipe: Recipe) -> bool:

@@ -167,7 +167,7 @@ class TrainStep(Shown):
         return self._jitted("step", batch).lower(state, batch)
 
     def audit(self, batch: PyTree, *, joins_examples: bool = False) -> AuditReport:
-        """Audit the step for a batch of arrays or shapes; raises as `zerojax.audit` does."""
+        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
         compiled = self.lower(self.abstract_state(), as_shapes(batch)).compile()
         return audit(compiled, self.layout, self.recipe, joins_examples=joins_examples)
 

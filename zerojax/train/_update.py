@@ -56,8 +56,7 @@ def unscaled(grads: PyTree, now: LossScale | None) -> PyTree:
     """Divide gradients by the scale that their loss had; exact, but where they underflow."""
     if now is None:
         return grads
-    inverse = 1 / now.scale
-    return jax.tree.map(lambda g: (wide(g) * inverse).astype(g.dtype), grads)
+    return jax.tree.map(lambda g: (wide(g) * (1 / now.scale)).astype(g.dtype), grads)
 
 
 def cast_floating(tree: PyTree, dtype: jnp.dtype | None) -> PyTree:
