@@ -97,6 +97,28 @@ def test_reducing_once_is_the_remedy_of_a_step(mesh8):
     assert step.audit(x).problems == ()
 
 
+@pytest.mark.parametrize("wrap", [zerojax.gather_where_used, lambda loss, _: loss])
+def test_a_loop_on_explicit_axes_is_told_what_is_better(wrap):
+    """Gradients of whole parameters are whole there, and CPUs reduce stacks in each turn."""
+    params = {"layers": jnp.ones((4, WIDTH, WIDTH)) / WIDTH}
+    layout = zerojax.make_layout(params, jax.make_mesh((8,), ("data",)), stage=2)
+    tx = zerojax.sharded(optax.adam(1e-3), layout)
+
+    def loss(params, x):
+        return mse(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0], x)
+
+    def step(params, state, x):
+        grads = jax.grad(wrap(loss, layout))(params, x)
+        updates, state = tx.update(grads, state, params)
+        return zerojax.apply_updates(params, updates, layout), state
+
+    params = jax.device_put(params, layout.params)
+    x = jax.device_put(jnp.ones((BATCH, WIDTH)), layout.batch)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), x).compile()
+    remedies = {one.kind: one.remedy for one in audit(compiled, layout).problems}
+    assert "or a mesh of zerojax.make_mesh" in remedies["volume"]
+
+
 @pytest.mark.parametrize("turns", [4, 64])
 def test_a_few_numbers_gathered_in_each_turn_are_named_where_they_add_up(mesh8, turns):
     """Eight a turn: 28 are moved in 4 turns, 448 in 64; a hundredth of the parameters is 164."""
