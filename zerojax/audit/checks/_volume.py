@@ -102,7 +102,8 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}, or compute outside of the "
             "loop what no turn changes (of an LSTM, x @ w + b of all time steps before the scan)"
         )
-    ways = [reducing(evidence) if any(x.role != "gather" for x in offenders) else ""]
+    gathers = {move.role for move in offenders} <= {"gather"}
+    ways = ["" if gathers and "make_train_step" in evidence.tools else reducing(evidence)]
     if not ways[0] and evidence.reshards_after_use and any(x.role == "gather" for x in offenders):
         ways = ["gather once for a network that runs several times: reshard_after_forward=False"]
     if not evidence.tools & {"make_train_step", "sharded(tx, layout)"}:
