@@ -235,13 +235,18 @@ def test_a_restored_iterator_continues_exactly(taken):
 @pytest.mark.parametrize("changed", [0, 5000, -1])
 @pytest.mark.parametrize("size", [100, 8192 + 50])
 def test_each_token_of_a_small_mapped_file_is_in_its_state(tmp_path, size, changed):
-    tokens, path = np.zeros(size, np.uint8), tmp_path / "tokens.npy"
-    np.save(path, tokens)
-    mapped = np.load(path, mmap_mode="r")
-    state = data.make_batches(mapped, context=16, batch_size=2).get_state()
+    def mapped(tokens):
+        np.save(tmp_path / "tokens.npy", tokens)
+        return data.make_batches(
+            np.load(tmp_path / "tokens.npy", mmap_mode="r"), context=16, batch_size=2
+        )
+
+    tokens = np.zeros(size, np.uint8)
+    state = mapped(tokens).get_state()
+    mapped(tokens).set_state(state)
     tokens[changed % size] = 1
     with pytest.raises(ValueError, match="data state: text_digest"):
-        data.make_batches(tokens, context=16, batch_size=2).set_state(state)
+        mapped(tokens).set_state(state)
 
 
 @pytest.mark.parametrize(
