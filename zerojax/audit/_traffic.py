@@ -41,8 +41,8 @@ class Move:
     role: Role
     match: Match  # the leaves that the tensor may be; of no form for an activation
     # elements as they are judged: without padding. On a CPU an all-reduce of which each device
-    # keeps a part counts as a reduce-scatter, and of two gradients of a tied embedding, which
-    # others add up first, one counts. Moves to an optimizer's owners count nothing, and nor do
+    # keeps a part counts as a reduce-scatter, and of two that are whole and added, which others
+    # add up first, one counts. Moves to an optimizer's owners count nothing, and nor do
     # all_to_all and ppermute that a loss asks for
     judged: float
     padding: float = 0.0  # elements that the compiler adds to fit its tiles
@@ -82,7 +82,7 @@ def moves_of(
         if role == "owners" or (role == "shuffle" and record.op_name.endswith(_WRITTEN)):
             scale = 0.0
         elif program.platform == "cpu" and role in ("sliced", "reduce"):
-            scale = 0.0 if record.is_added else 0.5 if role == "sliced" else 1.0
+            scale = 0.5 if role == "sliced" else 0.0 if record.is_added else 1.0
         # Between slices libtpu moves [32, 1536] in tiles, as [48, 8, 128].
         shape = (record.elements,) if record.spelling == "megascale" else record.shape
         joined = Match("joined", (), key_of(shape)) if JOINED in record.op_name else None

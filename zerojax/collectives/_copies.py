@@ -8,8 +8,10 @@ weight's own gather, and the gradients of all copies go to one array that nothin
     x = copies(w, sums)[ids]                                   each device its own, [8,2,32,64]
 
 The gradient of `sums` is what each device has added up. It is summed over devices once and straight
-into shards. That is done for weights that are looked up and used again, and for four others:
+into shards. That is done for weights that are looked up and used again, and for five others:
 
+- a loss of gradients (forces, a penalty, an equation's residual) multiplies by a weight along each
+  of its dims, and each product would be summed over devices;
 - a lookup whose gradient is reduced in phases: the partitioner may gather the activations'
   gradients instead, or sum whole tables over all devices;
 - each use of a padded weight: the partitioner sums over devices at once, and compilers make no
@@ -43,9 +45,7 @@ ENLARGE = frozenset({"dot_general", "gather"})
 _MOVED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "transpose"})
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["box", "origin", "sums", "whole"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Copied:
     """A weight of which uses that take examples read a copy per device."""
@@ -132,16 +132,38 @@ def copied(box: Boxed, opening: Opening) -> Copied:
     return Copied(box, box, sums(box.value))
 
 
-def copied_if_tied(box: Any, uses: list[Any], opening: Opening) -> Any:
-    """Let uses of a weight that is looked up and used again read copies; pass other boxes on.
+def copied_if_tied(box: Any, program: Any, index: int, opening: Opening) -> Any:
+    """Let uses of some weights of a program read copies; pass other boxes on.
 
-    Other weights of several uses are not copied: until the last of them, each device would hold the
-    whole gradient, of a stack that is indexed in a loop for instance.
+    These are looked up and used again, or multiplied along several of their dims, as in a loss of
+    gradients: `x @ w` and its `g @ w.T`. Until the last use each device holds the whole gradient:
+    where gradients are partitioned, other weights of several products are not copied.
     """
-    is_plain = isinstance(box, Boxed) and box.value.ndim > 1
+    if not isinstance(box, Boxed) or box.value.ndim < 2:
+        return box
+    jaxpr, _ = _jaxpr.opened(program)
+    uses = uses_of(program, index)
     # Many rows are looked up; one would be an index.
     lookups = [x for x in uses if x.primitive.name == "gather" and x.invars[1].aval.ndim > 1]
-    return copied(box, opening) if is_plain and lookups and len(uses) > 1 else box
+    is_tied = bool(lookups) and len(uses) > 1
+    sums = _summed_dims(jaxpr, jaxpr.invars[index])
+    is_tied |= len({*sums} if opening.layout.partitions("gradient") else sums) > 1
+    return copied(box, opening) if is_tied else box
+
+
+def _summed_dims(jaxpr: Any, var: Any) -> list[tuple[int, ...]]:
+    """List the dims of a weight along which products sum, in calls and behind casts too."""
+    found: list[tuple[int, ...]] = []
+    for eqn, place in _places(jaxpr, var):
+        name = eqn.primitive.name
+        if name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
+            inner, _ = _jaxpr.opened(_jaxpr.called(eqn))
+            found += _summed_dims(inner, inner.invars[place])
+        elif name == "convert_element_type":
+            found += _summed_dims(jaxpr, eqn.outvars[0])
+        elif name == "dot_general":
+            found.append(tuple(eqn.params["dimension_numbers"][0][place]))
+    return found
 
 
 def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:

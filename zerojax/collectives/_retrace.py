@@ -31,6 +31,7 @@ from jax.tree_util import KeyPath
 from zerojax import _jaxpr
 from zerojax._tree import with_leaves_like
 from zerojax._types import LossFn, PyTree
+from zerojax.collectives._apart import bind_apart, is_apart
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
 from zerojax.collectives._copies import (
     Copied,
@@ -114,7 +115,7 @@ def gather_where_used(
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         turns = [is_used_in_turns(traced, i) for i in range(len(stored))]
         boxes = [*map(opening.box, stored, layout.leaves, turns)]
-        boxes = [copied_if_tied(box, uses_of(traced, i), opening) for i, box in enumerate(boxes)]
+        boxes = [copied_if_tied(box, traced, i, opening) for i, box in enumerate(boxes)]
         examples = jax.tree.leaves(given)
         from_batch = _jaxpr.depending_within(traced, [False] * len(boxes) + [True] * len(examples))
         retracer = _Retracer(opening, from_batch)
@@ -155,12 +156,16 @@ class _Retracer:
 
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         name, has_box = eqn.primitive.name, any(isinstance(v, Boxed | Copied) for v in values)
-        if not has_box and not has_grouped(eqn, self.opening.layout, self.from_batch):
+        layout = self.opening.layout
+        is_own = not has_box and is_apart(eqn, layout, self.from_batch)
+        if not has_box and not is_own and not has_grouped(eqn, layout, self.from_batch):
             return _jaxpr.bind(eqn, values)
         if _jaxpr.runs_in_place(eqn):
             return self.run(_jaxpr.called(eqn), values)
         if name == _jaxpr.REMATERIALISED:
             return self._remat(eqn, values)
+        if is_own:
+            return bind_apart(eqn, values, layout)
         if name == "scan":
             return self._scan(eqn, values)
         is_fixed = self.from_batch.isdisjoint(_jaxpr.variables(eqn.invars))

@@ -83,13 +83,8 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
 def note_undivided(evidence: Evidence) -> Iterator[str]:
     """Name parameters that are whole at stage 3, since the layout could only cut them padded."""
     leaves, held = evidence.layout.leaves, evidence.states("parameter")
-    whole = [
-        one.argument.shard_bytes
-        for one in held
-        if one.parameter is not None
-        and leaves[one.parameter].is_padded
-        and one.argument.shape == leaves[one.parameter].shape
-    ]
+    found = [(x.argument, leaves[x.parameter]) for x in held if x.parameter is not None]
+    whole = [x.shard_bytes for x, leaf in found if leaf.is_padded and x.shape == leaf.shape]
     if whole and evidence.layout.partitions("parameter"):
         yield (
             f"{len(whole)} of {len(held)} parameters are whole, {sum(whole):,} B a device: no dim "
@@ -99,15 +94,9 @@ def note_undivided(evidence: Evidence) -> Iterator[str]:
 
 def check_donation(evidence: Evidence) -> Iterator[Problem]:
     """Check that a state gives its buffer to what replaces it."""
-    aliased = set(evidence.module.aliases.values())
-    lost = [
-        one
-        for one, _ in evidence.pairs
-        if one.kind in STATES
-        and one.elements >= evidence.floor
-        and one.argument.number is not None
-        and one.argument.number not in aliased
-    ]
+    taken = {None, *evidence.module.aliases.values()}
+    large = [x for x, _ in evidence.pairs if x.kind in STATES and x.elements >= evidence.floor]
+    lost = [x for x in large if x.argument.number not in taken]
     for kind, group in _by_kind(lost):
         seen, remedy = _lost(group)
         size = sum(one.argument.shard_bytes for one in group)
@@ -185,11 +174,8 @@ def check_offload(evidence: Evidence) -> Iterator[Problem]:
     if not offload or evidence.program.platform == "gpu":
         return
     for kind in ("optimizer", "master"):
-        large = [
-            one
-            for one in evidence.states(kind)
-            if one.elements >= evidence.floor and one.argument.placement >= 0
-        ]
+        large = [one for one in evidence.states(kind) if one.elements >= evidence.floor]
+        large = [one for one in large if one.argument.placement >= 0]
         if large and not any(one.on_host for one in large):
             yield _finding(large, f"{kind} in the host's memory", "on the device")
 
@@ -234,9 +220,8 @@ def _is_read(evidence: Evidence, one: Held) -> bool:
         return False
     name = evidence.module.entry.parameters[one.argument.number].name
     value = Value(Frame(computation=evidence.module.entry), name, None)
-    return any(
-        use.instruction.opcode in _WEIGHS for use in uses_of(evidence.module, value, _LAYERS)
-    )
+    uses = uses_of(evidence.module, value, _LAYERS)
+    return any(use.instruction.opcode in _WEIGHS for use in uses)
 
 
 def _excess(one: Held) -> int:
