@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import shutil
+import types
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from zerojax.checkpoint import (
     Checkpoints,
     DamagedCheckpointError,
     _folder,
+    _restore,
     read_manifest,
     restore,
     save,
@@ -140,6 +142,35 @@ def test_every_file_is_held_against_a_digest(saved):
     listed_files = json.loads((root / MANIFEST).read_text())["files"]
     on_disk = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert set(listed_files) == on_disk - {MANIFEST}
+
+
+def test_processes_compare_whole_manifests(tmp_path, saved, monkeypatch):
+    """Two of one step and size, whose leaves and files differ."""
+    shutil.copytree(saved[0] / "2", tmp_path / "2")
+    manifest, told = read_manifest(tmp_path / "2"), []
+
+    def noted(_, text):
+        told.append(text)
+        return [text]
+
+    monkeypatch.setattr(_restore, "gather_texts", noted)
+    _restore.read_agreed(tmp_path / "2")
+    leaves = dict.fromkeys(manifest.leaves, manifest.leaves["even"])
+    for changed in ({"leaves": leaves}, {"files": {}}, {"optimizer": {"": "other"}}):
+        write_manifest(tmp_path / "2", dataclasses.replace(manifest, **changed))
+        _restore.read_agreed(tmp_path / "2")
+    digests = [*filter(None, told)]
+    assert len({*digests}) == len(digests) == 4
+
+
+def test_copies_are_closed_though_a_save_failed(tmp_path, monkeypatch):
+    checkpoints, closed = Checkpoints(tmp_path), []
+    manager = types.SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(checkpoints, "_copies", types.SimpleNamespace(manager=manager))
+    monkeypatch.setattr(checkpoints, "wait", lambda: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"), checkpoints:
+        pass
+    assert closed
 
 
 @pytest.mark.parametrize(

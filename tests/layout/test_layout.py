@@ -316,3 +316,9 @@ def test_padding_is_bounded_and_reported(mesh8):
     per_row = 3 * 4 * 3  # three numbers of four bytes: a gradient and two moments
     assert described.padding <= per_row
     assert "padding takes" in str(described)
+
+
+def test_a_layout_of_no_bytes_is_described(mesh8):
+    described = zerojax.make_layout({"a": jnp.zeros((0, 4))}, mesh8, stage=2)
+    assert described.bytes_per_device(optax.sgd(1.0))["total"] == 0
+    assert "one device holds" in str(described.describe(optax.sgd(1.0)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,6 +15,10 @@ import zerojax
 
 MESH = zerojax.make_mesh({"data": 8})
 PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones((64,))}
+#: An optimizer of a leaf that is made of no parameter.
+COUNTS = optax.GradientTransformation(
+    lambda _: {"counts": jnp.zeros((24, 64))}, lambda updates, state, _=None: (updates, state)
+)
 
 
 def layout(params: Any = None, mesh: Any = MESH, **given: Any):
@@ -143,6 +148,11 @@ REFUSALS = {
         lambda: layout(rules=[rule(stacked=3)]),
         ValueError,
         r"stacked=3.* asks for a dim that leaf 'w' \(\d+, \d+\) does not have",
+    ),
+    "more layer dims than dims of an optimizer's leaf": (
+        lambda: layout(rules=[rule(path="counts", kind="optimizer", stacked=3)]).describe(COUNTS),
+        ValueError,
+        r"stacked=3.* asks for a dim that leaf 'counts' \(24, 64\) does not have",
     ),
     "Rule: dim as text": (lambda: rule(dim="0"), ValueError, "dim is a whole number, got '0'"),
     "make_mesh(8)": (lambda: mesh(8), TypeError, AXES + "8"),

@@ -83,10 +83,8 @@ class Evidence:
         matcher = Matcher(layout, _own_shapes(held, layout).union(*scales.values()))
         #: the loops of the program whose turns are steps, outermost first; it is judged by one turn
         self.steps = tuple(self._find_steps(found.records))
-        records = [
-            replace(one, loops=tuple(x for x in one.loops if x not in self.steps))
-            for one in found.records
-        ]
+        inner = (tuple(x for x in one.loops if x not in self.steps) for one in found.records)
+        records = [replace(x, loops=loops) for x, loops in zip(found.records, inner, strict=True)]
         #: by identity, records as they stand in the program
         self._written = dict(zip(map(id, records), found.records, strict=True))
         moves = moves_of(records, program, layout, matcher)
@@ -222,11 +220,8 @@ class Evidence:
     @cached_property
     def parameter_bits(self) -> dict[int, int]:
         """Map leaves of the layout to the bits of the dtype that their parameter is held in."""
-        return {
-            one.parameter: item_bits(one.argument.dtype)
-            for one in self.held
-            if one.kind == "parameter" and one.parameter is not None
-        }
+        held = ((one.parameter, one.argument.dtype) for one in self.states("parameter"))
+        return {index: item_bits(dtype) for index, dtype in held if index is not None}
 
     @cached_property
     def carries(self) -> tuple[Carry, ...]:
@@ -235,9 +230,8 @@ class Evidence:
     @cached_property
     def schedule(self) -> ScheduleReport | None:
         records = [self._written[id(move.record)] for move in self.moves]
-        leaves = {
-            id(x): likeliest(m, self.layout) for x, m in zip(records, self.moves, strict=True)
-        }
+        pairs = zip(records, self.moves, strict=True)
+        leaves = {id(x): likeliest(move, self.layout) for x, move in pairs}
         devices, leaf_of = list(self.layout.devices.flat), lambda record: leaves[id(record)]
         return schedule_of(self.program, self.module, records, devices, leaf_of)
 

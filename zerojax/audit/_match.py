@@ -96,7 +96,7 @@ class Matcher:
             placed = (leaf.shape, leaf.stored_shape, leaf.entries, leaf.dim, leaf.stacked)
             same.setdefault(placed, []).append(index)
         for indices in same.values():
-            for form, shape in set(_forms(self._layout.leaves[indices[0]], self._layout)):
+            for form, shape in _forms(self._layout.leaves[indices[0]], self._layout):
                 leaves.setdefault((form, key_of(shape)), []).extend(indices)
         for key in self._others:
             leaves.setdefault(("optimizer", key), [])
@@ -144,15 +144,14 @@ def pads(key: Key, of: Key) -> bool:
 
 
 def _forms(leaf: LeafLayout, layout: Layout) -> Iterable[tuple[str, Shape]]:
-    for whole in {layout.local_shape(leaf, shape) for shape in (leaf.shape, leaf.stored_shape)}:
-        pieces = {("leaf", whole)}
-        pieces |= {
-            ("layer", (1,) * count + whole[count:]) for count in range(1, leaf.num_sliced + 1)
-        }
+    for shape in dict.fromkeys((leaf.shape, leaf.stored_shape)):
+        whole = layout.local_shape(leaf, shape)
+        pieces = [("leaf", whole)]
+        pieces += [("layer", (1,) * i + whole[i:]) for i in range(1, leaf.num_sliced + 1)]
         for dim, size in enumerate(whole):
             if dim != leaf.dim and size >= 2:
                 for half in (size // 2, size - size // 2):
-                    pieces.add(("half", (*whole[:dim], half, *whole[dim + 1 :])))
+                    pieces += [("half", (*whole[:dim], half, *whole[dim + 1 :]))]
         yield from pieces
         if leaf.dim is None:
             continue

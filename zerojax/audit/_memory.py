@@ -135,8 +135,7 @@ def _whole_bytes(one: Held, evidence: Evidence) -> float:
         return math.prod(one.argument.shape) * item
     own = evidence.layout.leaves[one.parameter]
     shape = own.shape if one.argument.shape == own.stored_shape else one.argument.shape
-    parts = math.prod(evidence.layout.num_parts(names) for names in own.entries)
-    return math.prod(shape) * item / parts
+    return math.prod(shape) * item / own.own_parts
 
 
 #: More than this share above what the update has to move is a problem.

@@ -78,10 +78,8 @@ class Checkpoints:
         if _is_saved(self.directory):
             told = f"{self.directory} is a checkpoint itself; give the folder above it"
             raise ValueError(f"{told}, or use zerojax.restore")
-        self._keep = keep
-        self._tx = tx
+        self._keep, self._tx, self._replicator = keep, tx, replicator
         self._local = None if local is None else _files.local_path(local)
-        self._replicator = replicator
         self._copies: LocalCopies | None = None
         self._pending: PendingSave | None = None
         self._damaged: set[Path] = set()
@@ -93,9 +91,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.wait()
-        if self._copies is not None:
-            self._copies.manager.close()
+        try:
+            self.wait()
+        finally:
+            if self._copies is not None:
+                self._copies.manager.close()
 
     def save(
         self,

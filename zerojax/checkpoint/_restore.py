@@ -20,7 +20,7 @@ from zerojax.checkpoint._files import (
     wrong_sizes,
 )
 from zerojax.checkpoint._leaves import Optimizer, dtype_of, is_key, place_of
-from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest
+from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest, to_text
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout, check_layout
@@ -76,9 +76,9 @@ def read_agreed(root: Path) -> Manifest:
     except (ValueError, OSError) as caught:
         error = caught
     _agree(root, [], error)
-    if len(set(gather_texts("restore", digest_text(str(manifest))))) > 1:
-        raise DamagedCheckpointError(root, ["the processes read different manifests"])
     assert manifest is not None
+    if len(set(gather_texts("restore", digest_text(to_text(manifest))))) > 1:
+        raise DamagedCheckpointError(root, ["the processes read different manifests"])
     return manifest
 
 

@@ -27,30 +27,30 @@ from zerojax.collectives._forms import constrain, cut, gather_weight, scatter, t
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout, as_spec
 
+#: Of a field that is a part of the tree's structure.
+_STATIC = {"static": True}
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["eqn"])
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recorded:
     """An equation that waits for the gather."""
 
-    eqn: Any  # the equation, of one result
+    eqn: Any = dataclasses.field(metadata=_STATIC)  # the equation, of one result
     operands: tuple[Any, ...]  # its inputs: scalars, other boxes, and None in the place of the box
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "recorded"],
-    meta_fields=["entries", "dim", "path"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Boxed:
     """A parameter that has not been used yet; a pytree, so that it passes every boundary of JAX."""
 
     # the logical array, in global view; where parameters are partitioned, cut along `dim`
     value: jax.Array
-    entries: Entries  # the user's mesh axes per dim
-    dim: int | None  # the partitioned dim; None where the leaf stays whole
-    path: str  # for messages
+    entries: Entries = dataclasses.field(metadata=_STATIC)  # the user's mesh axes per dim
+    # the partitioned dim; None where the leaf stays whole
+    dim: int | None = dataclasses.field(metadata=_STATIC)
+    path: str = dataclasses.field(metadata=_STATIC)  # for messages
     recorded: tuple[Recorded, ...] = ()  # equations that wait for the gather, in order
 
     @property

@@ -1,7 +1,6 @@
 """Which arrays of a batch hold examples, and which part of them a device or microbatch gets."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from zerojax._tree import path_name
 from zerojax._types import PyTree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """Mark a part of a batch that is not cut: class weights, a mask of all examples, a codebook.

@@ -95,9 +95,7 @@ def auto_region(
 
 def _is_explicit(x: Any) -> bool:
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-    return mesh is not None and any(
-        kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types
-    )
+    return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 def shard_spec(layout: Layout, leaf: Placed, kind: Kind) -> P:
@@ -202,17 +200,10 @@ class PerDevice:
         by_hand: frozenset[str] = frozenset(),
     ) -> Any:
         """Run a function once per device of the batch axes, and of the axes cut `by_hand` too."""
-        mesh = self._layout.phases.mesh
-        mapped = jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names={*self.axes} | by_hand,
-            check_vma=False,
-        )
+        mesh, names = self._layout.phases.mesh, {*self.axes} | by_hand
+        how: Any = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": names}
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return mapped(*args)
+            return jax.shard_map(function, mesh=mesh, check_vma=False, **how)(*args)
 
     def dim_of(self, leaf: Placed) -> int | None:
         """Return the dim along which a leaf is summed straight into shards, or None."""

@@ -105,8 +105,11 @@ def result_of(
             )
         return Value(outer)
     column = _column(eqn, values)
+    # Rows of examples are added to rows of what all share.
     if name == "scatter-add" and dims[0] is None and dims[2] is not None:
-        return _scattered(values)
+        if values[1].column is not None:
+            raise Refused("it computes with the place of examples in the batch")
+        return meet([values[0], Value(degree=values[2].degree + 1, pooled=True)])
     whole = name == "add" and not is_real(eqn.outvars[0])
     is_free = column is not None or name in _SIGNS
     degree = 0.0 if is_free else _degree("an index" if whole else name, values)
@@ -141,13 +144,6 @@ def _is_summed(eqn: Any, dims: list[int | None]) -> bool:
         return False
     numbers = params["dimension_numbers"]  # the gradient of a filter takes examples for features
     return dims == [numbers.lhs_spec[1], numbers.rhs_spec[1]]
-
-
-def _scattered(values: list[Value]) -> Value:
-    """Return what is known of rows of examples that are added to rows of what all share."""
-    if values[1].column is not None:
-        raise Refused("it computes with the place of examples in the batch")
-    return meet([values[0], Value(degree=values[2].degree + 1, pooled=True)])
 
 
 def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None:

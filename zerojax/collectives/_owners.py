@@ -119,20 +119,14 @@ def compute_by_owners(jobs: Sequence[Job], layout: Layout, axes: Axes) -> list[l
                 found[p.job].append(done[p.owners, : p.each * width].reshape(-1, width))
         return [_unflat(jnp.concatenate(xs), job.outs) for job, xs in zip(jobs, found, strict=True)]
 
-    specs = [[[s.spec for s in spreads] for spreads in (job.ins, job.outs)] for job in jobs]
+    ins, outs = [[s.spec for s in x.ins] for x in jobs], [[s.spec for s in x.outs] for x in jobs]
     placed = [
         [constrain(s.pad(x), layout, s.spec) for s, x in zip(job.ins, job.values, strict=True)]
         for job in jobs
     ]
-    run = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=([ins for ins, _ in specs], P()),
-        out_specs=[outs for _, outs in specs],
-        check_vma=False,
-    )
+    how: Any = {"mesh": mesh, "in_specs": (ins, P()), "out_specs": outs, "check_vma": False}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        out = run(placed, [list(job.shared) for job in jobs])
+        out = jax.shard_map(body, **how)(placed, [list(job.shared) for job in jobs])
     return [
         [s.unpad(x) for s, x in zip(job.outs, xs, strict=True)]
         for job, xs in zip(jobs, out, strict=True)

@@ -101,16 +101,14 @@ def _on_shards(
     result = eqn.outvars[0].aval
     if _is_alike(eqn) and first.value.shape == result.shape:
         widens = result.dtype.itemsize > first.value.dtype.itemsize
-        if len(boxes) == 1 and (widens or first.recorded) and not any(map(jnp.ndim, others)):
+        is_alone = len(boxes) == 1 and not any(map(jnp.ndim, others))
+        if is_alone and (widens or first.recorded):
             return None
         operands, like = opening.settled(values), dataclasses.replace(first, recorded=())
-        if len(boxes) > 1 or any(map(jnp.ndim, others)):
-            if eqn.primitive.name != "custom_vjp_call":  # whose rule counts on the shapes
-                operands = [opening.uncut(x, like) for x in operands]
-            (out,) = bind(eqn, operands)
-            out = opening.uncut(out, like)
-        else:
-            (out,) = bind(eqn, operands)
+        if not is_alone and eqn.primitive.name != "custom_vjp_call":  # its rule counts on shapes
+            operands = [opening.uncut(x, like) for x in operands]
+        (out,) = bind(eqn, operands)
+        out = out if is_alone else opening.uncut(out, like)
         return [opening.placed(dataclasses.replace(like, value=out))]
     if not others and all(var.aval.shape == () for var in eqn.outvars):
         return bind(eqn, opening.settled(values))

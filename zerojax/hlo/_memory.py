@@ -78,16 +78,15 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
     return peak(module.entry.name)
 
 
-def operand_of(module: Module, record: Collective) -> str:
+def operand_of(record: Collective) -> str:
     """Return the name of the instruction that made a collective's operand, behind views and copies.
 
     %g = f32[8,4] fusion(%x);  %b = f32[32] bitcast(%g);  %s = f32[4] reduce-scatter(%b)
 
     %s reduces what %g made. Of a fused collective that the text does not follow, its own name.
     """
-    computation = module.computations.get(record.computation)
-    lines = {line.name: line for line in computation.instructions} if computation else {}
-    name, part = record.name, record.part if record.combined > 1 else 0
+    lines, name = record.frame.computation.by_name, record.name
+    part = record.part if record.combined > 1 else 0
     while name in lines and len(lines[name].operands) > part:
         name, part = lines[name].operands[part], 0
         if name not in lines or lines[name].opcode not in _NAMES - {"tuple", "get-tuple-element"}:
@@ -125,7 +124,7 @@ _STAYS = having("stays")
 _SCALAR = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HostMove:
     """Hold what one instruction moves each time it runs, in bytes of one device."""
 
@@ -150,13 +149,7 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
     for site, line in walk(module, SCHEDULED):
         down, up, computed = (0, 0, False) if line.opcode in _STAYS else _moved(line, site.frame)
         if down or up:
-            yield HostMove(
-                name=line.name,
-                to_host=down,
-                from_host=up,
-                runs=num_runs(site.loops),
-                is_computed=computed,
-            )
+            yield HostMove(line.name, down, up, num_runs(site.loops), computed)
 
 
 def host_parameters(module: Module) -> set[int]:

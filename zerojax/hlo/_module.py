@@ -64,7 +64,7 @@ class Tensor:
         return self.elements * (self.bits or 0) // 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Instruction:
     """Hold one line of a computation; `attributes` is the text after the operands."""
 
@@ -266,16 +266,13 @@ def parse_instruction(line: str) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
-    literal, attributes = _split_operands(match[5])
-    return Instruction(
-        name=match[2],
-        opcode=match[4],
-        type=match[3],
-        operands=tuple(re.findall(r"%([\w.\-]+)", literal)),
-        literal=literal,
-        attributes=attributes,
-        is_root=match[1] is not None,
-    )
+    root, name, kind, opcode, rest = match.groups()
+    end = rest.find(")")
+    if "(" in rest[:end]:  # a type or a literal with parentheses of its own
+        end = _closing(rest, "()")
+    literal, attributes = rest[:end], rest[end + 1 :]
+    operands = tuple(re.findall(r"%([\w.\-]+)", literal))
+    return Instruction(name, opcode, kind, operands, literal, attributes, root is not None)
 
 
 def parse_shapes(text: str) -> tuple[Tensor, ...]:
@@ -288,13 +285,6 @@ def parse_shapes(text: str) -> tuple[Tensor, ...]:
         )
         for dtype, dims, layout in _SHAPE.findall(text)
     )
-
-
-def _split_operands(rest: str) -> tuple[str, str]:
-    end = rest.find(")")
-    if "(" in rest[:end]:  # a type or a literal with parentheses of its own
-        end = _closing(rest, "()")
-    return rest[:end], rest[end + 1 :]
 
 
 def _closing(text: str, pair: str) -> int:

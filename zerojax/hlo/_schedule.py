@@ -107,11 +107,8 @@ def _bytes(module: Module, computation: Computation, line: Instruction) -> int:
         if line.opcode in (*_PARTS, *_IN_PLACE):
             return 2 * written
         return written + sum(_size(operand) for operand in operands if operand)
-    read = sum(
-        _bytes_read(callee, callee.parameters[number], operand)
-        for number, operand in enumerate(operands)
-        if operand and number in callee.parameters
-    )
+    given = ((n, x) for n, x in enumerate(operands) if x and n in callee.parameters)
+    read = sum(_bytes_read(callee, callee.parameters[n], x) for n, x in given)
     root = callee.root
     roots = [callee.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return read + sum(_written(callee, one) for one in roots)
@@ -188,12 +185,9 @@ def parse_schedule(module: Module) -> Schedule | None:
     """
     if "is_scheduled=true" not in module.header:
         return None
-    again = [
-        line.name
-        for computation in module.computations.values()
-        for line in computation.instructions
-        if REMATERIALISED.search(line.name) and cost_of(module, computation, line)
-    ]
+    lines = ((one, line) for one in module.computations.values() for line in one.instructions)
+    lines = (pair for pair in lines if REMATERIALISED.search(pair[1].name))
+    again = [line.name for one, line in lines if cost_of(module, one, line)]
     operations = _read(module, Site(frame=Frame(computation=module.entry)))
     return Schedule(operations=operations, rematerialised=tuple(again))
 
@@ -205,11 +199,8 @@ def _read(module: Module, site: Site) -> tuple[Operation, ...]:
         inner = list(inner_sites(module, site, line, SCHEDULED))
         count = inner[0].loops[-1].trip_count if line.opcode == "while" and inner else 1
         held = list(_collectives(module, site.frame.computation, line))
-        begins = tuple(
-            (where.name, one.name, site.loops)
-            for where, one in held
-            if async_role(where, one)[0] != "repeat"
-        )
+        begun = (pair for pair in held if async_role(*pair)[0] != "repeat")
+        begins = tuple((where.name, one.name, site.loops) for where, one in begun)
         cost = Cost() if inner else cost_of(module, site.frame.computation, line)
         one = Operation(
             name=line.name,

@@ -173,7 +173,7 @@ def _state(module: Module, inside: Frame, index: int, turn: int) -> int | None:
 _GROWS = ("add", "dynamic-update-slice")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Carry:
     """Hold a tensor that a loop starts with zeros and adds to, or writes into."""
 
@@ -205,14 +205,9 @@ def find_carries(module: Module) -> Iterator[Carry]:
             if made.opcode not in _GROWS or not is_zero(module, start[0], first):
                 continue
             if _grows(module, frame, made, body, index):
-                written = source_of(module, frame, made.operands[1])
-                yield Carry(
-                    loop=line.name,
-                    tensor=line.shapes[index],
-                    is_sum=made.opcode == "add",
-                    op_name=made.op_name,
-                    written=written[1].opcode.removesuffix("-done") if written else "",
-                )
+                found, is_sum = source_of(module, frame, made.operands[1]), made.opcode == "add"
+                written = found[1].opcode.removesuffix("-done") if found else ""
+                yield Carry(line.name, line.shapes[index], is_sum, made.op_name, written)
 
 
 def _grows(module: Module, frame: Frame, line: Instruction, body: Frame, index: int) -> bool:

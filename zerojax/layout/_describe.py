@@ -71,7 +71,7 @@ class Description(Shown):
             held, theory = self.bytes[key], self.theory[key]
             ratio = f"{held / theory:.3f}" if theory else ""
             bar = make_bar(held, self.bytes["total"])
-            made.add_row(key, f"{held:,}", f"{theory:,}", ratio, bar, end_section=key == shown[-1])
+            made.add_row(key, f"{held:,}", f"{theory:,}", ratio, bar, end_section=key in shown[-1:])
         return made
 
     def _leaves_table(self, reasons: Sequence[str]) -> Table:

@@ -1,7 +1,6 @@
 """Which parameter a leaf of an optimizer's state was made from, and from which of its dims."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -15,15 +14,13 @@ from zerojax._types import Shape
 Way = tuple[int | None, ...]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("number",)
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Numbered:
     """A parameter that carries its number through whatever an optimizer's init builds of it."""
 
     value: Any
-    number: int
+    number: int = dataclasses.field(metadata={"static": True})
 
 
 def find_owners(

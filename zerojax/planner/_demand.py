@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from zerojax._jaxpr import used
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives import counted_examples, resized, unmarked
@@ -152,5 +151,4 @@ class Trace:
             loss, *aux = jax.tree.leaves(value)
             return [loss, *jax.tree.leaves(grads), *aux]
 
-        # What nobody reads, in loops too, no compiler computes.
-        return used(jax.make_jaxpr(flat)(self._params, resized(self._batch, examples)))
+        return jax.make_jaxpr(flat)(self._params, resized(self._batch, examples))

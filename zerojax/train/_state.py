@@ -1,7 +1,6 @@
 """The train state, and the logical leaves in it."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -60,11 +59,7 @@ def hold(params: PyTree, layout: Layout) -> PyTree:
     return Stored(params) if padded else params
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("step", "params", "masters", "opt_state", "loss_scale", "key", "model_state"),
-    meta_fields=("padded",),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainState(Shown):
     """What a training step reads and writes.
@@ -90,7 +85,7 @@ class TrainState(Shown):
     loss_scale: Any = None
     key: Any = None
     model_state: PyTree = None
-    padded: tuple[tuple[int, Shape], ...] = ()
+    padded: tuple[tuple[int, Shape], ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def _summary(self) -> str:

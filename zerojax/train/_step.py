@@ -28,7 +28,7 @@ from zerojax.collectives import (
     widened,
     write_back,
 )
-from zerojax.layout import Layout, as_transformation
+from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
@@ -277,13 +277,11 @@ class TrainStep(Shown):
         """Return the new parameters in the form of the old ones, from shards that may be wider."""
         if not self.layout.partitions("parameter"):
             return write_back(old, updated, self.layout, self.recipe.bucket_bytes)
-        return self.layout.map_leaves(
-            lambda leaf, was, x: (
-                was if x is was else widened(x.astype(was.dtype), leaf, self.layout)
-            ),
-            old,
-            updated,
-        )
+
+        def one(leaf: LeafLayout, was: jax.Array, x: jax.Array) -> jax.Array:
+            return was if x is was else widened(x.astype(was.dtype), leaf, self.layout)
+
+        return self.layout.map_leaves(one, old, updated)
 
     def _gradients(
         self, state: TrainState, batch: PyTree

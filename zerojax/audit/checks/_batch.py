@@ -88,7 +88,8 @@ def check_replicas(evidence: Evidence) -> Iterator[Problem]:
     """
     layout = evidence.layout
     held = {axis for leaf in layout.leaves for axis in itertools.chain(*leaf.entries)}
-    for axis in {*layout.mesh.axis_names} - {*layout.batch_axes, *layout.axis} - held:
+    held.update(layout.batch_axes, layout.axis)
+    for axis in [axis for axis in layout.mesh.axis_names if axis not in held]:
         found = [m for m in evidence.moves if axis in m.axes and m.role != "shuffle"]
         of_kernels = ("conv_general_dilated" in move.record.op_name for move in found)
         if found and all(of_kernels) and all(move.role in REDUCTIONS for move in found):

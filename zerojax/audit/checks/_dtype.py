@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, whose
-from zerojax.audit._traffic import Move
+from zerojax.audit._traffic import REDUCTIONS, Move
 from zerojax.audit.checks._whole import users
 from zerojax.hlo import is_widened, sum_moved
 
@@ -28,7 +28,7 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
             remedy="cast to the parameters' dtype before the gather, with an optimization_barrier "
             "between them (Precision(params=jnp.bfloat16) does so)",
         )
-    sums = [move for move in evidence.large if move.role in ("reduce", "scatter", "sliced")]
+    sums = [move for move in evidence.large if move.role in REDUCTIONS]
     wide = [move for move in sums if 0 < _own_bits(evidence, move) < move.record.item_bits]
     if _is_relevant(evidence, wide) and not _may_reduce_wide(evidence):
         largest = max(wide, key=lambda move: move.moved)

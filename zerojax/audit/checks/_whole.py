@@ -8,7 +8,7 @@ from zerojax._types import Shape
 from zerojax.audit._arguments import shard_of
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint
 from zerojax.audit._match import Key, Match, key_of
-from zerojax.audit._traffic import Move
+from zerojax.audit._traffic import REDUCTIONS, Move
 from zerojax.collectives import BUCKET
 from zerojax.hlo import Carry, Use, most_alive, operand_of, uses_of
 from zerojax.layout import LeafLayout
@@ -173,8 +173,7 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
     reduced = sum(
         move.handled
         for move in evidence.large
-        if move.role in ("scatter", "sliced", "reduce")
-        and set(move.match.leaves) & set(match.leaves)
+        if move.role in REDUCTIONS and {*move.match.leaves} & {*match.leaves}
     )
     return reduced >= 0.5 * evidence.gathered_elements(match.leaves)
 
@@ -211,8 +210,7 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
         ahead = recipe.lookahead(layout.kinds, layout.devices.flat[0].device_kind)
         yield from _beyond(evidence, "weights", gathers, 1 + ahead)
     if layout.partitions("gradient"):
-        roles = ("scatter", "sliced", "reduce")
-        reductions = [move for move in evidence.large if move.role in roles and move.match.leaves]
+        reductions = [x for x in evidence.large if x.role in REDUCTIONS and x.match.leaves]
         yield from _beyond(evidence, "gradients", reductions, 1)
 
 
@@ -225,7 +223,7 @@ def _beyond(
     sizes, gathers = Counter[tuple[str, str]](), what == "weights"
     for move in moves:
         record = move.record
-        name = record.name if gathers else operand_of(evidence.module, record)
+        name = record.name if gathers else operand_of(record)
         sizes[record.computation, name] += record.elements * record.item_bits // 8
     largest = max(moves, key=lambda move: move.record.elements)
     layer, other = (size * largest.record.item_bits // 8 for size in _largest(evidence))

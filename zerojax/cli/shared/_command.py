@@ -197,6 +197,6 @@ class Screen:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
         if (seconds := time.monotonic() - start) >= 1:
             self.show(Text(f"  took {seconds:,.0f} s"))

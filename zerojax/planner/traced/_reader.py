@@ -1,12 +1,12 @@
 """Reads a jaxpr, traced for two numbers of examples, into `Operations`."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core
 
 from zerojax import _jaxpr
+from zerojax._tree import num_bytes
 from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
 #: Kinds of operations by how their primitives' names begin.
@@ -30,8 +30,11 @@ _VIEWS = frozenset(
 def read_operations(
     jaxpr: core.ClosedJaxpr, other: core.ClosedJaxpr, batches: tuple[int, int]
 ) -> Operations:
-    """Flatten a jaxpr that was traced twice, for two numbers of examples, the smaller first."""
-    return _Reader(batches).read((jaxpr.jaxpr, other.jaxpr))
+    """Flatten a jaxpr that was traced twice, for two numbers of examples, the smaller first.
+
+    What nobody reads, in loops too, no compiler computes: it is left out.
+    """
+    return _Reader(batches).read((_jaxpr.used(jaxpr).jaxpr, _jaxpr.used(other).jaxpr))
 
 
 #: The value that a variable of a jaxpr became.
@@ -51,7 +54,7 @@ class _Reader:
         inputs = self._enter(env, pair, "invars")
         self._run(pair, env)
         outputs = tuple(_read(env, var) for var in pair[0].outvars)
-        return Operations(tuple(self._values), _needed(self._ops, outputs), inputs, outputs)
+        return Operations(tuple(self._values), tuple(self._ops), inputs, outputs)
 
     def _enter(self, env: Env, pair: tuple[Any, Any], name: str) -> tuple[int, ...]:
         found = [(one, self._new(one, two)) for one, two in _zip(pair, name)]
@@ -124,8 +127,8 @@ class _Reader:
                 f"an array of {dtype}{list(shape)} for {self._batches[0]} examples is "
                 f"{list(other)} for {self._batches[1]}, which grows faster than the batch"
             )
-        line = self._line(_num_bytes(aval), _num_bytes(twin.aval))
-        self._values.append(Value(shape, dtype, line, dims))
+        sizes = (0 if dtype is None else num_bytes(one, dtype) for one in (shape, other))
+        self._values.append(Value(shape, dtype, self._line(*sizes), dims))
         return len(self._values) - 1
 
     def _line(self, one: float, two: float) -> Line:
@@ -153,18 +156,3 @@ def _kind(name: str, is_loop: bool) -> str:
     if name in _jaxpr.OPAQUE:
         return "kernel"
     return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "fused")
-
-
-def _num_bytes(aval: Any) -> float:
-    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-    return math.prod(getattr(aval, "shape", ())) * itemsize
-
-
-def _needed(ops: Sequence[Op], outputs: Sequence[int | None]) -> tuple[Op, ...]:
-    live = set(outputs)
-    kept = []
-    for op in reversed(ops):
-        if live.intersection(op.outputs):
-            kept.append(op)
-            live.update(op.inputs)
-    return tuple(reversed(kept))
