@@ -77,7 +77,9 @@ def test_examples_that_devices_can_not_divide_are_left_to_the_partitioner(mesh8)
     ],
 )
 def test_compilers_gather_no_examples(target, name):
-    layout = zerojax.make_layout(PARAMS, zerojax.aot.topology_mesh(target, {"data": 8}), stage=2)
+    sizes = {"a": (32, 256), "b": (256, 256)}
+    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    layout = zerojax.make_layout(params, zerojax.aot.topology_mesh(target, {"data": 8}), stage=2)
     step = zerojax.make_train_step(
         lambda p, x: loss_of(APART[name], p, x), optax.adam(1e-3), layout
     )

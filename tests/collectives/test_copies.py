@@ -293,3 +293,20 @@ def test_a_cpu_counts_each_reduction_of_a_shard(mesh8):
     assert [problem.kind for problem in report.problems] == ["volume"]
     assert "Recipe(reduce='once')" in str(report)
     assert report.judged_volume == pytest.approx(1.5 * report.theory_volume, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("h100:1x8", marks=pytest.mark.aot("cuda")),
+        pytest.param("v5p:2x2x2", marks=pytest.mark.aot("libtpu")),
+    ],
+)
+def test_compilers_reduce_weights_of_a_loss_of_gradients_once(target):
+    sizes = {"a": (64, 512), "b": (512, 512), "c": (512, 64)}
+    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    layout = zerojax.make_layout(params, zerojax.aot.topology_mesh(target, {"data": 8}), stage=2)
+    step = zerojax.make_train_step(forces, optax.adam(1e-3), layout)
+    report = step.audit(jax.ShapeDtypeStruct((1024, 64), jnp.float32))
+    assert report.problems == ()
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
