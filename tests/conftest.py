@@ -45,6 +45,11 @@ os.environ.setdefault("NPROC", str(4 * NUM_DEVICES))
 gc.set_threshold(200_000, 20, 20)
 # Two workers share the machine: linear algebra outside XLA takes one thread in each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A process that imports jax takes 5 s where bytecode is never kept, as in many containers, and 2 s
+# where it is. The tests start hundreds.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(CACHE / "bytecode")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(CACHE / "hypothesis"))
