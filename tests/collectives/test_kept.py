@@ -29,25 +29,32 @@ from zerojax.collectives import gather_where_used, store, to_logical
 ALONE = ("branches", "repeated")
 
 
-@pytest.mark.parametrize("alone", [None, *ALONE])
-@pytest.mark.parametrize(
-    ("stage", "reshard"), [(2, True), (3, True), (3, False)], ids=["2", "3", "3 kept"]
-)
-def test_every_model_has_the_numbers_of_plain_jax(stage, reshard, alone, mesh8):
-    """All models in one loss; nothing divides their sizes, so that shards are uneven."""
+@functools.cache
+def plain(alone):
+    """Give models, what a loss of all of them is given, that loss, and plain jax's numbers."""
     models = {**LISTS, **LOOPS}
     models = {
         name: m for name, m in models.items() if name == alone or (not alone and name not in ALONE)
     }
     params = {name: params_of(model, NARROW) for name, model in models.items()}
     x = jax.random.normal(jax.random.key(2), (16, NARROW[0]))
-    layout = layout_of(params, stage, mesh8)
 
     def losses(params, x):
         each = {name: loss_of(model, params[name], x) for name, model in models.items()}
         return sum(each.values()), each
 
-    (_, want), want_grads = jax.jit(jax.value_and_grad(losses, has_aux=True))(params, x)
+    (_, want), grads = jax.jit(jax.value_and_grad(losses, has_aux=True))(params, x)
+    return models, params, x, losses, want, grads
+
+
+@pytest.mark.parametrize("alone", [None, *ALONE])
+@pytest.mark.parametrize(
+    ("stage", "reshard"), [(2, True), (3, True), (3, False)], ids=["2", "3", "3 kept"]
+)
+def test_every_model_has_the_numbers_of_plain_jax(stage, reshard, alone, mesh8):
+    """All models in one loss; nothing divides their sizes, so that shards are uneven."""
+    models, params, x, losses, want, want_grads = plain(alone)
+    layout = layout_of(params, stage, mesh8)
     stored = jax.jit(lambda p: layout.map_leaves(lambda leaf, w: store(w, leaf, layout), p))(params)
     loss = gather_where_used(losses, layout, reshard_after_forward=reshard)
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -18,7 +18,6 @@ import zerojax
 from tests.processes.starting import free_port
 from tests.texts import roundings
 from zerojax.checkpoint import verify
-from zerojax.layout import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -60,8 +59,11 @@ def trained(name, stage):
     return module.train(stage or 0, NUM_STEPS)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("stage", STAGES)
+#: Without microbatches stages 1 and 2 are one program: each example runs at one of them.
+CASES = [(name, stage) for n, name in enumerate(EXAMPLES) for stage in (0, 1 + n % 2, 3)]
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
 def test_an_example_learns_and_holds_what_its_stage_promises(name, stage):
     losses, held, promised = trained(name, stage)
     bound = roundings(NUM_STEPS, NUM_SUMMANDS)

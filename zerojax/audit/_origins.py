@@ -51,7 +51,7 @@ class Origins:
 
     def _arguments(self, values: Iterable[Value]) -> set[int]:
         seen: set[tuple[str, str, int | None]] = set()
-        found = arguments_of(self._module, *values, until=self._ends, seen=seen)
+        found = set(arguments_of(self._module, *values, until=self._ends, seen=seen))
         if found.isdisjoint(self._batch | self._states | self._copies):
             self._clean |= seen  # where one walk found nothing, the next need not go
         return found

@@ -121,7 +121,7 @@ class Computation:
                 users.setdefault(operand, []).append(instruction)
         return users
 
-    @property
+    @cached_property
     def root(self) -> Instruction:
         return next((line for line in self.instructions if line.is_root), self.instructions[-1])
 

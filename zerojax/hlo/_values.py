@@ -119,15 +119,14 @@ def arguments_of(
     *values: Value,
     until: Callable[[Value], bool] = lambda _: False,
     seen: set[tuple[str, str, int | None]] | None = None,
-) -> set[int]:
-    """Return the numbers of the program's parameters of which some values are made.
+) -> Iterator[int]:
+    """Yield the numbers of the program's parameters of which some values are made.
 
     What comes through scalars does not count. Of an update `w - rate * (g + decay * w)`, these are
     those of `w`, and whatever the gradient `g` was computed from.
 
     `until` says which values are not followed further back; `seen` collects all keys.
     """
-    found: set[int] = set()
     waiting = list(values)
     seen = set() if seen is None else seen
     while waiting:
@@ -139,10 +138,9 @@ def arguments_of(
         if until(value):
             continue
         if line.opcode == "parameter" and value.frame.parent is None:
-            found.add(int(line.literal))
+            yield int(line.literal)
         elif value.index is not None or [one.elements > 1 for one in line.shapes] != [False]:
             waiting += _made_of(module, value)
-    return found
 
 
 def _made_of(module: Module, value: Value) -> Iterator[Value]:
