@@ -65,7 +65,11 @@ class InitialState:
         return build(*values)
 
     def abstract(self) -> TrainState:
-        """Return the state as shapes with shardings; nothing is run."""
+        """Return the state as shapes with shardings, in containers of its own; nothing is run."""
+        return jax.tree.map(lambda x: x, self._abstract)
+
+    @cached_property
+    def _abstract(self) -> TrainState:
         # A mesh that the user has set, with Explicit axes, is not the one of the constraints.
         with jax.sharding.use_abstract_mesh(self.update.layout.auto_mesh.abstract_mesh):
             shapes = jax.eval_shape(self._place, self.update.layout.shapes)
