@@ -61,10 +61,7 @@ class Region:
         shape = self.row_shape(var)
         longest = max(range(len(shape)), key=shape.__getitem__, default=0)
         names = [self.names.get(label, ()) for label in labels]
-        return [
-            next((dim for dim, own in enumerate(names) if axis in own), longest)
-            for axis in self.axes
-        ]
+        return [next((d for d, own in enumerate(names) if x in own), longest) for x in self.axes]
 
     def run(self, moved: Sequence[jax.Array], shared: Sequence[jax.Array]) -> list[jax.Array]:
         """Compute the results of some rows from their inputs, rows first."""
@@ -157,9 +154,7 @@ class Regions:
 
     def _between(self, eqns: Sequence[Any], numbers: Sequence[int]) -> list[int]:
         seeds = [n for n in numbers if self.dims.met(eqns[n])]
-        behind = depending(
-            [eqns[n] for n in numbers], [var for n in seeds for var in eqns[n].outvars]
-        )
+        behind = depending([eqns[n] for n in numbers], [x for n in seeds for x in eqns[n].outvars])
         ahead, between = {var for n in seeds for var in variables(eqns[n].invars)}, set(seeds)
         for number in reversed(numbers):
             if not ahead.isdisjoint(eqns[number].outvars):

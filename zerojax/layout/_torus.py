@@ -165,9 +165,8 @@ def in_order(mesh: Mesh) -> Mesh:
     if _is_in_order(mesh):
         return mesh
     devices = sorted(mesh.devices.flat, key=lambda device: (_slice(device), *_place(device)))
-    ordered = Mesh(
-        np.array(devices).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types
-    )
+    grid = np.array(devices).reshape(mesh.devices.shape)
+    ordered = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
     return ordered if _is_in_order(ordered) else mesh
 
 
@@ -224,15 +223,10 @@ def _cut(mesh: Mesh, groups: list[list[SubAxis]], further: tuple[Axes, ...]) -> 
     for number, group in enumerate(groups):
         names = {sub_axis.axis: f"{sub_axis.axis}_{number}" for sub_axis in group}
         for axis, name in names.items():
-            pieces[axis][name] = math.prod(
-                sub_axis.size for sub_axis in group if sub_axis.axis == axis
-            )
+            pieces[axis][name] = math.prod(x.size for x in group if x.axis == axis)
         phases.append(tuple(names.values()))
-    sizes = {
-        name: size
-        for axis, cut in pieces.items()
-        for name, size in (cut or {axis: mesh.shape[axis]}).items()
-    }
+    parts = (cut or {axis: mesh.shape[axis]} for axis, cut in pieces.items())
+    sizes = {name: size for part in parts for name, size in part.items()}
     refined = Mesh(
         mesh.devices.reshape(tuple(sizes.values())),
         tuple(sizes),

@@ -52,13 +52,10 @@ def hosted_leaves(
         return math.prod(leaf.shape) >= max(layout.min_size, 2) and not leaf.is_padded
 
     large = [is_large(leaf) for leaf in layout.leaves]
-    return Hosted(
-        masters=tuple(offload and has_masters and one for one in large),
-        state=tuple(
-            offload and leaf.parameter is not None and large[leaf.parameter] and is_large(leaf)
-            for leaf in placed.leaves
-        ),
-    )
+    owned = (leaf.parameter is not None and large[leaf.parameter] for leaf in placed.leaves)
+    pairs = zip(placed.leaves, owned, strict=True)
+    state = tuple(offload and is_owned and is_large(leaf) for leaf, is_owned in pairs)
+    return Hosted(tuple(offload and has_masters and one for one in large), state)
 
 
 class _Slot(NamedTuple):
@@ -134,10 +131,8 @@ class OffloadedUpdate:
     def _slots(self, results: TreeDef) -> tuple[list[_Slot], list[_Slot]]:
         low = [_Slot(number, False) for number in range(len(self.layout.leaves))]
         held = [_Slot(number, on_host) for number, on_host in enumerate(self.hosted.masters)]
-        state = [
-            _Slot(leaf.parameter, on_host)
-            for leaf, on_host in zip(self.placed.leaves, self.hosted.state, strict=True)
-        ]
+        pairs = zip(self.placed.leaves, self.hosted.state, strict=True)
+        state = [_Slot(leaf.parameter, on_host) for leaf, on_host in pairs]
         scalar = [_Slot(None, False)]
         scalars, _, cast, _ = (part.num_leaves for part in results.children())
         return low + held + state + scalar, scalar * scalars + held + low[:cast] + state
@@ -192,12 +187,9 @@ class OffloadedUpdate:
 
         spaces = [_HOST if far else _DEVICE for far in part.to_host]
         out = _run_on(compute, compute_type="device_host", out_memory_spaces=spaces)(*there)
-        return [
-            x
-            if jax.typeof(x).memory_space == _HOST or x.shape != part.leaf.shape
-            else shard(x, part.leaf, self.layout)
-            for x in out
-        ]
+        leaf, near = part.leaf, [jax.typeof(x).memory_space != _HOST for x in out]
+        is_cut = [here and x.shape == leaf.shape for x, here in zip(out, near, strict=True)]
+        return [shard(x, leaf, self.layout) if y else x for x, y in zip(out, is_cut, strict=True)]
 
 
 def _mixes(does: str) -> ValueError:

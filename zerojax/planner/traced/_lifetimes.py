@@ -104,12 +104,8 @@ class Lifetimes:
         #: values outside of loops that vector memory may keep: their last use comes soon
         self.brief = self._brief() if examples else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
-        self.uses = [
-            (v, launch.time)
-            for launch in self.launches
-            if launch.op.kind != "loop"
-            for v in launch.reads & parameters.keys()
-        ]
+        single = (x for x in self.launches if x.op.kind != "loop")
+        self.uses = [(v, x.time) for x in single for v in x.reads & parameters.keys()]
         #: what loops stack for the backward pass, and whether layers hand it on to each other
         self.stacked = self._stacked()
 
