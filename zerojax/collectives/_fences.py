@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _jaxpr
-from zerojax._jaxpr import with_inner
 from zerojax.collectives._products import bind_narrow, is_narrow
 
 #: Elements on a device from which a sum is worth a conditional.
@@ -39,13 +38,10 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
         return function
 
     def wrapped(params: Any, given: dict[str, Any], carried: Any) -> Any:
-        inlined = jax.jit(function, inline=True)
-        found = inlined.trace(params, given, carried)
-        traced, leaves = found.jaxpr, jax.tree.leaves((params, given, carried))
+        traced, out = jax.make_jaxpr(function, return_shape=True)(params, given, carried)
+        leaves = jax.tree.leaves((params, given, carried))
         sums = _shared(traced, LARGE * num_parts)
         shared = set(sums) if len(sums) > 1 else set()
-        if not shared and not any(is_narrow(x) for eqn in traced.eqns for x in with_inner(eqn)):
-            return inlined(params, given, carried)
 
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             if eqn.primitive.name == _jaxpr.REMATERIALISED:  # as jax does it
@@ -55,7 +51,7 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
             if is_narrow(eqn):
                 return bind_narrow(eqn, values)
             is_loop = eqn.primitive.name in ("scan", "cond") and not eqn.effects
-            if is_loop and any(map(is_narrow, with_inner(eqn))):
+            if is_loop and any(map(is_narrow, _jaxpr.with_inner(eqn))):
                 return _jaxpr.run_bodies(
                     eqn, values, lambda program, given: _jaxpr.run(program, given, step)
                 )
@@ -64,9 +60,7 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
                 return results
             return [jax.lax.cond(given["step"] >= 0, lambda x: x, jnp.zeros_like, *results)]
 
-        return jax.tree.unflatten(
-            jax.tree.structure(found.out_info), _jaxpr.run(traced, leaves, step)
-        )
+        return jax.tree.unflatten(jax.tree.structure(out), _jaxpr.run(traced, leaves, step))
 
     return wrapped
 
