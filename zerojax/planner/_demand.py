@@ -6,10 +6,8 @@ but parameters and gradients, which is said.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 
@@ -95,11 +93,6 @@ class Demand:
         return moved * ring_share(given.devices.model_axis)
 
 
-#: What is known of losses that live on, by what they are traced with; of each the newest.
-_NUM_KNOWN = 32
-_KNOWN: WeakKeyDictionary[LossFn, dict[Any, Any]] = WeakKeyDictionary()
-
-
 class Trace:
     """The gradient of a loss as operations on shapes, for the batch's `num_examples`."""
 
@@ -117,7 +110,6 @@ class Trace:
         if not (sizes := [*counted_examples(batch)]):
             raise ValueError("no array of the batch has a leading dim, which counts examples")
         self.num_examples, self.remat = sizes[0], remat
-        self._given = loss_fn
         self._loss_fn = lambda params, batch: loss_fn(params, unmarked(batch))
         self._params = as_shapes(params, dtype)
         self._batch, self._has_aux = as_shapes(batch), has_aux
@@ -130,33 +122,6 @@ class Trace:
     @cached_property
     def operations(self) -> Operations:
         """The operations, sizes as lines over the number of examples."""
-        return self._once("operations", self._read)
-
-    @cached_property
-    def has_layers(self) -> bool:
-        """Whether the loss has layers that can be rematerialised otherwise."""
-        given = self._params, self._batch
-        return self._once("has layers", lambda: has_layers(jax.make_jaxpr(self._loss_fn)(*given)))
-
-    def _once(self, what: str, find: Callable[[], Any]) -> Any:
-        """Trace a loss once for the same shapes, as jit does; it may be a partial made anew."""
-        given, more = self._given, ()
-        if isinstance(given, functools.partial):
-            given, more = given.func, (*given.args, *given.keywords.items())
-        leaves, structure = jax.tree.flatten((self._params, self._batch))
-        asked = self.remat, self._has_aux, jax.config.read("jax_enable_x64")
-        key = what, more, tuple(map(type, more)), structure, *leaves, *asked
-        try:
-            known = _KNOWN.setdefault(given, {})
-            if key in known:
-                return known[key]
-        except TypeError:  # no hash, or no weak reference
-            return find()
-        if len(known) == _NUM_KNOWN:
-            known.pop(next(iter(known)))
-        return known.setdefault(key, find())
-
-    def _read(self) -> Operations:
         few = max(self.num_examples, 2)  # a batch of one may be another program
         sizes = (few, 2 * few)
         one = self._jaxpr(few)
@@ -167,6 +132,11 @@ class Trace:
                 f"the loss can't be planned, which takes the same operations for {sizes[0]} "
                 f"examples as for {sizes[1]}, on arrays twice as large: {error}; write the loss so"
             ) from None
+
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether the loss has layers that can be rematerialised otherwise."""
+        return has_layers(jax.make_jaxpr(self._loss_fn)(self._params, self._batch))
 
     def _jaxpr(self, examples: int) -> Any:
         loss_fn = self._loss_fn
