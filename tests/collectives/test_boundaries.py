@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,3 +71,19 @@ def test_numbers_are_those_of_plain_jax(model, stage, mesh8):
     run = jax.jit(jax.value_and_grad(gather_where_used(loss, layout)))
     got = run(jax.device_put(params, layout.params), jax.device_put(x, layout.batch))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_equal_layers_of_a_list_are_traced_once(stage, mesh8):
+    params = [{"w": jnp.full((SIZE, SIZE), i / SIZE)} for i in range(3)]
+    layer = jax.checkpoint(lambda p, x: jnp.tanh(x @ p["w"]))
+
+    def loss(params, x):
+        return functools.reduce(lambda x, p: layer(p, x), params, x).sum()
+
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+    x = jax.device_put(jnp.ones((SIZE, SIZE)), layout.batch)
+    traced = jax.make_jaxpr(gather_where_used(loss, layout))(params, x)
+    layers = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.primitive.name == "remat2"]
+    assert len(layers) == 3
+    assert len({*map(id, layers)}) == 1

@@ -31,6 +31,13 @@ from zerojax.layout import Entries, Layout, LeafLayout, as_spec
 _STATIC = {"static": True}
 
 
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """A text for messages, equal to any other: jax traces a function of equal layers once."""
+
+    text: str = dataclasses.field(compare=False)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recorded:
@@ -50,7 +57,7 @@ class Boxed:
     entries: Entries = dataclasses.field(metadata=_STATIC)  # the user's mesh axes per dim
     # the partitioned dim; None where the leaf stays whole
     dim: int | None = dataclasses.field(metadata=_STATIC)
-    path: str = dataclasses.field(metadata=_STATIC)  # for messages
+    path: Label = dataclasses.field(metadata=_STATIC)
     recorded: tuple[Recorded, ...] = ()  # equations that wait for the gather, in order
 
     @property
@@ -119,7 +126,7 @@ class Opening:
         if is_whole and stored.ndim < 2 - in_turns:
             return stored
         value = to_logical(stored, leaf) if stored.shape != leaf.shape else stored
-        return self.placed(Boxed(value, leaf.entries, leaf.dim, leaf.path))
+        return self.placed(Boxed(value, leaf.entries, leaf.dim, Label(leaf.path)))
 
     def placed(self, boxed: Boxed) -> Boxed:
         """Keep what was computed on shards on shards.

@@ -147,6 +147,8 @@ class _Retracer:
     # whether a scan is around; its forward and backward pass are loops of their own, so that
     # nothing of the one can be merged into the other
     looped: bool = False
+    # what runs the program of a rematerialised function: jax traces layers that share one once
+    layers: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def run(self, program: Any, args: Sequence[Any]) -> list[Any]:
         return _jaxpr.run(program, args, self._step)
@@ -184,11 +186,11 @@ class _Retracer:
         return self._use(eqn, values) if kept is None else kept
 
     def _remat(self, eqn: Any, values: list[Any]) -> list[Any]:
-        inner = dataclasses.replace(self, saved=True)
-
-        def body(*values: Any) -> list[Any]:
-            return inner.run(_jaxpr.called(eqn), values)
-
+        program = _jaxpr.called(eqn)
+        if id(program) not in self.layers:
+            inner = dataclasses.replace(self, saved=True, layers={})
+            self.layers[id(program)] = lambda *values: inner.run(program, values)
+        body = self.layers[id(program)]
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         if self.opening.gathers and (policy is not None or self.opening.keeps):
             policy = wrap_policy(policy, keeps=self.opening.keeps)
@@ -209,7 +211,7 @@ class _Retracer:
         stacks = [self._sliceable(_uncopied(v)) for v in stacks]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
-        inner = dataclasses.replace(self, looped=True, saved=False)
+        inner = dataclasses.replace(self, looped=True, saved=False, layers={})
 
         def body(values: list[Any]) -> list[Any]:
             consts, carry, slices = _jaxpr.scan_split(eqn.params, values)
@@ -272,10 +274,11 @@ class _Retracer:
             if value.dim == 0:
                 why = (
                     "it is partitioned along the dim that the loop slices; make the layout with "
-                    f"rules=[zerojax.Rule(path={value.path!r}, stacked=1)]"
+                    f"rules=[zerojax.Rule(path={value.path.text!r}, stacked=1)]"
                 )
             warnings.warn(
-                f"all layers of leaf {value.path!r} are gathered before the loop, because {why}",
+                f"all layers of leaf {value.path.text!r} are gathered before the loop, because "
+                f"{why}",
                 stacklevel=2,
             )
 
