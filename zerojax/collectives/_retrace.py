@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from zerojax import _jaxpr
+from zerojax._garbage import uncollected
 from zerojax._tree import with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._apart import bind_apart, is_apart
@@ -89,6 +90,7 @@ def gather_where_used(
         layout, precision.reduce, gather_dtype, keeps=recipe.keeps_gathered(layout.kinds)
     )
 
+    @uncollected()
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
         held, model_of = _arrays(params)  # leaves of an equinox model may be functions

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from zerojax._garbage import uncollected
 from zerojax._traced import Traced
 from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
@@ -188,6 +189,7 @@ def is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
+@uncollected()
 def _update(
     tx: optax.GradientTransformationExtraArgs,
     layout: Layout,

@@ -11,6 +11,7 @@ from typing import get_args
 import optax
 
 from zerojax._arguments import as_amount, as_count, as_given
+from zerojax._garbage import uncollected
 from zerojax._types import Axes, PyTree
 from zerojax.collectives import per_microbatch
 from zerojax.layout import STAGES, check_stage
@@ -32,6 +33,7 @@ from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
 
 
+@uncollected()
 def plan(
     params: PyTree,
     tx: optax.GradientTransformation,
@@ -113,6 +115,7 @@ _MOST = 1024
 _OFFLOADS = ((False, False), (True, False), (True, True))
 
 
+@uncollected()
 def search_plans(
     params: PyTree,
     tx: optax.GradientTransformation,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._display import Shown
+from zerojax._garbage import uncollected
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
 from zerojax.audit import AuditReport, audit
@@ -221,11 +222,13 @@ class TrainStep(Shown):
             )
         return self._compiled[key]
 
+    @uncollected()
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         check_state(state, self.abstract_state())
         held = jax.tree.map(lambda s: s.spec, self.shardings)
         return auto_region(self._run, self.layout, (held, self._spec_like(batch)))(state, batch)
 
+    @uncollected()
     def _evaluate(self, state: TrainState, batch: PyTree) -> Any:
         check_state(state, self.abstract_state())
 
