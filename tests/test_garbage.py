@@ -13,14 +13,19 @@ import zerojax
 from zerojax._garbage import uncollected
 
 
+def fail():
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            raise ValueError("inner")
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_as_it_was_also_after_an_error(enabled):
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(ValueError, match="inner"), uncollected():
-            assert not gc.isenabled()
-            with uncollected():
-                raise ValueError("inner")
+        with pytest.raises(ValueError, match="inner"):
+            fail()
         assert gc.isenabled() is enabled
     finally:
         gc.enable()

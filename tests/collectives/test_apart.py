@@ -69,6 +69,20 @@ def test_examples_that_devices_can_not_divide_are_left_to_the_partitioner(mesh8)
     assert got == pytest.approx(float(jax.jit(loss)(PARAMS, EXAMPLES)), rel=1e-5)
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_largest_of_all_examples_are_not_those_of_each_device(stage, axis, mesh8):
+    layout = zerojax.make_layout(PARAMS, mesh8, stage=stage)
+
+    def loss(params, x):
+        h = jnp.tanh(x[:, 0] @ params["a"])
+        return jnp.mean(jax.lax.top_k(h, 4, axis=axis)[0] @ params["b"][: 64 if axis == 0 else 4])
+
+    step = zerojax.make_train_step(loss, optax.sgd(1.0), layout)
+    got = float(step.evaluate(step.init(PARAMS), EXAMPLES))
+    assert got == pytest.approx(float(jax.jit(loss)(PARAMS, EXAMPLES)), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("target", "name"),
     [

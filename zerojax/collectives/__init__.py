@@ -25,12 +25,12 @@ from zerojax.collectives._forms import (
     uses_gloo,
     view,
 )
+from zerojax.collectives._gather import gather_where_used
 from zerojax.collectives._joined import JOINED
 from zerojax.collectives._options import OPTIONS
 from zerojax.collectives._options import compiler_options as compiler_options
 from zerojax.collectives._owners import OWNERS, Job, Spread, compute_by_owners
 from zerojax.collectives._prefetch import BUCKET, prefetched
 from zerojax.collectives._reduce import StepLoss, accumulate, reduce_once, warn_unless_mean, wide
-from zerojax.collectives._retrace import gather_where_used
 from zerojax.collectives._tiles import as_state
 from zerojax.collectives._writeback import TOGETHER, widened, write_back

@@ -32,6 +32,8 @@ def is_apart(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
     if name not in _MIXED or (name == "top_k" and layout.platform != "cpu"):
         return False
     shape = eqn.invars[0].aval.shape
+    if eqn.params.get("axis", -1) % len(shape) == 0:  # top_k of the examples
+        return False
     mixed = _MIXED[name] or len(eqn.params["fft_lengths"])
     return len(shape) > mixed and shape[0] % parts == 0
 

@@ -18,130 +18,43 @@ Source: arXiv 1910.02054, section 7.2.2 (stage 3 gathers in the forward and the 
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import PartitionSpec as P
-from jax.tree_util import KeyPath
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import _jaxpr
-from zerojax._garbage import uncollected
-from zerojax._tree import with_leaves_like
-from zerojax._types import LossFn, PyTree
 from zerojax.collectives._apart import bind_apart, is_apart
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
 from zerojax.collectives._copies import (
     Copied,
     copied,
-    copied_if_tied,
     is_enlarged,
-    is_used_in_turns,
     meets_examples,
     use_copies,
     use_own_copies,
     uses_of,
 )
-from zerojax.collectives._forms import auto_region
 from zerojax.collectives._grouped import bind_grouped, has_grouped
-from zerojax.collectives._structural import dims_after, is_slice, keep_boxed, waits_elementwise
-from zerojax.collectives._writes import trace_writing, write_variables
-from zerojax.layout import Layout, check_layout
-from zerojax.recipe import Precision, Recipe
+from zerojax.collectives._structural import (
+    dims_after,
+    is_slice,
+    keep_boxed,
+    rules_settled,
+    waits_elementwise,
+)
 
-_CALL = "gather_where_used(loss_fn, layout)"
-
-
-def gather_where_used(
-    loss_fn: LossFn,
-    layout: Layout,
-    *,
-    reduce_dtype: Any = None,
-    gather_dtype: Any = None,
-    reshard_after_forward: bool = True,
-) -> LossFn:
-    """Make `loss_fn(params, *args)` take stored parameters, and gather each where it is used.
-
-    >>> grads = jax.grad(zerojax.gather_where_used(loss_fn, layout))(params, batch)
-
-    Args:
-        loss_fn: the user's function of logical parameters.
-        layout: the placement; at stage 3 the parameters come partitioned, else whole.
-        reduce_dtype: dtype in which gradients are summed over devices; None is their own.
-        gather_dtype: "int8" or "float8_e4m3fn", as `Precision.gather`; None is the weights' own.
-        reshard_after_forward: whether the backward pass gathers again; see `Recipe`.
-
-    Returns:
-        A function of stored parameters; gradients are stored shards, or lie as Explicit parameters.
-
-    Raises:
-        ValueError: an unknown dtype; a `gather_dtype`, or weights kept gathered, below stage 3.
-    """
-    if not callable(loss_fn):
-        raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
-    check_layout(layout, _CALL)
-    precision = Precision(reduce=reduce_dtype, gather=gather_dtype)
-    recipe = Recipe(precision=precision, reshard_after_forward=reshard_after_forward)
-    gather_dtype = recipe.gather_dtype(layout.kinds)
-    opening = Opening(
-        layout, precision.reduce, gather_dtype, keeps=recipe.keeps_gathered(layout.kinds)
-    )
-
-    @uncollected()
-    def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
-        stored = layout.flatten(params, "params of the loss", within=True, stored=True)
-        held, model_of = _arrays(params)  # leaves of an equinox model may be functions
-        given, rest_of = _arrays((args, named))  # flags and functions stay as they are
-        loss = functools.partial(_call, loss_fn, rest_of)
-        written: list[KeyPath] = []
-
-        def gathering(held: dict[int, jax.Array], *given: Any) -> tuple[Any, list[Any]]:
-            return run(loss, model_of(held), written, *given)
-
-        out, values = auto_region(gathering, layout, lambda _: P())(held, stored, given)
-        write_variables(params, written, values)
-        return out
-
-    def run(
-        loss: LossFn, params: PyTree, written: list[KeyPath], stored: list[jax.Array], given: Any
-    ) -> tuple[Any, list[Any]]:
-        pairs = zip(layout.leaves, stored, strict=True)
-        logical = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs]
-        params_of = functools.partial(with_leaves_like, params, layout.structure)
-        # On a mesh that is set, a model may place its activations over axes that are its own.
-        with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
-            traced, out, written[:] = trace_writing(loss, params_of, logical, given)
-        # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
-        turns = [is_used_in_turns(traced, i) for i in range(len(stored))]
-        boxes = [*map(opening.box, stored, layout.leaves, turns)]
-        boxes = [copied_if_tied(box, traced, i, opening) for i, box in enumerate(boxes)]
-        examples = jax.tree.leaves(given)
-        from_batch = _jaxpr.depending_within(traced, [False] * len(boxes) + [True] * len(examples))
-        retracer = _Retracer(opening, from_batch)
-        flat = [*map(retracer.opened, retracer.run(traced, [*boxes, *examples]))]
-        structure = jax.tree.structure(out)
-        return structure.unflatten(flat[: structure.num_leaves]), flat[structure.num_leaves :]
-
-    return wrapped
-
-
-def _arrays(tree: PyTree) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
-    """Return the arrays of a tree by number, and what makes the tree of others in their place."""
-    leaves, form = jax.tree.flatten(tree)
-    found = {n: x for n, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))}
-    return found, lambda new: form.unflatten(new.get(n, x) for n, x in enumerate(leaves))
-
-
-def _call(loss_fn: LossFn, rest_of: Callable[..., Any], params: PyTree, given: Any) -> Any:
-    args, named = rest_of(given)
-    return loss_fn(params, *args, **named)
+#: The name of what a loop carries.
+CARRIED = "zerojax_carried"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Retracer:
+class Retracer:
+    """Runs a loss's program again with parameters in boxes."""
+
     opening: Opening  # how boxes are opened
     from_batch: set[Any]  # variables computed from the batch; others are of weights and constants
     # whether the user rematerialises what is around, so that what is gathered here is not kept
@@ -149,6 +62,8 @@ class _Retracer:
     # whether a scan is around; its forward and backward pass are loops of their own, so that
     # nothing of the one can be merged into the other
     looped: bool = False
+    # whether a policy of `_again` is around, which jax would take for rematerialised functions too
+    shielded: bool = False
     # what runs the program of a rematerialised function: jax traces layers that share one once
     layers: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
@@ -162,9 +77,13 @@ class _Retracer:
         name, has_box = eqn.primitive.name, any(isinstance(v, Boxed | Copied) for v in values)
         layout = self.opening.layout
         is_own = not has_box and is_apart(eqn, layout, self.from_batch)
-        if not has_box and not is_own and not has_grouped(eqn, layout, self.from_batch):
+        is_grouped = not has_box and not is_own and has_grouped(eqn, layout, self.from_batch)
+        is_call = _jaxpr.runs_in_place(eqn)
+        is_run = is_call or name in (_jaxpr.REMATERIALISED, "scan", "cond")
+        is_held = self.shielded and is_run and _rematerialises(eqn)
+        if not (has_box or is_own or is_grouped or is_held):
             return _jaxpr.bind(eqn, values)
-        if _jaxpr.runs_in_place(eqn):
+        if is_call:
             return self.run(_jaxpr.called(eqn), values)
         if name == _jaxpr.REMATERIALISED:
             return self._remat(eqn, values)
@@ -182,7 +101,7 @@ class _Retracer:
             values = [*map(_uncopied, values)]
         if name == "cond":
             return self._cond(eqn, values)
-        if not has_box:
+        if is_grouped:
             return bind_grouped(eqn, values, self.opening)
         kept = keep_boxed(eqn, values, self.opening)
         return self._use(eqn, values) if kept is None else kept
@@ -190,13 +109,14 @@ class _Retracer:
     def _remat(self, eqn: Any, values: list[Any]) -> list[Any]:
         program = _jaxpr.called(eqn)
         if id(program) not in self.layers:
-            inner = dataclasses.replace(self, saved=True, layers={})
+            inner = dataclasses.replace(self, saved=True, shielded=False, layers={})
             self.layers[id(program)] = lambda *values: inner.run(program, values)
         body = self.layers[id(program)]
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         if self.opening.gathers and (policy is not None or self.opening.keeps):
             policy = wrap_policy(policy, keeps=self.opening.keeps)
-        return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)(*values)
+        layer = jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)
+        return (_own(layer) if self.shielded else layer)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Scan with boxed slices: layers are gathered inside the loop.
@@ -211,12 +131,21 @@ class _Retracer:
         ]
         is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(consts)]
         stacks = [self._sliceable(_uncopied(v)) for v in stacks]
+        pairs = zip(consts, is_sliced, strict=True)
+        consts = [rules_settled(v, self.opening) if sliced else v for v, sliced in pairs]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
-        inner = dataclasses.replace(self, looped=True, saved=False, layers={})
+        opens = zip(consts, is_sliced, strict=True)
+        regathers = any(isinstance(v, Boxed | Copied) and not sliced for v, sliced in opens)
+        shielded = self.shielded or (regathers and self._gathers_again)
+        inner = dataclasses.replace(self, looped=True, saved=False, shielded=shielded, layers={})
 
         def body(values: list[Any]) -> list[Any]:
             consts, carry, slices = _jaxpr.scan_split(eqn.params, values)
+            if shielded:  # else jax keeps what it is made of, and stacks it once more from that
+                floats = (jnp.issubdtype(x.dtype, jnp.inexact) for x in carry)
+                pairs = zip(carry, floats, strict=True)
+                carry = [checkpoint_name(x, CARRIED) if is_float else x for x, is_float in pairs]
             layer = [
                 v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
                 for v, x in zip(stacks, slices, strict=True)
@@ -231,8 +160,7 @@ class _Retracer:
             return _jaxpr.run_scan(eqn, [*opened, *carry, *arrays], body)
 
         arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
-        opens = zip(consts, is_sliced, strict=True)
-        if any(isinstance(v, Boxed | Copied) and not sliced for v, sliced in opens):
+        if regathers:
             loop = self._again(loop, wrap_policy(None, keeps=False))
         return loop(*consts, *map(self.opened, carry), *arrays)
 
@@ -265,6 +193,7 @@ class _Retracer:
 
     def _sliceable(self, value: Any) -> Any:
         """Open a box whose leading dim can't be sliced while it is partitioned."""
+        value = rules_settled(value, self.opening)
         if not isinstance(value, Boxed) or not (0 in value.held or not waits_elementwise(value)):
             return value
         self._warn_gathered(value)
@@ -308,18 +237,41 @@ class _Retracer:
         # would be the weight.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
         keeps = _jaxpr.has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
+        keeps = keeps and not _rematerialises(eqn)
         policy = wrap_policy(None, keeps=False) if keeps else None
-        return self._again(use, policy)(*values)
+        again = self._again(use, policy)
+        # A rule may count on being run: flax's fp8 scales are its results, of a zero cotangent too.
+        has_rule = again is not use and eqn.primitive.name == "custom_vjp_call"
+        return (_own(again) if has_rule else again)(*values)
+
+    @property
+    def _gathers_again(self) -> bool:
+        return self.opening.gathers and not self.saved
 
     def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
         """Make a function gather again for its backward pass, where it is not rematerialised.
 
         Where gathered weights are kept, what is made of them is not.
         """
-        if self.saved or not self.opening.gathers:
+        if not self._gathers_again:
             return use
         policy = wrap_policy(policy, keeps=True) if self.opening.keeps else policy
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what a function keeps for its backward pass its own matter, whatever policy is around.
+
+    jax lets a policy decide for rematerialised functions in it, and skips one of a zero cotangent.
+    """
+    own = jax.custom_vjp(function)
+    own.defvjp(lambda *values: jax.vjp(function, *values), lambda pull, grads: pull(grads))
+    return own
+
+
+def _rematerialises(eqn: Any) -> bool:
+    """Whether an equation holds a rematerialised function, or is one."""
+    return any(x.primitive.name == _jaxpr.REMATERIALISED for x in _jaxpr.with_inner(eqn))
 
 
 def _uncopied(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import bind, called, is_elementwise, opened
+from zerojax._jaxpr import bind, called, is_elementwise, opened, with_inner
 from zerojax.collectives._boxed import Boxed, Opening
 
 #: Operations that only move the elements of their first operand: what was recorded before can run
@@ -45,6 +45,8 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
     Of `b = transpose a; c = mul b 0.5; d = add c x`, a and b and c stay on shards; d, where x is an
     array, is a real use. At least one of the inputs is `Boxed`.
     """
+    if eqn.primitive.name in _MOVES:
+        values = [rules_settled(v, opening) for v in values]
     if eqn.primitive.name == "optimization_barrier":
         return list(jax.lax.optimization_barrier(values))
     if not eqn.outvars:  # jax.debug.print
@@ -76,6 +78,20 @@ def waits_elementwise(boxed: Boxed) -> bool:
         and not any(isinstance(x, Boxed) or jnp.ndim(x) for x in waiting.operands if x is not None)
         for waiting in boxed.recorded
     )
+
+
+def rules_settled(value: Any, opening: Opening) -> Any:
+    """Run on the shards of a box a rule of `jax.custom_jvp` that waits: it counts on the shape.
+
+    `jax.nn.relu` is one. What it makes of a weight that was widened is gathered wide.
+    """
+    if not isinstance(value, Boxed) or not waits_elementwise(value):
+        return value
+    waiting = (x for one in value.recorded for x in with_inner(one.eqn))
+    if all(x.primitive.name != "custom_jvp_call" for x in waiting):
+        return value
+    done = value.replayed(value.value, bind)
+    return opening.placed(dataclasses.replace(value, value=done, recorded=()))
 
 
 def is_slice(eqn: Any) -> bool:

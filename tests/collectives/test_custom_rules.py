@@ -1,0 +1,114 @@
+"""Custom derivatives of weights: each rule is run as often, and on what it was written for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.collectives import gather_where_used
+
+ROWS, COLUMNS, LONG = 32, 64, 2048
+LOWER = np.tril(np.ones((ROWS, COLUMNS), np.float32))
+
+
+@jax.custom_jvp
+def lower(w):
+    """Elementwise, with a rule that is not: only a part of the gradient is passed on."""
+    return 1.0 * w
+
+
+lower.defjvp(lambda primals, tangents: (lower(*primals), tangents[0] * LOWER))
+
+FUNCTIONS = {"relu": jax.nn.relu, "softplus": jax.nn.softplus, "lower": lower, "silu": jax.nn.silu}
+MOVES = {
+    "used": lambda x, w: x @ w,
+    "transposed": lambda x, w: x @ w.T.reshape(COLUMNS, ROWS).T,
+    "reshaped": lambda x, w: x @ w.reshape(ROWS, 4, -1)[:, 1],
+    "sliced": lambda x, w: x @ w[:, :5],
+    "reversed": lambda x, w: x @ w[:, ::-1],
+    "masked": lambda x, w: x @ (w * LOWER).T.T,
+}
+
+
+def compared(loss, params, x, layout, tolerance=1e-5):
+    """Assert that loss and gradients are those of plain jax."""
+    want = jax.jit(jax.value_and_grad(loss))(params, x)
+    placed = jax.device_put(params, layout.params)
+    got = jax.jit(jax.value_and_grad(gather_where_used(loss, layout)))(placed, x)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w).max())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_rule_of_a_widened_weight_goes_with_what_moves_it(name, move, stage, mesh8):
+    w = jax.random.normal(jax.random.key(0), (ROWS, COLUMNS)).astype(jnp.bfloat16)
+    layout = zerojax.make_layout({"w": w}, mesh8, stage=stage, min_size=1)
+
+    def loss(params, x):
+        return jnp.mean(MOVES[move](x, FUNCTIONS[name](params["w"].astype(jnp.float32))) ** 2)
+
+    compared(loss, {"w": w}, jnp.ones((16, ROWS)) / 8, layout, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("indexed", [False, True], ids=["scanned", "indexed"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_rule_of_a_widened_stack_goes_with_its_layers(name, stage, indexed, mesh8):
+    w = jax.random.normal(jax.random.key(0), (3, ROWS, ROWS)).astype(jnp.bfloat16)
+    layout = zerojax.make_layout({"w": w}, mesh8, stage=stage, min_size=1)
+    function = (lambda w: w * LOWER[:, :ROWS]) if name == "lower" else FUNCTIONS[name]
+
+    def loss(params, x):
+        stack = function(params["w"].astype(jnp.float32))
+        if indexed:
+            return jnp.mean(jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ stack[i]), x) ** 2)
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0] ** 2)
+
+    compared(loss, {"w": w}, jnp.ones((16, ROWS)) / 8, layout, tolerance=2e-2)
+
+
+@jax.custom_vjp
+def quantized(w, scale):
+    return jax.lax.stop_gradient(w) * 1.0
+
+
+# The new scale takes the place of the gradient of the old one.
+quantized.defvjp(
+    lambda w, scale: (quantized(w, scale), jnp.max(jnp.abs(w))),
+    lambda largest, g: (jnp.zeros_like(g), jnp.full(LONG, largest)),
+)
+
+
+@jax.custom_vjp
+def product(x, w, low):
+    return x @ low
+
+
+product.defvjp(
+    lambda x, w, low: (x @ low, (x, low)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g, None)
+)
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("min_size", [1, LONG // 2, LONG])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rule_is_run_whose_result_has_no_gradient(stage, min_size, looped, mesh8):
+    """As flax's fp8 products have it: new scales are the results of rules."""
+    params = {"w": jax.random.normal(jax.random.key(0), (ROWS, ROWS)), "scale": jnp.ones(LONG)}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=min_size)
+
+    def layer(params, x):
+        return product(x, params["w"], quantized(params["w"], params["scale"]))
+
+    def loss(params, x):
+        if looped:
+            x = jax.lax.scan(lambda x, _: (layer(params, x), None), x, None, length=2)[0]
+        return jnp.mean(layer(params, x) ** 2)
+
+    compared(loss, params, jnp.ones((16, ROWS)) / 8, layout)

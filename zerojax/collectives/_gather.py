@@ -1,0 +1,107 @@
+"""`gather_where_used`: a loss of logical parameters becomes one of stored parameters."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
+
+from zerojax import _jaxpr
+from zerojax._garbage import uncollected
+from zerojax._tree import with_leaves_like
+from zerojax._types import LossFn, PyTree
+from zerojax.collectives._boxed import Opening
+from zerojax.collectives._copies import copied_if_tied, is_used_in_turns
+from zerojax.collectives._forms import auto_region
+from zerojax.collectives._retrace import Retracer
+from zerojax.collectives._writes import trace_writing, write_variables
+from zerojax.layout import Layout, check_layout
+from zerojax.recipe import Precision, Recipe
+
+_CALL = "gather_where_used(loss_fn, layout)"
+
+
+def gather_where_used(
+    loss_fn: LossFn,
+    layout: Layout,
+    *,
+    reduce_dtype: Any = None,
+    gather_dtype: Any = None,
+    reshard_after_forward: bool = True,
+) -> LossFn:
+    """Make `loss_fn(params, *args)` take stored parameters, and gather each where it is used.
+
+    >>> grads = jax.grad(zerojax.gather_where_used(loss_fn, layout))(params, batch)
+
+    Args:
+        loss_fn: the user's function of logical parameters.
+        layout: the placement; at stage 3 the parameters come partitioned, else whole.
+        reduce_dtype: dtype in which gradients are summed over devices; None is their own.
+        gather_dtype: "int8" or "float8_e4m3fn", as `Precision.gather`; None is the weights' own.
+        reshard_after_forward: whether the backward pass gathers again; see `Recipe`.
+
+    Returns:
+        A function of stored parameters; gradients are stored shards, or lie as Explicit parameters.
+
+    Raises:
+        ValueError: an unknown dtype; a `gather_dtype`, or weights kept gathered, below stage 3.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
+    check_layout(layout, _CALL)
+    precision = Precision(reduce=reduce_dtype, gather=gather_dtype)
+    recipe = Recipe(precision=precision, reshard_after_forward=reshard_after_forward)
+    gather, keeps = recipe.gather_dtype(layout.kinds), recipe.keeps_gathered(layout.kinds)
+    opening = Opening(layout, precision.reduce, gather, keeps=keeps)
+
+    @uncollected()
+    def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
+        stored = layout.flatten(params, "params of the loss", within=True, stored=True)
+        held, model_of = _arrays(params)  # leaves of an equinox model may be functions
+        given, rest_of = _arrays((args, named))  # flags and functions stay as they are
+        loss = functools.partial(_call, loss_fn, rest_of)
+        written: list[KeyPath] = []
+
+        def gathering(held: dict[int, jax.Array], *given: Any) -> tuple[Any, list[Any]]:
+            return run(loss, model_of(held), written, *given)
+
+        out, values = auto_region(gathering, layout, lambda _: P())(held, stored, given)
+        write_variables(params, written, values)
+        return out
+
+    def run(
+        loss: LossFn, params: PyTree, written: list[KeyPath], stored: list[jax.Array], given: Any
+    ) -> tuple[Any, list[Any]]:
+        dtypes = [x.dtype for x in stored]
+        logical = [*map(jax.ShapeDtypeStruct, (leaf.shape for leaf in layout.leaves), dtypes)]
+        params_of = functools.partial(with_leaves_like, params, layout.structure)
+        # On a mesh that is set, a model may place its activations over axes that are its own.
+        with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
+            traced, out, written[:] = trace_writing(loss, params_of, logical, given)
+        # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
+        turns = [is_used_in_turns(traced, i) for i in range(len(stored))]
+        boxes = [*map(opening.box, stored, layout.leaves, turns)]
+        boxes = [copied_if_tied(box, traced, i, opening) for i, box in enumerate(boxes)]
+        examples = jax.tree.leaves(given)
+        from_batch = _jaxpr.depending_within(traced, [False] * len(boxes) + [True] * len(examples))
+        retracer = Retracer(opening, from_batch)
+        flat = [*map(retracer.opened, retracer.run(traced, [*boxes, *examples]))]
+        count = len(jax.tree.leaves(out))
+        return jax.tree.unflatten(jax.tree.structure(out), flat[:count]), flat[count:]
+
+    return wrapped
+
+
+def _arrays(tree: PyTree) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
+    """Return the arrays of a tree by number, and what makes the tree of others in their place."""
+    leaves, form = jax.tree.flatten(tree)
+    found = {n: x for n, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))}
+    return found, lambda new: form.unflatten(new.get(n, x) for n, x in enumerate(leaves))
+
+
+def _call(loss_fn: LossFn, rest_of: Callable[..., Any], params: PyTree, given: Any) -> Any:
+    args, named = rest_of(given)
+    return loss_fn(params, *args, **named)
