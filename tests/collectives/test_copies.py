@@ -55,6 +55,24 @@ def test_a_tied_embedding_is_reduced_once(head, stage, mesh8):
     assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("casts", ["both", "each"])
+def test_one_that_is_widened_before_it_is_used_is_reduced_once(casts, stage, mesh8):
+    """As `nnx.Embed` does by default, whatever dtype its table has."""
+    params = {"emb": PARAMS["emb"].astype(jnp.bfloat16)}
+    layout = zerojax.make_layout(params, mesh8, stage=stage)
+
+    def loss(params, tokens):
+        first = second = params["emb"].astype(jnp.float32)
+        if casts == "each":
+            second = params["emb"].astype(jnp.float32)
+        return jnp.mean(jax.nn.log_softmax(jnp.tanh(first[tokens]) @ second.T))
+
+    report = zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(TOKENS)
+    report.raise_if_problems()
+    assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("head", HEADS | OTHERS)
 def test_gradients_are_those_of_the_plain_loss(head, stage, mesh8):

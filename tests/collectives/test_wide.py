@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zerojax
@@ -131,3 +132,39 @@ def test_every_rounding_of_a_chain_of_casts_happens(dtypes, stage, mesh8):
     # Not compiled as one program: XLA may leave a rounding out of it, in plain JAX as well.
     got = gather_where_used(cast, layout)(jax.device_put(w, layout.params), x)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(cast(w, x)))
+
+
+@pytest.mark.aot("cuda")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_gradient_of_a_weight_that_the_loss_widens_is_scattered(stage):
+    """XLA:GPU would sum it whole in fp32, as the rounding stands between the sum and its cut."""
+    params = {name: jax.ShapeDtypeStruct((512, 1024), jnp.float32) for name in ("a", "b", "head")}
+    mesh = zerojax.topology_mesh("h100:1x8", {"data": 8})
+    layout = zerojax.make_layout(params, mesh, stage=stage)
+
+    def loss(params, x):
+        x = jnp.tanh(x @ params["a"]) @ params["b"].T
+        return jax.nn.logsumexp(x.astype(jnp.float32) @ params["head"].astype(jnp.float32)).mean()
+
+    step = zerojax.make_train_step(loss, optax.adam(1e-3), layout, zerojax.Recipe(precision="bf16"))
+    report = step.audit(jax.ShapeDtypeStruct((64, 512), BF16))
+    assert report.judged_volume <= 1.02 * report.theory_volume
+    assert [problem.kind for problem in report.problems] == ["dtype"]
+    assert "no weight.astype" in str(report.problems[0])
+
+
+@pytest.mark.aot("cuda")
+def test_statistics_of_a_batch_in_fp32_are_no_gradients():
+    params = {"w": (128, 1024), "gain": (1024,), "offset": (1024,)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
+    mesh = zerojax.topology_mesh("h100:1x8", {"data": 8})
+
+    def loss(params, x):
+        wide = (x @ params["w"]).astype(jnp.float32)
+        mean, variance = wide.mean(0), wide.var(0)
+        normal = ((wide - mean) * jax.lax.rsqrt(variance + 1e-3)).astype(x.dtype)
+        return jnp.mean(jnp.tanh(normal * params["gain"] + params["offset"]).astype(jnp.float32))
+
+    layout = zerojax.make_layout(params, mesh, stage=2)
+    step = zerojax.make_train_step(loss, optax.adam(1e-3), layout, zerojax.Recipe(precision="bf16"))
+    step.audit(jax.ShapeDtypeStruct((512, 128), BF16)).raise_if_problems()

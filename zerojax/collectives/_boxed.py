@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax._jaxpr import bind, opened
+from zerojax._jaxpr import bind, num_products, opened
 from zerojax.collectives._forms import constrain, cut, gather_weight, scatter, to_logical
 from zerojax.collectives._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout, as_spec
@@ -203,8 +203,20 @@ class Opening:
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run an equation on opened boxes; results may be wider than it was traced with."""
-        operands = [self.open_box(v) if isinstance(v, Boxed) else v for v in values]
+        operands = [
+            self.widened(v, eqn).open_box(v) if isinstance(v, Boxed) else v for v in values
+        ]
         return bind_wide(eqn, operands, self.layout)
+
+    def widened(self, boxed: Boxed, eqn: Any = None) -> "Opening":
+        """Sum the gradient of what the program widens before it is rounded, as products make it.
+
+        XLA:GPU sums it whole in fp32, rounds and then cuts it where the rounding stands in between.
+        """
+        is_wide = boxed.dtype.itemsize > boxed.value.dtype.itemsize and self.reduce_dtype is None
+        if not is_wide or (eqn is not None and not num_products(eqn)):
+            return self
+        return dataclasses.replace(self, reduce_dtype=boxed.dtype)
 
     def opened(self, value: Any) -> Any:
         """Open a box, in the dtype that the program gave it; pass anything else on."""

@@ -167,17 +167,20 @@ def _summed_dims(jaxpr: Any, var: Any) -> list[tuple[int, ...]]:
 
 
 def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
-    """List the equations that read an input of a program, in calls too.
+    """List the equations that read an input of a program, in calls and behind casts too.
 
     With `in_loops` a scan is looked into, too: what it slices by itself is no use, and what is the
     same in each of its turns is used where its body reads it.
     """
     jaxpr, _ = _jaxpr.opened(program)
-    found = []
-    for eqn, place in _places(jaxpr, jaxpr.invars[index]):
-        if eqn.primitive.name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
+    found, todo = [], _places(jaxpr, jaxpr.invars[index])
+    for eqn, place in todo:
+        name = eqn.primitive.name
+        if name == "convert_element_type":
+            todo += _places(jaxpr, eqn.outvars[0])
+        elif name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
             found += uses_of(_jaxpr.called(eqn), place, in_loops)
-        elif eqn.primitive.name == "scan" and in_loops:
+        elif name == "scan" and in_loops:
             num_consts, num_carry = _jaxpr.scan_parts(eqn.params)
             if place < num_consts:
                 found += uses_of(eqn.params["jaxpr"], place, in_loops)
@@ -253,9 +256,7 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     is_phased |= scattered_shape(shape, box.dim, layout) != shape
     if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
         return None
-    if box.dtype.itemsize > box.value.dtype.itemsize and opening.reduce_dtype is None:
-        # What the program widens has a wide gradient, which is summed before it is rounded.
-        opening = dataclasses.replace(opening, reduce_dtype=box.dtype)
+    opening = opening.widened(box)
     return use_copies(eqn, [copied(v, opening) if v is box else v for v in values], opening)
 
 

@@ -30,13 +30,21 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
         )
     sums = [move for move in evidence.large if move.role in REDUCTIONS]
     wide = [move for move in sums if 0 < _own_bits(evidence, move) < move.record.item_bits]
+    # Sums of the size of a vector may be statistics of the batch, which BatchNorm computes in fp32.
+    leaves = evidence.layout.leaves
+    wide = [
+        move
+        for move in wide
+        if any(len(leaves[i].shape) - leaves[i].stacked > 1 for i in move.match.leaves)
+    ]
     if _is_relevant(evidence, wide) and not _may_reduce_wide(evidence):
         largest = max(wide, key=lambda move: move.moved)
         yield Problem(
             where=f"{describe_move(largest)}, {whose(evidence, largest)}",
             expected="gradients reduced in the dtype that the precision says",
             seen=f"{largest.record.dtype} reductions of {len(wide)} gradient(s)",
-            remedy="reduce before the cast to the master's dtype, or say Precision(reduce=...)",
+            remedy="multiply in the weights' dtype (no weight.astype(jnp.float32) in the loss), "
+            "reduce before the cast to the master's dtype, or say Precision(reduce=...)",
         )
 
 
