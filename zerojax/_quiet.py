@@ -1,6 +1,7 @@
-"""Import jax without the lines that CUDA's libraries write to stderr where no GPU is."""
+"""What would disturb a user is kept quiet: lines of CUDA's libraries, and Python's collector."""
 
 import contextlib
+import gc
 import importlib
 import os
 import re
@@ -36,6 +37,21 @@ def quiet_stderr() -> Iterator[None]:
             for line in held.read().splitlines(keepends=True):
                 if not _NOISE.search(line.decode(errors="replace")):
                     os.write(2, line)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Trace, or read a program, while no cycles of objects are looked for.
+
+    Both make many objects that stay: walking them again and again is half of the time of a trace.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _flush() -> None:

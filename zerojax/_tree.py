@@ -57,11 +57,7 @@ def flatten_with_names(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves by path.
-
-    Raises:
-        ValueError: the paths of two leaves read alike: `{"a/b": x, "a": {"b": y}}`.
-    """
+    """Return the leaves by path; a ValueError where two read alike: `{"a/b": x, "a": {"b": y}}`."""
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     found = {path_name(path): leaf for path, leaf in pairs}
     if len(found) < len(pairs):
@@ -80,12 +76,8 @@ def leaves_like(tree: PyTree, structure: TreeDef, *, within: bool = False) -> li
 
     Frameworks hold the same leaves in different nodes. flax nnx hands Variables to an optimizer's
     `init` and arrays to its `update` (`kernel/value`, then `kernel`); equinox hands a whole model
-    over, whose functions and whole numbers have no gradient. Those are left out.
-
-    `within` says whether the tree may hold further floating leaves, which are left out too.
-
-    Raises:
-        ValueError: floating leaves are missing or too many; it says which.
+    over, whose functions and whole numbers have no gradient. Those are left out, and with `within`
+    further floating leaves too. A ValueError names those that are missing or too many.
     """
     leaves, found = jax.tree.flatten(tree)
     return leaves if found == structure else [leaves[n] for n in _numbers(tree, structure, within)]

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import Shown, decimal, make_table
-from zerojax._garbage import uncollected
+from zerojax._quiet import uncollected
 from zerojax.audit._evidence import Evidence, Problem
 from zerojax.audit._memory import BESIDE, HostTraffic, MemoryReport, beside, memory_of, traffic_of
 from zerojax.audit._program import Program

@@ -62,9 +62,7 @@ class Program:
     def of(cls, compiled: jax.stages.Compiled) -> "Program":
         """Take the facts from a compiled step.
 
-        Raises:
-            TypeError: it is not compiled; what to call is named.
-            ValueError: the backend gives no text.
+        A TypeError says what to call for one; a ValueError, that the backend gives no text.
         """
         # What eqx.filter_jit and nnx.jit compile wraps what jit compiled.
         compiled = getattr(compiled, "compiled", compiled)

@@ -52,11 +52,7 @@ Holding: TypeAlias = Plan | AuditReport | Description | Bar
 
 
 def bytes_of(held: Holding) -> Bar:
-    """Return the bytes of one device by kind, up to its peak, of what is `held`.
-
-    Raises:
-        TypeError: it is no plan, audit report or description.
-    """
+    """Return the bytes of a device by kind, up to its peak, of what is `held`; else a TypeError."""
     if isinstance(held, Bar):
         return held
     if isinstance(held, Description):

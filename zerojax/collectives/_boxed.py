@@ -203,9 +203,7 @@ class Opening:
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Run an equation on opened boxes; results may be wider than it was traced with."""
-        operands = [
-            self.widened(v, eqn).open_box(v) if isinstance(v, Boxed) else v for v in values
-        ]
+        operands = [self.widened(v, eqn).open_box(v) if isinstance(v, Boxed) else v for v in values]
         return bind_wide(eqn, operands, self.layout)
 
     def widened(self, boxed: Boxed, eqn: Any = None) -> "Opening":

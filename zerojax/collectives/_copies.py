@@ -141,33 +141,24 @@ def copied_if_tied(box: Any, program: Any, index: int, opening: Opening) -> Any:
     """
     if not isinstance(box, Boxed) or box.value.ndim < 2:
         return box
-    jaxpr, _ = _jaxpr.opened(program)
     uses = uses_of(program, index)
     # Many rows are looked up; one would be an index.
-    lookups = [x for x in uses if x.primitive.name == "gather" and x.invars[1].aval.ndim > 1]
+    lookups = [x for x, _ in uses if x.primitive.name == "gather" and x.invars[1].aval.ndim > 1]
     is_tied = bool(lookups) and len(uses) > 1
-    sums = _summed_dims(jaxpr, jaxpr.invars[index])
+    # The dims of the weight along which products sum.
+    sums = [
+        tuple(eqn.params["dimension_numbers"][0][place])
+        for eqn, place in uses
+        if eqn.primitive.name == "dot_general"
+    ]
     is_tied |= len({*sums} if opening.layout.partitions("gradient") else sums) > 1
     return copied(box, opening) if is_tied else box
 
 
-def _summed_dims(jaxpr: Any, var: Any) -> list[tuple[int, ...]]:
-    """List the dims of a weight along which products sum, in calls and behind casts too."""
-    found: list[tuple[int, ...]] = []
-    for eqn, place in _places(jaxpr, var):
-        name = eqn.primitive.name
-        if name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
-            inner, _ = _jaxpr.opened(_jaxpr.called(eqn))
-            found += _summed_dims(inner, inner.invars[place])
-        elif name == "convert_element_type":
-            found += _summed_dims(jaxpr, eqn.outvars[0])
-        elif name == "dot_general":
-            found.append(tuple(eqn.params["dimension_numbers"][0][place]))
-    return found
+def uses_of(program: Any, index: int, in_loops: bool = False) -> list[tuple[Any, int]]:
+    """List the equations that read an input of a program, and as which operand of theirs.
 
-
-def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
-    """List the equations that read an input of a program, in calls and behind casts too.
+    Calls are looked into, and behind casts.
 
     With `in_loops` a scan is looked into, too: what it slices by itself is no use, and what is the
     same in each of its turns is used where its body reads it.
@@ -185,9 +176,9 @@ def uses_of(program: Any, index: int, in_loops: bool = False) -> list[Any]:
             if place < num_consts:
                 found += uses_of(eqn.params["jaxpr"], place, in_loops)
             elif place < num_consts + num_carry:
-                found.append(eqn)
+                found.append((eqn, place))
         else:
-            found.append(eqn)
+            found.append((eqn, place))
     return found
 
 
@@ -197,8 +188,8 @@ def _places(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
 
 def is_used_in_turns(program: Any, index: int) -> bool:
     """Return whether the body of a scan reads an input that is the same in each of its turns."""
-    outside = {*map(id, uses_of(program, index))}
-    return any(id(eqn) not in outside for eqn in uses_of(program, index, in_loops=True))
+    outside = {id(eqn) for eqn, _ in uses_of(program, index)}
+    return any(id(eqn) not in outside for eqn, _ in uses_of(program, index, in_loops=True))
 
 
 def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -> bool:

@@ -65,11 +65,8 @@ def auto_region(
 ) -> Callable[..., Any]:
     """Run a function under Auto axes whatever the axes of its arguments are.
 
-    Args:
-        function: takes and returns pytrees of arrays.
-        layout: gives the mesh.
-        out_specs: PartitionSpecs of the results, asked for on Explicit axes. In the place of some
-            stands a function from a result's shape to its spec.
+    `out_specs` are PartitionSpecs of the results, asked for on Explicit axes. In the place of some
+    stands a function from a result's shape to its spec.
     """
 
     def is_spec(node: Any) -> bool:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from zerojax import _jaxpr
-from zerojax._garbage import uncollected
+from zerojax._quiet import uncollected
 from zerojax._tree import with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives._boxed import Opening

@@ -54,16 +54,13 @@ def run_in_order(
     *,
     is_turn: bool = False,
 ) -> tuple[list[Any], int]:
-    """Run a program whose calls are in place, one group of gathers after another.
+    """Run a program whose calls are in place; return its results, and how many gathers wait.
 
     At most `ahead` elements are gathered before the product that needs them, in two groups; a
     weight that is larger is a group of its own; 0 leaves gathers alone. At most `waiting` bytes a
     device wait to be reduced, in three groups: of each gradient its own bytes, or those of what it
     is made from, if these are more; 0 leaves reductions alone. In a loop's turn (`is_turn`) only
     gradients that are smaller than what they are made from are waited for.
-
-    Returns:
-        Its results, and how many gathers wait for something.
     """
     order = _Order(program)
     if ahead:

@@ -52,16 +52,13 @@ def prefetched(
 ) -> Callable[..., Any]:
     """Make a function that gathers weights of the next layer while one computes.
 
-    Args:
-        function: of pytrees of arrays: the gradient of a loss. It can't be differentiated again
-            without keeping what its loops carry.
-        layers: how much of a layer is gathered ahead, by bytes, of what it uses first, but at least
-            the first large weight; 0 leaves gathers as they are.
-        layout: the placement.
-        bucket_bytes: on GPUs and SparseCores, products wait while more bytes of gradients than
-            this, or than three layers', are not reduced. Between processes on CPUs, the most bytes
-            of weights gathered in one message, or kept for the backward pass. None: the default.
-        warn: whether to warn of loops that can't gather ahead, and of a program without layers.
+    The function is the gradient of a loss; it can't be differentiated again without keeping what
+    its loops carry. Of a layer the part `layers` is gathered ahead, by bytes, of what it uses
+    first, but at least the first large weight; 0 leaves gathers as they are. `warn` says whether to
+    warn of loops that can't gather ahead, and of a program without layers. On GPUs and SparseCores,
+    products wait while more than `bucket_bytes` of gradients, or than three layers', are not
+    reduced; between processes on CPUs these are the most bytes of weights that are gathered in one
+    message, or kept for the backward pass. None is the default.
     """
     waits = layout.offloads or layout.platform == "gpu"
     waiting = (BUCKET if bucket_bytes is None else bucket_bytes) * waits

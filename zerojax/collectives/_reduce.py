@@ -40,9 +40,6 @@ def accumulate(
     The batch is `count` microbatches together, and `carried` the loss's third argument for the
     first. `dtype` is that of the running sum of gradients, None their own. `transform` makes
     another function of the gradient's before it is run. A TPU's backward pass waits for the loss.
-
-    Returns:
-        `(loss, aux, carried), gradients`.
     """
 
     def differentiated(params: PyTree, batch: PyTree, carried: PyTree) -> tuple[Any, PyTree]:
@@ -153,17 +150,12 @@ def reduce_once(
     """Accumulate each device's own gradients and sum them over devices once.
 
     The loss is run per device on its own examples, as data parallelism in other frameworks does;
-    for a loss that is a mean over examples that is the same mean, and others are refused. Nothing
-    can be carried from microbatch to microbatch.
+    for a loss that is a mean over examples that is the same mean, and others are refused with a
+    ValueError. Nothing can be carried from microbatch to microbatch.
 
     `params` are logical and whole along the batch axes, `batch` the global one, of `count`
     microbatches; gradients are stored shards. `dtype` is that of the accumulator, in which devices
-    are summed too; None is the gradients'.
-
-    Raises:
-        ValueError: the loss is no mean over examples, or may be none.
-
-    Source: arXiv 1910.02054, section 7.2.1.
+    are summed too; None is the gradients'. Source: arXiv 1910.02054, section 7.2.1.
     """
     devices = PerDevice(layout)
     axes, num_parts = devices.axes, layout.num_batch_parts

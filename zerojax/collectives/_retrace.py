@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import _jaxpr
-from zerojax.collectives._apart import bind_apart, is_apart
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
 from zerojax.collectives._copies import (
     Copied,
@@ -38,7 +37,7 @@ from zerojax.collectives._copies import (
     use_own_copies,
     uses_of,
 )
-from zerojax.collectives._grouped import bind_grouped, has_grouped
+from zerojax.collectives._divided import bind_apart, bind_grouped, has_grouped, is_apart
 from zerojax.collectives._structural import (
     dims_after,
     is_slice,
@@ -59,8 +58,7 @@ class Retracer:
     from_batch: set[Any]  # variables computed from the batch; others are of weights and constants
     # whether the user rematerialises what is around, so that what is gathered here is not kept
     saved: bool = False
-    # whether a scan is around; its forward and backward pass are loops of their own, so that
-    # nothing of the one can be merged into the other
+    # whether a scan is around, of whose two passes nothing can be merged
     looped: bool = False
     # whether a policy of `_again` is around, which jax would take for rematerialised functions too
     shielded: bool = False
@@ -183,7 +181,7 @@ class Retracer:
         """
         if not isinstance(value, Boxed):
             return not isinstance(value, Copied)
-        slices = uses_of(program, index, in_loops=True)
+        slices = [eqn for eqn, _ in uses_of(program, index, in_loops=True)]
         if not all(map(is_slice, slices)):
             return False
         if all(dims_after(eqn, value, self.opening) is not None for eqn in slices):

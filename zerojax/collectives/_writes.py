@@ -26,12 +26,9 @@ def trace_writing(
 ) -> tuple[core.ClosedJaxpr, Any, list[KeyPath]]:
     """Trace `loss_fn(params_of(leaves), given)`.
 
-    Returns:
-        The program, whose results are the loss's and then what it writes into Variables of the
-        model; the shapes of the loss's; and where in the model those Variables are.
-
-    Raises:
-        ValueError: it writes something new to one of `leaves`, or to what is no Variable.
+    Returns the program, whose results are the loss's and then what it writes into Variables of the
+    model; the shapes of the loss's; and where in the model those Variables are. A ValueError tells
+    of something new that is written to one of `leaves`, or to what is no Variable.
     """
     paths: list[KeyPath] = []
 

@@ -130,12 +130,8 @@ def load_corpus(
     Files are put in the order of a digest of their contents, equal files once, and the last 5% of
     all tokens are held out: a fair sample that depends on the files alone. The default corpus stops
     at 8 MB. All of it is held in memory, unless it is one `.npy` file of tokens, which is mapped:
-    it may be larger than memory. Each part gets at least a window of `context` + 1 tokens.
-
-    Args:
-        inputs: files, folders, globs.
-        context: tokens of a window, without the one that is predicted last.
-        tokenizer: makes tokens of text; by default they are its bytes.
+    it may be larger than memory. Each part gets at least a window of `context` + 1 tokens. Inputs
+    are files, folders and globs; without a tokenizer, tokens are the bytes of text.
 
     Raises:
         ValueError: data is missing, unreadable, empty or too short; one line, with the remedy.

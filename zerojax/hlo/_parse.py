@@ -26,9 +26,7 @@ def parse_collectives(program: str | Module) -> Collectives:
         %ag = bf16[4096,1024] all-gather(%x), replica_groups={{0,1}}, dimensions={0}
 
     in a loop of 6 turns is one record: an all-gather of 4096 x 1024 between 2 devices, run 6 times.
-
-    Raises:
-        ValueError: a text without an entry computation.
+    A text without an entry computation is a ValueError.
     """
     module = parse_module(program) if isinstance(program, str) else program
     records: list[Collective] = []

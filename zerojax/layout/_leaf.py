@@ -206,11 +206,7 @@ class Rule:
         return re.search(self.path, path) is not None
 
     def dim_of(self, path: str, shape: Shape) -> int | None:
-        """Return the dim of a leaf that the rule asks for, counted from the front.
-
-        Raises:
-            ValueError: the leaf does not have it.
-        """
+        """Return the dim that the rule asks for, from the front; a ValueError if there is none."""
         if self.dim is None:
             return None
         if not -len(shape) <= self.dim < len(shape):

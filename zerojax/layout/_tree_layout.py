@@ -305,11 +305,8 @@ class TreeLayout:
     ) -> list[Any]:
         """Return the leaves of a tree like the parameters, in the layout's order.
 
-        Args:
-            tree: holds them, logical or `stored`, maybe in other nodes (`leaves_like`).
-            what: names the tree in errors.
-            within: whether it may hold other floating leaves too.
-            stored: whether its leaves may be padded.
+        It holds them, or padded ones if `stored`, maybe in other nodes (`leaves_like`), and if
+        `within` other floating leaves too. `what` names the tree in errors.
 
         Raises:
             ValueError: a leaf is missing, too many or of another shape; it is named.

@@ -25,12 +25,7 @@ class Difference:
 
 
 def compare(old: StepRecord, new: StepRecord) -> tuple[Difference, ...]:
-    """List what differs; bytes within 1%, and shares within 0.01, are the same.
-
-    Args:
-        old: what was accepted.
-        new: what there is now.
-    """
+    """List what differs from an accepted step; bytes within 1% are the same, shares within 0.01."""
     mesh = [Difference("mesh", "the mesh", str(old.mesh), str(new.mesh))]
     mesh = [] if old.mesh == new.mesh else mesh
     return (*mesh, *_leaves(old, new), *_moved(old, new), *_totals(old, new))

@@ -27,11 +27,7 @@ class CheckedStep:
     make: Callable[[Sequence[Any]], Any]  # `make(devices)` gives the step
 
     def lower(self, devices: Sequence[Any]) -> tuple[Any, Layout | None, Recipe | None]:
-        """Return the lowered or compiled step, and what it is to be audited with, if anything.
-
-        Raises:
-            TypeError: the function gives something else.
-        """
+        """Return the lowered or compiled step, and what it is to be audited with, if anything."""
         given, layout, recipe = self.make(devices), None, None
         match given:
             case (TrainStep() as step, batch):
@@ -78,11 +74,7 @@ def checked(*targets: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def find_steps(path: Path) -> list[CheckedStep]:
-    """Find the steps that a Python file marks; the file is run.
-
-    Raises:
-        ValueError: it marks none.
-    """
+    """Find the steps that a Python file marks, which is run; a ValueError where it marks none."""
     marked = {key: x for key, x in vars(_load(path)).items() if hasattr(x, _TARGETS)}
     if not marked:
         raise ValueError(f"{path} marks no step: decorate one with @zerojax.checked('h100:1x8')")

@@ -88,9 +88,7 @@ class OffloadedUpdate:
     ) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """Run it; arrays on the host come and go there.
 
-        Raises:
-            ValueError: the optimizer mixes leaves or elements through more than scalars of the
-                gradients; what to write instead is named.
+        A ValueError names an optimizer that mixes leaves or elements through more than scalars.
         """
         args = (grads, held, state, loss)
         traced = Traced(self.function, args)

@@ -11,7 +11,7 @@ from typing import get_args
 import optax
 
 from zerojax._arguments import as_amount, as_count, as_given
-from zerojax._garbage import uncollected
+from zerojax._quiet import uncollected
 from zerojax._types import Axes, PyTree
 from zerojax.collectives import per_microbatch
 from zerojax.layout import STAGES, check_stage

@@ -14,11 +14,9 @@ from collections.abc import Callable
 
 
 def relay(coordinator: str, closed: Callable[[], object]) -> str:
-    """Pass on what comes, and return the address to connect to.
+    """Pass on what comes for `HOST:PORT`, and return the address to connect to.
 
-    Args:
-        coordinator: `HOST:PORT`.
-        closed: called in a thread of the relay when the coordinator has closed a connection.
+    `closed` is called in a thread of the relay when the coordinator has closed a connection.
     """
     server = socket.create_server(("127.0.0.1", 0))
     host, _, port = coordinator.rpartition(":")

@@ -40,8 +40,7 @@ def connection() -> Any:
 def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
     """Return what every process says, in their order; all call it.
 
-    Calls from main threads are matched in their order, and have to have one name; those from other
-    threads are matched by name.
+    Calls from main threads are matched in order, and have one name; those of others by name.
 
     Raises:
         ProcessError: a process did not come within `seconds`.

@@ -28,14 +28,13 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
             remedy="cast to the parameters' dtype before the gather, with an optimization_barrier "
             "between them (Precision(params=jnp.bfloat16) does so)",
         )
-    sums = [move for move in evidence.large if move.role in REDUCTIONS]
-    wide = [move for move in sums if 0 < _own_bits(evidence, move) < move.record.item_bits]
+    leaves, sums = evidence.layout.leaves, [x for x in evidence.large if x.role in REDUCTIONS]
     # Sums of the size of a vector may be statistics of the batch, which BatchNorm computes in fp32.
-    leaves = evidence.layout.leaves
     wide = [
         move
-        for move in wide
-        if any(len(leaves[i].shape) - leaves[i].stacked > 1 for i in move.match.leaves)
+        for move in sums
+        if 0 < _own_bits(evidence, move) < move.record.item_bits
+        and any(len(leaves[i].shape) - leaves[i].stacked > 1 for i in move.match.leaves)
     ]
     if _is_relevant(evidence, wide) and not _may_reduce_wide(evidence):
         largest = max(wide, key=lambda move: move.moved)

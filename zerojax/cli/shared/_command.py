@@ -71,12 +71,9 @@ Options = TypeVar("Options", bound=CommandOptions)
 def option(default: Any, *names: str, panel: str | None = None, **looks: Any) -> Any:
     """Return a field that is an option; the string below the field is its help.
 
-    Args:
-        default: its value where it is left out; () for an option that may be given several times.
-        names: how it is spelled, where that is not the field's name.
-        panel: the group of options that it is shown in.
-        looks: what else `typer.Option` takes: `min`, `max`, `metavar`, and `show_default`, the
-            default in words where the value does not tell.
+    One that may be given several times has the default (). `names` spell it, where that is not the
+    field's name; `panel` is the group that it is shown in. `looks` is what else `typer.Option`
+    takes: `min`, `max`, `metavar`, and `show_default`, the default in words.
     """
     info = typer.Option(None if default == () else default, *names, rich_help_panel=panel, **looks)
     return dataclasses.field(default=default, metadata={PARAMETER: info})

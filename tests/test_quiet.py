@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax._garbage import uncollected
+from zerojax._quiet import uncollected
 
 
 def fail():

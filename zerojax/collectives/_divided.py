@@ -1,10 +1,15 @@
-"""Grouped convolutions, which XLA's partitioner divides wrongly, or by gathering examples.
+"""What each device does for its own examples, as XLA's partitioner would gather them all.
 
-The gradient of a grouped kernel is a convolution that sums over examples. The partitioner gathers
-all of them for it, unless each feature is a group. It adds the gradient up over all devices, also
-over those that have the same examples: on a mesh of 4 x 2 whose first axis cuts the batch it is
-twice what it should be, and nothing is said. So the loss computes the convolution in `shard_map`,
-and leaves the sum over copies of the kernel to the partitioner:
+Operations on each example: GPUs and CPUs don't divide a Fourier transform along the batch, libtpu
+no decomposition of matrices, and CPUs no `top_k`:
+
+    h:f32[64,32]  8 devices      y = shard_map[ fft h:[8,32] ]
+
+Grouped convolutions: the gradient of a grouped kernel is a convolution that sums over examples, all
+gathered unless each feature is a group. The partitioner adds it up over all devices, also over
+those that have the same examples: on a mesh of 4 x 2 whose first axis cuts the batch it is twice
+what it should be, and nothing is said. So the loss computes the convolution in `shard_map`, and
+leaves the sum over copies of the kernel to the partitioner:
 
     x:f32[16,6,8]  k:f32[3,1,8]    copies:f32[4,3,1,8] of k, one for each part of the examples
     y = shard_map[ conv x:[4,6,8] copies[0] ]     the gradient of `copies` is each device's own
@@ -21,10 +26,46 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
-from zerojax._jaxpr import bind_here, variables, with_inner
+from zerojax._jaxpr import REMATERIALISED, bind_here, called, runs_in_place, variables, with_inner
 from zerojax.collectives._boxed import Boxed, Opening, pad_rows
 from zerojax.collectives._structural import waits_elementwise
 from zerojax.layout import Layout
+
+#: Operations, and how many of the last dims they mix; a Fourier transform says it itself.
+_MIXED = {"eigh": 2, "fft": 0, "lu": 2, "svd": 2, "top_k": 1}
+
+
+def is_apart(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
+    """Whether an equation, or a call of it, is one that each device does for its own examples.
+
+    These lie along the first dim; where devices can't divide it, the partitioner has its way.
+    """
+    parts, name = layout.num_batch_parts, eqn.primitive.name
+    if parts == 1 or from_batch.isdisjoint(variables(eqn.invars)):
+        return False
+    if runs_in_place(eqn) or name == REMATERIALISED:
+        return any(is_apart(x, layout, from_batch) for x in called(eqn).eqns)
+    if name not in _MIXED or (name == "top_k" and layout.platform != "cpu"):
+        return False
+    shape = eqn.invars[0].aval.shape
+    if eqn.params.get("axis", -1) % len(shape) == 0:  # top_k of the examples
+        return False
+    mixed = _MIXED[name] or len(eqn.params["fft_lengths"])
+    return len(shape) > mixed and shape[0] % parts == 0
+
+
+def bind_apart(eqn: Any, values: Sequence[Any], layout: Layout) -> list[jax.Array]:
+    """Let each device do an operation for its own examples."""
+    mesh, axes = layout.auto_mesh, layout.batch_axes
+    own = jax.shard_map(
+        lambda *xs: bind_here(eqn, xs),
+        mesh=mesh,
+        in_specs=P(axes),
+        out_specs=P(axes),
+        axis_names={*axes},
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return own(*values)
 
 
 def has_grouped(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
