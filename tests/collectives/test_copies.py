@@ -330,3 +330,21 @@ def test_compilers_reduce_weights_of_a_loss_of_gradients_once(target):
     report = step.audit(jax.ShapeDtypeStruct((1024, 64), jnp.float32))
     assert report.problems == ()
     assert report.judged_volume == pytest.approx(report.theory_volume, rel=0.01)
+
+
+@pytest.mark.aot("libtpu")
+def test_a_table_whose_columns_are_cut_is_told_how_it_is_scattered():
+    """No row count divides, so that the layout cuts 16 of 128 columns; libtpu all-reduces these."""
+    params = {"tab": jax.ShapeDtypeStruct((100003, 128), jnp.bfloat16)}
+    mesh = zerojax.aot.topology_mesh("v5p:2x2x2", {"data": 8})
+
+    def report(rules):
+        layout = zerojax.make_layout(params, mesh, stage=2, rules=rules)
+        step = zerojax.make_train_step(
+            lambda p, ids: jnp.mean(jnp.tanh(p["tab"][ids])), optax.adam(1e-3), layout
+        )
+        return step.audit(jax.ShapeDtypeStruct((8192,), jnp.int32))
+
+    remedies = {problem.remedy for problem in report(()).problems}
+    assert remedies == {"cut dim 0: rules=[zerojax.Rule(path='tab', dim=0)]"}
+    report([zerojax.Rule(path="tab", dim=0)]).raise_if_problems()

@@ -60,10 +60,7 @@ class Program:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Program":
-        """Take the facts from a compiled step.
-
-        A TypeError says what to call for one; a ValueError, that the backend gives no text.
-        """
+        """Take the facts from a compiled step; a TypeError says what to call for one."""
         # What eqx.filter_jit and nnx.jit compile wraps what jit compiled.
         compiled = getattr(compiled, "compiled", compiled)
         if not hasattr(compiled, "memory_analysis") or not hasattr(compiled, "output_shardings"):

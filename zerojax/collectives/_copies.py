@@ -158,10 +158,8 @@ def copied_if_tied(box: Any, program: Any, index: int, opening: Opening) -> Any:
 def uses_of(program: Any, index: int, in_loops: bool = False) -> list[tuple[Any, int]]:
     """List the equations that read an input of a program, and as which operand of theirs.
 
-    Calls are looked into, and behind casts.
-
-    With `in_loops` a scan is looked into, too: what it slices by itself is no use, and what is the
-    same in each of its turns is used where its body reads it.
+    Calls are looked into, and behind casts; with `in_loops` scans too: what one slices by itself is
+    no use, and what is the same in each of its turns is used where its body reads it.
     """
     jaxpr, _ = _jaxpr.opened(program)
     found, todo = [], _places(jaxpr, jaxpr.invars[index])

@@ -72,9 +72,7 @@ def _shared(program: Any, size: int) -> list[Any]:
     """
     jaxpr, _ = _jaxpr.opened(program)
     reads = collections.Counter(_jaxpr.variables([x for eqn in jaxpr.eqns for x in eqn.invars]))
-    reads.update(
-        2 * _jaxpr.variables(jaxpr.outvars)
-    )  # a call's result: who knows how often it is read
+    reads.update(2 * _jaxpr.variables(jaxpr.outvars))  # nobody knows how often a call's are read
     found: list[Any] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == _jaxpr.REMATERIALISED or _jaxpr.runs_in_place(eqn):

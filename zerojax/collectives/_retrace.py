@@ -258,9 +258,9 @@ class Retracer:
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make what a function keeps for its backward pass its own matter, whatever policy is around.
+    """Make what a function keeps its own matter: jax lets a policy around it decide.
 
-    jax lets a policy decide for rematerialised functions in it, and skips one of a zero cotangent.
+    Its backward pass runs for a zero cotangent too.
     """
     own = jax.custom_vjp(function)
     own.defvjp(lambda *values: jax.vjp(function, *values), lambda pull, grads: pull(grads))

@@ -86,10 +86,7 @@ class OffloadedUpdate:
     def __call__(
         self, grads: list[Any], held: list[Any], state: list[Any], loss: Any
     ) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """Run it; arrays on the host come and go there.
-
-        A ValueError names an optimizer that mixes leaves or elements through more than scalars.
-        """
+        """Run it, with arrays on the host; a ValueError tells of leaves that it mixes."""
         args = (grads, held, state, loss)
         traced = Traced(self.function, args)
         sources, slots = self._slots(traced.out_tree)

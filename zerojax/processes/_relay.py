@@ -14,10 +14,7 @@ from collections.abc import Callable
 
 
 def relay(coordinator: str, closed: Callable[[], object]) -> str:
-    """Pass on what comes for `HOST:PORT`, and return the address to connect to.
-
-    `closed` is called in a thread of the relay when the coordinator has closed a connection.
-    """
+    """Pass on what comes for `HOST:PORT`; return where to connect. `closed` is called at its end."""
     server = socket.create_server(("127.0.0.1", 0))
     host, _, port = coordinator.rpartition(":")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, reducing, some
 from zerojax.audit._traffic import REDUCTIONS
-from zerojax.audit.checks._volume import STAGED, is_too_much
+from zerojax.audit.checks._volume import STAGED, is_too_much, staged
 from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
@@ -68,7 +68,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
         f"{' x '.join(layout.axes['gradient'])}, as stage {layout.stage} does",
         seen=f"only {scattered:,.0f} of {partitioned:,} elements are reduce-scattered; "
         f"{whole + sliced:,.0f} elements per device are moved by all-reduces",
-        remedy=STAGED if sliced > whole and evidence.program.platform == "tpu" else remedy,
+        remedy=(staged(evidence, rest, STAGED) if sliced > whole else "") or remedy,
     )
 
 

@@ -94,8 +94,8 @@ def check_far(evidence: Evidence) -> Iterator[Problem]:
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     sliced = [move for move in offenders if move.role == "sliced"]
     is_at_once = tolerance(evidence) in TOLERANCE["at once"]
-    if sliced and evidence.program.platform == "tpu" and is_at_once:
-        return STAGED
+    if advice := staged(evidence, sliced, STAGED if is_at_once else ""):
+        return advice
     if offenders and offenders[0].record.elements < evidence.floor:
         return (
             "let devices sum the gradient of what every turn uses after the loop"
@@ -110,6 +110,16 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
         ways.append("wrap the outermost optimizer: sharded(tx, layout)")
     advice = "; ".join(filter(None, ways)) or "compute with weights where they are used alone"
     return f"{advice}; report.collectives lists all"
+
+
+def staged(evidence: Evidence, sliced: Sequence[Move], otherwise: str) -> str:
+    """Say what to do where a TPU all-reduces gradients, as it does columns of looked-up rows."""
+    if not sliced or evidence.program.platform != "tpu":
+        return ""
+    largest = max(sliced, key=lambda move: move.moved)
+    leaves = (evidence.layout.leaves[index] for index in largest.match.leaves)
+    paths = [leaf.path for leaf in leaves if leaf.dim == len(leaf.shape) - 1 > 0]
+    return f"cut dim 0: rules=[zerojax.Rule(path={paths[0]!r}, dim=0)]" if paths else otherwise
 
 
 def is_too_much(evidence: Evidence) -> bool:

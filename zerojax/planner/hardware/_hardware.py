@@ -116,8 +116,8 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(_read_table())
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """Return hardware by its name, by what JAX calls its devices, or as it was given.
 
-    `hardware` is a key of `HARDWARE` ("h100", in any case), or a device's `device_kind` ("TPU7x" is
-    "v7"). A ValueError lists what is known, nearest first.
+    `hardware` is a key of `HARDWARE` ("h100"), or a device's `device_kind` ("TPU7x" is "v7"). A
+    ValueError lists what is known, nearest first.
     """
     if isinstance(hardware, Hardware):
         return hardware
