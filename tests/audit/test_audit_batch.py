@@ -133,3 +133,23 @@ def test_what_is_wrong_with_them_is_found_alike(mesh8, jitted):
     layout, compiled = jitted(mesh8, 2, "whole")
     problem = only(audit(compiled, layout), "placement")
     assert problem.where.startswith("optimizer")
+
+
+def test_what_every_device_computes_of_whole_edges_is_not_one_device_s_own(mesh8):
+    """Nodes of one graph are cut over devices, edges whole: each device sums all messages."""
+    params = {"emb": jnp.ones((20, 16)), "w": jnp.eye(16)}
+    layout = zerojax.make_layout(params, mesh8, stage=0)
+
+    def loss(params, graph):
+        h = jnp.tanh(params["emb"][graph["nodes"]])
+        messages = jnp.tanh(h[graph["from"]] @ params["w"])
+        return jnp.mean(h + jax.ops.segment_sum(messages, graph["to"], len(h)))
+
+    edges = jnp.arange(128) % 48
+    graph = {
+        "nodes": jnp.arange(48) % 20,
+        "from": zerojax.Whole(edges),
+        "to": zerojax.Whole(edges[::-1]),
+    }
+    report = zerojax.make_train_step(loss, optax.sgd(0.1), layout).audit(graph, joins_examples=True)
+    assert "reduction" not in {problem.kind for problem in report.problems}

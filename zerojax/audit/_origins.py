@@ -15,14 +15,17 @@ class Origins:
     def __init__(
         self,
         module: Module,
-        held: Iterable[Held],
+        held: Collection[Held],
         moves: Collection[Move],
         steps: Collection[Loop] = (),
     ) -> None:
         self._module = module
         self._steps = {loop.name for loop in steps}
         numbers = [(one.kind, one.argument.number) for one in held]
-        self._batch = {number for kind, number in numbers if kind == "batch"}
+        batch = [one.argument for one in held if one.kind == "batch"]
+        # What is whole, a graph's edges say, is the same on all devices.
+        own = [leaf for leaf in batch if leaf.shard_shape != leaf.shape]
+        self._batch = {leaf.number for leaf in own or batch}
         self._states = {number for kind, number in numbers if kind in ("master", "optimizer")}
         self._copies = {
             one.argument.number

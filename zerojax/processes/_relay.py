@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 def relay(coordinator: str, closed: Callable[[], object]) -> str:
-    """Pass on what comes for `HOST:PORT`; return where to connect. `closed` is called at its end."""
+    """Pass on what comes for `HOST:PORT`; return where to connect. At the end `closed` runs."""
     server = socket.create_server(("127.0.0.1", 0))
     host, _, port = coordinator.rpartition(":")
 
