@@ -95,6 +95,16 @@ def _scanned(wrap: Callable[..., Any], around: Callable[..., Any]) -> Callable[.
     return run
 
 
+def _shared(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    """Run one layer in all turns, beside a product that is rematerialised by itself."""
+    layer = jax.checkpoint(functools.partial(_layer, block))
+
+    def turn(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return layer(h, p) + 0.1 * jax.checkpoint(lambda h: jnp.sin(h) * jnp.cos(h))(h), None
+
+    return jax.lax.scan(turn, h, None, length=block.num_layers)[0]
+
+
 def _indexed(block: Block, h: jax.Array, p: Tree) -> jax.Array:
     for i in range(block.num_layers):
         h = _layer(block, h, jax.tree.map(lambda w, i=i: w[i], p))
@@ -250,6 +260,7 @@ KINDS: dict[str, tuple[Callable[..., Tree], Callable[..., jax.Array]]] = {
     "scan": (_stacked(_pair), _scanned(_plain, _plain)),
     "scan of checkpoints": (_stacked(_pair), _scanned(jax.checkpoint, _plain)),
     "checkpoint of a scan": (_stacked(_pair), _scanned(_plain, jax.checkpoint)),
+    "scan of a shared checkpoint": (lambda key, n, D, F: _pair(key, D, F), _shared),
     "jit of a scan": (_stacked(_pair), _scanned(_plain, jax.jit)),
     "indexed stack": (_stacked(_pair), _indexed),
     "stack indexed in a loop": (_stacked(_pair), _fori),

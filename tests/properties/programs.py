@@ -62,6 +62,17 @@ def _frozen_embedding(params: Tree) -> Tree:
     )
 
 
+def _partly_frozen(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.multi_transform({"trained": tx, "frozen": optax.set_to_zero()}, _frozen_embedding)
+
+
+def clipped(name: str, norm: float) -> optax.GradientTransformation:
+    """Clip as a recipe does: the norm leaves out what the optimizer leaves alone."""
+    clip = optax.clip_by_global_norm(norm)
+    first = _partly_frozen(optax.identity()) if name == "partly frozen" else optax.identity()
+    return optax.chain(first, clip, OPTIMIZERS[name]())
+
+
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
@@ -72,9 +83,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "masked": lambda: optax.masked(
         optax.adam(1e-2, eps=1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
-    "partly frozen": lambda: optax.multi_transform(
-        {"trained": optax.adam(1e-2, eps=1e-3), "frozen": optax.set_to_zero()}, _frozen_embedding
-    ),
+    "partly frozen": lambda: _partly_frozen(optax.adam(1e-2, eps=1e-3)),
 }
 #: name: sizes of the mesh, and the axes that ZeRO partitions over.
 MESHES = {

@@ -73,7 +73,7 @@ def plain_steps(program: Program, params, batches, blocks):
     """
     tx = programs.OPTIMIZERS[program.optimizer]()
     if program.clip_norm is not None:
-        tx = optax.chain(optax.clip_by_global_norm(program.clip_norm), tx)
+        tx = programs.clipped(program.optimizer, program.clip_norm)
     # What is normalised over examples is another program for each microbatch; else they are one.
     parts = program.accumulate if program.beside == "batch norm" else 1
 
