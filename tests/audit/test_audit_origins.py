@@ -40,7 +40,9 @@ def test_a_sum_beside_the_program_is_no_device_s_own(spelling, reduced):
     module = parse_module(text)
     (moved,) = parse_collectives(module).records
     assert (moved.op, moved.is_async) == ("reduce-scatter", True)
-    batch = SimpleNamespace(kind="batch", argument=SimpleNamespace(number=0))
+    batch = SimpleNamespace(
+        kind="batch", argument=SimpleNamespace(number=0, shape=(64,), shard_shape=(8,))
+    )
     value = Value(Frame(computation=module.entry), "new", None)
     assert Origins(module, [batch], []).are_of_examples([value]) is not reduced
 
@@ -60,6 +62,8 @@ def test_a_slice_beside_the_program_is_followed():
 """,
     )
     module = parse_module(text)
-    batch = SimpleNamespace(kind="batch", argument=SimpleNamespace(number=0))
+    batch = SimpleNamespace(
+        kind="batch", argument=SimpleNamespace(number=0, shape=(64,), shard_shape=(8,))
+    )
     value = Value(Frame(computation=module.entry), "new", None)
     assert Origins(module, [batch], []).are_of_examples([value])

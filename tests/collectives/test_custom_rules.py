@@ -11,6 +11,7 @@ import zerojax
 from zerojax.collectives import gather_where_used
 
 ROWS, COLUMNS, LONG = 32, 64, 2048
+X = jax.random.normal(jax.random.key(1), (16, 32)) / 4
 LOWER = np.tril(np.ones((ROWS, COLUMNS), np.float32))
 
 
@@ -53,14 +54,14 @@ def test_a_rule_of_a_widened_weight_goes_with_what_moves_it(name, move, stage, m
     def loss(params, x):
         return jnp.mean(MOVES[move](x, FUNCTIONS[name](params["w"].astype(jnp.float32))) ** 2)
 
-    compared(loss, {"w": w}, jnp.ones((16, ROWS)) / 8, layout, tolerance=2e-2)
+    compared(loss, {"w": w}, X, layout, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["scanned", "indexed"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_rule_of_a_widened_stack_goes_with_its_layers(name, stage, indexed, mesh8):
-    w = jax.random.normal(jax.random.key(0), (3, ROWS, ROWS)).astype(jnp.bfloat16)
+    w = (jax.random.normal(jax.random.key(0), (3, ROWS, ROWS)) / 8).astype(jnp.bfloat16)
     layout = zerojax.make_layout({"w": w}, mesh8, stage=stage, min_size=1)
     function = (lambda w: w * LOWER[:, :ROWS]) if name == "lower" else FUNCTIONS[name]
 
@@ -70,7 +71,7 @@ def test_a_rule_of_a_widened_stack_goes_with_its_layers(name, stage, indexed, me
             return jnp.mean(jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ stack[i]), x) ** 2)
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0] ** 2)
 
-    compared(loss, {"w": w}, jnp.ones((16, ROWS)) / 8, layout, tolerance=2e-2)
+    compared(loss, {"w": w}, X, layout, tolerance=2e-2)
 
 
 @jax.custom_vjp
@@ -111,4 +112,4 @@ def test_a_rule_is_run_whose_result_has_no_gradient(stage, min_size, looped, mes
             x = jax.lax.scan(lambda x, _: (layer(params, x), None), x, None, length=2)[0]
         return jnp.mean(layer(params, x) ** 2)
 
-    compared(loss, params, jnp.ones((16, ROWS)) / 8, layout)
+    compared(loss, params, X, layout)
