@@ -68,8 +68,10 @@ def test_a_rule_of_a_widened_stack_goes_with_its_layers(name, stage, indexed, me
     def loss(params, x):
         stack = function(params["w"].astype(jnp.float32))
         if indexed:
-            return jnp.mean(jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ stack[i]), x) ** 2)
-        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0] ** 2)
+            x = jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ stack[i] / 8), x)
+        else:
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w / 8), None), x, stack)[0]
+        return jnp.mean(x**2)
 
     compared(loss, {"w": w}, X, layout, tolerance=2e-2)
 
