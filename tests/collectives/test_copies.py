@@ -346,5 +346,7 @@ def test_a_table_whose_columns_are_cut_is_told_how_it_is_scattered():
         return step.audit(jax.ShapeDtypeStruct((8192,), jnp.int32))
 
     remedies = {problem.remedy for problem in report(()).problems}
-    assert remedies == {"cut dim 0: rules=[zerojax.Rule(path='tab', dim=0)]"}
+    assert remedies == {
+        "cut its rows, which are padded then: rules=[zerojax.Rule(path='tab', dim=0)]"
+    }
     report([zerojax.Rule(path="tab", dim=0)]).raise_if_problems()

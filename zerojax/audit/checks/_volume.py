@@ -113,13 +113,15 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
 
 
 def staged(evidence: Evidence, sliced: Sequence[Move], otherwise: str) -> str:
-    """Say what to do where a TPU all-reduces gradients, as it does columns of looked-up rows."""
+    """Say what to do where a TPU all-reduces gradients, as it does the columns of a long table."""
     if not sliced or evidence.program.platform != "tpu":
         return ""
     largest = max(sliced, key=lambda move: move.moved)
-    leaves = (evidence.layout.leaves[index] for index in largest.match.leaves)
-    paths = [leaf.path for leaf in leaves if leaf.dim == len(leaf.shape) - 1 > 0]
-    return f"cut dim 0: rules=[zerojax.Rule(path={paths[0]!r}, dim=0)]" if paths else otherwise
+    for leaf in (evidence.layout.leaves[index] for index in largest.match.leaves):
+        if leaf.dim == len(leaf.shape) - 1 and leaf.shape[leaf.stacked] > leaf.shape[-1]:
+            rule = f"zerojax.Rule(path={leaf.path!r}, dim={leaf.stacked})"
+            return f"cut its rows, which are padded then: rules=[{rule}]"
+    return otherwise
 
 
 def is_too_much(evidence: Evidence) -> bool:
