@@ -157,3 +157,21 @@ def test_the_gradient_of_a_grouped_kernel_that_is_summed_over_replicas_is_named(
     problem = only(report, "replicas")
     assert "summed along model too" in problem.seen
     assert "2 times too large" in problem.seen
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_lookups_give_back_may_move_in_place_of_their_tables_gradient(stage):
+    """Over shards within a node the partitioner picks what moves less."""
+    mesh = zerojax.make_mesh({"replica": 2, "fsdp": 4})
+    shapes = shapes_of({"table": (1024, WIDTH), "up": (WIDTH, WIDTH)})
+    axes = {"axis": "fsdp", "batch_axes": ("replica", "fsdp"), "min_size": 0}
+    layout = zerojax.make_layout(shapes, mesh, stage=stage, **axes)
+
+    def loss(params, ids):
+        return jnp.mean(jnp.tanh(params["table"][ids] @ params["up"]) ** 2)
+
+    step = zerojax.make_train_step(loss, optax.adamw(1e-3), layout)
+    report = step.audit(jax.ShapeDtypeStruct((16, 4), jnp.int32))
+    assert report.problems == ()
+    assert report.judged_volume < 0.8 * report.theory_volume
+    assert sum("/scatter-add" in x.record.op_name and not x.match.form for x in report.moves) == 2

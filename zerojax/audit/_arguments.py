@@ -166,7 +166,7 @@ def item_bits(dtype: str) -> int:
 
 
 def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
-    if not leaf.shape or leaf.dtype.startswith("key<"):
+    if not leaf.shape or leaf.dtype.startswith("key<") or "model_state" in leaf.path.split("/"):
         return "other"
     cut = leaf.shard_shape and leaf.shard_shape[0] < leaf.shape[0]
     spec = f"{leaf.spec} "

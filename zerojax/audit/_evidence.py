@@ -27,6 +27,7 @@ from zerojax.hlo import (
     parse_collectives,
     parse_module,
     source_of,
+    sum_moved,
 )
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
@@ -150,6 +151,15 @@ class Evidence:
     def large(self) -> tuple[Move, ...]:
         """Return what moves at least the floor's elements in a step, in all turns of its loops."""
         return tuple(move for move in self.ours if move.handled >= self.floor)
+
+    @cached_property
+    def instead(self) -> tuple[Move, ...]:
+        """Return gathers of what lookups give back, less than to reduce their table's gradient."""
+        given = [x for x in self.large if x.role == "gather" and not x.match.form]
+        given = [x for x in given if "/scatter-add" in x.record.op_name]
+        sums = [move for move in self.large if move.role in REDUCTIONS]
+        due = sum([*self.theory.scattered.values(), *self.theory.summed.values()])
+        return (*given,) if sum_moved([*sums, *given], "judged") <= due else ()
 
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:

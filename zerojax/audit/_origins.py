@@ -27,11 +27,7 @@ class Origins:
         own = [leaf for leaf in batch if leaf.shard_shape != leaf.shape]
         self._batch = {leaf.number for leaf in own or batch}
         self._states = {number for kind, number in numbers if kind in ("master", "optimizer")}
-        self._copies = {
-            one.argument.number
-            for one in held
-            if one.kind in ("copy", "other") and one.parameter is not None
-        }
+        self._given = {number for kind, number in numbers if kind in ("copy", "other")}
         self._others = {(m.record.computation, m.record.name) for m in moves if not m.is_ours}
         self._clean: set[tuple[str, str, int | None]] = set()
 
@@ -47,15 +43,15 @@ class Origins:
         found = self._arguments([value]) if self._states else set()
         return not self._batch.isdisjoint(found) and self._states.isdisjoint(found)
 
-    def is_copy(self, value: Value) -> bool:
-        """Return whether a value is made of a further copy of the parameters alone."""
-        found = self._arguments([value]) if self._copies else set()
-        return bool(found) and found <= self._copies
+    def is_given(self, value: Value) -> bool:
+        """Return whether a value is made of neither states nor examples: of a reference, say."""
+        found = self._arguments([value]) if self._given else set()
+        return bool(found) and found <= self._given
 
     def _arguments(self, values: Iterable[Value]) -> set[int]:
         seen: set[tuple[str, str, int | None]] = set()
         found = set(arguments_of(self._module, *values, until=self._ends, seen=seen))
-        if found.isdisjoint(self._batch | self._states | self._copies):
+        if found.isdisjoint(self._batch | self._states | self._given):
             self._clean |= seen  # where one walk found nothing, the next need not go
         return found
 
@@ -76,16 +72,17 @@ def without_activations(
     """Return the same moves; gathers of what is made of examples are of no leaf.
 
     Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's. What
-    a loss gathers of a further copy, a target network or a reference, is not judged.
+    a loss gathers of a target network, a reference or a frozen base beside the parameters is not
+    judged.
     """
     origins = Origins(module, [*held], moves, steps)
 
     def one(move: Move) -> Move:
-        if move.role != "gather" or not move.match.form:
+        if move.role != "gather":
             return move
-        if origins.is_activation(move.record.operand):
+        if move.match.form and origins.is_activation(move.record.operand):
             return dataclasses.replace(move, match=UNMATCHED)
-        is_copy = origins.is_copy(move.record.operand)
-        return dataclasses.replace(move, judged=0.0) if is_copy else move
+        is_given = origins.is_given(move.record.operand)
+        return dataclasses.replace(move, judged=0.0) if is_given else move
 
     return tuple(map(one, moves))

@@ -45,7 +45,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     accepted = ("scatter",) if evidence.has_scatter else ("scatter", "sliced")
     reductions = [move for move in evidence.ours if move.role in REDUCTIONS]
     scattered = sum(move.handled for move in reductions if move.role in accepted)
-    if scattered >= partitioned / 2:
+    if scattered >= partitioned / 2 or evidence.instead:
         return
     rest = sorted(
         (move for move in reductions if move.role not in accepted), key=lambda move: -move.judged
@@ -75,6 +75,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
 def check_activation(evidence: Evidence) -> Iterator[Problem]:
     """Check that activations stay where they are: ZeRO moves parameters and gradients."""
     strange = [move for move in evidence.large if not move.match.form and move.judged]
+    strange = [move for move in strange if move not in evidence.instead]
     gathered = [move for move in strange if move.role == "gather"]
     reduced = [move for move in strange if move.role in REDUCTIONS]
     least = SHARE * _local_elements(evidence)
