@@ -54,6 +54,12 @@ def attention(p, b):
     return jnp.mean((jax.nn.softmax(scores) @ b["x"]) ** 2) + 0 * heads.sum()
 
 
+def steps(p, b):
+    """Index the time of all examples in a loop: its 0 of their dim is `select_n (0 < 0) 0 n`."""
+    _, out = jax.lax.scan(lambda _, t: (None, b["x"][:, t] @ p["out"]), None, jnp.arange(TOKENS))
+    return jnp.mean(out**2)
+
+
 def heads(p, b):
     x = b["x"].reshape(*b["x"].shape[:2], 2, -1)
     q = x.transpose(0, 2, 1, 3).reshape(-1, TOKENS, WIDTH // 2)
@@ -130,6 +136,7 @@ def routed(p, b):
 
 
 MEANS = {
+    "steps": steps,
     "labels": lambda p, b: entropy(logits(p, b), b["y"]).mean(),
     "tokens": lambda p, b: entropy(p["embed"][b["tokens"]] @ p["out"], b["tokens"]).mean(),
     "flat tokens": lambda p, b: entropy(

@@ -115,3 +115,40 @@ def test_a_rule_is_run_whose_result_has_no_gradient(stage, min_size, looped, mes
         return jnp.mean(layer(params, x) ** 2)
 
     compared(loss, params, X, layout)
+
+
+TABLE = jnp.linspace(0.5, 1.5, ROWS)
+
+
+@jax.custom_vjp
+def closed(x, w, bias):
+    """Closes over an array, which jax refuses to differentiate; one result has no gradient."""
+    y = jnp.tanh(x @ w) * TABLE + bias
+    return y, jnp.argmax(y, axis=-1), y * 2
+
+
+closed.defvjp(
+    lambda x, w, bias: (closed(x, w, bias), (x, w)),
+    lambda kept, g: (*jax.vjp(lambda x, w: jnp.tanh(x @ w) * TABLE, *kept)[1](g[0]), None),
+)
+
+
+@pytest.mark.parametrize("looped", ["", "looped", "rematerialised"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rule_may_close_over_an_array_and_give_results_without_gradients(stage, looped, mesh8):
+    params = {"w": jax.random.normal(jax.random.key(0), (ROWS, ROWS)) / 4}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+
+    def loss(params, x):
+        mask = (x > 0).astype(jnp.float32)  # made of examples alone
+
+        def layer(x, _):
+            y, best, _ = closed(x @ params["w"], params["w"], mask)
+            return y + best[:, None] * 0.01, None
+
+        if looped:
+            layer = jax.checkpoint(layer) if looped == "rematerialised" else layer
+            return jnp.mean(jax.lax.scan(layer, x, None, length=2)[0] ** 2)
+        return jnp.mean(layer(x, None)[0] ** 2)
+
+    compared(loss, params, X, layout)

@@ -189,6 +189,20 @@ def test_microbatches_of_a_mean_are_not_warned_of(name, mesh8):
     lowered(mesh8, MEANS[name], 2)  # a warning would be an error
 
 
+def test_noise_of_a_key_that_is_marked_whole_is_refused(mesh8):
+    """Each device would draw the same for its own examples."""
+    _, match = OTHERS["a constant key"]
+
+    def of_batch(p, b):
+        return jnp.mean(jax.random.normal(b["noise"], b["x"].shape) * b["x"] @ p["out"])
+
+    step = make(mesh8, of_batch, "once")
+    batch = {**BATCH, "noise": zerojax.Whole(jax.random.key(0))}
+    with pytest.raises(ValueError, match=match):
+        step(step.init(PARAMS), batch)
+    step(step.init(PARAMS), {**batch, "noise": jax.random.key(0)})
+
+
 @pytest.mark.parametrize("reduce", ["once", "each"])
 def test_a_mask_divided_by_its_mean_gives_the_mean_over_the_mask(reduce, mesh8):
     mask = jnp.zeros((EXAMPLES, TOKENS)).at[:5, 2:].set(1.0).at[9].set(1.0)

@@ -213,6 +213,21 @@ def test_a_line_that_is_no_instruction_but_names_a_collective_is_reported():
     assert parse_collectives(broken).unread == ("%odd := bf16[8] all-gather(%x)",)
 
 
+def test_a_kernels_metadata_may_stand_on_lines_of_its_own():
+    """As libtpu writes splash attention; the computation goes on behind it."""
+    program = wrap(
+        "%x = f32[8]{0} parameter(0)",
+        '%c = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", '
+        'frontend_attributes={kernel_metadata={\n"block_q":"128"\n}}, metadata={op_name="splash"}',
+        "ROOT %r = f32[8]{0} all-reduce(%c), replica_groups={{0,1}}, to_apply=%add",
+    )
+    module = parse_module(program)
+    assert not module.unread
+    assert [line.name for line in module.entry.instructions] == ["x", "c", "r"]
+    assert module.entry.by_name["c"].op_name == "splash"
+    assert [record.name for record in parse_collectives(module).records] == ["r"]
+
+
 def test_a_library_call_that_communicates_is_reported():
     program = wrap(
         "%x = f32[8]{0} parameter(0)",

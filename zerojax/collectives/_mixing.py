@@ -101,7 +101,7 @@ def result_of(
         if given is None and not values[0].fresh:
             raise Refused(
                 "its noise is of a key that is the same for each part of the batch (take a key "
-                "from the batch, or ask for one: loss_fn(params, batch, key))"
+                "from the batch, not marked Whole, or ask for one: loss_fn(params, batch, key))"
             )
         return Value(outer)
     column = _column(eqn, values)

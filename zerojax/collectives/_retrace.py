@@ -24,7 +24,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from zerojax import _jaxpr
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
@@ -260,11 +262,31 @@ class Retracer:
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make what a function keeps its own matter: jax lets a policy around it decide.
 
-    Its backward pass runs for a zero cotangent too.
+    Its backward pass runs for a zero cotangent too. What is not differentiated stays so: jax
+    refuses to differentiate what a rule of the user's own closes over.
     """
+
+    def forward(*values: Any) -> tuple[Any, Any]:
+        def used(*own: Any) -> Any:
+            stop = jax.lax.stop_gradient
+            return function(*jax.tree.map(lambda x, v: v if x.perturbed else stop(v), values, own))
+
+        return jax.vjp(used, *jax.tree.map(lambda x: x.value, values))
+
+    def backward(pull: Any, grads: Any) -> Any:
+        return pull(jax.tree.map(_filled, grads))
+
     own = jax.custom_vjp(function)
-    own.defvjp(lambda *values: jax.vjp(function, *values), lambda pull, grads: pull(grads))
+    own.defvjp(forward, backward, symbolic_zeros=True)
     return own
+
+
+def _filled(grad: Any) -> Any:
+    if not isinstance(grad, SymbolicZero):
+        return grad
+    aval: Any = grad.aval
+    zeros = np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(aval.shape, aval.dtype)
 
 
 def _rematerialises(eqn: Any) -> bool:

@@ -27,7 +27,14 @@ from jax.extend import core, source_info_util
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
 from zerojax.collectives import _rules
-from zerojax.collectives._examples import is_key, map_batch, microbatch, num_examples, resized
+from zerojax.collectives._examples import (
+    has_examples,
+    is_key,
+    is_whole,
+    microbatch,
+    num_examples,
+    resized,
+)
 from zerojax.collectives._mixing import (
     IN_CHUNKS,
     LINEAR,
@@ -56,10 +63,16 @@ def why_no_mean(
     of a batch, one of `num_parts` of the whole. A refusal says the operation, and where it stands.
     """
     batch = jax.eval_shape(lambda batch: microbatch(batch, 0, count), batch)
+
+    def given(x: Any) -> Any:
+        if is_whole(x):  # a key of it is the same on all devices
+            return [Value() for _ in jax.tree.leaves(x)]
+        return Value(1) if has_examples(x) else Value(fresh=is_key(x))
+
     few = max(num_examples(batch) or 0, 2)
     values = [
         *(Value() for _ in jax.tree.leaves(params)),
-        *jax.tree.leaves(map_batch(lambda _: Value(1), batch, lambda x: Value(fresh=is_key(x)))),
+        *jax.tree.leaves(jax.tree.map(given, batch, is_leaf=is_whole)),
     ]
 
     def why(times: int) -> Refused | None:
@@ -191,12 +204,15 @@ class _Reader:
             matvec, vecmat, solve, _ = lengths = eqn.params["const_lengths"]
             consts = values[matvec + vecmat :][:solve]
             return self.run(first, second, [*consts, *values[sum(lengths) :]])
+        if name == "select_n" and values[0].zero:  # of x[:, t]: select_n (lt 0 0) 0 16
+            return [values[1]]
         dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
         outs = [_varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
         fresh = any(value.fresh for value in values)
         of_examples = any(dim is not None for dim in (*dims, *outs))
         if not of_examples and not any(value.pooled or value.degree for value in values):
-            zero = bool(values) and name in LINEAR and all(value.zero for value in values)
+            zero = bool(values) and all(value.zero for value in values)
+            zero = zero and (name in LINEAR or name in ("gt", "lt", "ne"))
             return [Value(fresh=fresh, zero=zero)] * len(outs)
         if self.in_rule and name in _rules.KERNELS and not of_examples:
             return [meet(values)] * len(outs)

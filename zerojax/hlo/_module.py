@@ -25,6 +25,8 @@ _CALLED_LIST = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+),")
 _RUN = ("calls", "to_apply", "body")
 _MOVES = having("moves")
+# Metadata of a kernel takes lines of its own: `... kernel_metadata={`, `"block_q":"128"`, `}}, ...`
+_GOES_ON = re.compile(r'\n(?="|\}\})')
 # 1 "model.py"
 # 3 {file_name_id=1 function_name_id=3 line=104 end_line=104 column=11 end_column=11}
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
@@ -194,7 +196,7 @@ def parse_module(text: str) -> Module:
     unread: list[str] = []
     header, table = "", ""
     current: Computation | None = None
-    for line in text.splitlines():
+    for line in _GOES_ON.sub("", text).splitlines():
         if current is not None and line.startswith("}"):
             current = None
         elif current is not None:
