@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import tokenizers
@@ -10,6 +12,11 @@ from tests.texts import prose, save_tokenizer
 from zerojax import data
 
 TEXT = prose(20_000)
+
+
+def archive():
+    np.savez(content := io.BytesIO(), tokens=np.zeros(99, np.uint8))
+    return content.getvalue()
 
 
 @pytest.fixture
@@ -81,7 +88,7 @@ def test_a_file_of_no_tokens_is_refused(tmp_path, tokenizer):
         data.load_corpus([tmp_path / "t.npy"], context=16, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("content", [b"", b"The cat sat on the mat.\n"])
+@pytest.mark.parametrize("content", [b"", b"The cat sat on the mat.\n", b"PK\3\4", archive()])
 def test_a_file_that_numpy_did_not_write_is_refused(tmp_path, content):
     (tmp_path / "t.npy").write_bytes(content)
     with pytest.raises(ValueError, match=r"t.npy is no .npy file of tokens; write one with numpy"):
@@ -103,6 +110,12 @@ def test_empty_text_is_refused(tmp_path, tokenizer):
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(ValueError, match=r"can't read the tokenizer .*t\.json: .*; give a token"):
+        data.Tokenizer(tmp_path / "t.json")
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="?")).save(f"{tmp_path}/t.json")
+    with pytest.raises(ValueError, match=r"the tokenizer .*t\.json has no tokens"):
         data.Tokenizer(tmp_path / "t.json")
 
 

@@ -42,6 +42,11 @@ def test_those_that_do_not_start_are_named_to_all_others(here, missing):
     assert start(here) == [told] * len(here)
 
 
+def test_an_id_beyond_the_number_of_processes_is_refused_at_once():
+    with pytest.raises(ValueError, match="this is process 2 of 2; ids count from 0 to 1"):
+        meet("127.0.0.1:1", 2, 2, None, 60.0)
+
+
 def test_strangers_are_not_counted():
     address = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor() as pool:

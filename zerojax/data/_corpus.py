@@ -43,7 +43,9 @@ class Tokenizer:
             raise ValueError(
                 f"can't read the tokenizer {os.fspath(path)}: {error}; give a tokenizer.json"
             ) from error
-        self.vocab_size = 1 + max(self._inner.get_vocab().values())
+        self.vocab_size = 1 + max(self._inner.get_vocab().values(), default=-1)
+        if not self.vocab_size:
+            raise ValueError(f"the tokenizer {os.fspath(path)} has no tokens; give one that has")
 
     def encode(self, contents: Sequence[bytes]) -> np.ndarray:
         """Return the tokens of texts, one after the other, in the least integers that hold them."""
@@ -169,8 +171,8 @@ def load_corpus(
 
 
 def _mapped(path: str, tokenizer: Tokenizer) -> np.ndarray:
-    try:
-        tokens = np.load(Path(path).expanduser(), mmap_mode="r")
+    try:  # numpy.load would read an archive, a .npz, too
+        tokens = np.lib.format.open_memmap(Path(path).expanduser(), mode="r")
     except (EOFError, ValueError) as error:
         raise ValueError(f"{path} is no .npy file of tokens; write one with numpy.save") from error
     kind = tokens.dtype.str[1:] if tokenizer.reads_bytes else tokens.dtype.kind

@@ -18,6 +18,8 @@ def meet(coordinator: str, count: int, index: int, listens: str | None, seconds:
 
     Each that has started raises a `ProcessError`, with who has not.
     """
+    if not 0 <= index < count:
+        raise ValueError(f"this is process {index} of {count}; ids count from 0 to {count - 1}")
     port = coordinator.rpartition(":")[2]
     anywhere = f"{'[::]' if socket.has_dualstack_ipv6() else '0.0.0.0'}:{port}"
     bind = listens or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", anywhere)

@@ -60,7 +60,7 @@ def initialize(
         The number of processes.
 
     Raises:
-        ValueError: some of the three are missing, and can't be found.
+        ValueError: some of the three are missing, and can't be found, or the id is too large.
         ProcessError: the processes did not find each other; those that did not start are named.
     """
     given = coordinator, num_processes, process_id
