@@ -320,6 +320,15 @@ def reducing(evidence: Evidence) -> str:
     )
 
 
+def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
+    """Say what to do where all examples are gathered for a Pallas kernel, which XLA can't cut."""
+    if not any("/pallas_call" in move.record.op_name for move in moves):
+        return ""
+    spec = f"P{evidence.layout.batch_axes}"
+    wrapped = f"jax.shard_map(kernel, in_specs={spec}, out_specs={spec}, check_vma=False)"
+    return f"let each device run the kernel for its own examples: {wrapped}"
+
+
 def describe_move(move: Move) -> str:
     """Name a collective as a person would look for it, with the last folders of its source."""
     record = move.record

@@ -129,6 +129,34 @@ def result_of(
     return Value(outer, degree, pooled, column=column, zero=zero)
 
 
+def of_kernel(
+    eqn: Any, values: list[Value], dims: list[int | None], outs: list[int | None], is_linear: bool
+) -> Value:
+    """Return what is known of the results of a Pallas kernel.
+
+    Each step of its grid has one example, where that is the step's number along an axis: a block
+    (1, 4, 128) of an array whose dim 0 counts examples, with an index map (i, j) -> (i, 0, j).
+    """
+    grid, steps = eqn.params["grid_mapping"], set[int | None]()
+    for block, dim in zip(grid.block_mappings, [*dims[-grid.num_inputs :], *outs], strict=True):
+        if dim is None:
+            continue
+        size, program = block.block_shape[dim], block.index_map_jaxpr.jaxpr
+        is_one = getattr(size, "block_size", 1) == 1  # or squeezed
+        index = program.outvars[dim]
+        found = [n for n, x in enumerate(program.invars) if is_one and x is index]
+        steps.add(found[0] if found else None)
+    if None in (*steps, *outs) or len(steps) > 1:
+        raise Refused("it joins examples, or whether it does can't be told")
+    if any(value.pooled for value in values):
+        raise Refused("it joins single examples with what was made of all")
+    degrees = {value.degree for value in values if value.degree}
+    if len(degrees) > is_linear:
+        raise Refused("it computes with the number of examples, or with what that divides")
+    outer = _meet_outer(v.outer for v, dim in zip(values, dims, strict=True) if dim is not None)
+    return Value(outer, sum(degrees))
+
+
 def is_real(atom: Any) -> bool:
     """Whether a value has a gradient: no whole number, truth value or key."""
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)

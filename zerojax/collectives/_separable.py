@@ -43,6 +43,7 @@ from zerojax.collectives._mixing import (
     check_operands,
     is_real,
     meet,
+    of_kernel,
     result_of,
 )
 
@@ -99,7 +100,8 @@ def _traced(
             if num_parts > 1:
                 error.add_note(
                     f"Under reduce='once' the loss is called with {size} examples, what a device "
-                    "has of a microbatch; Recipe(reduce='each') calls it with the whole one."
+                    "has of a microbatch: leave out a shard_map along the batch. "
+                    "Recipe(reduce='each') calls it with the whole one."
                 )
             raise
         raise Refused(f"it can't be traced for {size} examples: {error}") from error
@@ -182,8 +184,10 @@ class _Reader:
 
     def _step(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
-        if name != other.primitive.name or name == "shard_map":
+        if name != other.primitive.name:
             raise Refused("whether it joins examples can't be told")
+        if name == "axis_index":
+            raise Refused("it computes with the place of examples in the batch")
         if name == "sharding_constraint":
             axes = {*jax.tree.leaves((*getattr(eqn.params["sharding"], "spec", ()),))}
             if along := axes & {*jax.sharding.get_abstract_mesh().manual_axes}:
@@ -196,6 +200,8 @@ class _Reader:
             and not _rules.is_of_jax(eqn)
         ):
             return self._custom(eqn, other, values)
+        if name == "shard_map":
+            return self._shards(eqn, other, values)
         if (inner := _held(eqn)) is not None:
             return self.run(inner, _held(other), values)
         if name == "custom_linear_solve":
@@ -216,6 +222,9 @@ class _Reader:
             return [Value(fresh=fresh, zero=zero)] * len(outs)
         if self.in_rule and name in _rules.KERNELS and not of_examples:
             return [meet(values)] * len(outs)
+        if name == "pallas_call":
+            result = of_kernel(eqn, values, dims, outs, is_linear=self.in_rule)
+            return [dataclasses.replace(result, fresh=fresh)] * len(outs)
         check_operands(name, values, of_examples=of_examples)
         found = [result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         return [dataclasses.replace(value, fresh=fresh) for value in found]
@@ -240,6 +249,20 @@ class _Reader:
             _rules.name_rule(refused, eqn)
             raise
         return found
+
+    def _shards(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
+        """Read what each device does with its part of the examples, of which all have as many."""
+        inner = eqn.params["jaxpr"].invars
+        dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+        found = (
+            (x.aval.shape, own.aval.shape, dim)
+            for x, own, dim in zip(eqn.invars, inner, dims, strict=True)
+        )
+        parts = {whole[dim] // own[dim] for whole, own, dim in found if dim is not None}
+        if len(parts) != 1:
+            raise Refused("whether it joins examples can't be told")
+        reader = dataclasses.replace(self, num_examples=self.num_examples // parts.pop())
+        return reader.run(eqn.params["jaxpr"], other.params["jaxpr"], values)
 
     def _map(
         self, one: Any, two: Any, values: list[Value], first: int, carried: int

@@ -3,7 +3,16 @@
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, reducing, some
+from zerojax.audit._evidence import (
+    SHARE,
+    Evidence,
+    Problem,
+    describe_move,
+    hint,
+    of_kernel,
+    reducing,
+    some,
+)
 from zerojax.audit._traffic import REDUCTIONS
 from zerojax.audit.checks._volume import STAGED, is_too_much, staged
 from zerojax.hlo import sum_moved
@@ -93,7 +102,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
             expected="a tensor that is a parameter, a gradient, or a layer or part of one",
             seen=f"an activation is {verb}: {len(group)} tensor(s) that no leaf of the layout "
             f"looks like, {sum_moved(group, 'moved'):,.0f} elements per device",
-            remedy="constrain the activation to layout.batch where it is made, and the weight it "
+            remedy=of_kernel(evidence, group)
+            or "constrain the activation to layout.batch where it is made, and the weight it "
             "meets to P(), so that the partitioner moves the weight"
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}; {once and once + '; '}if "
             "the loss itself joins examples, as a contrastive one does, audit with "

@@ -5,7 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, reducing, whose
+from zerojax.audit._evidence import (
+    Evidence,
+    Problem,
+    describe_move,
+    hint,
+    of_kernel,
+    reducing,
+    whose,
+)
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
@@ -94,7 +102,8 @@ def check_far(evidence: Evidence) -> Iterator[Problem]:
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     sliced = [move for move in offenders if move.role == "sliced"]
     is_at_once = tolerance(evidence) in TOLERANCE["at once"]
-    if advice := staged(evidence, sliced, STAGED if is_at_once else ""):
+    advice = staged(evidence, sliced, STAGED if is_at_once else "")
+    if advice := advice or of_kernel(evidence, offenders):
         return advice
     if offenders and offenders[0].record.elements < evidence.floor:
         return (
