@@ -321,14 +321,17 @@ def test_virtual_devices_are_as_many_as_asked_for(flags, asked, found):
     assert done.stdout == f"{found}\n", done.stderr
 
 
-def test_the_metrics_keep_what_a_resumed_run_needs(tmp_path):
+@pytest.mark.parametrize(
+    "damage", [b"", b"\0\0\0\n", b"junk\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "1"}\n']
+)
+def test_the_metrics_keep_what_a_resumed_run_needs(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path, 0)
     for step in (1, 2, 3):
         metrics.add(step=step, loss=1.0 / step)
     metrics.add(step=3, loss=float("nan"))
-    with path.open("a") as file:
-        file.write('{"step": 4, "lo')  # a crash in the middle of a line
+    with path.open("ab") as file:
+        file.write(damage + b'{"step": 4, "lo')  # a crash in the middle of a line
     again = Metrics(path, 2)
     again.add(step=3, loss=0.5)
     lines = [json.loads(line) for line in path.read_text().splitlines()]

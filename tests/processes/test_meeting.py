@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.processes.starting import ROOT, free_port
-from zerojax.processes import ProcessError
+from zerojax.processes import ProcessError, initialize
 from zerojax.processes._meeting import meet
 
 
@@ -40,6 +40,12 @@ def test_all_that_start_meet_in_any_order(late):
 def test_those_that_do_not_start_are_named_to_all_others(here, missing):
     told = f"of 3 processes, {missing} did not start within 3 s"
     assert start(here) == [told] * len(here)
+
+
+@pytest.mark.parametrize("coordinator", ["here", "127.0.0.1:", "127.0.0.1:99999"])
+def test_a_coordinator_without_a_port_is_refused(coordinator):
+    with pytest.raises(ValueError, match="give HOST:PORT"):
+        initialize(coordinator, 2, 0)
 
 
 def test_an_id_beyond_the_number_of_processes_is_refused_at_once():

@@ -66,7 +66,8 @@ def initialize(
     given = coordinator, num_processes, process_id
     if num_processes == 1:
         return 1
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+    port = "0" if coordinator is None else coordinator.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"the coordinator is {coordinator!r}; give HOST:PORT")
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.

@@ -117,8 +117,14 @@ class Metrics:
             partial.replace(path)
 
     def read(self) -> list[dict[str, Any]]:
-        lines = self.path.read_text().splitlines(keepends=True)
-        return [json.loads(x) for x in lines if x.endswith("\n")]  # the last may be cut short
+        """Read the lines that are whole: a power cut leaves NULs, or a part of a line."""
+        found = []
+        for text in self.path.read_bytes().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):
+                line = json.loads(text) if text.endswith(b"\n") else None
+                if isinstance(line, dict) and isinstance(line.get("step"), int):
+                    found.append(line)
+        return found
 
     def add(self, **values: Any) -> None:
         """Add one line; numbers that JSON does not know become null."""
