@@ -163,3 +163,18 @@ def test_parameters_that_a_loop_holds_whole_as_no_dim_divides_are_noted(mesh8, s
     assert is_noted == (stage == 3)
     in_step = zerojax.make_train_step(pair_loss, TX, layout).audit(x).notes
     assert not any("are whole" in note for note in in_step)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_norms_of_a_weight_are_no_activation(mesh8, stage):
+    """Stages 1 and 2 gather a number for each of its rows in the backward pass."""
+    layout = zerojax.make_layout(shapes_of({"up": (1024, 64), "out": (64, 8)}), mesh8, stage=stage)
+
+    def loss(params, x):
+        rows = params["up"] / jnp.linalg.norm(params["up"], axis=1, keepdims=True)
+        return jnp.mean(jnp.tanh(x @ rows) @ params["out"])
+
+    report = zerojax.make_train_step(loss, TX, layout).audit(*shapes_of({"x": (32, 1024)}).values())
+    assert report.problems == ()
+    norms = [x for x in report.moves if x.record.shape == (1024,) and x.role == "gather"]
+    assert len(norms) == (stage < 3)

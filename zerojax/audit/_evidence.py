@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher
-from zerojax.audit._origins import without_activations
+from zerojax.audit._origins import Origins, without_activations
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of, role_of
@@ -89,7 +89,9 @@ class Evidence:
         #: by identity, records as they stand in the program
         self._written = dict(zip(map(id, records), found.records, strict=True))
         moves = moves_of(records, program, layout, matcher)
-        moves = find_padding(without_activations(moves, module, held, self.steps), matcher)
+        #: what values of the program are made of
+        self.origins = Origins(module, held, moves, self.steps)
+        moves = find_padding(without_activations(moves, self.origins), matcher)
         self.joins_examples = joins_examples
         #: every collective with its axes and its leaf
         self.moves = tuple(replace(x, judged=0.0) if self._is_joined(x) else x for x in moves)
@@ -318,15 +320,6 @@ def reducing(evidence: Evidence) -> str:
         "differentiate gather_where_used(loss_fn, layout), or take make_train_step: they reduce "
         "each gradient once, to shards"
     )
-
-
-def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
-    """Say what to do where all examples are gathered for a Pallas kernel, which XLA can't cut."""
-    if not any("/pallas_call" in move.record.op_name for move in moves):
-        return ""
-    spec = f"P{evidence.layout.batch_axes}"
-    wrapped = f"jax.shard_map(kernel, in_specs={spec}, out_specs={spec}, check_vma=False)"
-    return f"let each device run the kernel for its own examples: {wrapped}"
 
 
 def describe_move(move: Move) -> str:

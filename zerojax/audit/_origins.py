@@ -27,6 +27,7 @@ class Origins:
         own = [leaf for leaf in batch if leaf.shard_shape != leaf.shape]
         self._batch = {leaf.number for leaf in own or batch}
         self._states = {number for kind, number in numbers if kind in ("master", "optimizer")}
+        self._weights = {number for kind, number in numbers if kind == "parameter"}
         self._given = {number for kind, number in numbers if kind in ("copy", "other")}
         self._others = {(m.record.computation, m.record.name) for m in moves if not m.is_ours}
         self._clean: set[tuple[str, str, int | None]] = set()
@@ -43,6 +44,11 @@ class Origins:
         found = self._arguments([value]) if self._states else set()
         return not self._batch.isdisjoint(found) and self._states.isdisjoint(found)
 
+    def is_of_weights(self, value: Value) -> bool:
+        """Return whether a value is made of parameters and states alone, as norms of them are."""
+        found = self._arguments([value])
+        return bool(found) and found <= self._states | self._weights
+
     def is_given(self, value: Value) -> bool:
         """Return whether a value is made of neither states nor examples: of a reference, say."""
         found = self._arguments([value]) if self._given else set()
@@ -51,7 +57,7 @@ class Origins:
     def _arguments(self, values: Iterable[Value]) -> set[int]:
         seen: set[tuple[str, str, int | None]] = set()
         found = set(arguments_of(self._module, *values, until=self._ends, seen=seen))
-        if found.isdisjoint(self._batch | self._states | self._given):
+        if found.isdisjoint(self._batch | self._states | self._weights | self._given):
             self._clean |= seen  # where one walk found nothing, the next need not go
         return found
 
@@ -66,16 +72,13 @@ class Origins:
         return beside or crosses or is_before or value.key in self._clean
 
 
-def without_activations(
-    moves: Collection[Move], module: Module, held: Iterable[Held], steps: Collection[Loop] = ()
-) -> tuple[Move, ...]:
+def without_activations(moves: Collection[Move], origins: Origins) -> tuple[Move, ...]:
     """Return the same moves; gathers of what is made of examples are of no leaf.
 
     Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's. What
     a loss gathers of a target network, a reference or a frozen base beside the parameters is not
     judged.
     """
-    origins = Origins(module, [*held], moves, steps)
 
     def one(move: Move) -> Move:
         if move.role != "gather":

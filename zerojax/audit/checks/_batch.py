@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, some
-from zerojax.audit._origins import Origins
 from zerojax.audit._traffic import REDUCTIONS
 from zerojax.audit.checks._traffic import check_scatter
 
@@ -61,7 +60,7 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
     rings = any(move.record.spelling == "windowed reduce-scatter" for move in evidence.ours)
     if layout.num_batch_parts == 1 or rings:
         return
-    reaches = Origins(evidence.module, evidence.held, evidence.moves).are_of_examples
+    reaches = evidence.origins.are_of_examples
     # A leaf that the user cuts over the batch axes has a part for each device, as experts have.
     trained = {
         leaf: values.values()

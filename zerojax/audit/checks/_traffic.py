@@ -3,18 +3,9 @@
 import math
 from collections.abc import Iterator
 
-from zerojax.audit._evidence import (
-    SHARE,
-    Evidence,
-    Problem,
-    describe_move,
-    hint,
-    of_kernel,
-    reducing,
-    some,
-)
+from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, reducing, some
 from zerojax.audit._traffic import REDUCTIONS
-from zerojax.audit.checks._volume import STAGED, is_too_much, staged
+from zerojax.audit.checks._volume import STAGED, is_too_much, of_kernel, staged
 from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
@@ -86,6 +77,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     strange = [move for move in evidence.large if not move.match.form and move.judged]
     strange = [move for move in strange if move not in evidence.instead]
     gathered = [move for move in strange if move.role == "gather"]
+    of_weights = evidence.origins.is_of_weights
+    gathered = [move for move in gathered if not of_weights(move.record.operand)]
     reduced = [move for move in strange if move.role in REDUCTIONS]
     least = SHARE * _local_elements(evidence)
     heavy = sum_moved(reduced, "judged") >= least

@@ -1,19 +1,11 @@
 """Checks of how much moves, beside the stage's formula."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerojax.audit._evidence import (
-    Evidence,
-    Problem,
-    describe_move,
-    hint,
-    of_kernel,
-    reducing,
-    whose,
-)
+from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, reducing, whose
 from zerojax.audit._traffic import Move
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
@@ -119,6 +111,15 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
         ways.append("wrap the outermost optimizer: sharded(tx, layout)")
     advice = "; ".join(filter(None, ways)) or "compute with weights where they are used alone"
     return f"{advice}; report.collectives lists all"
+
+
+def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
+    """Say what to do where all examples are gathered for a Pallas kernel, which XLA can't cut."""
+    if not any("/pallas_call" in move.record.op_name for move in moves):
+        return ""
+    spec = f"P{evidence.layout.batch_axes}"
+    wrapped = f"jax.shard_map(kernel, in_specs={spec}, out_specs={spec}, check_vma=False)"
+    return f"let each device run the kernel for its own examples: {wrapped}"
 
 
 def staged(evidence: Evidence, sliced: Sequence[Move], otherwise: str) -> str:
