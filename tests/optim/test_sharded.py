@@ -284,3 +284,10 @@ def test_leaves_that_no_dim_divides_are_gathered_once_where_they_are_added():
     report = zerojax.audit(compiled, layout)
     report.raise_if_problems()
     assert report.volume == pytest.approx(report.theory_volume, rel=0.01)
+
+
+def test_numbers_of_python_are_leaves_too(mesh8):
+    params = {"scale": 3.0, "w": jnp.ones((16, 8))}
+    tx = zerojax.sharded(optax.adam(0.1), zerojax.make_layout(params, mesh8, stage=1, min_size=8))
+    mu = tx.init(params)[0].mu
+    assert (mu["scale"].shape, mu["w"].sharding.spec) == ((), jax.sharding.PartitionSpec("data"))

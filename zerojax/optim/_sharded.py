@@ -157,7 +157,8 @@ def store_state(state: PyTree, placed: OptimizerLayout, layout: Layout) -> PyTre
 def state_layout(
     tx: optax.GradientTransformation, layout: Layout, params: PyTree
 ) -> OptimizerLayout:
-    dtypes = {x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)}
+    dtypes = {*map(jnp.result_type, jax.tree.leaves(params))}
+    dtypes = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
     return layout.optimizer(tx, dtypes.pop() if len(dtypes) == 1 else None)
 
 
