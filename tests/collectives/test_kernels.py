@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from zerojax.collectives._separable import why_no_mean
 
 EXAMPLES, ROWS, WIDTH = 32, 8, 16
 X = jax.random.normal(jax.random.key(0), (EXAMPLES, ROWS, WIDTH))
@@ -95,7 +96,7 @@ def test_each_device_runs_a_kernel_in_a_shard_map(mesh8, stage, accumulate):
 def test_a_shard_map_under_reduce_once_is_told_to_be_left_out(mesh8):
     function = jax.shard_map(jnp.tanh, in_specs=P("data"), out_specs=P("data"))
     step = make(mesh8, functools.partial(loss_of, function), reduce="once")
-    with pytest.raises(ValueError, match="evenly divisible") as told:
+    with pytest.raises(ValueError, match="evenly divisible|manual") as told:
         step(step.init(PARAMS), X)
     assert "leave out a shard_map along the batch" in "\n".join(told.value.__notes__)
 
@@ -112,6 +113,23 @@ def test_microbatches_of_devices_that_differ_or_talk_are_warned_of(mesh8, functi
     step = make(mesh8, functools.partial(loss_of, function), accumulate=2, reduce="each")
     with pytest.warns(UserWarning, match=match):
         step.lower(step.abstract_state(), X)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_attention_of_cudnn_keeps_examples_apart(monkeypatch, joins):
+    """That its library is not here is not asked: the loss is traced, and never compiled."""
+    asked = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    monkeypatch.setattr(asked, lambda *_: 91000)
+
+    def loss(params, x, _):
+        q = (x @ params["w"]).reshape(*x.shape[:2], 1, -1).astype(jnp.bfloat16)
+        q = q.swapaxes(0, 1) if joins else q
+        return jnp.mean(jax.nn.dot_product_attention(q, q, q, implementation="cudnn") ** 2)
+
+    x = jax.ShapeDtypeStruct((EXAMPLES, 64, WIDTH), jnp.float32)
+    why = why_no_mean(loss, PARAMS, x, 2)
+    assert (why is not None) == joins
+    assert "dot_product_attention" in str(why) or not joins
 
 
 def of_device(kernel):

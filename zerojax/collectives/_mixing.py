@@ -276,6 +276,8 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
         return True
     if out is None:
         return False
+    if name.startswith("dot_product_attention"):  # cuDNN's, of [B, T, N, H] or [B, N, T, H]
+        return out == 0 and {*dims} <= {0, None}
     if name in _MIXES:
         mixed = next((params[key] for key in _DIMS if key in params), None)
         return not any(d in (mixed if isinstance(mixed, tuple) else (mixed,)) for d in dims)
