@@ -65,9 +65,7 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
         for path, _ in pairs:
             alike.setdefault(path_name(path), []).append(jax.tree_util.keystr(path))
         name, (one, other) = next((name, keys[:2]) for name, keys in alike.items() if keys[1:])
-        raise ValueError(
-            f"two leaves have the path {name!r}: {one} and {other}; rename a key of one"
-        )
+        raise ValueError(f"two leaves have the path {name!r}: {one} and {other}; rename one")
     return found
 
 

@@ -96,9 +96,7 @@ def copied_axis(mesh: Mesh, arrays: Arrays) -> int:
     """Return the axis of the mesh along which processes hold the same of everything."""
     cut = {name for x in arrays.values() for names in cuts(x).values() for name in names}
     for number, name in enumerate(mesh.axis_names):
-        groups = [
-            {d.process_index for d in part.flat} for part in np.moveaxis(mesh.devices, number, 0)
-        ]
+        groups = [{d.process_index for d in x.flat} for x in np.moveaxis(mesh.devices, number, 0)]
         if name not in cut and len(groups) > 1 and sum(map(len, groups)) == len(set.union(*groups)):
             return number
     raise ValueError(

@@ -2,7 +2,7 @@
 
 from zerojax.collectives._examples import (
     Whole,
-    counted_examples,
+    count_examples,
     example_leaves,
     map_batch,
     num_examples,

@@ -74,13 +74,11 @@ class Copied:
         parameter, so that compilers gather once for uses in a row.
         """
 
-        def each(eqn: Any, operands: list[Any]) -> list[Any]:
+        def each(eqn: Any, given: list[Any]) -> list[Any]:
             avals = [x.aval for x in eqn.invars]
-            axes = [
-                0 if jnp.ndim(x) > y.ndim else None for x, y in zip(operands, avals, strict=True)
-            ]
+            axes = [0 if jnp.ndim(x) > y.ndim else None for x, y in zip(given, avals, strict=True)]
             bind = functools.partial(bind_wide, layout=opening.layout)
-            return jax.vmap(lambda *operands: bind(eqn, operands), axes)(*operands)
+            return jax.vmap(lambda *given: bind(eqn, given), axes)(*given)
 
         if self.whole is not None:
             return self.origin.replayed(self.whole, each)

@@ -62,7 +62,7 @@ def example_leaves(batch: PyTree) -> list[tuple[str, Any]]:
     return [(path_name(path), x) for path, x in pairs if has_examples(x)]
 
 
-def counted_examples(batch: PyTree) -> dict[int, str]:
+def count_examples(batch: PyTree) -> dict[int, str]:
     """Map the number of examples to the first array that has so many; refuse arrays that differ.
 
     Of `{"mask": [1, 1, 9, 9], "x": [32, 9]}`, where a mask of all examples is not marked whole, the

@@ -29,9 +29,7 @@ _CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice tile transpose".
 #: Operations that mix the last dims: two, or as many as a Fourier transform has lengths.
 _MATRICES = frozenset("cholesky eig eigh fft householder_product lu qr svd".split())
 _PRODUCTS = frozenset("conv_general_dilated div dot_general mul ragged_dot_general".split())
-_RANDOM = frozenset(
-    "random_bits random_fold_in random_seed random_split random_unwrap random_wrap".split()
-)
+_RANDOM = frozenset(f"random_{x}" for x in "bits fold_in seed split unwrap wrap".split())
 #: What a pooled value may go through.
 LINEAR = _PRODUCTS.union(
     f"{_SAME} {_MOVES} add add_any complex concatenate conj cumsum dynamic_slice fft gather imag "

@@ -51,9 +51,7 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
     not know is left out with a warning, for it would refuse the program.
     `bucket_bytes` are the most of a collective that is made of several; None for the table's.
     """
-    user = {
-        flag for name in _VARIABLES for flag in re.findall(r"--(\w+)", os.environ.get(name, ""))
-    }
+    user = {x for name in _VARIABLES for x in re.findall(r"--(\w+)", os.environ.get(name, ""))}
     wanted = {
         name: value
         for row in OPTIONS.values()

@@ -120,9 +120,7 @@ class _Prefetch:
             # loops one by one where a gather is within: it must not wait for what the loop carries.
             held = self.layers or any(jax.tree.leaves(eqn.params["prevent_cse"]))
             hold, program = jax.lax.optimization_barrier if held else list, _jaxpr.called(eqn)
-            apart = (
-                self.layers and looped and any(is_gather(inner) for inner in _jaxpr.with_inner(eqn))
-            )
+            apart = self.layers and looped and any(is_gather(x) for x in _jaxpr.with_inner(eqn))
             return _jaxpr.run(program, [*map(hold, values)] if apart else hold(values), step)
         if _jaxpr.runs_in_place(eqn):
             return _jaxpr.run(_jaxpr.called(eqn), values, step)

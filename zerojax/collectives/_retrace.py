@@ -126,9 +126,7 @@ class Retracer:
         """
         program = eqn.params["jaxpr"]
         consts, carry, stacks = _jaxpr.scan_split(eqn.params, values)
-        consts = [
-            v if self._meets_examples(program, i) else _uncopied(v) for i, v in enumerate(consts)
-        ]
+        consts = [v if self._meets(program, i) else _uncopied(v) for i, v in enumerate(consts)]
         is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(consts)]
         stacks = [self._sliceable(_uncopied(v)) for v in stacks]
         pairs = zip(consts, is_sliced, strict=True)
@@ -168,11 +166,11 @@ class Retracer:
         """Gather what all turns of a loop use; where it meets examples each device has its copy."""
         if isinstance(value, Copied):
             return value.gathered(self.opening)
-        if not value.recorded and self._meets_examples(program, index):
+        if not value.recorded and self._meets(program, index):
             return copied(value, self.opening).gathered(self.opening)
         return self.opened(value)
 
-    def _meets_examples(self, program: Any, index: int) -> bool:
+    def _meets(self, program: Any, index: int) -> bool:
         parts = self.opening.layout.num_batch_parts
         return parts > 1 and meets_examples(program, index, parts, self.from_batch)
 

@@ -155,9 +155,7 @@ def make_layout(
     axes, widest = _mesh.axes_by_kind(axis, mesh)
     shapes = {path: _shape_of(path, leaf) for path, leaf in leaves_by_path(params).items()}
     if not shapes:
-        raise ValueError(
-            f"the parameters hold no arrays, got {params!r}; hand over a pytree of them"
-        )
+        raise ValueError(f"the parameters hold no arrays, got {params!r}; give a pytree of them")
     entries = map(
         functools.partial(_user_entries, mesh), shapes, _broadcast(specs, params), shapes.values()
     )

@@ -90,9 +90,7 @@ def axes_by_kind(axis: Any, mesh: AnyMesh) -> tuple[dict[Kind, Axes], Axes]:
             )
         if not own:
             of = f" of kind {kind!r}" if is_by_kind else ""
-            raise ValueError(
-                f"axis{of} names no axis; a lower stage keeps what is whole everywhere"
-            )
+            raise ValueError(f"axis{of} names no axis; a lower stage keeps more whole")
         found[kind] = axes = (*axes, *(name for name in own if name not in axes))
     found["master"] = axes
     return found, as_axes(axis["optimizer"], mesh, "axis")

@@ -71,9 +71,7 @@ def quantized(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     def init(params: PyTree) -> QuantizedState:
         state = tx.init(params)
         if "ScaleByLBFGSState" in named_tuples(state).values():
-            raise ValueError(
-                "quantized(tx) takes no L-BFGS, whose state holds iterates, not moments"
-            )
+            raise ValueError("quantized(tx) takes no L-BFGS, whose state has iterates, not moments")
         traced = Traced(tx.init, (params,))
         copies = depending(traced.eqns, traced.inputs)
         leaves, structure = jax.tree.flatten(state)

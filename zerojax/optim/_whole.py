@@ -91,11 +91,9 @@ class _Runner:
 
     def _kind(self, region: Region, values: dict[Any, Any]) -> Any:
         """Return what regions have in common whose rows may be computed together."""
-        moved = [
-            jax.ShapeDtypeStruct((1, *region.row_shape(v)), v.aval.dtype) for v in region.moved
-        ]
+        rows = [jax.ShapeDtypeStruct((1, *region.row_shape(v)), v.aval.dtype) for v in region.moved]
         shared = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in region.shared]
-        traced = jax.make_jaxpr(region.run)(moved, shared)
+        traced = jax.make_jaxpr(region.run)(rows, shared)
         spreads = [self._spread(region, v) for v in (*region.moved, *region.slice.outputs)]
         same = [values[var] for var in region.shared]
         return str(traced), tuple(map(id, (*traced.consts, *same))), tuple(spreads)

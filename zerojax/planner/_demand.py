@@ -13,7 +13,7 @@ import jax
 
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import counted_examples, resized, unmarked
+from zerojax.collectives import count_examples, resized, unmarked
 from zerojax.memory import has_layers, rematerialised
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
@@ -107,7 +107,7 @@ class Trace:
         has_aux: bool = False,
     ) -> None:
         """Check that batch and remat suit the loss; `dtype` is that of the parameters it reads."""
-        if not (sizes := [*counted_examples(batch)]):
+        if not (sizes := [*count_examples(batch)]):
             raise ValueError("no array of the batch has a leading dim, which counts examples")
         self.num_examples, self.remat = sizes[0], remat
         self._loss_fn = lambda params, batch: loss_fn(params, unmarked(batch))

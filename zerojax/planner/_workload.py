@@ -36,9 +36,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         if (self.loss_fn is None) != (self.batch is None):
-            raise ValueError(
-                "give loss_fn and batch together: one is traced with the other's shapes"
-            )
+            raise ValueError("give loss_fn and batch: one is traced with the other's shapes")
         if any(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(self.batch)):
             raise ValueError("the batch has no examples; give the shapes of a whole batch")
 

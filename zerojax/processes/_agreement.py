@@ -82,9 +82,7 @@ def check_copies(name: str, tree: PyTree) -> None:
     # Made anew: a jitted function of the module would keep its program, 37 MB for 232 leaves.
     same, sums = jax.jit(functools.partial(_compare, mesh, specs))(*leaves.values())
     pairs = zip(leaves, np.asarray(same), np.asarray(sums.addressable_data(0))[0], strict=True)
-    found = {
-        f"leaf {path!r}": f"checksum {value:08x}" for path, is_same, value in pairs if not is_same
-    }
+    found = {f"leaf {path!r}": f"checksum {value:08x}" for path, same, value in pairs if not same}
     agree(name, found)
     if found:
         raise ProcessesDifferError(
@@ -109,8 +107,8 @@ def _compare(mesh: Mesh, specs: tuple[P, ...], *leaves: jax.Array) -> tuple[jax.
 
     def run(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
         sums = jnp.stack([_checksum(x) for x in parts])
-        is_same = {names: lax.pmin(sums, names) == lax.pmax(sums, names) for names in set(axes)}
-        same = jnp.stack([is_same[names][number] for number, names in enumerate(axes)])
+        alike = {names: lax.pmin(sums, names) == lax.pmax(sums, names) for names in set(axes)}
+        same = jnp.stack([alike[names][number] for number, names in enumerate(axes)])
         return lax.pmin(same.astype(jnp.int32), mesh.axis_names), sums[None]
 
     out = P(), P(mesh.axis_names)

@@ -14,13 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import (
-    counted_examples,
-    example_leaves,
-    map_batch,
-    per_microbatch,
-    unmarked,
-)
+from zerojax.collectives import count_examples, example_leaves, map_batch, per_microbatch, unmarked
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
@@ -87,11 +81,11 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
     for name, x in zip(*flatten_with_names(batch)[:2], strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
-    for size, name in counted_examples(batch).items():
+    for size, name in count_examples(batch).items():
         per_microbatch(f"batch leaf {name!r}", size, layout.num_batch_parts, num_microbatches)
 
 
-def check_batch_placement(batch: PyTree, layout: Layout) -> None:
+def check_placement(batch: PyTree, layout: Layout) -> None:
     """Refuse a batch that lies otherwise than the layout asks for."""
     for name, x in example_leaves(batch):
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):

@@ -33,13 +33,7 @@ from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._checks import (
-    Loss,
-    check_batch,
-    check_batch_placement,
-    check_state,
-    check_usable,
-)
+from zerojax.train._checks import Loss, check_batch, check_placement, check_state, check_usable
 from zerojax.train._initial import InitialState
 from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
@@ -175,9 +169,7 @@ class TrainStep(Shown):
     @property
     def num_compiled(self) -> int:
         """Count the steps that were compiled so far: one, unless shapes change."""
-        return sum(
-            jitted._cache_size() for (what, *_), jitted in self._compiled.items() if what == "step"
-        )
+        return sum(x._cache_size() for (what, *_), x in self._compiled.items() if what == "step")
 
     @property
     def _summary(self) -> str:
@@ -200,7 +192,7 @@ class TrainStep(Shown):
         except ValueError:
             # What jit says of leaves and placements names neither; the good path pays nothing.
             check_state(state, self.abstract_state())
-            check_batch_placement(batch, self.layout)
+            check_placement(batch, self.layout)
             raise
 
     def _jitted(self, what: str, batch: PyTree) -> Any:

@@ -47,9 +47,7 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     scattered = sum(move.handled for move in reductions if move.role in accepted)
     if scattered >= partitioned / 2 or evidence.instead:
         return
-    rest = sorted(
-        (move for move in reductions if move.role not in accepted), key=lambda move: -move.judged
-    )
+    rest = sorted((x for x in reductions if x.role not in accepted), key=lambda x: -x.judged)
     sliced = sum(move.moved for move in rest if move.role == "sliced")
     whole = sum(move.moved for move in rest if move.role == "reduce")
     # Of a weight that others generate the gradient is reduced, which is less than theirs.

@@ -248,9 +248,7 @@ def _remedy(evidence: Evidence, what: str, layers: float) -> str:
             return f"{'leave out' if layers == 1 else 'lower'} Recipe(prefetch=)"
         return "lower Recipe(bucket_bytes=)"
     waits = "weights to its input" if what == "weights" else "input to the gradients made before"
-    return (
-        f"tie each layer's {waits} with an optimization_barrier{hint(evidence, 'make_train_step')}"
-    )
+    return f"tie each layer's {waits} by an optimization_barrier{hint(evidence, 'make_train_step')}"
 
 
 def _largest(evidence: Evidence) -> tuple[int, int]:

@@ -169,10 +169,8 @@ def sole_run(folder: Path) -> Iterator[None]:
 
 def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
     """Find the checkpoint to go on from, and take up the options that it keeps."""
-    passed_over: list[str] = []
-    found = find_checkpoints(
-        options.out / _machine.CHECKPOINTS, lambda _, why: passed_over.append(why)
-    )
+    damaged: list[str] = []
+    found = find_checkpoints(options.out / _machine.CHECKPOINTS, lambda _, why: damaged.append(why))
     if not options.resume:
         if found:
             told = f"{options.out} holds checkpoints of an earlier run, up to step {max(found)}"
@@ -181,7 +179,7 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
     if not found:
         raise ValueError(
             f"--resume: there is no whole checkpoint in {options.out / _machine.CHECKPOINTS}"
-            + (f" ({'; '.join(passed_over)})" if passed_over else "")
+            + (f" ({'; '.join(damaged)})" if damaged else "")
             + "; leave --resume out to start a run, with --save-every to have checkpoints"
         )
     path = found[max(found)]
