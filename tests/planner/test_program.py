@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from tests import mlp
 from tests.planner.live_programs import shape
@@ -237,6 +238,23 @@ def test_a_cond_has_a_body_for_each_branch():
 def test_products_count_a_multiplication_and_an_addition(function, args, flops):
     program = read(function, *args)
     assert sum(op.flops.at(3) for op in program.ops) == 3 * flops
+
+
+@pytest.mark.parametrize(("cost", "flops"), [(None, 2 * 5 * 6 * 7), (99, 99)])
+def test_a_kernel_counts_the_products_of_all_its_steps_or_what_its_author_says(cost, flops):
+    def kernel(x, w, out):
+        out[...] = (x[0] @ w[...])[None]
+
+    def function(x):
+        said = cost and pl.CostEstimate(cost * len(x), bytes_accessed=0, transcendentals=0)
+        return pl.pallas_call(
+            kernel, jax.ShapeDtypeStruct((len(x), 5, 7), x.dtype), grid=len(x),
+            in_specs=[pl.BlockSpec((1, 5, 6), lambda i: (i, 0, 0)), pl.BlockSpec()],
+            out_specs=pl.BlockSpec((1, 5, 7), lambda i: (i, 0, 0)), cost_estimate=said,
+        )(x, jnp.ones((6, 7)))  # fmt: skip
+
+    (op,) = [op for op in read(function, (5, 6)).ops if op.name == "pallas_call"]
+    assert (op.kind, op.flops.at(3)) == ("kernel", 3 * flops)
 
 
 def test_rows_of_a_ragged_product_meet_one_group_each_forward_and_backward():

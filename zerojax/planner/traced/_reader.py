@@ -1,5 +1,6 @@
 """Reads a jaxpr, traced for two numbers of examples, into `Operations`."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,7 +110,7 @@ class _Reader:
                 length=self._line(params.get("length", 1), two.params.get("length", 1)),
                 num_consts=consts,
                 num_carry=carry,
-                flops=self._line(2 * _jaxpr.num_products(one), 2 * _jaxpr.num_products(two)),
+                flops=self._line(_flops(one), _flops(two)),
                 contracted=self._line(_jaxpr.num_summed(one), _jaxpr.num_summed(two)),
                 is_wide=name in _PRODUCTS
                 and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
@@ -148,6 +149,16 @@ def _zip(pair: tuple[Any, Any], name: str) -> Iterator[tuple[Any, Any]]:
 
 def _read(env: Env, atom: Any) -> int | None:
     return None if isinstance(atom, core.Literal) else env[atom]
+
+
+def _flops(eqn: Any) -> int:
+    """Count those of a product; of a Pallas kernel what its author says, or of all steps."""
+    if eqn.primitive.name != "pallas_call":
+        return 2 * _jaxpr.num_products(eqn)
+    if cost := eqn.params["cost_estimate"]:
+        return cost.flops
+    steps = math.prod(x for x in eqn.params["grid_mapping"].grid if isinstance(x, int))
+    return steps * sum(_flops(x) for x in _jaxpr.with_inner(eqn) if x is not eqn)
 
 
 def _kind(name: str, is_loop: bool) -> str:
