@@ -127,11 +127,12 @@ def check_key(key: Any, *, asked: bool) -> None:
             if asked
             else "the loss does not ask for a key: name one of its parameters `key`"
         )
-    if asked and (getattr(key, "dtype", None) != jax.random.key(0).dtype or key.ndim):
+    wanted, dtype = jax.random.key(0).dtype, getattr(key, "dtype", None)
+    if asked and (dtype != wanted or key.ndim):
         raise ValueError(
-            f"step.init(key=) takes one key of jax.random.key, got {type(key).__name__} of dtype "
-            f"{getattr(key, 'dtype', None)}, shape {jnp.shape(key)}; a raw one becomes one by "
-            "jax.random.wrap_key_data"
+            f"step.init(key=) takes one {wanted} of jax.random.key, got dtype {dtype}, shape "
+            f"{jnp.shape(key)}; a raw one becomes one by jax.random.wrap_key_data, and those of "
+            "another kind are set by jax_default_prng_impl"
         )
 
 
