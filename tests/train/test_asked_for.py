@@ -177,7 +177,7 @@ REFUSED = {
         {"key": jax.random.key(0)},
         "does not ask for a key",
     ),
-    "keys": (noisy, {"has_aux": True}, {"key": jax.random.split(jax.random.key(0))}, "one key<fry> of"),
+    "keys": (noisy, {"has_aux": True}, {"key": jax.random.split(jax.random.key(0))}, "key<fry> of"),
     "a raw key": (noisy, {"has_aux": True}, {"key": jax.random.PRNGKey(0)}, "wrap_key_data"),
     "no state": (normalised, {}, {}, r"first value, or its shapes, to make_train_step"),
     "a state for nothing": (lambda p, b: 0.0, {"model_state": STATS}, {}, "does not ask for model"),

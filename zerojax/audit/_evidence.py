@@ -20,6 +20,7 @@ from zerojax.hlo import (
     Collective,
     Frame,
     Loop,
+    Use,
     Value,
     arguments_of,
     find_carries,
@@ -28,6 +29,7 @@ from zerojax.hlo import (
     parse_module,
     source_of,
     sum_moved,
+    uses_of,
 )
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
@@ -158,7 +160,7 @@ class Evidence:
     def instead(self) -> tuple[Move, ...]:
         """Return gathers of what lookups give back, less than to reduce their table's gradient."""
         given = [x for x in self.large if x.role == "gather" and not x.match.form]
-        given = [x for x in given if "/scatter-add" in x.record.op_name]
+        given = [x for x in given if any(map(_scatters, uses_of(self.module, x.record.result)))]
         sums = [move for move in self.large if move.role in REDUCTIONS]
         due = sum([*self.theory.scattered.values(), *self.theory.summed.values()])
         return (*given,) if sum_moved([*sums, *given], "judged") <= due else ()
@@ -278,6 +280,10 @@ def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
         if one.kind == "optimizer" and one.elements > 1 and one.argument.shape not in shapes:
             found |= {one.argument.shape, one.argument.shard_shape}
     return found
+
+
+def _scatters(use: Use) -> bool:
+    return use.instruction.opcode == "scatter" or "scatter-add" in use.instruction.op_name
 
 
 def _scales_shapes(layout: Layout) -> dict[int, set[tuple[int, ...]]]:

@@ -206,8 +206,7 @@ class Retracer:
                     f"rules=[zerojax.Rule(path={value.path.text!r}, stacked=1)]"
                 )
             warnings.warn(
-                f"all layers of leaf {value.path.text!r} are gathered before the loop, because "
-                f"{why}",
+                f"all layers of leaf {value.path.text!r} are gathered before the loop: {why}",
                 stacklevel=2,
             )
 

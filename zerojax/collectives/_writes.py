@@ -53,8 +53,7 @@ def trace_writing(
         if was in given or path[-1] != GetAttrKey("value"):
             raise ValueError(
                 f"gather_where_used: the loss writes {path_name(path)!r} into the model that it "
-                "is given, where it would be lost; return what changes (aux), and pass it in as "
-                "an argument"
+                "is given, where it would be lost; return what changes (aux), and pass it in"
             )
         changed.append(path)
         kept.append(num_outputs + 2 * number + 1)

@@ -202,8 +202,7 @@ class TreeLayout:
             raise ValueError(
                 f"the layout's mesh {dict(self.mesh.shape)} is an AbstractMesh, which has no "
                 "devices and serves to place, count and describe; to compile or audit a step, give "
-                "make_layout a mesh of zerojax.make_mesh, or of zerojax.aot.topology_mesh for "
-                "absent hardware"
+                "make_layout a mesh of zerojax.make_mesh or zerojax.aot.topology_mesh (absent ones)"
             )
         return self.mesh.devices
 

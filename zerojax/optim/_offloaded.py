@@ -191,8 +191,7 @@ def _mixes(does: str) -> ValueError:
     return ValueError(
         "states in the host's memory are updated there leaf by leaf, element by element, and this "
         f"optimizer {does}: use one that computes every element for itself, such as Adam (what it "
-        "computes of gradients alone, a global norm say, may span leaves), or leave "
-        "Recipe(offload=True) out"
+        "computes of gradients alone, as a norm, may span leaves), or no Recipe(offload=True)"
     )
 
 

@@ -172,8 +172,7 @@ def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise ValueError(
                 f"gradients: leaf {leaf.path!r} is {jnp.result_type(x)}, and a gradient is "
-                "floating; leave whole numbers out of the layout (equinox: eqx.filter(model, "
-                "eqx.is_inexact_array))"
+                "floating; leave whole numbers out (eqx.filter(model, eqx.is_inexact_array))"
             )
     return layout.structure.unflatten(leaves)
 

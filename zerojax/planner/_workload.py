@@ -123,16 +123,14 @@ def share_out(num_devices: int, placement: Placement) -> Devices:
     model = as_count("model_axis", placement.model_axis)
     if devices % model:
         raise ValueError(
-            f"model_axis={model} does not divide num_devices={devices}; "
-            f"these do: {_divisors(devices)}"
+            f"model_axis={model} does not divide num_devices={devices}; give {_divisors(devices)}"
         )
     data = devices // model
     shards = as_count("num_shards", data if placement.num_shards is None else placement.num_shards)
     if data % shards:
         left = f" that model_axis={model} leaves of {devices}" if model > 1 else ""
         raise ValueError(
-            f"num_shards={shards} does not divide the {data} devices{left}; "
-            f"these do: {_divisors(data)}"
+            f"num_shards={shards} does not divide {data} devices{left}; give {_divisors(data)}"
         )
     if placement.wide_optimizer and shards == data:
         raise ValueError(

@@ -186,8 +186,7 @@ def make_loss(loss_fn: LossFn, *, has_aux: bool) -> Loss:
         if p.default is inspect.Parameter.empty and name not in ASKABLE and not is_open:
             raise TypeError(
                 f"loss_fn asks for {name!r}, which no step gives: beside (params, batch) it may "
-                f"name {', '.join(ASKABLE)}; put {name!r} into the batch, or bind it with "
-                "functools.partial"
+                f"name {', '.join(ASKABLE)}; put it into the batch, or bind it (functools.partial)"
             )
     return Loss(loss_fn, has_aux, tuple(name for name in ASKABLE if name in names))
 

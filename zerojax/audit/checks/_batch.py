@@ -38,8 +38,7 @@ def check_batch(evidence: Evidence) -> Iterator[Problem]:
     held = "whole" if is_whole else f"in parts {list(largest.shard_shape)} of all examples"
     yield Problem(
         where=some([f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in examples]),
-        expected=f"1 / {parts} of the examples on each device, along "
-        f"{' x '.join(layout.batch_axes)}",
+        expected=f"1 / {parts} of the examples a device, along {' x '.join(layout.batch_axes)}",
         seen=f"the batch is {held} on every device, so that each computes all examples; gradients "
         "and what moves can't be judged",
         remedy="place it: jax.device_put(batch, layout.batch), or in_shardings of layout.batch",

@@ -63,8 +63,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
         should = sum(math.prod(to) * (size // max(math.prod(of), 1)) for size, of, to in held)
         yield Problem(
             where=f"{kind}: {_where(group)}",
-            expected=f"{should:,} B in {list(group[0].shards[0])} as stage {stage} has it over "
-            f"{shards} devices",
+            expected=f"{should:,} B in {list(group[0].shards[0])} by stage {stage} over {shards}",
             seen=f"{kind} not partitioned as the layout says: {seen:,} B per device, the first in "
             f"{list(group[0].argument.shard_shape)}",
             remedy=_PLACE[kind] + (hint(evidence, *_MAKERS) if kind in _OF_OPTIMIZER else ""),

@@ -97,8 +97,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
             or "constrain the activation to layout.batch where it is made, and the weight it "
             "meets to P(), so that the partitioner moves the weight"
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}; {once and once + '; '}if "
-            "the loss itself joins examples, as a contrastive one does, audit with "
-            "joins_examples=True",
+            "the loss joins examples, as a contrastive one does, audit with joins_examples=True",
         )
 
 

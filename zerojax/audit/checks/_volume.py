@@ -149,8 +149,7 @@ def _check_padding(evidence: Evidence) -> Iterator[Problem]:
     psi = evidence.layout.num_params
     yield Problem(
         where=f"{describe_move(largest)}, {whose(evidence, largest)}",
-        expected=f"at most {PADDED:.0%} of theory ({evidence.theory.elements / psi:.3f}) for "
-        "padding",
+        expected=f"padding up to {PADDED:.0%} of theory ({evidence.theory.elements / psi:.3f})",
         seen=f"the compiler pads what it moves: {len(padded)} collective(s) move {total / psi:.3f} "
         "elements per parameter for it",
         remedy=f"make the partitioned dims multiples of {128 * evidence.layout.num_shards} (a "
