@@ -53,6 +53,16 @@ def test_evaluate_is_the_loss_of_logical_parameters(stage, mesh8):
     assert step.num_compiled == 1, "an evaluation is no step"
 
 
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_an_audit_compiles_nothing_that_was_run(mesh8, caplog, is_placed):
+    step = make(mesh8, 2)
+    x = jax.device_put(batch(), step.layout.batch) if is_placed else batch()
+    step(step.init(init, jax.random.key(0)), x)
+    with jax.log_compiles(True):
+        assert step.audit(x).problems == ()
+    assert not [record for record in caplog.messages if "XLA compilation of jit(_step)" in record]
+
+
 def test_evaluate_returns_aux_and_leaves_microbatches_out(mesh8):
     def with_aux(params, x):
         return loss_fn(params, x), {"mean": x.mean()}

@@ -163,7 +163,12 @@ class TrainStep(Shown):
 
     def audit(self, batch: PyTree, *, joins_examples: bool = False) -> AuditReport:
         """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
-        compiled = self.lower(self.abstract_state(), as_shapes(batch)).compile()
+        at = self.layout.batch  # a part of what jax compiles for: what was run is not compiled anew
+
+        def like(x: Any) -> jax.ShapeDtypeStruct:
+            return as_shapes(x).update(sharding=at if getattr(x, "sharding", None) == at else None)
+
+        compiled = self.lower(self.abstract_state(), jax.tree.map(like, batch)).compile()
         return audit(compiled, self.layout, self.recipe, joins_examples=joins_examples)
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, reducing, whose
 from zerojax.audit._traffic import Move
+from zerojax.audit.checks._state import note_undivided
 from zerojax.hlo import sum_moved
 from zerojax.planner import theory_of
 
@@ -92,6 +93,8 @@ def check_far(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
+    if undivided := next(note_undivided(evidence), ""):
+        return undivided
     sliced = [move for move in offenders if move.role == "sliced"]
     is_at_once = tolerance(evidence) in TOLERANCE["at once"]
     advice = staged(evidence, sliced, STAGED if is_at_once else "")
