@@ -259,9 +259,6 @@ def run_equations(
 
     Each runs in the named scopes and with the source line that it was traced with, so that
     profilers, HLO and errors still name the user's model. A value is dropped after its last use.
-
-    `inputs` has the values of the variables that the equations read and do not make; `outputs` are
-    variables and literals; `step` is as `run` has it.
     """
     values = dict(inputs)
     dead = _dead_after(eqns, outputs)

@@ -103,11 +103,9 @@ class Evidence:
     def _find_steps(self, records: Sequence[Collective]) -> Iterator[Loop]:
         """Visit the loops that give a large parameter its new value, and reduce in each turn.
 
-            %w = (s32[], f32[64,8], ...) while(%state), body=%b    4 turns
-            %b: %sum = f32[64] all-reduce(%g);  %new = f32[64,8] subtract(%old, %step)
-            ROOT %p = f32[64,8] get-tuple-element(%w), index=1     %w takes 4 steps
-
-        One that writes a stack of parameters layer by layer is none.
+        %w = (s32[], f32[64,8], ...) while(%state), body=%b    4 turns
+        %b: %sum = f32[64] all-reduce(%g);  %new = f32[64,8] subtract(%old, %step)
+        ROOT %p = f32[64,8] get-tuple-element(%w), index=1     %w takes 4 steps
         """
         around = {x.name: x for one in records if role_of(one) in REDUCTIONS for x in one.loops}
         values = [x["parameter"] for x in self.updated.values() if "parameter" in x]

@@ -76,8 +76,7 @@ def without_activations(moves: Collection[Move], origins: Origins) -> tuple[Move
     """Return the same moves; gathers of what is made of examples are of no leaf.
 
     Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's. What
-    a loss gathers of a target network, a reference or a frozen base beside the parameters is not
-    judged.
+    a loss gathers of a target network, a reference or a frozen base is not judged.
     """
 
     def one(move: Move) -> Move:

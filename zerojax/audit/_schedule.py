@@ -187,12 +187,7 @@ def schedule_of(
     devices: Sequence[Any],
     leaves_of: Callable[[Collective], Sequence[str]] = lambda _: (),
 ) -> ScheduleReport | None:
-    """Run the clock over a program; None on a CPU, whose collectives always wait, or another chip.
-
-    Another chip is one whose figures `HARDWARE` does not have. `devices` are the mesh's; the
-    program's own order of them counts, where it tells it. `leaves_of` gives the paths of the leaves
-    that a collective may move.
-    """
+    """Run the clock over a program; None on a CPU, whose collectives wait, or an unknown chip."""
     hardware = None
     with contextlib.suppress(ValueError):
         hardware = find_hardware(str(devices[0].device_kind))

@@ -8,8 +8,7 @@ are padded is told, in this order:
 2. by `tx`, where the caller passes the optimizer, for the part of the tree that is its state;
 3. by the parameters, for a part of the tree that has their structure and shapes.
 
-Any other leaf that is cut may be padded: an error asks for `tx`, since a wrong guess would drop
-values, or keep zeros.
+Any other leaf that is cut may be padded: an error asks for `tx`, as a wrong guess drops values.
 """
 
 import dataclasses

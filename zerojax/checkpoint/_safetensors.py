@@ -123,8 +123,7 @@ def write_safetensors(
 ) -> None:
     """Write tensors to a file, one at a time; it has its name when all of it is on disk.
 
-    The widest elements come first, so that each tensor is aligned. `read` returns the tensor of a
-    name; errors are those of `export_safetensors`.
+    The widest elements come first, so that each is aligned. `read` returns the tensor of a name.
     """
     if path.suffix != SUFFIX:
         raise ValueError(f"{path} must end in {SUFFIX}")

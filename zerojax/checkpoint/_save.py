@@ -173,11 +173,7 @@ def start_save(
     then: Callable[[], None] = lambda: None,
     **told: Any,
 ) -> PendingSave:
-    """Save as `save` does, which says what `told` may be, and return when devices are free.
-
-    Only when the result's `wait` has returned the checkpoint is known to be there; `then` is called
-    in the background before that.
-    """
+    """Save as `save` does, which says what `told` may be, and return when devices are free."""
     require_orbax()
     with together("save"):
         root = local_path(directory)

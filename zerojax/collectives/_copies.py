@@ -189,11 +189,7 @@ def is_used_in_turns(program: Any, index: int) -> bool:
 
 
 def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -> bool:
-    """Return whether a program uses an input only where use_copies can, in calls too.
-
-    These are products with examples, and sums with biases that are computed of the input and of
-    constants. A cast or a transpose may stand between; `parts` devices divide the examples.
-    """
+    """Return whether a program uses an input only where use_copies can, in calls too."""
     jaxpr, _ = _jaxpr.opened(program)
 
     def only(var: Any) -> bool:
@@ -254,11 +250,7 @@ def use_copies(
     is_fixed: bool = False,
     again: Callable[..., Any] = lambda use: use,
 ) -> list[Any] | None:
-    """Run an equation on each device's copy of a weight; None where it is not one of examples.
-
-    At least one of the inputs is `Copied`. `is_fixed` says whether none depends on examples;
-    `again` makes a use gather again for its backward pass.
-    """
+    """Run an equation on each device's copy of a weight; None where it is not one of examples."""
     place = next(i for i, v in enumerate(values) if isinstance(v, Copied))
     weight, others = values[place], [*values[:place], *values[place + 1 :]]
     if any(isinstance(v, Boxed | Copied) for v in others):
@@ -295,11 +287,7 @@ def use_copies(
 
 
 def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
-    """Return the dim of examples in the other operand and in the result of a lookup or product.
-
-    Of a product it is the first that is neither summed nor shared with the weight. None where an
-    equation takes no examples.
-    """
+    """Return the dim of examples in the other operand and in the result of a lookup or product."""
     if len(eqn.invars) != 2 or eqn.invars[1 - place].aval.ndim < 2:
         return None
     weight, other = eqn.invars[place].aval, eqn.invars[1 - place].aval

@@ -105,11 +105,7 @@ def _planted(flat: Equations, layout: Layout, bound: int) -> dict[int, Planted]:
 
 
 def _kept(eqns: Sequence[Any], paths: dict[int, Any], bound: int) -> dict[int, Planted]:
-    """Find the gathers that can use the result of an earlier one, by their place.
-
-    They can where both read the very same shard, or where at most `bound` bytes of weights
-    were gathered since its last use, with its own.
-    """
+    """Find the gathers that can use the result of an earlier one, by their place."""
     first, last, kept, done = dict[Any, Any](), dict[Any, int](), dict[int, Planted](), 0
     for at, (_, key) in paths.items():
         eqn, form = eqns[at], str(called(eqns[at]))

@@ -36,10 +36,6 @@ def accumulate(
     """Average loss, aux and gradients over microbatches, in a loop that holds one of them.
 
     Of aux, rows of examples come back in the order of the batch; whole numbers are summed.
-
-    The batch is `count` microbatches together, and `carried` the loss's third argument for the
-    first. `dtype` is that of the running sum of gradients, None their own. `transform` makes
-    another function of the gradient's before it is run. A TPU's backward pass waits for the loss.
     """
 
     def differentiated(params: PyTree, batch: PyTree, carried: PyTree) -> tuple[Any, PyTree]:
@@ -99,11 +95,7 @@ def wide(x: jax.Array) -> jax.Array:
 def row_leaves(
     loss_fn: StepLoss, params: PyTree, batch: PyTree, carried: PyTree, aux: PyTree
 ) -> list[bool]:
-    """Return which leaves of aux have a row per example: the dim that grows with the batch.
-
-    `params`, `batch` and `carried` are the loss's arguments, or their shapes. Examples that are
-    counted by another dim, or by one dim together with others, are refused.
-    """
+    """Return which leaves of aux have a row per example: the dim that grows with the batch."""
     leaves, size = jax.tree.leaves(aux), _examples.num_examples(batch)
     if size is None or not any(x.ndim for x in leaves):
         return [False] * len(leaves)

@@ -119,11 +119,7 @@ class Retracer:
         return (_own(layer) if self.shielded else layer)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Scan with boxed slices: layers are gathered inside the loop.
-
-        What all turns use, as those of a recurrence do, is gathered before the loop, and again
-        before the one of the backward pass.
-        """
+        """Scan with boxed slices: layers are gathered inside the loop."""
         program = eqn.params["jaxpr"]
         consts, carry, stacks = _jaxpr.scan_split(eqn.params, values)
         consts = [v if self._meets(program, i) else _uncopied(v) for i, v in enumerate(consts)]
@@ -230,8 +226,7 @@ class Retracer:
             return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
         # Of a user's custom derivative the residuals may be kept. Nothing is kept where equations
-        # were recorded, whose results are whole weights, nor of a shard_map, one of whose results
-        # would be the weight.
+        # were recorded, whose results are whole weights, nor of a shard_map, which returns one.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
         keeps = _jaxpr.has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
         keeps = keeps and not _rematerialises(eqn)

@@ -33,9 +33,7 @@ def write_back(
     *,
     padded_are_whole: bool = False,
 ) -> PyTree:
-    """Gather updated shards into the buffers of the old parameters.
-
-    The shards are cast to the parameters' dtype before they move.
+    """Gather updated shards, cast to the parameters' dtype, into the old ones' buffers.
 
     The old ones are whole logical parameters, as stages 0 to 2 keep them, the new ones logical
     leaves cut into shards, possibly in a wider dtype. `bucket_bytes` are the most of stacked layers

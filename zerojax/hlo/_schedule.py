@@ -149,11 +149,7 @@ Held = tuple[Computation, Instruction]  # a collective and the computation that 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """Hold one instruction in the order of its schedule.
-
-    A synchronous collective begins and ends with one operation; an asynchronous one begins with
-    one and ends with a later one of the same list.
-    """
+    """Hold one instruction in the order of its schedule."""
 
     name: str
     op_name: str

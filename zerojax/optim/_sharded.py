@@ -34,8 +34,7 @@ from zerojax.layout import (
 )
 from zerojax.optim._whole import update_whole
 
-#: Traced updates that are 0, by id, of leaves that an optimizer leaves alone: `apply_updates` adds
-#: none of them.
+#: Traced updates that are 0, by id, of leaves that an optimizer leaves alone: none is added.
 _ZEROS: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
 
 

@@ -88,9 +88,7 @@ def theory_of(
 ) -> Theory:
     """Count what a step of the layout's stage moves.
 
-    `scatters` tells whether gradients of partitioned leaves are reduce-scattered, or all-reduced;
-    `frozen` are indices of leaves without a gradient, `untouched` of those whose parameter stays
-    as it is: no new one is gathered.
+    Of `frozen` leaves no gradient is reduced, of `untouched` ones no new parameter is gathered.
     """
     kinds = layout.kinds
     per_step = recipe.accumulate if recipe.reduction(kinds) == "each" else 1

@@ -203,11 +203,7 @@ def _cut(leaf: jax.ShapeDtypeStruct, parts: int) -> P:
 
 
 def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf, ...]:
-    """Return what each parameter takes on a device while a gradient is computed.
-
-    Gradients are scattered as soon as they are there from stage 1 on: a stage that partitions the
-    optimizer reads no more of them.
-    """
+    """Return what each parameter takes on a device while a gradient is computed."""
     gathers, keeps = layout.partitions("parameter"), recipe.keeps_gathered(layout.kinds)
     found = []
     for placed in layout.leaves:

@@ -34,11 +34,7 @@ def agree_on(
     lower: Callable[[], jax.stages.Lowered],
     given: dict[str, PyTree],
 ) -> bool:
-    """Compare what a program is made of between processes, the seed of a first state above all.
-
-    `name` is the call's, for errors; `given` is what it is called with, as the user gave it.
-    Returns whether there are others to agree with.
-    """
+    """Compare what a program is made of between processes; return whether there are others."""
     if all(device.process_index == jax.process_index() for device in layout.devices.flat):
         return False
     with together(name):

@@ -109,12 +109,7 @@ class Update:
     def __call__(
         self, state: TrainState, grads: PyTree, loss: jax.Array
     ) -> tuple[jax.Array, PyTree, TrainState]:
-        """Update a state from the gradients of its scaled loss, stored or logical.
-
-        Returns the L2 norm of the gradients, unscaled and before clipping; new parameters as
-        logical shards, in the dtype that the optimizer updates or in their own; and the state with
-        new masters and a new optimizer state.
-        """
+        """Update a state; return the norm of its gradients, new parameters and the new state."""
         layout, placed, hosted = self.layout, self.placed, self.hosted
         leaves, flat = layout.leaves, layout.structure.flatten_up_to
         held = state.masters if self._has_masters else unwrapped(state.params)
@@ -149,12 +144,7 @@ class Update:
     ) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """Compute an update; results are asked for as shards, unless the host computes them.
 
-        The state `before` has the loss scale and the parameters' dtypes. The gradients are of the
-        scaled loss; `held` is what the optimizer updates, `leaves` its state. All are logical.
-
-        Returns the gradients' norm, what the optimizer updated, the same as parameters where these
-        are others (in their dtype with the host; without it, old ones that are frozen), and the
-        new state.
+        The gradients are of the scaled loss. All that is given is logical.
         """
         layout, precision, clip_norm = self.layout, self.recipe.precision, self.recipe.clip_norm
         if self.hosted and clip_norm is None:

@@ -28,11 +28,7 @@ INTERRUPTED, PREEMPTED = 130, 75
 
 
 class Failure(Exception):
-    """Ends the command with one line on stderr and a status.
-
-    Statuses: 2 for a wrong request; 1 for a run that failed; 130 and 75 for one that a signal
-    ended, after what there was has been written.
-    """
+    """Ends the command with one line on stderr and a status."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -72,8 +68,7 @@ def option(default: Any, *names: str, panel: str | None = None, **looks: Any) ->
     """Return a field that is an option; the string below the field is its help.
 
     One that may be given several times has the default (). `names` spell it, where that is not the
-    field's name; `panel` is the group that it is shown in. `looks` is what else `typer.Option`
-    takes: `min`, `max`, `metavar`, and `show_default`, the default in words.
+    field's name; `panel` is the group that it is shown in; `looks` is for `typer.Option`.
     """
     info = typer.Option(None if default == () else default, *names, rich_help_panel=panel, **looks)
     return dataclasses.field(default=default, metadata={PARAMETER: info})

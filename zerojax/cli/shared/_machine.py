@@ -18,8 +18,7 @@ def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
     """Return `num_devices` devices; by default all real ones, or eight virtual ones on a CPU.
 
     The CPU is divided before jax starts, which does nothing to an accelerator. A number in the
-    environment (XLA_FLAGS, JAX_NUM_CPU_DEVICES) holds where the caller names none. Of several
-    processes each has its part of the devices.
+    environment (XLA_FLAGS, JAX_NUM_CPU_DEVICES) holds where the caller names none.
     """
     if num_devices is not None and num_devices % num_processes:
         raise ValueError(f"--devices {num_devices} is no multiple of its {num_processes} processes")

@@ -186,11 +186,7 @@ class StepOptions(CommandOptions):
         )
 
     def examples(self, num_groups: int, default: int = 1) -> int:
-        """Return the examples per step, which groups and microbatches divide.
-
-        Groups of devices have examples of their own: devices / model axis. `default` is the least
-        number where none was asked for.
-        """
+        """Return the examples per step, divided by groups (devices / model axis) and batches."""
         multiple = num_groups * self.accumulate
         asked = self.batch_size or default
         fitting = -(-asked // multiple) * multiple

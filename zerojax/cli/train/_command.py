@@ -38,8 +38,7 @@ def train(options: TrainOptions) -> None:
     parallelism; trains; evaluates on held-out text; writes metrics.jsonl and training.png to the
     folder `--out`. Ctrl-C finishes the step and draws what there is.
 
-    Without an accelerator the devices are virtual ones on the CPU: they hold, compute and exchange
-    what real ones would.
+    Without an accelerator devices are virtual ones on the CPU, which hold what real ones would.
 
     Examples: the tiny model on Python's standard library; everything partitioned, in bf16; the
     paper's configuration C4, with each layer shared by two devices; text of one's own, with

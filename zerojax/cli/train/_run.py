@@ -55,11 +55,7 @@ BATCH_SIZE = 32
 
 
 class TrainRun:
-    """A run that is ready to start.
-
-    `plain` are bytes per device by kind under stage 0, `checkpoint` the newest of `checkpoints`, or
-    None; `batches` and `held_out` have this process's rows.
-    """
+    """A run that is ready to start."""
 
     def __init__(self, options: TrainOptions, checkpoint: Path | None, num_processes: int) -> None:
         found = _machine.find_devices(options.devices, num_processes)

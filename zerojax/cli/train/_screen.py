@@ -96,8 +96,7 @@ def bytes_table(run: TrainRun) -> Table:
 class Metrics:
     """The metrics of a run; a line is on disk when `add` returns.
 
-    Lines up to `first_step` are kept, as a resumed run needs. Of several processes one writes
-    (`is_kept`).
+    Lines up to `first_step` are kept, to resume. Of several processes one writes (`is_kept`).
     """
 
     def __init__(

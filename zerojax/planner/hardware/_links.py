@@ -129,8 +129,6 @@ def rate_along(hardware: Hardware, dim: str, members: int, extent: int, size: in
 
     The end of a line has one neighbour and receives everything from there. Groups that lie between
     each other's members share the links: extent / members of them.
-
-    `members` of a group extend over `extent` of the `size` places of the dim.
     """
     if dim == DIMS[-1]:
         return hardware.chip_bandwidth
