@@ -73,7 +73,7 @@ class MemoryReport(Shown):
         if gathered := self.theory["gathered"]:
             table.add_row("gathered, until the backward pass", "", f"{gathered:,}")
         add("temporaries, with gradients", self.temporaries)
-        add("peak", self.peak, self.theory["total"])
+        table.add_row("peak (theory: states)", f"{self.peak:,}", f"{self.theory['total']:,}")
         holes = self.allocated * (self.allocated > self.peak)
         more = {"allocated, with unused holes": holes, "reused by donation": self.reused}
         for name, count in (more | {"host": self.host}).items():

@@ -17,10 +17,10 @@ _GATHERS = ("int8", "float8_e4m3fn")
 class DynamicLossScale:
     """Scale the loss so that small gradients do not become zero in fp16.
 
-    A step whose gradients are not finite changes nothing but the scale, which it divides by
-    `factor`; after `growth_interval` finite steps in a row the scale is multiplied by it. Scales
-    are powers of two from 1 to 2**24, so that scaling rounds nothing. A loss that is itself in fp16
-    takes scales up to 2**15; return it in fp32.
+    A step whose gradients are not finite changes nothing but the scale, which it halves; after
+    `growth_interval` finite steps in a row the scale is doubled. Scales are powers of two from 1 to
+    2**24, so that scaling rounds nothing. A loss that is itself in fp16 takes scales up to 2**15;
+    return it in fp32.
 
     Attributes:
         initial: the scale of the first step.
