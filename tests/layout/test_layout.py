@@ -142,7 +142,7 @@ ALIKE = {  # two trees whose leaves would have one path
 
 @pytest.mark.parametrize("params", ALIKE.values(), ids=ALIKE)
 def test_leaves_whose_paths_read_alike_are_refused_with_both_keys(params, mesh8):
-    with pytest.raises(ValueError, match=r"'(a/b|0)': \[.* and \[.*; rename a key"):
+    with pytest.raises(ValueError, match=r"'(a/b|0)': \[.* and \[.*; rename one"):
         zerojax.make_layout(params, mesh8, stage=3)
 
 

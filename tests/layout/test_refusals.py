@@ -42,7 +42,7 @@ REFUSALS = {
     "arguments swapped": (lambda: layout(MESH, PARAMS), TypeError, A_MESH.format("dict")),
     "devices for a mesh": (lambda: layout(mesh=jax.devices()), TypeError, A_MESH.format("list")),
     "a number for a mesh": (lambda: layout(mesh=8), TypeError, A_MESH.format("int")),
-    "no parameters": (lambda: layout({}), ValueError, "hold no arrays, got {}; hand over a pytree"),
+    "no parameters": (lambda: layout({}), ValueError, "hold no arrays, got {}; give a pytree"),
     "an init function": (
         lambda: layout(lambda key: PARAMS),
         ValueError,

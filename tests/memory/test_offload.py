@@ -118,7 +118,7 @@ def test_a_backend_without_host_memory_is_refused(monkeypatch):
     [
         (
             optax.lamb(1e-2),
-            "uses reduce_sum.* for leaf 'head'.*Adam.*leave Recipe.offload=True. out",
+            "uses reduce_sum.* for leaf 'head'.*Adam.*no Recipe.offload=True.",
         ),
         (optax.MultiSteps(optax.adam(1e-2), 2), "one leaf from others.*'layers/w'"),
     ],

@@ -54,9 +54,9 @@ def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
     [
         ({"batch": shape(12, TOKENS, WIDTH)}, ["12 examples", "8 x 1", "multiple of 8"]),
         ({"accumulate": 3}, ["16 examples", "8 x 3", "multiple of 24"]),
-        ({"batch": None}, ["give loss_fn and batch together"]),
+        ({"batch": None}, ["give loss_fn and batch: one"]),
         ({"batch": shape(0, TOKENS, WIDTH)}, ["the batch has no examples"]),
-        ({"loss_fn": None}, ["give loss_fn and batch together"]),
+        ({"loss_fn": None}, ["give loss_fn and batch: one"]),
         (
             {"batch": (shape(16, TOKENS, WIDTH), shape(8))},
             ["leading dim", "'0' has 16, '1' has 8"],

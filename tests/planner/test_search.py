@@ -220,7 +220,7 @@ def test_a_batch_that_no_mesh_divides_is_refused():
         ({"space": Space(model_axes=(3,))}, ["model_axis=3"]),
         ({"space": Space(model_axes=(1,), num_shards=(3,))}, ["num_shards=3"]),
         ({"space": Space(num_shards=(0,))}, ["num_shards", "0"]),
-        ({"batch": None}, ["loss_fn and batch together"]),
+        ({"batch": None}, ["loss_fn and batch: one"]),
         ({"accumulate": 5}, ["batch of 48 examples", "accumulate=5", "another accumulate"]),
     ],
     ids=first_word,
