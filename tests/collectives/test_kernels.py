@@ -197,6 +197,7 @@ def test_splash_attention_is_audited_on_tpus_and_needs_a_shard_map():
 
 
 @pytest.mark.aot("cuda")
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_a_kernel_gathers_all_examples_on_gpus_and_the_audit_says_what_to_do():
     report = report_of("h100:1x8", triton)
     assert {problem.kind for problem in report.problems} == {"activation", "volume"}
