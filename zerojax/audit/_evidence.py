@@ -20,7 +20,6 @@ from zerojax.hlo import (
     Collective,
     Frame,
     Loop,
-    Use,
     Value,
     arguments_of,
     find_carries,
@@ -158,7 +157,7 @@ class Evidence:
     def instead(self) -> tuple[Move, ...]:
         """Return gathers of what lookups give back, less than to reduce their table's gradient."""
         given = [x for x in self.large if x.role == "gather" and not x.match.form]
-        given = [x for x in given if any(map(_scatters, uses_of(self.module, x.record.result)))]
+        given = [x for x in given if self.is_for(x, "scatter-add")]
         sums = [move for move in self.large if move.role in REDUCTIONS]
         due = sum([*self.theory.scattered.values(), *self.theory.summed.values()])
         return (*given,) if sum_moved([*sums, *given], "judged") <= due else ()
@@ -254,6 +253,11 @@ class Evidence:
         files = "\n".join(self.module.tables["FileNames"].values())
         return frozenset(tool for tool, file in TOOLS.items() if file in files)
 
+    def is_for(self, move: Move, name: str) -> bool:
+        """Return whether a collective, or what reads it, has the name of an operation of JAX."""
+        lines = (use.instruction for use in uses_of(self.module, move.record.result))
+        return any(name in x for x in (move.record.op_name, *(line.op_name for line in lines)))
+
     def gathered_elements(self, indices: Iterable[int]) -> int:
         leaves = [self.layout.leaves[index] for index in indices]
         local = (self.layout.local_shape(x, x.stored_shape) for x in leaves if x.dim is not None)
@@ -278,10 +282,6 @@ def _own_shapes(held: Iterable[Held], layout: Layout) -> set[tuple[int, ...]]:
         if one.kind == "optimizer" and one.elements > 1 and one.argument.shape not in shapes:
             found |= {one.argument.shape, one.argument.shard_shape}
     return found
-
-
-def _scatters(use: Use) -> bool:
-    return use.instruction.opcode == "scatter" or "scatter-add" in use.instruction.op_name
 
 
 def _scales_shapes(layout: Layout) -> dict[int, set[tuple[int, ...]]]:

@@ -118,7 +118,7 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
 
 def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
     """Say what to do where all examples are gathered for a Pallas kernel, which XLA can't cut."""
-    if not any("/pallas_call" in move.record.op_name for move in moves):
+    if not any(evidence.is_for(move, "pallas_call") for move in moves):
         return ""
     spec = f"P{evidence.layout.batch_axes}"
     wrapped = f"jax.shard_map(kernel, in_specs={spec}, out_specs={spec}, check_vma=False)"
