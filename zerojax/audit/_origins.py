@@ -21,7 +21,7 @@ class Origins:
     ) -> None:
         self._module = module
         self._steps = {loop.name for loop in steps}
-        numbers = [(one.kind, one.argument.number) for one in held]
+        numbers = [(one.kind, one.argument.number) for one in held if one.argument.shape]
         batch = [one.argument for one in held if one.kind == "batch"]
         # What is whole, a graph's edges say, is the same on all devices.
         own = [leaf for leaf in batch if leaf.shard_shape != leaf.shape]
