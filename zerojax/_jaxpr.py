@@ -194,7 +194,7 @@ def is_elementwise(eqn: Any) -> bool:
     scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in eqn.invars]
     try:
         (out,) = jax.eval_shape(lambda *xs: bind(eqn, xs), *scalars)
-    except (TypeError, ValueError, IndexError):
+    except (TypeError, ValueError, IndexError, NameError):  # the last of a device axis
         return False
     return out.shape == ()
 

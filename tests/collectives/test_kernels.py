@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -84,6 +85,25 @@ def test_a_kernel_that_may_join_examples_is_refused(mesh8, how):
         step(step.init(PARAMS), X)
 
 
+def test_a_kernel_that_prefetches_what_each_example_has_is_refused():
+    """Every step sees the lengths of all, and this one takes the first's."""
+
+    def kernel(lengths, x, out):
+        out[...] = x[...] * lengths[0]
+
+    def loss(params, x, _):
+        spec = pl.BlockSpec((1, ROWS, WIDTH), lambda i, lengths: (i, 0, 0))
+        grid = tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=(len(x),), in_specs=[spec], out_specs=spec
+        )
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = pl.pallas_call(kernel, shape, grid_spec=grid)(x[:, 0, 0].astype(jnp.int32), x)
+        return jnp.mean(x @ params["w"])
+
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert "joins examples, or whether it does" in str(why_no_mean(loss, PARAMS, x, 2))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_each_device_runs_a_kernel_in_a_shard_map(mesh8, stage, accumulate):
@@ -106,6 +126,8 @@ def test_a_shard_map_under_reduce_once_is_told_to_be_left_out(mesh8):
     [
         (lambda x: x * jax.lax.axis_index("data"), "place of examples in the batch: axis_index"),
         (lambda x: x - jax.lax.pmean(x.mean(), "data"), "psum|linear"),
+        (lambda x: x - jax.lax.psum(x, "data"), "joins examples.*psum"),
+        (lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "joins examples.*ppermute"),
     ],
 )
 def test_microbatches_of_devices_that_differ_or_talk_are_warned_of(mesh8, function, match):

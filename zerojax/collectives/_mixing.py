@@ -135,7 +135,9 @@ def of_kernel(
     Each step of its grid has one example, where that is the step's number along an axis: a block
     (1, 4, 128) of an array whose dim 0 counts examples, with an index map (i, j) -> (i, 0, j).
     """
-    grid, steps = eqn.params["grid_mapping"], set[int | None]()
+    grid = eqn.params["grid_mapping"]
+    # Every step sees all of what is prefetched, the lengths of sequences say.
+    steps: set[int | None] = {None for dim in dims[: -grid.num_inputs] if dim is not None}
     for block, dim in zip(grid.block_mappings, [*dims[-grid.num_inputs :], *outs], strict=True):
         if dim is None:
             continue

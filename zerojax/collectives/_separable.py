@@ -254,11 +254,8 @@ class _Reader:
         """Read what each device does with its part of the examples, of which all have as many."""
         inner = eqn.params["jaxpr"].invars
         dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
-        found = (
-            (x.aval.shape, own.aval.shape, dim)
-            for x, own, dim in zip(eqn.invars, inner, dims, strict=True)
-        )
-        parts = {whole[dim] // own[dim] for whole, own, dim in found if dim is not None}
+        found = zip(eqn.invars, inner, dims, strict=True)
+        parts = {x.aval.shape[d] // own.aval.shape[d] for x, own, d in found if d is not None}
         if len(parts) != 1:
             raise Refused("whether it joins examples can't be told")
         reader = dataclasses.replace(self, num_examples=self.num_examples // parts.pop())
