@@ -69,14 +69,14 @@ class LeafLayout:
         return f"<LeafLayout: {self.path} {self.placed(self.dtype)}, {self.reason}>"
 
     def placed(self, dtype: Any) -> str:
-        """Write dtype, dims and the axes that cut them: "bfloat16[1009+7/data,64]" is padded."""
+        """Write dtype, dims and the axes that cut them: "bfloat16[1009+7/data, 64]" is padded."""
         name = np.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
         cuts = as_entries(self.shard_spec, len(self.shape))
         dims = [
             f"{size}{f'+{stored - size}' * (stored > size)}{''.join(f'/{axis}' for axis in axes)}"
             for size, stored, axes in zip(self.shape, self.stored_shape, cuts, strict=True)
         ]
-        return f"{name}[{','.join(dims)}]"
+        return f"{name}[{', '.join(dims)}]"
 
     def spec(self, kind: Kind) -> P:
         """Return the PartitionSpec that the stored leaf of a kind of tensor has."""
