@@ -7,6 +7,12 @@ from typing import Any, TypeVar
 Noun = TypeVar("Noun")
 
 
+def is_whole_number(value: Any, least: float = -math.inf) -> bool:
+    """Return whether a value is an integer, one of NumPy's too, and not below `least`."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and int(value) >= least
+
+
 def as_count(name: str, value: Any) -> int:
     """Return a whole number of at least 1, 7.5e9 too, as an int; else a ValueError names it."""
     if not _is_finite(value) or value < 1 or value != math.floor(value):

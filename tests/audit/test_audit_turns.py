@@ -71,7 +71,7 @@ def test_a_loop_within_the_loss_is_told_from_microbatches(mesh8):
     report = audit(compile_step(loss, layout), layout)
     assert "take make_train_step: they reduce each gradient once" in only(report, "volume").remedy
     (note,) = (one for one in report.notes if "8 microbatches" in one)
-    assert "if the loss has it, differentiate gather_where_used" in note
+    assert "if it is the loss's own, differentiate gather_where_used" in note
 
 
 def joined_loss(params, x):

@@ -299,6 +299,18 @@ OTHERS = {
         lambda p, b: jnp.mean(b["x"][b["y"]] @ p["out"]),
         "picks examples by their number: add",
     ),
+    "the first in the place of those that a mask names": (
+        lambda p, b: jnp.mean(
+            logits(p, b)[jnp.where(b["mask"][:, 0] > 0, jnp.arange(len(b["y"])), 0)]
+        ),
+        "picks examples by their number: select_n",
+    ),
+    "their own number and a multiple of what they have": (
+        lambda p, b: jnp.mean(
+            logits(p, b)[jnp.arange(len(b["y"])) + len(b["y"]) * b["y"], jnp.zeros_like(b["y"])]
+        ),
+        "place of examples in the batch: add",
+    ),
     "position": (
         lambda p, b: jnp.mean(logits(p, b) * jnp.arange(len(b["y"]))[:, None]),
         "place of examples",

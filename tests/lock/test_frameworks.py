@@ -136,6 +136,14 @@ def test_a_state_of_ones_own_called_first_keeps_its_path(mesh8):
     assert set(leaves) == {"0/first/0", "0/step"}
 
 
+@pytest.mark.parametrize("name", ["blocks/{}", "layer_{}", "layer{}", "conv2d{}"])
+def test_layers_of_any_spelling_have_one_line(mesh8, name):
+    state = {f"params/{name}".format(n): shape(mesh8, CUT, WIDTH, WIDTH) for n in range(3)}
+    jitted = jax.jit(lambda state: jax.tree.map(lambda x: x * 2, state))
+    leaves = record_of(mesh8, jitted.lower(state).compile()).leaves
+    assert set(leaves) == {f"0/params/{name}".format("*")}
+
+
 def shape(mesh, spec, *dims, dtype="float32"):
     return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 

@@ -84,3 +84,5 @@ def test_all_end_with_the_reason(tmp_path, fault):
     told = logs(tmp_path)[1 - victim]
     assert said in told
     assert "Check failure stack trace" not in told
+    # Of the collective that broke a line is told, and its traceback where no cause is found.
+    assert number is None or "Traceback" not in told

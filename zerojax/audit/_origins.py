@@ -38,8 +38,8 @@ class Origins:
     def is_activation(self, value: Value) -> bool:
         """Return whether a value is made of examples, and not of the optimizer's states.
 
-        A new parameter is made of both where its gradient's reduction is no single collective. Of
-        an optimizer without states that can't be told.
+        A new parameter is made of both where its gradient's reduction is no single collective.
+        Without states of the optimizer the two can't be told apart, and the answer is False.
         """
         found = self._arguments([value]) if self._states else set()
         return not self._batch.isdisjoint(found) and self._states.isdisjoint(found)

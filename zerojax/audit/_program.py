@@ -13,10 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zerojax._plain import made
 from zerojax._tree import num_bytes, path_name
 from zerojax._types import Shape
 from zerojax.audit._allocations import allocated_bytes
 from zerojax.audit._paths import flatten_with_paths
+from zerojax.layout import as_entries, as_spec
 
 #: Names under which programs keep the state of an optimizer.
 OPTIMIZER_NAMES = frozenset({"opt_state", "opt_states", "optimizer_state", "optimizer", "optim"})
@@ -124,14 +126,7 @@ class Program:
 
     @classmethod
     def from_json(cls, text: str) -> "Program":
-        held = json.loads(text)
-        for key in ("inputs", "outputs"):
-            held[key] = tuple(Argument(**_with_tuples(leaf)) for leaf in held[key])
-        return cls(**_with_tuples(held))
-
-
-def _with_tuples(held: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(x) if isinstance(x, list) else x for key, x in held.items()}
+        return made(cls, json.loads(text))
 
 
 class _Placements:
@@ -242,14 +237,9 @@ def _spec(sharding: Any) -> str:
     """
     if not isinstance(sharding, NamedSharding):
         return str(getattr(sharding, "spec", sharding))
-    sizes, entries = sharding.mesh.shape, []
-    for entry in sharding.spec:
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        axes = tuple(axis for axis in axes if sizes.get(axis, 0) != 1 and axis is not None)
-        entries.append(axes[0] if len(axes) == 1 else axes or None)
-    while entries and entries[-1] is None:
-        del entries[-1]
-    return str(sharding.spec.update(partitions=tuple(entries)))
+    spec, sizes = sharding.spec, sharding.mesh.shape
+    entries = (tuple(a for a in axes if sizes[a] != 1) for axes in as_entries(spec, len(spec)))
+    return str(spec.update(partitions=tuple(as_spec(tuple(entries)))))
 
 
 def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:

@@ -12,6 +12,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from zerojax._arguments import is_whole_number
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint import _files
@@ -70,7 +71,7 @@ class Checkpoints:
         require_orbax()
         if replicator and local is None:
             raise ValueError("replicator=True copies hosts' folders; give local=, where they are")
-        if keep is not None and (type(keep) is not int or keep < 1):
+        if keep is not None and not is_whole_number(keep, 1):
             raise ValueError(f"keep is {keep!r}; give at least 1, or None to keep all")
         self.directory = _files.local_path(directory)
         if self.directory.exists() and not self.directory.is_dir():

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax._extras import extra
 from zerojax.checkpoint._files import remove
+from zerojax.layout import as_entries
 from zerojax.processes import gather_texts
 
 Arrays = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
@@ -88,8 +89,8 @@ class LocalCopies:
 
 
 def cuts(x: Any) -> dict[int, tuple[str, ...]]:
-    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in x.sharding.spec)
-    return {dim: tuple(names) for dim, names in enumerate(entries) if names}
+    entries = as_entries(x.sharding.spec, len(x.shape))
+    return {dim: names for dim, names in enumerate(entries) if names}
 
 
 def copied_axis(mesh: Mesh, arrays: Arrays) -> int:

@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from zerojax._extras import extra
+from zerojax._plain import made
 from zerojax._tree import parameter_ends
 from zerojax.checkpoint import _files
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf
@@ -108,7 +109,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         version, digest = found["format"], found.pop("digest", None)
         written = text.replace(str(digest), NO_DIGEST, 1)
         is_whole = digest == _files.digest_text(written)
-        manifest = _made(Manifest, found) if is_whole and version == FORMAT else None
+        manifest = made(Manifest, found) if is_whole and version == FORMAT else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _files.DamagedCheckpointError(
             root, [f"{MANIFEST} can't be read ({error!r})"]
@@ -118,21 +119,6 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     if manifest is None:
         raise _files.DamagedCheckpointError(root, [f"{MANIFEST} is not what was written"])
     return manifest
-
-
-def _made(kind: Any, x: Any) -> Any:
-    """Make a manifest, or a value of one of its fields' types, of what JSON holds."""
-    if dataclasses.is_dataclass(kind):
-        types = {field.name: field.type for field in dataclasses.fields(kind)}
-        make: Any = kind
-        return make(**{name: _made(types[name], part) for name, part in x.items()})
-    if get_origin(kind) is Mapping:
-        return {name: _made(get_args(kind)[1], part) for name, part in x.items()}
-    if get_origin(kind) is tuple and isinstance(x, list):
-        return tuple(_made(get_args(kind)[0], part) for part in x)
-    if kind is not Any and not isinstance(x, kind):
-        raise TypeError(f"{x!r} is no {kind}")
-    return x
 
 
 def parts(manifest: Manifest) -> dict[str, list[SavedLeaf]]:

@@ -12,13 +12,7 @@ import optax
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
-from zerojax.checkpoint._files import (
-    DamagedCheckpointError,
-    digest_text,
-    local_path,
-    wrong_contents,
-    wrong_sizes,
-)
+from zerojax.checkpoint import _files
 from zerojax.checkpoint._leaves import Optimizer, dtype_of, is_key, place_of
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest, to_text
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
@@ -65,7 +59,7 @@ def restore(
     """
     require_orbax()
     check_layout(layout, "restore(directory, layout, like)")
-    return read_state(local_path(directory), layout, like, tx, partial=partial)[1]
+    return read_state(_files.local_path(directory), layout, like, tx, partial=partial)[1]
 
 
 def read_agreed(root: Path) -> Manifest:
@@ -77,8 +71,8 @@ def read_agreed(root: Path) -> Manifest:
         error = caught
     _agree(root, [], error)
     assert manifest is not None
-    if len(set(gather_texts("restore", digest_text(to_text(manifest))))) > 1:
-        raise DamagedCheckpointError(root, ["the processes read different manifests"])
+    if len(set(gather_texts("restore", _files.digest_text(to_text(manifest))))) > 1:
+        raise _files.DamagedCheckpointError(root, ["the processes read different manifests"])
     return manifest
 
 
@@ -88,12 +82,14 @@ def read_state(
     """Read what `restore` does, and the manifest with it."""
     manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx, partial=partial)
-    _agree(root, wrong_sizes(root, manifest.files).values())
+    _agree(root, _files.wrong_sizes(root, manifest.files).values())
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     own = largest_first[jax.process_index() :: jax.process_count()]
     found, failure = {}, None
     with ThreadPoolExecutor(1) as thread:
-        wrong = thread.submit(wrong_contents, root, {name: manifest.files[name] for name in own})
+        wrong = thread.submit(
+            _files.wrong_contents, root, {name: manifest.files[name] for name in own}
+        )
         try:
             found = _read(root, sources, layout, like)
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
@@ -122,11 +118,13 @@ def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> 
     failure = "" if error is None else f"a process can't read it ({error})"
     failures = gather_texts("restore", failure)
     if any(told):
-        raise DamagedCheckpointError(root, "\n".join(filter(None, told)).splitlines()) from error
+        raise _files.DamagedCheckpointError(
+            root, "\n".join(filter(None, told)).splitlines()
+        ) from error
     if error is not None:
         raise error
     if any(failures):
-        raise DamagedCheckpointError(root, filter(None, failures))
+        raise _files.DamagedCheckpointError(root, filter(None, failures))
 
 
 def _read(

@@ -15,17 +15,9 @@ from rich.text import Text
 
 from zerojax import charts, planner
 from zerojax._display import DECIMAL, amount, make_table, unit_for
+from zerojax.cli.shared import _options
 from zerojax.cli.shared._command import Failure, Screen, command, option, refusing
 from zerojax.cli.shared._machine import check_output
-from zerojax.cli.shared._options import (
-    HARDWARE,
-    MODEL,
-    OUTPUT,
-    SEARCH,
-    ZERO,
-    StepOptions,
-    gpt_shapes,
-)
 from zerojax.layout import STAGES
 from zerojax.models import gpt
 from zerojax.planner import HARDWARE as KNOWN
@@ -33,30 +25,35 @@ from zerojax.planner import Choices, Placement, Plan, Space, Workload, find_hard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions(StepOptions):
+class PlanOptions(_options.StepOptions):
     """What `zerojax plan` was asked for; None leaves a choice to it."""
 
-    params: float | None = option(None, min=1e7, max=1e15, metavar="COUNT", panel=MODEL)
+    params: float | None = option(None, min=1e7, max=1e15, metavar="COUNT", panel=_options.MODEL)
     """A number of parameters, 7.5e9, in the place of a model: a GPT of about that size."""
-    hardware: str = option("h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=HARDWARE)
-    devices: int = option(8, min=1, panel=HARDWARE)
+    hardware: str = option(
+        "h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=_options.HARDWARE
+    )
+    devices: int = option(8, min=1, panel=_options.HARDWARE)
     """All devices together."""
     memory_limit: float | None = option(
-        None, min=1e-6, metavar="GB", show_default="all of its memory", panel=HARDWARE
+        None, min=1e-6, metavar="GB", show_default="all of its memory", panel=_options.HARDWARE
     )
     """What a step may take of a device, in GB (1e9 bytes)."""
     shards: int | None = option(
-        None, min=1, show_default="what the model axis leaves; --search tries nodes too", panel=ZERO
+        None,
+        min=1,
+        show_default="what the model axis leaves; --search tries nodes too",
+        panel=_options.ZERO,
     )
     """N, the devices that share one copy of the model states; fewer than all is hybrid sharding:
     copies of the group split the batch between them."""
-    search: bool = option(False, panel=SEARCH)
+    search: bool = option(False, panel=_options.SEARCH)
     """Search for the fastest way to train under the memory limit: stage, shard group, model axis,
     recomputation, what the host keeps, microbatches. Options that are given hold, and --shards
     holds the model axis as well."""
-    json: bool = option(False, panel=OUTPUT)
+    json: bool = option(False, panel=_options.OUTPUT)
     """Print the figures of each plan as JSON in the place of tables."""
-    plot: Path | None = option(None, metavar="FILE.png", panel=OUTPUT)
+    plot: Path | None = option(None, metavar="FILE.png", panel=_options.OUTPUT)
     """Draw what a device holds and moves under each stage, or by the fastest four of a search."""
 
     def __post_init__(self) -> None:
@@ -93,7 +90,7 @@ class PlanQuestion:
         batch = jax.ShapeDtypeStruct((self.num_examples, config.context + 1), jnp.int32)
         #: what a plan and a search are asked alike
         self._given: dict[str, Any] = {
-            "params": gpt_shapes(config),
+            "params": _options.gpt_shapes(config),
             "tx": options.unscheduled(config.width),
             "num_devices": options.devices,
             "hardware": self.hardware,

@@ -25,7 +25,7 @@ from zerojax.collectives._forms import (
     uses_gloo,
     view,
 )
-from zerojax.collectives._gather import gather_where_used
+from zerojax.collectives._gather import gather_where_used, gathering
 from zerojax.collectives._joined import JOINED
 from zerojax.collectives._options import OPTIONS
 from zerojax.collectives._options import compiler_options as compiler_options

@@ -246,7 +246,7 @@ FROM_GATHERED = frozenset(
 def wrap_policy(policy: Any, *, keeps: bool) -> Any:
     """Wrap a user's policy so that gathered weights are kept, or never are.
 
-    Without a policy nothing else is saved where they are kept, and all else where they are not.
+    Without a policy of the user's: if they are kept, nothing else is saved; if not, all else is.
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:

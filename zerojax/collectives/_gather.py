@@ -54,8 +54,17 @@ def gather_where_used(
     check_layout(layout, _CALL)
     precision = Precision(reduce=reduce_dtype, gather=gather_dtype)
     recipe = Recipe(precision=precision, reshard_after_forward=reshard_after_forward)
-    gather, keeps = recipe.gather_dtype(layout.kinds), recipe.keeps_gathered(layout.kinds)
-    opening = Opening(layout, precision.reduce, gather, keeps=keeps)
+    return gathering(loss_fn, layout, recipe)
+
+
+def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
+    """Gather where used as a recipe says."""
+    opening = Opening(
+        layout,
+        recipe.precision.reduce,
+        recipe.gather_dtype(layout.kinds),
+        keeps=recipe.keeps_gathered(layout.kinds),
+    )
 
     @uncollected()
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:

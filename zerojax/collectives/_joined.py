@@ -12,7 +12,7 @@ what each device holds of both is laid in one row, gathered, and cut apart again
     h1 = dot_general h0 a; h2 = dot_general h1 b
 
 A backward pass gathers again behind a barrier of all that it is given. The first shard of a group
-comes out of its barrier; those that join it pass by theirs. What was used last in the forward pass
+comes out of its barrier; the others skip their own. What was used last in the forward pass
 is used first in the backward pass: within the bytes of a group it is kept, and not gathered again.
 """
 

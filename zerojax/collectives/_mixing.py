@@ -260,9 +260,11 @@ def _column(eqn: Any, values: list[Value]) -> int | None:
     number = next((n for n, column in enumerate(columns) if column is not None), None)
     if number is None or name in _TAKES or (name == "lt" and values[1].zero):
         return None
+    if name == "select_n" and len({*columns[1:]}) > 1:
+        raise Refused("it picks examples by their number")
     if name == "concatenate":
         return sum((x.aval.shape[-1] for x in eqn.invars[:number]), start=columns[number] or 0)
-    if name == "lt" or (name == "add" and values[1 - number].degree != 1):
+    if name == "lt" or (name == "add" and values[1 - number] != Value(degree=1)):
         raise Refused("it computes with the place of examples in the batch")
     return columns[number]
 

@@ -29,24 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from zerojax import _jaxpr
+from zerojax.collectives import _copies, _structural
 from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
-from zerojax.collectives._copies import (
-    Copied,
-    copied,
-    is_enlarged,
-    meets_examples,
-    use_copies,
-    use_own_copies,
-    uses_of,
-)
 from zerojax.collectives._divided import bind_apart, bind_grouped, has_grouped, is_apart
-from zerojax.collectives._structural import (
-    dims_after,
-    is_slice,
-    keep_boxed,
-    rules_settled,
-    waits_elementwise,
-)
 
 #: The name of what a loop carries.
 CARRIED = "zerojax_carried"
@@ -74,7 +59,8 @@ class Retracer:
         return self.opening.opened(_uncopied(value))
 
     def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
-        name, has_box = eqn.primitive.name, any(isinstance(v, Boxed | Copied) for v in values)
+        name = eqn.primitive.name
+        has_box = any(isinstance(v, Boxed | _copies.Copied) for v in values)
         layout = self.opening.layout
         is_own = not has_box and is_apart(eqn, layout, self.from_batch)
         is_grouped = not has_box and not is_own and has_grouped(eqn, layout, self.from_batch)
@@ -92,10 +78,12 @@ class Retracer:
         if name == "scan":
             return self._scan(eqn, values)
         is_fixed = self.from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
-        if is_fixed and is_enlarged(eqn, values, self.opening):
-            values = [copied(v, self.opening) if isinstance(v, Boxed) else v for v in values]
-        if any(isinstance(v, Copied) for v in values):
-            used = use_copies(eqn, values, self.opening, is_fixed, self._again)
+        if is_fixed and _copies.is_enlarged(eqn, values, self.opening):
+            values = [
+                _copies.copied(v, self.opening) if isinstance(v, Boxed) else v for v in values
+            ]
+        if any(isinstance(v, _copies.Copied) for v in values):
+            used = _copies.use_copies(eqn, values, self.opening, is_fixed, self._again)
             if used is not None:
                 return used
             values = [*map(_uncopied, values)]
@@ -103,7 +91,7 @@ class Retracer:
             return self._cond(eqn, values)
         if is_grouped:
             return bind_grouped(eqn, values, self.opening)
-        kept = keep_boxed(eqn, values, self.opening)
+        kept = _structural.keep_boxed(eqn, values, self.opening)
         return self._use(eqn, values) if kept is None else kept
 
     def _remat(self, eqn: Any, values: list[Any]) -> list[Any]:
@@ -126,11 +114,13 @@ class Retracer:
         is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(consts)]
         stacks = [self._sliceable(_uncopied(v)) for v in stacks]
         pairs = zip(consts, is_sliced, strict=True)
-        consts = [rules_settled(v, self.opening) if sliced else v for v, sliced in pairs]
+        consts = [
+            _structural.rules_settled(v, self.opening) if sliced else v for v, sliced in pairs
+        ]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
         opens = zip(consts, is_sliced, strict=True)
-        regathers = any(isinstance(v, Boxed | Copied) and not sliced for v, sliced in opens)
+        regathers = any(isinstance(v, Boxed | _copies.Copied) and not sliced for v, sliced in opens)
         shielded = self.shielded or (regathers and self._gathers_again)
         inner = dataclasses.replace(self, looped=True, saved=False, shielded=shielded, layers={})
 
@@ -158,17 +148,17 @@ class Retracer:
             loop = self._again(loop, wrap_policy(None, keeps=False))
         return loop(*consts, *map(self.opened, carry), *arrays)
 
-    def _constant(self, program: Any, index: int, value: Boxed | Copied) -> Any:
+    def _constant(self, program: Any, index: int, value: Boxed | _copies.Copied) -> Any:
         """Gather what all turns of a loop use; where it meets examples each device has its copy."""
-        if isinstance(value, Copied):
+        if isinstance(value, _copies.Copied):
             return value.gathered(self.opening)
         if not value.recorded and self._meets(program, index):
-            return copied(value, self.opening).gathered(self.opening)
+            return _copies.copied(value, self.opening).gathered(self.opening)
         return self.opened(value)
 
     def _meets(self, program: Any, index: int) -> bool:
         parts = self.opening.layout.num_batch_parts
-        return parts > 1 and meets_examples(program, index, parts, self.from_batch)
+        return parts > 1 and _copies.meets_examples(program, index, parts, self.from_batch)
 
     def _is_sliced(self, program: Any, index: int, value: Any) -> bool:
         """Return whether the body of a loop reads slices of a constant, so that it stays boxed.
@@ -176,19 +166,21 @@ class Retracer:
         Of `h @ dynamic_index_in_dim(stack, i)` a layer is gathered, inside the loop.
         """
         if not isinstance(value, Boxed):
-            return not isinstance(value, Copied)
-        slices = [eqn for eqn, _ in uses_of(program, index, in_loops=True)]
-        if not all(map(is_slice, slices)):
+            return not isinstance(value, _copies.Copied)
+        slices = [eqn for eqn, _ in _copies.uses_of(program, index, in_loops=True)]
+        if not all(map(_structural.is_slice, slices)):
             return False
-        if all(dims_after(eqn, value, self.opening) is not None for eqn in slices):
+        if all(_structural.dims_after(eqn, value, self.opening) is not None for eqn in slices):
             return True
         self._warn_gathered(value)
         return False
 
     def _sliceable(self, value: Any) -> Any:
         """Open a box whose leading dim can't be sliced while it is partitioned."""
-        value = rules_settled(value, self.opening)
-        if not isinstance(value, Boxed) or not (0 in value.held or not waits_elementwise(value)):
+        value = _structural.rules_settled(value, self.opening)
+        if not isinstance(value, Boxed) or not (
+            0 in value.held or not _structural.waits_elementwise(value)
+        ):
             return value
         self._warn_gathered(value)
         return self.opened(value)
@@ -221,7 +213,7 @@ class Retracer:
             if has_grouped(eqn, self.opening.layout, self.from_batch):
                 return bind_grouped(eqn, [*values], self.opening)
             # So that gradients of weights are born in the reduce dtype, results may be wide.
-            out = use_own_copies(eqn, [*values], self.opening)
+            out = _copies.use_own_copies(eqn, [*values], self.opening)
             out = self.opening.open_and_bind(eqn, [*values]) if out is None else out
             return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
@@ -287,4 +279,4 @@ def _rematerialises(eqn: Any) -> bool:
 
 
 def _uncopied(value: Any) -> Any:
-    return value.box if isinstance(value, Copied) else value
+    return value.box if isinstance(value, _copies.Copied) else value

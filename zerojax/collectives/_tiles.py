@@ -9,7 +9,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AbstractMesh, NamedSharding
 
 from zerojax._types import Shape
-from zerojax.layout import SPANS, Layout, LeafLayout, Phases, scattered_size
+from zerojax.layout import SPANS, Layout, LeafLayout, Phases, fills_tiles, scattered_size
 
 #: Rows and columns of a tile, along the minor two dims.
 _TILE = (8, 128)
@@ -97,10 +97,8 @@ def _held(x: jax.Array, order: list[int]) -> jax.Array:
 def _reduced(shape: Shape, dim: int | None, layout: Layout) -> list[int]:
     """Return the order in which a gradient is reduced, from the major dim to the minor one."""
     order = [*range(len(shape))]
-    if dim is not None:
-        tile = _TILE[dim - len(shape)] if dim >= len(shape) - 2 else 1
-        if shape[dim] % (tile * layout.num_shards):
-            order.insert(0, order.pop(dim))
+    if dim is not None and not fills_tiles(shape, dim, layout.num_shards):
+        order.insert(0, order.pop(dim))
     return order
 
 

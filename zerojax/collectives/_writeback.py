@@ -38,7 +38,7 @@ def write_back(
     The old ones are whole logical parameters, as stages 0 to 2 keep them, the new ones logical
     leaves cut into shards, possibly in a wider dtype. `bucket_bytes` are the most of stacked layers
     that are gathered together; None gathers one layer at a time. A new leaf that is the old array
-    stays as it is. `padded_are_whole` says that new leaves that no dim divides are whole already.
+    stays as it is. `padded_are_whole`: new values of leaves that are padded are whole already.
     """
     olds, news = layout.structure.flatten_up_to(old), layout.structure.flatten_up_to(new)
     out = list(olds)

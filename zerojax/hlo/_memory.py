@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zerojax.hlo._collectives import Collective
-from zerojax.hlo._module import Computation, Instruction, Module
+from zerojax.hlo._module import Instruction, Module
 from zerojax.hlo._spellings import HOST_COMPUTES, having
-from zerojax.hlo._values import Frame
+from zerojax.hlo._values import Frame, Value, uses_of
 from zerojax.hlo._walk import SCHEDULED, num_runs, walk
 
 _NO_BUFFER = having("no buffer")
@@ -62,12 +62,13 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
         """Return the most of a computation; what it calls adds to what it holds meanwhile."""
         if name not in known:
             computation = module.computations[name]
+            frame = Frame(computation=computation)
             lines = computation.instructions
             place = {line.name: at for at, line in enumerate(lines)}
             alive = [0] * len(lines)
             for at, line in enumerate(lines):
                 if (name, line.name) in sizes:
-                    for later in range(at, _end(computation, place, line.name) + 1):
+                    for later in range(at, _end(module, frame, place, line.name) + 1):
                         alive[later] += sizes[name, line.name]
                 called = [callee for _, callee in line.called if callee in module.computations]
                 if line.opcode in SCHEDULED:
@@ -94,29 +95,17 @@ def operand_of(record: Collective) -> str:
     return name
 
 
-def _end(
-    computation: Computation, place: Mapping[str, int], name: str, index: int | None = None
-) -> int:
+def _end(module: Module, frame: Frame, place: Mapping[str, int], name: str) -> int:
     """Return the line that uses a result last, under other names and within tuples too.
 
-    Of a tuple, `index` says which part. A barrier leaves such lines behind: of
+    A barrier leaves such lines behind: of
 
     %t = (f32[8], f32[8]) tuple(%a, %b);  %c = f32[8] get-tuple-element(%t), index=1
 
     the second uses %b, and %a ends with the first.
     """
-    last = place[name]
-    for user in computation.users.get(name, ()):
-        if user.opcode not in _NAMES:
-            parts, at = [], place[user.name]
-        elif user.opcode == "tuple":
-            parts, at = [i for i, operand in enumerate(user.operands) if operand == name], 0
-        elif user.opcode == "get-tuple-element" and index is not None:
-            parts, at = [None] if user.attribute("index") == str(index) else [], 0
-        else:
-            parts, at = [index], 0
-        last = max(last, at, *(_end(computation, place, user.name, part) for part in parts))
-    return last
+    uses = uses_of(module, Value(frame, name, None), through=_NAMES, into=())
+    return max([place[name], *(place[use.instruction.name] for use in uses)])
 
 
 _STAYS = having("stays")

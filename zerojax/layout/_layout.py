@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 from rich.text import Text
 
+from zerojax._arguments import is_whole_number
 from zerojax._display import Shown, decimal
 from zerojax._tree import leaves_by_path
 from zerojax._types import AnyMesh, PyTree
@@ -191,7 +192,7 @@ def _check_choices(mesh: Any, rules: Any, min_size: Any) -> None:
             f"rules is a list of rules, as in rules=[zerojax.Rule(path='embed', whole=True)], got "
             f"{others[0]!r}"
         )
-    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
+    if not is_whole_number(min_size, 0):
         raise ValueError(f"min_size is a number of elements, 0 or more, got {min_size!r}")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from zerojax._arguments import is_whole_number
 from zerojax._tree import num_bytes
 from zerojax._types import Axes, Kind, Shape
 
@@ -187,7 +188,7 @@ class Rule:
             self._refuse("kind is 'parameter' or 'optimizer'", repr(self.kind))
         for name in ("stacked", "dim"):
             number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            if number is not None and not is_whole_number(number):
                 self._refuse(f"{name} is a whole number", repr(number))
         if self.stacked is not None and self.stacked < 0:
             self._refuse("stacked counts leading layer dims", repr(self.stacked))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from zerojax._arguments import is_whole_number
 from zerojax._types import AnyMesh, Axes, Kind
 from zerojax.layout._torus import in_order
 
@@ -33,7 +34,7 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
             f"{devices!r}"
         )
     for name, size in axes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_whole_number(size, 1):
             raise ValueError(f"mesh axis {name!r} needs a positive whole number, got {size!r}")
     wanted = math.prod(axes.values())
     found = jax.devices()[:wanted] if devices is None else list(devices)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from zerojax._plain import made
 from zerojax._tree import path_ends
 from zerojax._types import Shape
 from zerojax.audit import Argument, Program, role_of, schedule_of
@@ -22,7 +23,7 @@ from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, 
 #: Version of lock files.
 FORMAT = 1
 _SPELLED = {"gather": "all-gather", "scatter": "reduce-scatter", "sliced": "reduce-scatter"}
-_NUMBER = re.compile(r"(?<=[/_])\d+(?=/|$)")
+_NUMBER = re.compile(r"\d+(?=/|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +127,7 @@ def _common_path(alike: Sequence[Argument], *, with_numbers: bool = False) -> st
     """Write the numbers in which paths differ as *, or as all of them: blocks/0,3/qkv."""
     columns = zip(*(one.path.split("/") for one in alike), strict=True)
     parts = (tuple(dict.fromkeys(column)) for column in columns)
-    return "/".join(
-        ",".join(x) if with_numbers or len(x) == 1 else _pattern(f"/{x[0]}")[1:] for x in parts
-    )
+    return "/".join(",".join(x) if with_numbers or len(x) == 1 else _pattern(x[0]) for x in parts)
 
 
 def _returned(program: Program) -> dict[str, Argument]:
@@ -271,28 +270,11 @@ def read_lock(path: Path) -> dict[str, StepRecord]:
         held = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
         if held["format"] != FORMAT:
             raise ValueError(f"format {held['format']}, and this zerojax reads {FORMAT}")
-        return {name: _record(step) for name, step in held["steps"].items()}
+        return {name: made(StepRecord, step) for name, step in held["steps"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no lock file that can be read ({error}): write it anew with --accept"
         ) from error
-
-
-def _record(held: dict[str, Any]) -> StepRecord:
-    leaves = {
-        path: Leaf(**{**leaf, "shape": tuple(leaf["shape"])})
-        for path, leaf in held["leaves"].items()
-    }
-    moved = {key: Moved(**one) for key, one in held["moved"].items()}
-    record = StepRecord(**{**held, "leaves": leaves, "moved": moved})
-    for path, one in (leaves | moved).items():
-        for name, kind in type(one).__annotations__.items():
-            if kind in (int, str, bool) and type(getattr(one, name)) is not kind:
-                raise TypeError(f"{name} of {path} is {getattr(one, name)!r}")
-    for name, value in record.totals.items():
-        if type(value) not in (int, float):
-            raise TypeError(f"{name} is {value!r}")
-    return record
 
 
 def write_lock(path: Path, records: Mapping[str, StepRecord]) -> None:

@@ -40,9 +40,12 @@ class Config:
     vocab_multiple: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if isinstance(size, int) and not isinstance(size, bool) and size < 1:
-                raise ValueError(f"gpt.Config: {name} is {size}; give at least 1")
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            if field.type is int and (type(size) is not int or size < 1):
+                raise ValueError(
+                    f"gpt.Config: {field.name} is {size!r}; give an integer of at least 1"
+                )
         if self.width % self.num_heads:
             raise ValueError(
                 f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width}; "

@@ -7,16 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import (
-    BINARY,
-    DECIMAL,
-    Shown,
-    decimal,
-    duration,
-    make_bar,
-    make_table,
-    unit_for,
-)
+from zerojax import _display
 from zerojax._types import Axes
 from zerojax.planner._setting import hosts_inputs
 from zerojax.planner._time import NAMES, StepTime
@@ -53,7 +44,7 @@ class PlannedBytes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(Shown):
+class Plan(_display.Shown):
     """A planned training step.
 
     Attributes:
@@ -191,8 +182,8 @@ class Plan(Shown):
     def _summary(self) -> str:
         host = "" if self.fits_host else " the host"
         fits = "" if self.fits else f"does not fit{host}: "
-        least = f"at least {duration(self.step_time)} a step"
-        return f"{self.title}; {fits}peak {decimal(self.bytes.total)}, {least}"
+        least = f"at least {_display.duration(self.step_time)} a step"
+        return f"{self.title}; {fits}peak {_display.decimal(self.bytes.total)}, {least}"
 
     def _parts(self) -> Iterator[Text | Table]:
         yield self._bytes_table()
@@ -201,14 +192,19 @@ class Plan(Shown):
             yield Text(line)
 
     def _bytes_table(self) -> Table:
-        units = [unit_for(self.bytes.total, units) for units in (DECIMAL, BINARY)]
+        units = [
+            _display.unit_for(self.bytes.total, units)
+            for units in (_display.DECIMAL, _display.BINARY)
+        ]
         names = (f">{unit.name}" for unit in units)
-        table = make_table("one device holds", *names, ">of its memory", "")
+        table = _display.make_table("one device holds", *names, ">of its memory", "")
         memory = self.hardware.memory
 
         def add(name: str, size: int, of: int = memory, style: str = "") -> None:
             counts = (unit.number(size) for unit in units)
-            table.add_row(name, *counts, f"{size / of:.1%}", make_bar(size, of), style=style)
+            table.add_row(
+                name, *counts, f"{size / of:.1%}", _display.make_bar(size, of), style=style
+            )
 
         add("parameters", self.bytes.parameters)
         add("optimizer states and masters", self.bytes.optimizer)
@@ -224,7 +220,7 @@ class Plan(Shown):
         return table
 
     def _time_table(self) -> Table:
-        table = make_table("a step", ">ms", "")
+        table = _display.make_table("a step", ">ms", "")
         one, tera = self.hardware, self.flops / 1e12
         work = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
         rates = {

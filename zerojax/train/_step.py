@@ -21,6 +21,7 @@ from zerojax.collectives import (
     compiler_options,
     fenced,
     gather_where_used,
+    gathering,
     map_batch,
     num_examples,
     prefetched,
@@ -55,13 +56,12 @@ class TrainStep(Shown):
         self.layout = layout = dataclasses.replace(layout, has_options=True)
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
-        self._gather_dtype = recipe.gather_dtype(layout.kinds)
-        self._keeps_gathered = recipe.keeps_gathered(layout.kinds)
         self._loss = loss
         self._loss_fn = loss
         if recipe.remat is not None:
             check_policy(recipe.remat, layout.mesh)
             self._loss_fn = rematerialised(loss, recipe.remat, is_loss=True)
+        self._gathering = gathering(self._loss_fn, layout, recipe)
         self._update = Update(as_transformation(tx), layout, recipe)
         self._initial = InitialState(self._update, "key" in loss.asks, model_state)
         self.shardings = self._initial.shardings
@@ -295,15 +295,8 @@ class TrainStep(Shown):
             warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
-        loss_fn = gather_where_used(
-            self._loss_fn,
-            layout,
-            reduce_dtype=recipe.precision.reduce,
-            gather_dtype=self._gather_dtype,
-            reshard_after_forward=not self._keeps_gathered,
-        )
         return accumulate(
-            _scaled(loss_fn),
+            _scaled(self._gathering),
             params,
             given,
             state.model_state,

@@ -182,7 +182,8 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
                 yield (
                     f"the volume is that of {length} microbatches, and collectives stand in a loop "
                     f"of {length} turns: if these are microbatches, audit with "
-                    f"Recipe(accumulate={length})" + (advice and f"; if the loss has it, {advice}")
+                    f"Recipe(accumulate={length})"
+                    + (advice and f"; if it is the loss's own, {advice}")
                 )
         return
     is_looped = evidence.theory.reductions == 1 or any(recipe.accumulate in x for x in found)

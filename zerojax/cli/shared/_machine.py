@@ -39,8 +39,8 @@ def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
     if num_devices is None:
         return found
     if num_processes > 1 and len(found) > num_devices:
-        told = f"--devices {num_devices}: there are {len(found)}, and of several processes none"
-        raise ValueError(f"{told} is left without; leave --devices out")
+        told = f"--devices {num_devices}: several processes use all of their {len(found)} devices"
+        raise ValueError(f"{told}; leave --devices out")
     if len(found) < num_devices:
         kind = found[0].platform
         remedy = "" if kind == "cpu" else "; or set JAX_PLATFORMS=cpu for virtual devices"
@@ -61,7 +61,7 @@ def memory_per_device(devices: list[Any]) -> int | None:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Check that the file of an option can be written, and leave nothing behind.
+    """Check that the file of an option can be written, and leave no file behind.
 
     `--plot` is a drawing; the path is None where nobody asked for it.
     """
