@@ -279,7 +279,7 @@ OTHERS = {
     ),
     "neighbours": (
         lambda p, b: jnp.mean(jnp.roll(logits(p, b), 1, 0) * logits(p, b)),
-        "joins examples",
+        "at a number of examples that is fixed",
     ),
     "other order": (
         lambda p, b: jnp.mean(
@@ -293,7 +293,7 @@ OTHERS = {
     ),
     "the first": (
         lambda p, b: jnp.mean(b["x"][0] @ p["out"]),
-        "joins examples|computes with the number",
+        "at a number of examples that is fixed",
     ),
     "by number": (
         lambda p, b: jnp.mean(b["x"][b["y"]] @ p["out"]),

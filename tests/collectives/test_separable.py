@@ -54,8 +54,13 @@ def parted(z, parts=2):
     return jnp.mean((one - jax.lax.stop_gradient(last)) ** 2)
 
 
+def sliced(z, size):
+    return jnp.mean((z[:size] - jax.lax.stop_gradient(z[-size:, :3].sum(1, keepdims=True))) ** 2)
+
+
 VIEWS = {
     "parted": lambda p, b: parted(views(p, b)),
+    "sliced": lambda p, b: sliced(views(p, b), len(b["y"])),
     "in a dim of their own": lambda p, b: parted(views(p, b).reshape(2, -1, CLASSES)),
     "of views": lambda p, b: parted(jnp.split(jnp.concatenate([views(p, b)] * 2), 2)[1]),
     "with labels": lambda p, b: entropy(views(p, b), jnp.concatenate([b["y"]] * 2)).mean(),
@@ -72,11 +77,23 @@ def test_views_of_each_example_may_be_joined_and_parted_again(loss, mesh8):
     [
         (lambda p, b: parted(views(p, b), 4), "joins examples.*split"),
         (lambda p, b: parted(logits(p, b)), "joins examples.*split"),
+        (lambda p, b: sliced(views(p, b), len(b["y"]) // 2), "joins examples.*slice"),
+        (lambda p, b: sliced(views(p, b), EXAMPLES // 8), "number of examples that is fixed"),
+        (lambda p, b: jnp.mean(jnp.split(views(p, b), [EXAMPLES // 8])[0] ** 2), "is fixed"),
         (lambda p, b: jnp.mean(jnp.concatenate([views(p, b), logits(p, b)])), "joins.*concatenate"),
         (lambda p, b: jnp.mean(views(p, b).reshape(-1, 2, CLASSES)[:, 0]), "parts of several"),
         (lambda p, b: jnp.mean(jnp.tanh(views(p, b) - views(p, b).mean(0))), "made of all"),
     ],
-    ids=["in four", "of one view", "of other sizes", "neighbours", "less their mean"],
+    ids=[
+        "in four",
+        "of one view",
+        "half",
+        "two",
+        "first two",
+        "of other sizes",
+        "neighbours",
+        "less their mean",
+    ],
 )
 def test_other_parts_of_views_are_refused(loss, match, mesh8):
     with pytest.raises(ValueError, match=match):

@@ -204,7 +204,10 @@ def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_exam
 
 
 def _joined(eqn: Any, outer: int, dims: list[int | None]) -> int:
-    """Return the parts before examples: of two joined views 2, of `split(z, 2)` 1 again; else 0."""
+    """Return the parts before examples: of two joined views 2, of one of them 1 again; else 0.
+
+    One of them is `split(z, 2)[0]`, or the slice `z[:n]`.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name == "concatenate" and {*dims} == {params["dimension"]}:
         sizes = {x.aval.shape[params["dimension"]] for x in eqn.invars}
@@ -212,7 +215,19 @@ def _joined(eqn: Any, outer: int, dims: list[int | None]) -> int:
     if name == "split" and dims == [params["axis"]] and len({*params["sizes"]}) == 1:
         parts, rest = divmod(outer, len(params["sizes"]))
         return 0 if rest else parts
+    if name == "slice" and params["strides"] is None and (dim := dims[0]) is not None:
+        part = eqn.invars[0].aval.shape[dim] // outer
+        start, limit = ends_of(eqn, dim)
+        return 0 if start % part or limit % part else (limit - start) // part
     return 0
+
+
+def ends_of(eqn: Any, dim: int) -> Sequence[int]:
+    """Return where a `slice` or `split` cuts a dim; of others nothing."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "slice":
+        return [params[key][dim] for key in ("start_indices", "limit_indices")]
+    return params["sizes"] if name == "split" and params["axis"] == dim else ()
 
 
 def meet(values: Sequence[Value]) -> Value:

@@ -212,6 +212,10 @@ class _Reader:
         if name == "pallas_call":
             result = _mixing.of_kernel(eqn, values, dims, outs, is_linear=self.in_rule)
             return [dataclasses.replace(result, fresh=fresh)] * len(outs)
+        if dims and (dim := dims[0]) is not None:
+            ends, others = (_mixing.ends_of(x, dim) for x in (eqn, other))
+            if [end * self.times for end in ends] != [*others]:
+                raise _mixing.Refused("it cuts the batch at a number of examples that is fixed")
         _mixing.check_operands(name, values, of_examples=of_examples)
         found = [_mixing.result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         return [dataclasses.replace(value, fresh=fresh) for value in found]
