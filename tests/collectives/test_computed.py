@@ -99,7 +99,20 @@ def rematerialised(params, tokens):
     return jnp.mean(jax.lax.scan(layer, params["table"][tokens], length=3)[0] ** 2)
 
 
-@pytest.mark.parametrize("loss_fn", [turns, rematerialised])
+def selective(params, tokens):
+    """Compute of weights alone in every turn, as RWKV's decay and Mamba's matrix A are."""
+
+    def turn(state, x):
+        decay = jnp.exp(jax.nn.softplus(x)[..., None] * -jnp.exp(0.1 * params["h"]))
+        gate = jax.nn.sigmoid(x @ params["x"] - jax.nn.softplus(params["bias"]))
+        state = decay * state + x[..., None] * gate[:, None]
+        return state, state.mean(-1) @ jnp.tanh(params["out"])
+
+    x = params["table"][tokens.T]
+    return jnp.mean(jax.lax.scan(turn, jnp.zeros((*x.shape[1:], 256)), x)[1] ** 2)
+
+
+@pytest.mark.parametrize("loss_fn", [turns, rematerialised, selective])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_weights_of_all_turns_are_reduced_once(loss_fn, stage, mesh8):
     """Left to the partitioner, their gradients would be reduced over devices in each turn."""

@@ -115,9 +115,10 @@ def test_a_kernel_learns_of_each_example_once(name, stage):
     check_gradient(loss, params, zerojax.make_layout(params, mesh, stage=stage, min_size=1))
 
 
+@pytest.mark.parametrize("name", ["two groups", "strides and a multiplier"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_where_all_axes_cut_the_batch_no_examples_are_gathered(stage, mesh8):
-    loss, params = setting("two groups")
+def test_where_all_axes_cut_the_batch_no_examples_are_gathered(stage, name, mesh8):
+    loss, params = setting(name)
     layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
     check_gradient(loss, params, layout)
     report = zerojax.make_train_step(loss, optax.sgd(1.0), layout).audit(IMAGES)

@@ -122,6 +122,39 @@ def test_complex_parameters_keep_their_imaginary_part(stage, mesh8):
     np.testing.assert_allclose(np.asarray(state.params["w"]), want, atol=1e-4)
 
 
+def test_complex_weights_are_gathered_again_where_others_are_kept(mesh8):
+    """jax keeps no complex values (its `reduce_precision` refuses them)."""
+    params = {"in": jnp.full((16, 64), 0.1 + 0.1j), "out": jnp.full((64, 16), 0.1 - 0.2j)}
+
+    def loss(params, x):
+        return jnp.mean(jnp.abs(jnp.tanh(x[:, :16] @ params["in"]) @ params["out"]) ** 2)
+
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1)
+    recipe = zerojax.Recipe(reshard_after_forward=False)
+    step = zerojax.make_train_step(loss, optax.sgd(1.0), layout, recipe)
+    state, _ = step(step.init(jax.tree.map(jnp.copy, params)), X)
+    for name, g in jax.grad(loss)(params, X).items():
+        np.testing.assert_allclose(state.params[name], params[name] - g, atol=1e-5)
+
+
+@pytest.mark.aot("libtpu")
+@pytest.mark.parametrize(("stage", "accumulate"), [(2, 1), (1, 2), (3, 1)])
+def test_complex_weights_compile_for_a_tpu(stage, accumulate):
+    """libtpu takes no layouts of complex arrays, and scatters none."""
+    params = {"w": jax.ShapeDtypeStruct((16, 64, 64), jnp.complex64)}
+
+    def loss(params, x):
+        return jnp.mean(jnp.abs(jnp.fft.rfft(x, axis=1)[:, :16] @ params["w"][0]) ** 2)
+
+    mesh = zerojax.aot.topology_mesh("v5p:2x2x2", {"data": 8})
+    layout = zerojax.make_layout(params, mesh, stage=stage)
+    step = zerojax.make_train_step(
+        loss, optax.adam(1e-3), layout, zerojax.Recipe(accumulate=accumulate)
+    )
+    report = step.audit(jax.ShapeDtypeStruct((32, 32, 64), jnp.float32))
+    assert report.volume <= 2.3 * report.theory_volume, "a TPU moves real and imaginary parts"
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_of_a_byte_are_clipped_and_learn(stage, mesh8):
     """float8 promotes to no other dtype by itself."""

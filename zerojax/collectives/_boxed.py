@@ -252,7 +252,8 @@ def wrap_policy(policy: Any, *, keeps: bool) -> Any:
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
         is_derived = not keeps and primitive.name in FROM_GATHERED
         if is_derived or makes_gathered(primitive.name, params):
-            return keeps
+            # jax rounds what is kept by `reduce_precision`, which takes no complex numbers.
+            return keeps and not any(jnp.iscomplexobj(x) for x in avals)
         return not keeps if policy is None else policy(primitive, *avals, **params)
 
     return wrapped

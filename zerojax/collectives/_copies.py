@@ -198,11 +198,13 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
 
     def fits(eqn: Any, place: int) -> bool:
         name = eqn.primitive.name
+        is_fixed = from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
+        others = [*eqn.invars[:place], *eqn.invars[place + 1 :]]
+        is_alone = not any(x.aval.ndim for x in others) and _jaxpr.is_elementwise(eqn)
+        if is_fixed and (is_alone or name in ENLARGE | _MOVED):  # exp(w), or 2 * w
+            return only(eqn.outvars[0])
         if name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
             return meets_examples(_jaxpr.called(eqn), place, parts, from_batch)
-        is_fixed = from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
-        if is_fixed and name in ENLARGE | _MOVED:
-            return only(eqn.outvars[0])
         dims = _example_dims(eqn, place)
         return dims is not None and eqn.invars[1 - place].aval.shape[dims[0]] % parts == 0
 

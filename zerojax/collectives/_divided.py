@@ -80,8 +80,10 @@ def has_grouped(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
     if parts == layout.mesh.size:
         if name != "conv_general_dilated" or eqn.params["batch_group_count"] > 1:
             return False
-        features = eqn.invars[0].aval.shape[eqn.params["dimension_numbers"].lhs_spec[1]]
-        return 1 < eqn.params["feature_group_count"] < features
+        kernel = eqn.invars[1].aval.shape
+        given, made = (kernel[dim] for dim in eqn.params["dimension_numbers"].rhs_spec[1::-1])
+        groups = eqn.params["feature_group_count"]
+        return groups > 1 and (given > 1 or made > groups)
     found = (x.params for x in with_inner(eqn) if x.primitive.name == "conv_general_dilated")
     counts = (x["feature_group_count"] * x["batch_group_count"] for x in found)
     return name not in ("while", "shard_map") and any(count > 1 for count in counts)

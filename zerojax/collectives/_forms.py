@@ -229,6 +229,8 @@ class PerDevice:
     def sum_over(self, x: jax.Array, dim: int) -> jax.Array:
         """Sum stored leaves over devices, each device keeping its shard of `dim`."""
         dtype = x.dtype
+        if self._layout.platform == "tpu" and jnp.iscomplexobj(x):  # libtpu scatters none
+            return jax.lax.complex(self.sum_over(x.real, dim), self.sum_over(x.imag, dim))
         if self._layout.platform == "cpu" and dtype.itemsize == 2:
             # XLA sums 16-bit numbers in fp32 on a CPU, but its own conversion aborts the process
             # where another axis of the mesh is left to the partitioner (seen in jaxlib 0.10.2).

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AbstractMesh, NamedSharding
@@ -91,6 +92,8 @@ def as_state(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
 
 
 def _held(x: jax.Array, order: list[int]) -> jax.Array:
+    if jnp.iscomplexobj(x):  # libtpu splits these in two, and refuses to be told how they lie
+        return x
     return with_layout_constraint(x, MemoryLayout(major_to_minor=tuple(order)))
 
 
