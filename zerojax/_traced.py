@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zerojax import _jaxpr
 
@@ -59,15 +60,16 @@ class Slice:
 
 
 class Traced:
-    """An update traced to equations `eqns`, calls inlined; `program` is the jaxpr with them."""
+    """An update traced to a program of equations `eqns`, calls inlined."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         shapes = jax.tree.map(_shape_of, args)
-        self.program, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        flat = jax.make_jaxpr(lambda *leaves: _jaxpr.run(self.program, leaves, _inline))(
+        program, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        inline = _Inline()
+        self.program = jax.make_jaxpr(lambda *leaves: _jaxpr.run(program, leaves, inline))(
             *jax.tree.leaves(shapes)
         )
-        jaxpr, consts = _jaxpr.opened(flat)
+        jaxpr, consts = _jaxpr.opened(self.program)
         self.inputs = list(jaxpr.invars)
         self.outputs = list(jaxpr.outvars)
         self.out_tree = jax.tree.structure(out)
@@ -112,14 +114,34 @@ def is_fill(eqn: Any) -> bool:
     return eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
 
 
-def _inline(eqn: Any, values: list[Any]) -> list[Any]:
-    """Run an equation; of a call, what it holds, within branches too.
+class _Inline:
+    """Runs equations; of a call, what it holds, within branches too.
 
-    jax may trace a function once for several leaves: calls of it would share their variables.
+    jax may trace a function once for several leaves: calls of it would share their variables. Of
+    `optax.tree.vdot(x, y)`, which Prodigy and MoMo use, jax makes
+
+        a = reshape[new_sizes=(512,)] x;  b = reshape[new_sizes=(512,)] y;  c = dot_general a b
+
+    and the partitioner gathers leaves whole to make rows of them. The sum of x * y is the same.
     """
-    is_call = _jaxpr.called(eqn) is not None and eqn.primitive.name != "shard_map"
-    if is_call or eqn.primitive.name == "cond":
-        return _jaxpr.run_bodies(
-            eqn, values, lambda program, given: _jaxpr.run(program, given, _inline)
-        )
-    return _jaxpr.bind(eqn, values)
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Any, Any]] = {}  # by its id a vector, and of what it was made
+
+    def __call__(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        is_call = _jaxpr.called(eqn) is not None and name != "shard_map"
+        if is_call or name == "cond":
+            return _jaxpr.run_bodies(
+                eqn, values, lambda program, given: _jaxpr.run(program, given, self)
+            )
+        if name == "dot_general" and not (result := eqn.outvars[0].aval).shape:
+            x, y = (self._rows.get(id(v), (v, v))[1] for v in values)
+            if jnp.ndim(x) > 1 and x.shape == y.shape and jnp.issubdtype(result.dtype, jnp.inexact):
+                wide = jnp.promote_types(result.dtype, jnp.float32)
+                products = x.astype(wide) * y.astype(wide)
+                return [jax.lax.reduce_sum(products, [*range(x.ndim)]).astype(result.dtype)]
+        found = _jaxpr.bind(eqn, values)
+        if name == "reshape" and found[0].ndim == 1 and eqn.params["dimensions"] is None:
+            self._rows[id(found[0])] = found[0], values[0]
+        return found

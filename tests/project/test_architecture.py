@@ -193,6 +193,8 @@ def imports_from_packages() -> set[tuple[str, str, str]]:
             for node in ast.walk(ast.parse(text if is_python else "")):
                 if isinstance(node, ast.ImportFrom):
                     found |= {(node.module or "", one.name, place) for one in node.names}
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    found.add((f"zerojax.{node.value.id}", node.attr, place))  # hlo.parse_module
     return found
 
 

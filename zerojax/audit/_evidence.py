@@ -7,6 +7,7 @@ from functools import cached_property
 
 from jax.sharding import AxisType
 
+from zerojax import hlo
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
 from zerojax.audit._match import Matcher
 from zerojax.audit._origins import Origins, without_activations
@@ -14,22 +15,6 @@ from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of, role_of
 from zerojax.collectives import block_dim, num_blocks
-from zerojax.hlo import (
-    HANDS_ON,
-    Carry,
-    Collective,
-    Frame,
-    Loop,
-    Value,
-    arguments_of,
-    find_carries,
-    host_parameters,
-    parse_collectives,
-    parse_module,
-    source_of,
-    sum_moved,
-    uses_of,
-)
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
 from zerojax.recipe import Recipe, as_recipe
@@ -75,10 +60,10 @@ class Evidence:
     ) -> None:
         self.program, self.layout = program, layout
         self.has_recipe, self.recipe = recipe is not None, as_recipe(recipe)
-        self.module = module = parse_module(program.text)
+        self.module = module = hlo.parse_module(program.text)
         #: every argument leaf with its kind
-        self.held = held = classify(program, layout, host_parameters(module))
-        found = parse_collectives(module)
+        self.held = held = classify(program, layout, hlo.host_parameters(module))
+        found = hlo.parse_collectives(module)
         scales = _scales_shapes(layout) if self.recipe.precision.gather is not None else {}
         #: leaves whose weights the recipe gathers in one byte an element
         self.narrow = frozenset(scales)
@@ -99,7 +84,7 @@ class Evidence:
         #: lines with a collective that could not be read
         self.unread = found.unread
 
-    def _find_steps(self, records: Sequence[Collective]) -> Iterator[Loop]:
+    def _find_steps(self, records: Sequence[hlo.Collective]) -> Iterator[hlo.Loop]:
         """Visit the loops that give a large parameter its new value, and reduce in each turn.
 
         %w = (s32[], f32[64,8], ...) while(%state), body=%b    4 turns
@@ -109,8 +94,8 @@ class Evidence:
         around = {x.name: x for one in records if role_of(one) in REDUCTIONS for x in one.loops}
         values = [x["parameter"] for x in self.updated.values() if "parameter" in x]
         values.sort(key=lambda value: -value.line.shapes[0].elements)
-        through = HANDS_ON | {"all-gather", "all-gather-start", "all-gather-done"}
-        every = (source_of(self.module, x.frame, x.name, through) for x in values)
+        through = hlo.HANDS_ON | {"all-gather", "all-gather-start", "all-gather-done"}
+        every = (hlo.source_of(self.module, x.frame, x.name, through) for x in values)
         # What the loss does not train stays as it was given.
         made = next((x for x in every if x and x[1].opcode != "parameter"), None)
         while made and made[1].opcode == "get-tuple-element":
@@ -118,7 +103,9 @@ class Evidence:
             body = frame.enter(self.module, loop) if loop.name in around else None
             if body is None or (root := body.computation.root).opcode != "tuple":
                 return
-            made = source_of(self.module, body, root.operands[int(line.attribute("index") or 0)])
+            made = hlo.source_of(
+                self.module, body, root.operands[int(line.attribute("index") or 0)]
+            )
             if made is None or made[1].opcode == "dynamic-update-slice":
                 return
             yield around[loop.name]
@@ -160,7 +147,7 @@ class Evidence:
         given = [x for x in given if self.is_for(x, "scatter-add")]
         sums = [move for move in self.large if move.role in REDUCTIONS]
         due = sum([*self.theory.scattered.values(), *self.theory.summed.values()])
-        return (*given,) if sum_moved([*sums, *given], "judged") <= due else ()
+        return (*given,) if hlo.sum_moved([*sums, *given], "judged") <= due else ()
 
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:
@@ -185,8 +172,8 @@ class Evidence:
     def untouched(self) -> frozenset[int]:
         """Return the frozen leaves whose parameter is handed on as it came: none is gathered."""
 
-        def is_handed_on(new: Value) -> bool:
-            found = source_of(self.module, new.frame, new.name)
+        def is_handed_on(new: hlo.Value) -> bool:
+            found = hlo.source_of(self.module, new.frame, new.name)
             return found is not None and (found[1].opcode, found[0].parent) == ("parameter", None)
 
         return frozenset(x for x in self.frozen if is_handed_on(self.updated[x]["parameter"]))
@@ -207,9 +194,9 @@ class Evidence:
         for one in self.held:
             own.setdefault(one.parameter, set()).add(one.argument.number)
 
-        def is_frozen(leaf: int, new: Value) -> bool:
+        def is_frozen(leaf: int, new: hlo.Value) -> bool:
             seen: set[tuple[str, str, int | None]] = set()
-            made_of = arguments_of(self.module, new, seen=seen)
+            made_of = hlo.arguments_of(self.module, new, seen=seen)
             is_own = all(x in own[leaf] for x in made_of)  # the first other argument ends the walk
             return is_own and not (once and any(key[:2] in sums for key in seen))
 
@@ -218,15 +205,15 @@ class Evidence:
         return frozen if len(frozen) < len(self.layout.leaves) else frozenset()
 
     @cached_property
-    def updated(self) -> dict[int, dict[str, Value]]:
+    def updated(self) -> dict[int, dict[str, hlo.Value]]:
         """Map leaves of the layout to what the program makes of them: kinds of state to values."""
-        entry, outputs = Frame(computation=self.module.entry), self.program.outputs
+        entry, outputs = hlo.Frame(computation=self.module.entry), self.program.outputs
         results = entry.computation.root.operands
         results = dict(zip(outputs, results, strict=True)) if len(results) == len(outputs) else {}
-        found: dict[int, dict[str, Value]] = {}
+        found: dict[int, dict[str, hlo.Value]] = {}
         for one, new in self.pairs if results else ():
             if one.parameter is not None:
-                found.setdefault(one.parameter, {})[one.kind] = Value(entry, results[new], None)
+                found.setdefault(one.parameter, {})[one.kind] = hlo.Value(entry, results[new], None)
         return found
 
     @cached_property
@@ -236,8 +223,8 @@ class Evidence:
         return {index: item_bits(dtype) for index, dtype in held if index is not None}
 
     @cached_property
-    def carries(self) -> tuple[Carry, ...]:
-        return tuple(find_carries(self.module))
+    def carries(self) -> tuple[hlo.Carry, ...]:
+        return tuple(hlo.find_carries(self.module))
 
     @cached_property
     def schedule(self) -> ScheduleReport | None:
@@ -255,7 +242,7 @@ class Evidence:
 
     def is_for(self, move: Move, name: str) -> bool:
         """Return whether a collective, or what reads it, has the name of an operation of JAX."""
-        lines = (use.instruction for use in uses_of(self.module, move.record.result))
+        lines = (use.instruction for use in hlo.uses_of(self.module, move.record.result))
         return any(name in x for x in (move.record.op_name, *(line.op_name for line in lines)))
 
     def gathered_elements(self, indices: Iterable[int]) -> int:

@@ -204,10 +204,7 @@ def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_exam
 
 
 def _joined(eqn: Any, outer: int, dims: list[int | None]) -> int:
-    """Return the parts before examples: of two joined views 2, of one of them 1 again; else 0.
-
-    One of them is `split(z, 2)[0]`, or the slice `z[:n]`.
-    """
+    """Return the parts before examples: of two joined views 2, of `split` or `z[:n]` 1; else 0."""
     name, params = eqn.primitive.name, eqn.params
     if name == "concatenate" and {*dims} == {params["dimension"]}:
         sizes = {x.aval.shape[params["dimension"]] for x in eqn.invars}

@@ -9,27 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zerojax import collectives
 from zerojax._display import Shown
 from zerojax._quiet import uncollected
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
 from zerojax.audit import AuditReport, audit
-from zerojax.collectives import (
-    StepLoss,
-    accumulate,
-    auto_region,
-    compiler_options,
-    fenced,
-    gather_where_used,
-    gathering,
-    map_batch,
-    num_examples,
-    prefetched,
-    reduce_once,
-    warn_unless_mean,
-    widened,
-    write_back,
-)
 from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
@@ -61,7 +46,7 @@ class TrainStep(Shown):
         if recipe.remat is not None:
             check_policy(recipe.remat, layout.mesh)
             self._loss_fn = rematerialised(loss, recipe.remat, is_loss=True)
-        self._gathering = gathering(self._loss_fn, layout, recipe)
+        self._gathering = collectives.gathering(self._loss_fn, layout, recipe)
         self._update = Update(as_transformation(tx), layout, recipe)
         self._initial = InitialState(self._update, "key" in loss.asks, model_state)
         self.shardings = self._initial.shardings
@@ -209,13 +194,15 @@ class TrainStep(Shown):
         if key not in self._compiled:
             check_batch(batch, self.layout, self.recipe.accumulate if steps else 1)
             whole = self.layout.sharding(P())
-            placed = map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
+            placed = collectives.map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
             self._compiled[key] = jax.jit(
                 self._step if steps else self._evaluate,
                 in_shardings=(self.shardings, placed),
                 out_shardings=(self.shardings, None) if steps else None,
                 donate_argnums=0 if steps else (),
-                compiler_options=compiler_options(self.layout, self.recipe.bucket_bytes),
+                compiler_options=collectives.compiler_options(
+                    self.layout, self.recipe.bucket_bytes
+                ),
             )
         return self._compiled[key]
 
@@ -223,22 +210,24 @@ class TrainStep(Shown):
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         check_state(state, self.abstract_state())
         held = jax.tree.map(lambda s: s.spec, self.shardings)
-        return auto_region(self._run, self.layout, (held, self._spec_like(batch)))(state, batch)
+        return collectives.auto_region(self._run, self.layout, (held, self._spec_like(batch)))(
+            state, batch
+        )
 
     @uncollected()
     def _evaluate(self, state: TrainState, batch: PyTree) -> Any:
         check_state(state, self.abstract_state())
 
         def run(state: TrainState, batch: PyTree) -> Any:
-            loss_fn = gather_where_used(self._loss.without_noise(), self.layout)
+            loss_fn = collectives.gather_where_used(self._loss.without_noise(), self.layout)
             given = self._given(state, batch)
             out = self._ahead(loss_fn)(unwrapped(state.params), given, state.model_state)
             return out[:2] if self._loss.has_aux else out[0]
 
-        return auto_region(run, self.layout, self._spec_like(batch))(state, batch)
+        return collectives.auto_region(run, self.layout, self._spec_like(batch))(state, batch)
 
     def _spec_like(self, batch: PyTree) -> Callable[[Any], P]:
-        rows = num_examples(batch)
+        rows = collectives.num_examples(batch)
         return lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P()
 
     def _given(self, state: TrainState, batch: PyTree) -> dict[str, Any]:
@@ -276,10 +265,10 @@ class TrainStep(Shown):
     def _written(self, old: PyTree, updated: PyTree) -> PyTree:
         """Return the new parameters in the form of the old ones, from shards that may be wider."""
         if not self.layout.partitions("parameter"):
-            return write_back(old, updated, self.layout, self.recipe.bucket_bytes)
+            return collectives.write_back(old, updated, self.layout, self.recipe.bucket_bytes)
 
         def one(leaf: LeafLayout, was: jax.Array, x: jax.Array) -> jax.Array:
-            return was if x is was else widened(x.astype(was.dtype), leaf, self.layout)
+            return was if x is was else collectives.widened(x.astype(was.dtype), leaf, self.layout)
 
         return self.layout.map_leaves(one, old, updated)
 
@@ -290,12 +279,14 @@ class TrainStep(Shown):
         given = self._given(state, batch)
         count, dtype = recipe.accumulate, recipe.accumulator
         if self._reduction == "once":
-            return reduce_once(_scaled(self._loss_fn), layout, params, given, count, dtype)
+            return collectives.reduce_once(
+                _scaled(self._loss_fn), layout, params, given, count, dtype
+            )
         if count > 1 and state.model_state is None:
-            warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
+            collectives.warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
-        return accumulate(
+        return collectives.accumulate(
             _scaled(self._gathering),
             params,
             given,
@@ -314,11 +305,13 @@ class TrainStep(Shown):
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
         layers = self.recipe.lookahead(self.layout.kinds, self.layout.devices.flat[0].device_kind)
         bucket, warn = self.recipe.bucket_bytes, self.recipe.prefetch is not None
-        ahead = prefetched(function, layers, self.layout, bucket_bytes=bucket, warn=warn)
-        return fenced(ahead, self.layout.platform, self.layout.num_batch_parts)
+        ahead = collectives.prefetched(
+            function, layers, self.layout, bucket_bytes=bucket, warn=warn
+        )
+        return collectives.fenced(ahead, self.layout.platform, self.layout.num_batch_parts)
 
 
-def _scaled(loss_fn: Callable[..., Any]) -> StepLoss:
+def _scaled(loss_fn: Callable[..., Any]) -> collectives.StepLoss:
     def run(params: PyTree, given: dict[str, Any], carried: PyTree) -> Any:
         loss, aux, carried = loss_fn(params, given, carried)
         return scaled(loss, given["scale"]), (loss, aux, carried)
