@@ -245,8 +245,8 @@ def fail(message: str, status: int = 1) -> None:
 def _end_on_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     if issubclass(kind, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
         for watch in _watches:  # a collective that broke: the watch finds whose end was the cause
-            told = f"zerojax: {str(error).splitlines()[0]}; waiting to learn whose end it was\n"
-            os.write(2, told.encode())
+            line = str(error).partition("\n")[0]
+            os.write(2, f"zerojax: {line}; waiting to learn whose end it was\n".encode())
             if watch.is_over.wait(watch.patience + 2 * watch.interval):
                 time.sleep(2 * watch.patience)  # meanwhile its thread ends this process
     sys.__excepthook__(kind, error, trace)
