@@ -176,3 +176,21 @@ def test_what_lookups_give_back_may_move_in_place_of_their_tables_gradient(stage
     assert report.judged_volume < 0.8 * report.theory_volume
     gathers = [x for x in report.moves if x.role == "gather" and not x.match.form]
     assert sorted(x.record.shape[:2] for x in gathers) == [(8, 4)] * 2
+
+
+def test_a_norm_is_no_gradient_that_is_reduced(mesh8):
+    """All devices compute with all examples; what they sum is a norm of their shards."""
+
+    def gathered(params, x):
+        whole = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh8, P()))
+        return mse(jnp.tanh(whole @ params["up"]) @ params["down"], whole)
+
+    params = {name: jnp.ones((WIDTH, WIDTH)) for name in ("up", "down")}
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+    x = jax.ShapeDtypeStruct((96, WIDTH), jnp.float32)
+    step = zerojax.make_train_step(
+        gathered, optax.adam(1e-3), layout, zerojax.Recipe(clip_norm=1.0)
+    )
+    report = step.audit(x)
+    (told,) = [problem for problem in report.problems if problem.kind == "reduce-scatter"]
+    assert told.where == "no reduction of a gradient along the axis"

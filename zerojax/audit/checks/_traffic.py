@@ -60,8 +60,9 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     )
     if "sharded(tx, layout)" in evidence.tools and (advice := reducing(evidence)):
         remedy = advice
+    is_known = bool(rest) and rest[0].record.elements >= evidence.floor  # and no norm alone
     yield Problem(
-        where=describe_move(rest[0]) if rest else "no reduction along the axis",
+        where=describe_move(rest[0]) if is_known else "no reduction of a gradient along the axis",
         expected=f"{partitioned:,} elements of gradients reduce-scattered along "
         f"{' x '.join(layout.axes['gradient'])}, as stage {layout.stage} does",
         seen=f"only {scattered:,.0f} of {partitioned:,} elements are reduce-scattered; "
