@@ -85,8 +85,8 @@ def _traced(
             if num_parts > 1:
                 error.add_note(
                     f"Under reduce='once' the loss is called with {size} examples, what a device "
-                    "has of a microbatch: leave out a shard_map along the batch. "
-                    "Recipe(reduce='each') calls it with the whole one."
+                    "has of a microbatch. Recipe(reduce='each') calls it with the whole one; or "
+                    "leave out a shard_map along the batch, if there is one."
                 )
             raise
         raise _mixing.Refused(f"it can't be traced for {size} examples: {error}") from error

@@ -158,7 +158,7 @@ class OffloadedUpdate:
             )
 
     def _names(self, owners: Iterable[Any]) -> str:
-        return ", ".join([repr(self.layout.leaves[n].path) for n in sorted(owners)][:3])
+        return ", ".join([repr(self.layout.leaves[n].path) for n in sorted({*owners})][:3])
 
     def _run(
         self, part: _Part, values: Sequence[Any], on_host: Sequence[bool], token: Any
