@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import num_products
-from zerojax.collectives._equations import Equations, Planted
+from zerojax.collectives.passes._equations import Equations, Planted
 
 
 def doubled_product(w, h):

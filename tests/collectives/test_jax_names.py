@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from zerojax._jaxpr import LOOPS, PLAIN_CALLS, REMATERIALISED, is_elementwise, runs_in_place
-from zerojax.collectives import _boxed, _structural
+from zerojax.collectives.gathers import _boxed, _structural
 
 SIZE = 8
 

@@ -31,7 +31,7 @@ def gloo(monkeypatch):
 
     def call(function, *args):
         with monkeypatch.context() as patched:
-            for module in ("_forms", "_prefetch"):
+            for module in ("forms._forms", "passes._prefetch"):
                 patched.setattr(f"zerojax.collectives.{module}.uses_gloo", lambda layout: True)
             return function(*args)
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.collectives._separable import why_no_mean
+from zerojax.collectives.gradients._separable import why_no_mean
 
 EXAMPLES, ROWS, WIDTH = 32, 8, 16
 X = jax.random.normal(jax.random.key(0), (EXAMPLES, ROWS, WIDTH))

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.collectives import _forms
+from zerojax.collectives.forms import _forms
 from zerojax.models import gpt
 
 GATHERS = ("int8", "float8_e4m3fn")

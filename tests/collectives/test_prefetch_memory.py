@@ -14,8 +14,8 @@ from tests.collectives.uses import LOOPS, WIDE, params_of
 from zerojax._jaxpr import depending, num_products, num_summed, opened, scan_parts, variables
 from zerojax._tree import as_shapes
 from zerojax.collectives import gather_where_used, prefetched
-from zerojax.collectives._boxed import REDUCED
-from zerojax.collectives._equations import Equations, is_barrier, is_gather, is_named
+from zerojax.collectives.gathers._boxed import REDUCED
+from zerojax.collectives.passes._equations import Equations, is_barrier, is_gather, is_named
 from zerojax.models import gpt
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from zerojax.collectives import as_state
-from zerojax.collectives._tiles import _padded_least
+from zerojax.collectives.forms._tiles import _padded_least
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ SHARE = 0.01
 TOOLS = {
     "make_train_step": "zerojax/train/_step.py",
     "sharded(tx, layout)": "zerojax/optim/_sharded.py",
-    "gather_where_used": "zerojax/collectives/_gather.py",
+    "gather_where_used": "zerojax/collectives/gathers/_gather.py",
 }
 
 

@@ -18,9 +18,15 @@ from zerojax.memory import has_layers, rematerialised
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import Model
-from zerojax.planner.traced import Work, checkpoint_bytes, lifetimes_of, peak_of, work_of
-from zerojax.planner.traced._operations import Operations
-from zerojax.planner.traced._reader import read_operations
+from zerojax.planner.traced import (
+    Operations,
+    Work,
+    checkpoint_bytes,
+    lifetimes_of,
+    peak_of,
+    read_operations,
+    work_of,
+)
 from zerojax.recipe import RematPolicy
 
 

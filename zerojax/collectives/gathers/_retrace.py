@@ -29,9 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from zerojax import _jaxpr
-from zerojax.collectives import _copies, _structural
-from zerojax.collectives._boxed import Boxed, Opening, wrap_policy
-from zerojax.collectives._divided import bind_apart, bind_grouped, has_grouped, is_apart
+from zerojax.collectives.gathers import _copies, _structural
+from zerojax.collectives.gathers._boxed import Boxed, Opening, wrap_policy
+from zerojax.collectives.gathers._divided import bind_apart, bind_grouped, has_grouped, is_apart
 
 #: The name of what a loop carries.
 CARRIED = "zerojax_carried"

@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._jaxpr import called, inputs_of, num_products, opened, run_equations, variables
 from zerojax._tree import as_shapes, num_bytes
-from zerojax.collectives._equations import Equations, Planted, is_barrier, is_gather
-from zerojax.collectives._forms import CUT, constrain
+from zerojax.collectives.forms import CUT, constrain
+from zerojax.collectives.passes._equations import Equations, Planted, is_barrier, is_gather
 from zerojax.layout import Layout
 
 #: The name of the scope in which shards are joined and gathered.

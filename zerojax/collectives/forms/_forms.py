@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes
 from zerojax._types import Axes, Kind, PyTree, Shape
-from zerojax.collectives._tiles import has_pieces, in_tiles, scattered_shape, scatters_at_once
+from zerojax.collectives.forms._tiles import has_pieces, in_tiles, scattered_shape, scatters_at_once
 from zerojax.layout import Layout, LeafLayout, Placed, as_spec
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import bind, called, is_elementwise, opened, with_inner
-from zerojax.collectives._boxed import Boxed, Opening
+from zerojax.collectives.gathers._boxed import Boxed, Opening
 
 #: Operations that only move the elements of their first operand: what was recorded before can run
 #: after them. They wait for the gather themselves where they can't be done on shards, as

@@ -27,8 +27,8 @@ from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
 from zerojax._jaxpr import REMATERIALISED, bind_here, called, runs_in_place, variables, with_inner
-from zerojax.collectives._boxed import Boxed, Opening, pad_rows
-from zerojax.collectives._structural import waits_elementwise
+from zerojax.collectives.gathers._boxed import Boxed, Opening, pad_rows
+from zerojax.collectives.gathers._structural import waits_elementwise
 from zerojax.layout import Layout
 
 #: Operations, and how many of the last dims they mix; a Fourier transform says it itself.

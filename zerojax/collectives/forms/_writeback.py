@@ -17,8 +17,8 @@ import jax
 
 from zerojax._tree import num_bytes
 from zerojax._types import PyTree
-from zerojax.collectives._forms import constrain, gather, store, to_logical, to_stored
-from zerojax.collectives._tiles import row_major
+from zerojax.collectives.forms._forms import constrain, gather, store, to_logical, to_stored
+from zerojax.collectives.forms._tiles import row_major
 from zerojax.layout import Layout, LeafLayout
 
 #: Bytes of a group of new leaves that SparseCores gather; it waits for the group two before it.

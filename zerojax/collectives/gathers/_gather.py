@@ -13,11 +13,11 @@ from zerojax import _jaxpr
 from zerojax._quiet import uncollected
 from zerojax._tree import with_leaves_like
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives._boxed import Opening
-from zerojax.collectives._copies import copied_if_tied, is_used_in_turns
-from zerojax.collectives._forms import auto_region
-from zerojax.collectives._retrace import Retracer
-from zerojax.collectives._writes import trace_writing, write_variables
+from zerojax.collectives.forms import auto_region
+from zerojax.collectives.gathers._boxed import Opening
+from zerojax.collectives.gathers._copies import copied_if_tied, is_used_in_turns
+from zerojax.collectives.gathers._retrace import Retracer
+from zerojax.collectives.gathers._writes import trace_writing, write_variables
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Precision, Recipe
 

@@ -33,11 +33,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _jaxpr
-from zerojax.collectives._boxed import GATHERED, Boxed, Opening, pad_rows
-from zerojax.collectives._forms import PerDevice, constrain, shard_spec
-from zerojax.collectives._structural import keep_boxed, waits_elementwise
-from zerojax.collectives._tiles import scattered_shape, scatters_at_once
-from zerojax.collectives._wide import bind_wide
+from zerojax.collectives.forms import (
+    PerDevice,
+    constrain,
+    scattered_shape,
+    scatters_at_once,
+    shard_spec,
+)
+from zerojax.collectives.gathers._boxed import GATHERED, Boxed, Opening, pad_rows
+from zerojax.collectives.gathers._structural import keep_boxed, waits_elementwise
+from zerojax.collectives.gathers._wide import bind_wide
 from zerojax.layout import as_spec
 
 #: Operations whose result may be larger than a weight that they take together with constants.

@@ -33,8 +33,8 @@ import jax
 
 from zerojax._jaxpr import bind, num_products, num_summed, variables, with_inner
 from zerojax._tree import num_bytes
-from zerojax.collectives._boxed import REDUCED
-from zerojax.collectives._equations import (
+from zerojax.collectives.gathers import REDUCED
+from zerojax.collectives.passes._equations import (
     BACKWARD,
     Equations,
     Planted,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from zerojax._jaxpr import bind, inputs_of, opened, run_equations, variables
-from zerojax.collectives._boxed import makes_gathered
+from zerojax.collectives.gathers import makes_gathered
 
 #: The name of what a backward loop starts with.
 BACKWARD = "zerojax_backward"

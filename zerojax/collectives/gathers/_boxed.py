@@ -23,8 +23,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, num_products, opened
-from zerojax.collectives._forms import constrain, cut, gather_weight, scatter, to_logical
-from zerojax.collectives._wide import bind_wide
+from zerojax.collectives.forms import constrain, cut, gather_weight, scatter, to_logical
+from zerojax.collectives.gathers._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout, as_spec
 
 #: Of a field that is a part of the tree's structure.

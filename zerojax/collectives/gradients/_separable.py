@@ -26,7 +26,7 @@ from jax.extend import core, source_info_util
 
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
-from zerojax.collectives import _examples, _mixing, _rules
+from zerojax.collectives.gradients import _examples, _mixing, _rules
 
 #: What a loss should be where parts of the batch are averaged.
 REMEDY = (

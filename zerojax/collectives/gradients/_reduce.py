@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import flatten_with_names, floating_dtype
 from zerojax._types import PyTree
-from zerojax.collectives import _examples
-from zerojax.collectives._fences import fenced
-from zerojax.collectives._forms import PerDevice, constrain, shard_spec, to_stored
-from zerojax.collectives._separable import REMEDY, why_no_mean
+from zerojax.collectives.forms import PerDevice, constrain, shard_spec, to_stored
+from zerojax.collectives.gradients import _examples
+from zerojax.collectives.gradients._separable import REMEDY, why_no_mean
+from zerojax.collectives.passes import fenced
 from zerojax.layout import Layout, LeafLayout
 
 #: `function(params, microbatch, carried) -> (scalar, (loss, aux, carried))`: the scalar is what is

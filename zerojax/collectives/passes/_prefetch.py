@@ -34,11 +34,11 @@ from jax.extend import source_info_util
 
 from zerojax import _jaxpr
 from zerojax._tree import as_shapes, num_bytes
-from zerojax.collectives._boxed import REDUCED
-from zerojax.collectives._equations import BACKWARD, Equations, is_gather, is_named
-from zerojax.collectives._forms import uses_gloo
-from zerojax.collectives._joined import joined
-from zerojax.collectives._order import run_in_order
+from zerojax.collectives.forms import uses_gloo
+from zerojax.collectives.gathers import REDUCED
+from zerojax.collectives.passes._equations import BACKWARD, Equations, is_gather, is_named
+from zerojax.collectives.passes._joined import joined
+from zerojax.collectives.passes._order import run_in_order
 from zerojax.layout import Layout
 
 

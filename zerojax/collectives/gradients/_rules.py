@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from zerojax._jaxpr import bind, called, opened, used
-from zerojax.collectives._mixing import Refused, Value, is_real, meet
+from zerojax.collectives.gradients._mixing import Refused, Value, is_real, meet
 
 _JAX = Path(jax.__file__).parent
 _WANTED = "a backward rule has to be linear in the gradient of each example by itself"

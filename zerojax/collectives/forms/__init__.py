@@ -1,0 +1,25 @@
+"""How a leaf moves between its forms: logical, stored, shard, gathered."""
+
+from zerojax.collectives.forms._forms import (
+    BLOCK,
+    CUT,
+    PerDevice,
+    auto_region,
+    block_dim,
+    constrain,
+    cut,
+    gather_weight,
+    num_blocks,
+    scatter,
+    shard,
+    shard_spec,
+    shard_tree,
+    store,
+    to_logical,
+    to_stored,
+    uses_gloo,
+    view,
+)
+from zerojax.collectives.forms._owners import OWNERS, Job, Spread, compute_by_owners
+from zerojax.collectives.forms._tiles import as_state, scattered_shape, scatters_at_once
+from zerojax.collectives.forms._writeback import TOGETHER, widened, write_back
