@@ -25,3 +25,8 @@ Shape: TypeAlias = tuple[int, ...]
 Axes: TypeAlias = tuple[str, ...]
 LossFn: TypeAlias = Callable[..., Any]
 AnyMesh: TypeAlias = Mesh | AbstractMesh  #: with devices, or with sizes alone
+
+
+def platform_of(device: Any) -> str:
+    """Return the backend of a device: "cpu", "gpu" or "tpu"."""
+    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, str(device.platform))

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from zerojax._plain import made
 from zerojax._tree import num_bytes, path_name
-from zerojax._types import Shape
+from zerojax._types import Shape, platform_of
 from zerojax.audit._allocations import allocated_bytes
 from zerojax.audit._paths import flatten_with_paths
 from zerojax.layout import as_entries, as_spec
@@ -160,8 +160,7 @@ class _Placements:
             self.device_ids = tuple(device.id for device in devices)
             self.mesh = dict(sharding.mesh.shape)
         if not self.platform:
-            platform = str(devices[0].platform)
-            self.platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+            self.platform = platform_of(devices[0])
 
 
 def _inputs(compiled: Any, places: _Placements) -> Iterable[Argument]:

@@ -156,7 +156,7 @@ def compile_(options: CompileOptions) -> None:
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     kept = "activations kept" if options.remat == "none" else "rematerialised"
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''} scanned, {kept}"
-    device = f"{layout.devices.flat[0].device_kind}, {binary(request.memory)} each"
+    device = f"{layout.device_kind}, {binary(request.memory)} each"
     facts = {
         "model": f"{options.model}, {layout.num_params:,} parameters, {layers}",
         "hardware": f"{options.topology}: {layout.devices.size} x {device}",

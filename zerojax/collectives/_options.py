@@ -65,10 +65,9 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
 
 
 def _is_for(row: Mapping[str, Any], layout: Layout) -> bool:
-    kind = str(layout.devices.flat[0].device_kind)
     return (
         layout.platform == row["platform"]
-        and kind in row.get("device_kinds", [kind])
+        and layout.device_kind in row.get("device_kinds", [layout.device_kind])
         and row.get("partitions", "any") in {"any", *(layout.kinds or {"nothing"})}
     )
 

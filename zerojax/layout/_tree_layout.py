@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_like, named_tuples, parameter_ends
-from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef
+from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef, platform_of
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
 from zerojax.layout._stages import STAGES, STATES
@@ -166,8 +166,7 @@ class TreeLayout:
     @cached_property
     def offloads(self) -> bool:
         """Whether SparseCores gather weights and scatter gradients in a train step of it."""
-        kind = None if isinstance(self.mesh, AbstractMesh) else self.devices.flat[0].device_kind
-        return self.partitions("optimizer") and kind in OFFLOADS
+        return self.partitions("optimizer") and self.device_kind in OFFLOADS
 
     @cached_property
     def at_once(self) -> Phases:
@@ -209,8 +208,12 @@ class TreeLayout:
     @property
     def platform(self) -> str:
         """The backend of the devices: "cpu", "gpu" or "tpu"; a ValueError without any."""
-        platform = str(self.devices.flat[0].platform)
-        return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+        return platform_of(self.devices.flat[0])
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls a device of the mesh; empty where it has none."""
+        return "" if isinstance(self.mesh, AbstractMesh) else str(self.devices.flat[0].device_kind)
 
     @property
     def kinds(self) -> frozenset[Kind]:

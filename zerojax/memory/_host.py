@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from zerojax._types import platform_of
 from zerojax.recipe import HOST_MEMORY
 
 
@@ -24,7 +25,7 @@ def has_host_memory(device: Any) -> bool:
     if kinds:
         return HOST_MEMORY in kinds
     # The description of a GPU that you don't have names no memory; real ones and compilers have.
-    return device.platform in ("gpu", "cuda", "rocm")
+    return platform_of(device) == "gpu"
 
 
 def memory_kinds(device: Any) -> tuple[str, ...]:

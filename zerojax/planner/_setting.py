@@ -43,7 +43,7 @@ class Setting:
         """What the model axis and the host keep of activations, and what is gathered ahead."""
         remat, one = self.recipe.remat, self.hardware
         largest = max(math.prod(x.shape[x.stacked :]) for x in self.layout.leaves)
-        ahead = self.recipe.lookahead(self.layout.kinds, (*one.device_kinds, one.platform)[0])
+        ahead = self.recipe.lookahead(self.layout.kinds, one.platform)
         writes = self.layout.partitions("optimizer") and not self.layout.partitions("parameter")
         layer = self.layout.layer_size * self.item_bytes[0] * (one.platform == "gpu")
         return Sharing(

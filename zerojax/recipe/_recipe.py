@@ -168,15 +168,15 @@ class Recipe:
             )
         return not self.reshard_after_forward
 
-    def lookahead(self, kinds: Collection[Kind], device: str) -> float:
-        """Return how much of the next layer is gathered while one computes, by the `device_kind`.
+    def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
+        """Return how much of the next layer is gathered while one computes.
 
         Where parameters are partitioned by default half a layer, which costs less time and memory
         than a whole one (docs/benchmarks.md); on a CPU, where all wait, nothing.
         """
         if "parameter" not in kinds:
             return 0
-        default = 0 if device == "cpu" else 0.5
+        default = 0 if platform == "cpu" else 0.5
         return default if self.prefetch is None else self.prefetch
 
     @property

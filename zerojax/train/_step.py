@@ -303,7 +303,7 @@ class TrainStep(Shown):
 
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
-        layers = self.recipe.lookahead(self.layout.kinds, self.layout.devices.flat[0].device_kind)
+        layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
         bucket, warn = self.recipe.bucket_bytes, self.recipe.prefetch is not None
         ahead = collectives.prefetched(
             function, layers, self.layout, bucket_bytes=bucket, warn=warn

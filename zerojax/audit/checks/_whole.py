@@ -207,7 +207,7 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
         return
     if evidence.reshards_after_use:
         gathers = [move for moves in gathers_by_leaf(evidence).values() for move in moves]
-        ahead = recipe.lookahead(layout.kinds, layout.devices.flat[0].device_kind)
+        ahead = recipe.lookahead(layout.kinds, layout.platform)
         yield from _beyond(evidence, "weights", gathers, 1 + ahead)
     if layout.partitions("gradient"):
         reductions = [x for x in evidence.large if x.role in REDUCTIONS and x.match.leaves]

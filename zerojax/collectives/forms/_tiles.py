@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from zerojax._types import Shape
 from zerojax.layout import SPANS, Layout, LeafLayout, Phases, fills_tiles, scattered_size
@@ -49,8 +49,8 @@ def scattered_shape(shape: Shape, dim: int, layout: Layout) -> Shape:
 
     On chips that form 3-D tori the dim that lies minor is padded (`layout.scattered_size`).
     """
-    kind = "" if isinstance(layout.mesh, AbstractMesh) else layout.devices.flat[0].device_kind
-    is_matrix = len(shape) > 1 and kind in SPANS and SPANS[kind].num_dims > 1
+    span = SPANS.get(layout.device_kind)
+    is_matrix = len(shape) > 1 and span is not None and span.num_dims > 1
     if not is_matrix or scatters_at_once(shape, dim, layout):
         return shape
     minor = _reduced(shape, dim, layout)[-1]
