@@ -5,7 +5,8 @@ from zerojax._version import __version__
 from zerojax.aot import topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
-from zerojax.collectives import Whole, gather_where_used
+from zerojax.collectives import gather_where_used
+from zerojax.collectives.gradients import Whole
 from zerojax.layout import Layout, Rule, make_layout, make_mesh
 from zerojax.lock import checked
 from zerojax.memory import rematerialised

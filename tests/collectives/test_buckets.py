@@ -15,7 +15,8 @@ import pytest
 
 import zerojax
 from zerojax._jaxpr import depending
-from zerojax.collectives import compiler_options, shard_tree, write_back
+from zerojax.collectives import compiler_options
+from zerojax.collectives.forms import shard_tree, write_back
 from zerojax.hlo import parse_collectives
 
 NUM_LAYERS, WIDTH, ODD = 5, 16, 19

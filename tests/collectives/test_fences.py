@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.collectives import fenced
+from zerojax.collectives.passes import fenced
 
 TOKENS, WIDTH, ROWS = 32, 64, 64
 

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.collectives import gather_where_used, store, to_logical
+from zerojax.collectives import gather_where_used
+from zerojax.collectives.forms import store, to_logical
 
 WIDTH = 33  # nothing divides it, so that every leaf is padded
 

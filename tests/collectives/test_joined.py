@@ -19,7 +19,8 @@ from tests.collectives.test_gather import stored_params
 from tests.collectives.test_prefetch import LISTS, ODD, gradient_of
 from tests.collectives.uses import LISTS as USES
 from tests.collectives.uses import LOOPS, NARROW, NUM_LAYERS, WIDE, layout_of, loss_of, params_of
-from zerojax.collectives import gather_where_used, prefetched
+from zerojax.collectives import gather_where_used
+from zerojax.collectives.passes import prefetched
 from zerojax.models import gpt
 
 LOOPED = [*LOOPS, *ODD, *LISTS]

@@ -23,7 +23,8 @@ from tests.collectives.uses import (
     loss_of,
     params_of,
 )
-from zerojax.collectives import gather_where_used, store, to_logical
+from zerojax.collectives import gather_where_used
+from zerojax.collectives.forms import store, to_logical
 
 #: Beside other models, gathers in the branches of a cond can stall XLA's CPU runtime (jax 0.12).
 ALONE = ("branches", "repeated")

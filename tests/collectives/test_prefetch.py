@@ -17,8 +17,9 @@ from tests.collectives.test_gather import stored_params
 from tests.collectives.uses import LOOPS, NUM_LAYERS, WIDE, loss_of, params_of
 from zerojax._jaxpr import bodies, called, depending, opened
 from zerojax._tree import as_shapes
-from zerojax.collectives import gather_where_used, prefetched
+from zerojax.collectives import gather_where_used
 from zerojax.collectives.gathers._boxed import REDUCED, makes_gathered
+from zerojax.collectives.passes import prefetched
 
 #: Layers that are gathered for the backward pass of each loop: all, but where the loop computes
 #: its first pass again.

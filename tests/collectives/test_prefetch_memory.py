@@ -13,8 +13,9 @@ from tests.collectives.test_prefetch import gradient_of, needed
 from tests.collectives.uses import LOOPS, WIDE, params_of
 from zerojax._jaxpr import depending, num_products, num_summed, opened, scan_parts, variables
 from zerojax._tree import as_shapes
-from zerojax.collectives import gather_where_used, prefetched
+from zerojax.collectives import gather_where_used
 from zerojax.collectives.gathers._boxed import REDUCED
+from zerojax.collectives.passes import prefetched
 from zerojax.collectives.passes._equations import Equations, is_barrier, is_gather, is_named
 from zerojax.models import gpt
 

@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.collectives import fenced
 from zerojax.collectives.gathers._products import labels_of, product
+from zerojax.collectives.passes import fenced
 
 BF16, FP32 = jnp.bfloat16, jnp.float32
 SIZES = (1, 16, 24, 33)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.collectives import accumulate
+from zerojax.collectives.gradients import accumulate
 
 
 @pytest.mark.parametrize("count", [1, 2])

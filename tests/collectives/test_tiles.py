@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from zerojax.collectives import as_state
+from zerojax.collectives.forms import as_state
 from zerojax.collectives.forms._tiles import _padded_least
 
 

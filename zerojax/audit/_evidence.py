@@ -14,7 +14,7 @@ from zerojax.audit._origins import Origins, without_activations
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of, role_of
-from zerojax.collectives import block_dim, num_blocks
+from zerojax.collectives.forms import block_dim, num_blocks
 from zerojax.layout import Layout
 from zerojax.planner import Theory, theory_of
 from zerojax.recipe import Recipe, as_recipe

@@ -13,7 +13,8 @@ import numpy as np
 from zerojax._types import Axes
 from zerojax.audit._match import Key, Match, Matcher, difference, key_of
 from zerojax.audit._program import Program
-from zerojax.collectives import JOINED, OWNERS
+from zerojax.collectives.forms import OWNERS
+from zerojax.collectives.passes import JOINED
 from zerojax.hlo import Collective, Groups, mesh_axes
 from zerojax.layout import Layout
 

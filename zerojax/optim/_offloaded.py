@@ -18,7 +18,7 @@ from jax.experimental import compute_on as _compute_on
 from zerojax._jaxpr import bind, depending
 from zerojax._traced import Slice, Traced, is_fill
 from zerojax._types import TreeDef
-from zerojax.collectives import shard
+from zerojax.collectives.forms import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
 from zerojax.memory import check_host_memory
 

@@ -14,7 +14,7 @@ from zerojax._quiet import uncollected
 from zerojax._traced import Traced
 from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
-from zerojax.collectives import (
+from zerojax.collectives.forms import (
     auto_region,
     constrain,
     cut,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from zerojax._jaxpr import bind, depending, inputs_of, opened, run_bodies, run_equations
 from zerojax._traced import Traced
 from zerojax._types import Axes, PyTree
-from zerojax.collectives import Job, Spread, compute_by_owners
+from zerojax.collectives.forms import Job, Spread, compute_by_owners
 from zerojax.layout import Layout, OptimizerLayout, Region, Regions, has_matrices
 
 

@@ -13,7 +13,7 @@ import optax
 from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._quiet import uncollected
 from zerojax._types import Axes, PyTree
-from zerojax.collectives import per_microbatch
+from zerojax.collectives.gradients import per_microbatch
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
-from zerojax.collectives import BLOCK, TOGETHER
+from zerojax.collectives.forms import BLOCK, TOGETHER
 from zerojax.layout import Description, Layout, fills_tiles, make_layout
 from zerojax.planner._formulas import Theory, theory_of
 from zerojax.planner._update import Matrices, matrices_of

@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives import count_examples, example_leaves, map_batch, per_microbatch, unmarked
+from zerojax.collectives.gradients import (
+    count_examples,
+    example_leaves,
+    map_batch,
+    per_microbatch,
+    unmarked,
+)
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 

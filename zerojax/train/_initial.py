@@ -14,7 +14,7 @@ from jax.tree_util import treedef_is_leaf
 
 from zerojax._tree import as_shapes, floating_dtype
 from zerojax._types import PyTree
-from zerojax.collectives import auto_region, constrain, shard_tree, store
+from zerojax.collectives.forms import auto_region, constrain, shard_tree, store
 from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY
 from zerojax.train._checks import check_key, difference

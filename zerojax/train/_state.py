@@ -14,7 +14,7 @@ from rich.text import Text
 from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax._tree import UNNAMED, num_bytes, unwrapped
 from zerojax._types import PyTree, Shape
-from zerojax.collectives import auto_region, constrain, to_logical
+from zerojax.collectives.forms import auto_region, constrain, to_logical
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import HOST_MEMORY
 

@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax import collectives
 from zerojax._display import Shown
 from zerojax._quiet import uncollected
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
 from zerojax.audit import AuditReport, audit
+from zerojax.collectives import (
+    compiler_options,
+    forms,
+    gather_where_used,
+    gathers,
+    gradients,
+    passes,
+)
 from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
@@ -46,7 +53,7 @@ class TrainStep(Shown):
         if recipe.remat is not None:
             check_policy(recipe.remat, layout.mesh)
             self._loss_fn = rematerialised(loss, recipe.remat, is_loss=True)
-        self._gathering = collectives.gathering(self._loss_fn, layout, recipe)
+        self._gathering = gathers.gathering(self._loss_fn, layout, recipe)
         self._update = Update(as_transformation(tx), layout, recipe)
         self._initial = InitialState(self._update, "key" in loss.asks, model_state)
         self.shardings = self._initial.shardings
@@ -194,15 +201,13 @@ class TrainStep(Shown):
         if key not in self._compiled:
             check_batch(batch, self.layout, self.recipe.accumulate if steps else 1)
             whole = self.layout.sharding(P())
-            placed = collectives.map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
+            placed = gradients.map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
             self._compiled[key] = jax.jit(
                 self._step if steps else self._evaluate,
                 in_shardings=(self.shardings, placed),
                 out_shardings=(self.shardings, None) if steps else None,
                 donate_argnums=0 if steps else (),
-                compiler_options=collectives.compiler_options(
-                    self.layout, self.recipe.bucket_bytes
-                ),
+                compiler_options=compiler_options(self.layout, self.recipe.bucket_bytes),
             )
         return self._compiled[key]
 
@@ -210,7 +215,7 @@ class TrainStep(Shown):
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         check_state(state, self.abstract_state())
         held = jax.tree.map(lambda s: s.spec, self.shardings)
-        return collectives.auto_region(self._run, self.layout, (held, self._spec_like(batch)))(
+        return forms.auto_region(self._run, self.layout, (held, self._spec_like(batch)))(
             state, batch
         )
 
@@ -219,15 +224,15 @@ class TrainStep(Shown):
         check_state(state, self.abstract_state())
 
         def run(state: TrainState, batch: PyTree) -> Any:
-            loss_fn = collectives.gather_where_used(self._loss.without_noise(), self.layout)
+            loss_fn = gather_where_used(self._loss.without_noise(), self.layout)
             given = self._given(state, batch)
             out = self._ahead(loss_fn)(unwrapped(state.params), given, state.model_state)
             return out[:2] if self._loss.has_aux else out[0]
 
-        return collectives.auto_region(run, self.layout, self._spec_like(batch))(state, batch)
+        return forms.auto_region(run, self.layout, self._spec_like(batch))(state, batch)
 
     def _spec_like(self, batch: PyTree) -> Callable[[Any], P]:
-        rows = collectives.num_examples(batch)
+        rows = gradients.num_examples(batch)
         return lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P()
 
     def _given(self, state: TrainState, batch: PyTree) -> dict[str, Any]:
@@ -265,10 +270,10 @@ class TrainStep(Shown):
     def _written(self, old: PyTree, updated: PyTree) -> PyTree:
         """Return the new parameters in the form of the old ones, from shards that may be wider."""
         if not self.layout.partitions("parameter"):
-            return collectives.write_back(old, updated, self.layout, self.recipe.bucket_bytes)
+            return forms.write_back(old, updated, self.layout, self.recipe.bucket_bytes)
 
         def one(leaf: LeafLayout, was: jax.Array, x: jax.Array) -> jax.Array:
-            return was if x is was else collectives.widened(x.astype(was.dtype), leaf, self.layout)
+            return was if x is was else forms.widened(x.astype(was.dtype), leaf, self.layout)
 
         return self.layout.map_leaves(one, old, updated)
 
@@ -279,14 +284,14 @@ class TrainStep(Shown):
         given = self._given(state, batch)
         count, dtype = recipe.accumulate, recipe.accumulator
         if self._reduction == "once":
-            return collectives.reduce_once(
+            return gradients.reduce_once(
                 _scaled(self._loss_fn), layout, params, given, count, dtype
             )
         if count > 1 and state.model_state is None:
-            collectives.warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
+            gradients.warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
-        return collectives.accumulate(
+        return gradients.accumulate(
             _scaled(self._gathering),
             params,
             given,
@@ -305,13 +310,11 @@ class TrainStep(Shown):
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
         layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
         bucket, warn = self.recipe.bucket_bytes, self.recipe.prefetch is not None
-        ahead = collectives.prefetched(
-            function, layers, self.layout, bucket_bytes=bucket, warn=warn
-        )
-        return collectives.fenced(ahead, self.layout.platform, self.layout.num_batch_parts)
+        ahead = passes.prefetched(function, layers, self.layout, bucket_bytes=bucket, warn=warn)
+        return passes.fenced(ahead, self.layout.platform, self.layout.num_batch_parts)
 
 
-def _scaled(loss_fn: Callable[..., Any]) -> collectives.StepLoss:
+def _scaled(loss_fn: Callable[..., Any]) -> gradients.StepLoss:
     def run(params: PyTree, given: dict[str, Any], carried: PyTree) -> Any:
         loss, aux, carried = loss_fn(params, given, carried)
         return scaled(loss, given["scale"]), (loss, aux, carried)

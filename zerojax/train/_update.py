@@ -13,7 +13,8 @@ import optax
 from zerojax._traced import Traced, run_update
 from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
-from zerojax.collectives import as_state, shard, store, uses_gloo, view, wide
+from zerojax.collectives.forms import as_state, shard, store, uses_gloo, view
+from zerojax.collectives.gradients import wide
 from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves, update_whole
 from zerojax.recipe import DynamicLossScale, Recipe

@@ -9,7 +9,7 @@ from zerojax.audit._arguments import shard_of
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint
 from zerojax.audit._match import Key, Match, key_of
 from zerojax.audit._traffic import REDUCTIONS, Move
-from zerojax.collectives import BUCKET
+from zerojax.collectives.passes import BUCKET
 from zerojax.hlo import Carry, Use, most_alive, operand_of, uses_of
 from zerojax.layout import LeafLayout
 
