@@ -146,9 +146,8 @@ def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
             num = len(inner.invars)
             is_alike = eqn.primitive.name != "while" and num <= len(flags)
             # A cond has the branch's number in front.
-            found |= depending_within(
-                inner, flags[len(flags) - num :] if is_alike else [True] * num
-            )
+            own = flags[len(flags) - num :] if is_alike else [True] * num
+            found |= depending_within(inner, own)
     return found
 
 

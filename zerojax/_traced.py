@@ -1,6 +1,7 @@
 """Updates as equations, and the slices of one that some of its results need."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -51,12 +52,8 @@ class Slice:
 
     def not_elementwise(self) -> list[str]:
         """Name the operations that look at other elements than the one they compute."""
-        found = (
-            eqn.primitive.name
-            for eqn in self.eqns
-            if not is_fill(eqn) and not _jaxpr.is_elementwise(eqn)
-        )
-        return list(dict.fromkeys(found))
+        others = (x for x in self.eqns if not is_fill(x) and not _jaxpr.is_elementwise(x))
+        return list(dict.fromkeys(eqn.primitive.name for eqn in others))
 
 
 class Traced:
@@ -65,10 +62,8 @@ class Traced:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         shapes = jax.tree.map(_shape_of, args)
         program, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        inline = _Inline()
-        self.program = jax.make_jaxpr(lambda *leaves: _jaxpr.run(program, leaves, inline))(
-            *jax.tree.leaves(shapes)
-        )
+        run = functools.partial(_jaxpr.run, program, step=_Inline())
+        self.program = jax.make_jaxpr(lambda *leaves: run(leaves))(*jax.tree.leaves(shapes))
         jaxpr, consts = _jaxpr.opened(self.program)
         self.inputs = list(jaxpr.invars)
         self.outputs = list(jaxpr.outvars)
@@ -132,9 +127,8 @@ class _Inline:
         name = eqn.primitive.name
         is_call = _jaxpr.called(eqn) is not None and name != "shard_map"
         if is_call or name == "cond":
-            return _jaxpr.run_bodies(
-                eqn, values, lambda program, given: _jaxpr.run(program, given, self)
-            )
+            run = functools.partial(_jaxpr.run, step=self)
+            return _jaxpr.run_bodies(eqn, values, run)
         if name == "dot_general" and not (result := eqn.outvars[0].aval).shape:
             x, y = (self._rows.get(id(v), (v, v))[1] for v in values)
             if jnp.ndim(x) > 1 and x.shape == y.shape and jnp.issubdtype(result.dtype, jnp.inexact):

@@ -153,5 +153,5 @@ def lower(config, axes):
 
 
 def test_a_size_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="context is 0; give an integer of at least 1"):
+    with pytest.raises(ValueError, match="context is 0; give at least 1"):
         dataclasses.replace(CONFIG, context=0)

@@ -103,9 +103,8 @@ class Evidence:
             body = frame.enter(self.module, loop) if loop.name in around else None
             if body is None or (root := body.computation.root).opcode != "tuple":
                 return
-            made = hlo.source_of(
-                self.module, body, root.operands[int(line.attribute("index") or 0)]
-            )
+            result = root.operands[int(line.attribute("index") or 0)]
+            made = hlo.source_of(self.module, body, result)
             if made is None or made[1].opcode == "dynamic-update-slice":
                 return
             yield around[loop.name]

@@ -240,9 +240,8 @@ def _seconds(cost: Cost, hardware: Hardware) -> float:
 
 def _transfer(record: Collective, interconnect: Interconnect, hardware: Hardware) -> Transfer:
     if record.groups:
-        return interconnect.transfer(
-            record.op, record.groups, record.elements * record.item_bits / 8
-        )
+        size = record.elements * record.item_bits / 8
+        return interconnect.transfer(record.op, record.groups, size)
     seconds = record.moved_bytes / record.runs / hardware.slow_bandwidth  # between slices
     return Transfer(seconds, ("slow",))
 

@@ -217,9 +217,8 @@ def _measure(move: Move, matcher: Matcher) -> Move:
     if not match.form:
         return move
     share = 1 - math.prod(match.key) / max(move.record.elements, 1)
-    return dataclasses.replace(
-        move, match=match, padding=share * move.judged, judged=(1 - share) * move.judged
-    )
+    padding = share * move.judged
+    return dataclasses.replace(move, match=match, padding=padding, judged=move.judged - padding)
 
 
 def _is_padded(move: Move, of: Key) -> bool:

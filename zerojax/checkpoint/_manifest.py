@@ -111,9 +111,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         is_whole = digest == _files.digest_text(written)
         manifest = made(Manifest, found) if is_whole and version == FORMAT else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _files.DamagedCheckpointError(
-            root, [f"{MANIFEST} can't be read ({error!r})"]
-        ) from error
+        wrong = f"{MANIFEST} can't be read ({error!r})"
+        raise _files.DamagedCheckpointError(root, [wrong]) from error
     if version != FORMAT and (is_whole or digest is None):
         raise ValueError(f"{path} has format {version!r}; this zerojax reads format {FORMAT}")
     if manifest is None:

@@ -87,9 +87,8 @@ def read_state(
     own = largest_first[jax.process_index() :: jax.process_count()]
     found, failure = {}, None
     with ThreadPoolExecutor(1) as thread:
-        wrong = thread.submit(
-            _files.wrong_contents, root, {name: manifest.files[name] for name in own}
-        )
+        files = {name: manifest.files[name] for name in own}
+        wrong = thread.submit(_files.wrong_contents, root, files)
         try:
             found = _read(root, sources, layout, like)
         except Exception as error:  # noqa: BLE001  # raised when the processes have agreed
@@ -132,11 +131,8 @@ def _read(
 ) -> dict[str, jax.Array]:
     leaves = leaves_by_path(like)
     wanted = {path: as_stored(leaves[path], layout) for path in sources}
-    found = {
-        path: jnp.zeros(x.shape, x.dtype, device=x.sharding)
-        for path, x in wanted.items()
-        if not x.size
-    }
+    empty = ((path, x) for path, x in wanted.items() if not x.size)
+    found = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in empty}
     while left := {sources[path]: path for path in wanted if path not in found}:
         # Of leaves with one source orbax reads one a call.
         read = read_arrays(root / ARRAYS, {name: wanted[path] for name, path in left.items()})

@@ -101,9 +101,8 @@ def verify_(options: CheckpointOptions) -> None:
             screen.show(Text.assemble(("damaged  ", "bold red"), str(error)))
             damaged.append(str(path))
     if damaged:
-        raise _command.Failure(
-            f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}", status=1
-        )
+        told = f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}"
+        raise _command.Failure(told, status=1)
 
 
 @checkpoint.command()

@@ -159,9 +159,8 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
     elif line.opcode == "recv":  # from another TPU slice, where the same program runs
         transfer = line.attribute(TRANSFER)
         lines = (x for x in frame.computation.instructions if x.opcode == "send")
-        yield from (
-            Value(frame, x.operands[0], None) for x in lines if x.attribute(TRANSFER) == transfer
-        )
+        pairs = (x for x in lines if x.attribute(TRANSFER) == transfer)
+        yield from (Value(frame, x.operands[0], None) for x in pairs)
     else:
         part = index if line.opcode in _WHOLE else None
         yield from (Value(frame, operand, part) for operand in line.operands)

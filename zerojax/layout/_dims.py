@@ -205,8 +205,5 @@ class Dims:
 
 
 def has_matrices(eqns: Iterable[Any]) -> bool:
-    return any(
-        inner.primitive.name in _MATRICES | _OTHERS
-        for eqn in eqns
-        for inner in _jaxpr.with_inner(eqn)
-    )
+    found = (inner for eqn in eqns for inner in _jaxpr.with_inner(eqn))
+    return any(inner.primitive.name in _MATRICES | _OTHERS for inner in found)

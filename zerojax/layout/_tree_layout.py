@@ -188,11 +188,9 @@ class TreeLayout:
             return phases
         cut = [leaf for leaf in self.leaves if leaf.dim is not None]
         whole = sum(fills_tiles(x.stored_shape, x.dim, self.num_shards) for x in cut)
-        told = (
-            f"in a train step SparseCores gather and reduce {whole} of {len(cut)} leaves over the"
-        )
+        told = f"in a train step SparseCores gather and reduce {whole} of {len(cut)} leaves"
         rest = f"; of others, whose shards are no whole tiles, {phases}" if whole < len(cut) else ""
-        return f"{told} whole torus at once{rest}"
+        return f"{told} over the whole torus at once{rest}"
 
     @property
     def devices(self) -> np.ndarray:

@@ -43,9 +43,7 @@ class Config:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
             if field.type is int and (type(size) is not int or size < 1):
-                raise ValueError(
-                    f"gpt.Config: {field.name} is {size!r}; give an integer of at least 1"
-                )
+                raise ValueError(f"gpt.Config: {field.name} is {size!r}; give at least 1")
         if self.width % self.num_heads:
             raise ValueError(
                 f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width}; "

@@ -124,10 +124,8 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
             return in_layout_of_params(sums, layout)
         return write_back(params, sums, layout, padded_are_whole=True)
 
-    given = (
-        as_params(params, layout, "params", within=True),
-        as_params(updates, layout, "updates"),
-    )
+    old = as_params(params, layout, "params", within=True)
+    given = old, as_params(updates, layout, "updates")
     region = auto_region(add, layout, jax.tree.map(lambda s: s.spec, layout.params))
     new = region(*given) if is_traced(given) else jax.jit(region)(*given)
     return _in_place_of(params, new, layout)

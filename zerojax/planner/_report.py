@@ -192,19 +192,16 @@ class Plan(_display.Shown):
             yield Text(line)
 
     def _bytes_table(self) -> Table:
-        units = [
-            _display.unit_for(self.bytes.total, units)
-            for units in (_display.DECIMAL, _display.BINARY)
-        ]
+        kinds = _display.DECIMAL, _display.BINARY
+        units = [_display.unit_for(self.bytes.total, units) for units in kinds]
         names = (f">{unit.name}" for unit in units)
         table = _display.make_table("one device holds", *names, ">of its memory", "")
         memory = self.hardware.memory
 
         def add(name: str, size: int, of: int = memory, style: str = "") -> None:
             counts = (unit.number(size) for unit in units)
-            table.add_row(
-                name, *counts, f"{size / of:.1%}", _display.make_bar(size, of), style=style
-            )
+            bar = _display.make_bar(size, of)
+            table.add_row(name, *counts, f"{size / of:.1%}", bar, style=style)
 
         add("parameters", self.bytes.parameters)
         add("optimizer states and masters", self.bytes.optimizer)
@@ -245,9 +242,8 @@ class Plan(_display.Shown):
         lines = []
         moved = [f"{v:.4f} along {' x '.join(k)}" for k, v in self.volume_by_axes.items()]
         if moved:
-            lines.append(
-                f"moves per device and step, in elements per parameter: {', '.join(moved)}"
-            )
+            told = "moves per device and step, in elements per parameter"
+            lines.append(f"{told}: {', '.join(moved)}")
         if self.count:
             lines.append(f"examples in a device's microbatch: {self.count:,}")
         return [*lines, *self.assumptions]

@@ -28,9 +28,8 @@ def meet(coordinator: str, count: int, index: int, listens: str | None, seconds:
     try:
         missing = _come(address, index, until) if index else _receive(address, count, until)
     except OSError as error:
-        raise ProcessError(
-            f"process 0 can't listen at {bind}: {error}; give another port"
-        ) from error
+        told = f"process 0 can't listen at {bind}: {error}; give another port"
+        raise ProcessError(told) from error
     if missing:
         raise ProcessError(f"of {count} processes, {missing} did not start within {seconds:.0f} s")
 

@@ -35,9 +35,8 @@ def check_usable(state: TrainState) -> None:
     if isinstance(state.step, Tracer):
         raise TypeError("a train step is compiled by itself: call it outside of jax.jit")
     if getattr(state.step, "is_deleted", bool)():  # one leaf tells for all
-        raise ValueError(
-            "the state was donated to an earlier step; use the state that the step returned"
-        )
+        told = "the state was donated to an earlier step"
+        raise ValueError(f"{told}; use the state that the step returned")
 
 
 def check_state(state: TrainState, like: TrainState) -> None:
@@ -176,10 +175,9 @@ class Loss:
         if "key" not in parameters:
             return self
         if parameters["key"].default is inspect.Parameter.empty:
-            told = (
-                "step.evaluate: the loss asks for a key without a default, so it draws noise here"
-            )
-            warnings.warn(f"{told} too; write key=None, and draw none without a key", stacklevel=2)
+            told = "step.evaluate: the loss asks for a key without a default, so it draws noise"
+            remedy = "write key=None, and draw none without a key"
+            warnings.warn(f"{told} here too; {remedy}", stacklevel=2)
             return self
         return dataclasses.replace(self, asks=tuple(name for name in self.asks if name != "key"))
 

@@ -282,13 +282,11 @@ class TrainStep(Shown):
     ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
         params, layout, recipe = unwrapped(state.params), self.layout, self.recipe
         given = self._given(state, batch)
-        count, dtype = recipe.accumulate, recipe.accumulator
+        count, dtype, loss_fn = recipe.accumulate, recipe.accumulator, _scaled(self._loss_fn)
         if self._reduction == "once":
-            return gradients.reduce_once(
-                _scaled(self._loss_fn), layout, params, given, count, dtype
-            )
+            return gradients.reduce_once(loss_fn, layout, params, given, count, dtype)
         if count > 1 and state.model_state is None:
-            gradients.warn_unless_mean(_scaled(self._loss_fn), layout, params, given, count)
+            gradients.warn_unless_mean(loss_fn, layout, params, given, count)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
         return gradients.accumulate(

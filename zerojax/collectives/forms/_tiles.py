@@ -109,9 +109,8 @@ def _padded_least(shape: Shape) -> list[int]:
     """Return the order in which libtpu holds an array that it is given."""
 
     def padded(minor: tuple[int, ...]) -> float:
-        return math.prod(
-            -(-shape[d] // n) * n / shape[d] for d, n in zip(minor, _TILE, strict=True)
-        )
+        sizes = ((shape[dim], n) for dim, n in zip(minor, _TILE, strict=True))
+        return math.prod(-(-size // n) * n / size for size, n in sizes)
 
     dims = range(len(shape))
     minor = min(((a, b) for b, a in itertools.permutations(reversed(dims), 2)), key=padded)

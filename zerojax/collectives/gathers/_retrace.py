@@ -138,9 +138,8 @@ class Retracer:
 
         def loop(*given: Any) -> list[Any]:
             consts, carry, arrays = _jaxpr.scan_split(eqn.params, given)
-            opened = [
-                v if is_sliced[i] else self._constant(program, i, v) for i, v in enumerate(consts)
-            ]
+            found = enumerate(zip(consts, is_sliced, strict=True))
+            opened = [v if cut else self._constant(program, i, v) for i, (v, cut) in found]
             return _jaxpr.run_scan(eqn, [*opened, *carry, *arrays], body)
 
         arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
@@ -178,9 +177,8 @@ class Retracer:
     def _sliceable(self, value: Any) -> Any:
         """Open a box whose leading dim can't be sliced while it is partitioned."""
         value = _structural.rules_settled(value, self.opening)
-        if not isinstance(value, Boxed) or not (
-            0 in value.held or not _structural.waits_elementwise(value)
-        ):
+        is_box = isinstance(value, Boxed)
+        if not is_box or (0 not in value.held and _structural.waits_elementwise(value)):
             return value
         self._warn_gathered(value)
         return self.opened(value)

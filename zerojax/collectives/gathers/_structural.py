@@ -173,9 +173,8 @@ def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | No
     if len(eqn.outvars) > 1:
         return None
     if is_elementwise(eqn):
-        whole = {
-            x.aval.shape for x, v in zip(eqn.invars, values, strict=True) if isinstance(v, Boxed)
-        }
+        pairs = zip(eqn.invars, values, strict=True)
+        whole = {x.aval.shape for x, v in pairs if isinstance(v, Boxed)}
         if has_arrays and eqn.outvars[0].aval.shape not in whole:
             return None
     elif has_arrays or eqn.primitive.name not in _MOVES | _JOINS:

@@ -109,9 +109,8 @@ def resized(batch: PyTree, size: int) -> PyTree:
 
 def fold_keys(batch: PyTree, index: Any) -> PyTree:
     """Fold an index into the scalar PRNG keys of a batch, so that each part draws its own noise."""
-    return jax.tree.map(
-        lambda x: jax.random.fold_in(x, index) if is_key(x) else x, batch, is_leaf=is_whole
-    )
+    fold = jax.random.fold_in
+    return jax.tree.map(lambda x: fold(x, index) if is_key(x) else x, batch, is_leaf=is_whole)
 
 
 def is_key(x: Any) -> bool:

@@ -51,9 +51,8 @@ def accumulate(
         return gradient(params, batch, carried)
 
     def one(index: Any, carried: PyTree) -> tuple[Any, PyTree]:
-        (loss, aux, carried), grads = gradient(
-            params, _examples.microbatch(batch, index, count), carried
-        )
+        part = _examples.microbatch(batch, index, count)
+        (loss, aux, carried), grads = gradient(params, part, carried)
         grads = jax.tree.map(lambda g: g.astype(floating_dtype(g.dtype, dtype)), grads)
         return (loss, grads), (aux, carried)
 

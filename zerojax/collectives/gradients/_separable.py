@@ -27,6 +27,7 @@ from jax.extend import core, source_info_util
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
 from zerojax.collectives.gradients import _examples, _mixing, _rules
+from zerojax.collectives.gradients._mixing import Refused, Value, meet
 
 #: What a loss should be where parts of the batch are averaged.
 REMEDY = (
@@ -38,7 +39,7 @@ _DIFFERS = "it is another program for another number of examples"
 
 def why_no_mean(
     loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, count: int, num_parts: int = 1
-) -> _mixing.Refused | None:
+) -> Refused | None:
     """Return why a loss is not the mean of those of its microbatches; None if it is.
 
     `loss_fn(params, microbatch, None)` returns the loss and whatever else, of `count` microbatches
@@ -48,27 +49,23 @@ def why_no_mean(
 
     def given(x: Any) -> Any:
         if _examples.is_whole(x):  # a key of it is the same on all devices
-            return [_mixing.Value() for _ in jax.tree.leaves(x)]
-        return (
-            _mixing.Value(1)
-            if _examples.has_examples(x)
-            else _mixing.Value(fresh=_examples.is_key(x))
-        )
+            return [Value() for _ in jax.tree.leaves(x)]
+        return Value(1) if _examples.has_examples(x) else Value(fresh=_examples.is_key(x))
 
     few = max(_examples.num_examples(batch) or 0, 2)
     values = [
-        *(_mixing.Value() for _ in jax.tree.leaves(params)),
+        *(Value() for _ in jax.tree.leaves(params)),
         *jax.tree.leaves(jax.tree.map(given, batch, is_leaf=_examples.is_whole)),
     ]
 
-    def why(times: int) -> _mixing.Refused | None:
+    def why(times: int) -> Refused | None:
         try:
             one, two = (_traced(loss_fn, params, batch, few * n, num_parts) for n in (1, times))
             (loss,) = _Reader(few, times).run(one, two, values)
-        except _mixing.Refused as refused:
+        except Refused as refused:
             return refused
         grows = f"it grows with the number of examples (to the power {loss.degree:g})"
-        return _mixing.Refused(grows) if loss.degree else None
+        return Refused(grows) if loss.degree else None
 
     refused = why(max(count * num_parts, 2))
     # JAX may sort many examples otherwise than few: of sizes near to each other more is told.
@@ -89,41 +86,40 @@ def _traced(
                     "leave out a shard_map along the batch, if there is one."
                 )
             raise
-        raise _mixing.Refused(f"it can't be traced for {size} examples: {error}") from error
+        raise Refused(f"it can't be traced for {size} examples: {error}") from error
     return used(traced, 1)
 
 
 def _held(eqn: Any) -> Any:
     if eqn.primitive.name == "call_hi_primitive":  # jax 0.12's searchsorted
         of = eqn.params["_prim"]
-        return jax.make_jaxpr(of.expand)(
-            *jax.tree.unflatten(of.in_tree, [x.aval for x in eqn.invars])
-        )
+        given = jax.tree.unflatten(of.in_tree, [x.aval for x in eqn.invars])
+        return jax.make_jaxpr(of.expand)(*given)
     return eqn.params["fwd_jaxpr"] if eqn.primitive.name == "remat_opt" else called(eqn)
 
 
 def _varying(one: Any, two: Any) -> int | None:
     if one.aval.ndim != two.aval.ndim:
-        raise _mixing.Refused(_DIFFERS)
+        raise Refused(_DIFFERS)
     pairs = enumerate(zip(one.aval.shape, two.aval.shape, strict=True))
     found = [dim for dim, (a, b) in pairs if a != b]
     if len(found) > 1:
-        raise _mixing.Refused("it joins examples with each other")
+        raise Refused("it joins examples with each other")
     return found[0] if found else None
 
 
-def _constant(one: Any, two: Any, times: int) -> _mixing.Value:
+def _constant(one: Any, two: Any, times: int) -> Value:
     # NumPy takes bfloat16 for no number.
     is_number = jnp.issubdtype(getattr(one, "dtype", float), np.number)
     if isinstance(one, Tracer) or not is_number:
-        return _mixing.Value()
+        return Value()
     a, b = np.asarray(one), np.asarray(two)
     if (a.shape, a.tobytes()) == (b.shape, b.tobytes()):
-        return _mixing.Value(zero=not a.any())
+        return Value(zero=not a.any())
     ratio = complex(b.item()) / complex(a.item()) if a.size == b.size == 1 and a.any() else 0j
     if ratio.real > 0 and not ratio.imag:
-        return _mixing.Value(degree=_power(ratio.real, times, a.dtype))
-    raise _mixing.Refused("a constant in it has entries that depend on the number of examples")
+        return Value(degree=_power(ratio.real, times, a.dtype))
+    raise Refused("a constant in it has entries that depend on the number of examples")
 
 
 def _power(ratio: float, times: int, dtype: Any) -> float:
@@ -141,18 +137,18 @@ class _Reader:
     differentiated: bool = True  # whether rules of its functions are used
     in_rule: bool = False
 
-    def run(self, one: Any, two: Any, values: Sequence[_mixing.Value]) -> list[_mixing.Value]:
+    def run(self, one: Any, two: Any, values: Sequence[Value]) -> list[Value]:
         """Return what is known of a program's results, from what is known of its inputs."""
         (one, mine), (two, others) = opened(one), opened(two)
         if (len(one.eqns), len(mine)) != (len(two.eqns), len(others)):
-            raise _mixing.Refused(_DIFFERS)
+            raise Refused(_DIFFERS)
         known = dict(zip(one.invars, values, strict=True))
         same = (_constant(a, b, self.times) for a, b in zip(mine, others, strict=True))
         known.update(zip(one.constvars, same, strict=True))
 
-        def read(atoms: Sequence[Any], same: Sequence[Any]) -> list[_mixing.Value]:
+        def read(atoms: Sequence[Any], same: Sequence[Any]) -> list[Value]:
             if [*map(is_variable, atoms)] != [*map(is_variable, same)]:
-                raise _mixing.Refused(_DIFFERS)
+                raise Refused(_DIFFERS)
             return [
                 known[a] if is_variable(a) else _constant(a.val, b.val, self.times)
                 for a, b in zip(atoms, same, strict=True)
@@ -162,9 +158,9 @@ class _Reader:
             try:
                 counts = ((len(x.invars), len(x.outvars)) for x in (eqn, other))
                 if len(set(counts)) > 1:
-                    raise _mixing.Refused("it takes examples one by one")
+                    raise Refused("it takes examples one by one")
                 results = self._step(eqn, other, read(eqn.invars, other.invars))
-            except _mixing.Refused as refused:
+            except Refused as refused:
                 # What JAX's own functions hold has no line of the user's; what calls them has.
                 refused.name = refused.name or eqn.primitive.name
                 refused.where = refused.where or source_info_util.summarize(eqn.source_info)
@@ -172,27 +168,23 @@ class _Reader:
             known.update(zip(eqn.outvars, results, strict=True))
         return read(one.outvars, two.outvars)
 
-    def _step(self, eqn: Any, other: Any, values: list[_mixing.Value]) -> list[_mixing.Value]:
+    def _step(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         if name != other.primitive.name:
-            raise _mixing.Refused("whether it joins examples can't be told")
+            raise Refused("whether it joins examples can't be told")
         if name.startswith("debug_"):  # a print or a callback changes no loss
             return []
         if name == "axis_index":
-            raise _mixing.Refused("it computes with the place of examples in the batch")
+            raise Refused("it computes with the place of examples in the batch")
         if name == "sharding_constraint":
             axes = {*jax.tree.leaves((*getattr(eqn.params["sharding"], "spec", ()),))}
             if along := axes & {*jax.sharding.get_abstract_mesh().manual_axes}:
-                raise _mixing.Refused(
-                    f"it places along {along} an array of which each device has its part"
-                )
+                told = f"it places along {along} an array of which each device has its part"
+                raise Refused(told)
         if bodies(eqn):
             return self._loop(eqn, other, values)
-        if (
-            name in ("custom_jvp_call", "custom_vjp_call")
-            and self.differentiated
-            and not _rules.is_of_jax(eqn)
-        ):
+        has_rule = self.differentiated and name in ("custom_jvp_call", "custom_vjp_call")
+        if has_rule and not _rules.is_of_jax(eqn):
             return self._custom(eqn, other, values)
         if name == "shard_map":
             return self._shards(eqn, other, values)
@@ -213,75 +205,71 @@ class _Reader:
         if not of_examples and not any(value.pooled or value.degree for value in values):
             zero = bool(values) and all(value.zero for value in values)
             zero = zero and (name in _mixing.LINEAR or name in ("gt", "lt", "ne"))
-            return [_mixing.Value(fresh=fresh, zero=zero)] * len(outs)
+            return [Value(fresh=fresh, zero=zero)] * len(outs)
         if self.in_rule and name in _rules.KERNELS and not of_examples:
-            return [_mixing.meet(values)] * len(outs)
+            return [meet(values)] * len(outs)
         if name == "pallas_call":
             result = _mixing.of_kernel(eqn, values, dims, outs, is_linear=self.in_rule)
             return [dataclasses.replace(result, fresh=fresh)] * len(outs)
         if dims and (dim := dims[0]) is not None:
             ends, others = (_mixing.ends_of(x, dim) for x in (eqn, other))
             if [end * self.times for end in ends] != [*others]:
-                raise _mixing.Refused("it cuts the batch at a number of examples that is fixed")
+                raise Refused("it cuts the batch at a number of examples that is fixed")
         _mixing.check_operands(name, values, of_examples=of_examples)
         found = [_mixing.result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         return [dataclasses.replace(value, fresh=fresh) for value in found]
 
-    def _custom(self, eqn: Any, other: Any, values: list[_mixing.Value]) -> list[_mixing.Value]:
+    def _custom(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         reader = dataclasses.replace(self, differentiated=False)
         found = reader.run(called(eqn), called(other), values)
 
-        def gradients(atoms: Any, others: Any, values: list[_mixing.Value]) -> list[_mixing.Value]:
+        def gradients(atoms: Any, others: Any, values: list[Value]) -> list[Value]:
             known = zip(atoms, others, values, strict=True)
-            return [
-                _rules.gradient_of(v, _varying(a, b)) for a, b, v in known if _mixing.is_real(a)
-            ]
+            real = ((v, _varying(a, b)) for a, b, v in known if _mixing.is_real(a))
+            return [_rules.gradient_of(v, dim) for v, dim in real]
 
         given = gradients(eqn.outvars, other.outvars, found)
         first = eqn.params["num_consts"]
         wanted = gradients(eqn.invars[first:], other.invars[first:], values[first:])
         reader = dataclasses.replace(reader, in_rule=True)
         try:
-            _rules.check_gradients(
-                reader.run(_rules.backward(eqn), _rules.backward(other), [*values, *given]), wanted
-            )
-        except _mixing.Refused as refused:
+            pulled = reader.run(_rules.backward(eqn), _rules.backward(other), [*values, *given])
+            _rules.check_gradients(pulled, wanted)
+        except Refused as refused:
             _rules.name_rule(refused, eqn)
             raise
         return found
 
-    def _shards(self, eqn: Any, other: Any, values: list[_mixing.Value]) -> list[_mixing.Value]:
+    def _shards(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         """Read what each device does with its part of the examples, of which all have as many."""
         inner = eqn.params["jaxpr"].invars
         dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
         found = zip(eqn.invars, inner, dims, strict=True)
         parts = {x.aval.shape[d] // own.aval.shape[d] for x, own, d in found if d is not None}
         if len(parts) != 1:
-            raise _mixing.Refused("whether it joins examples can't be told")
+            raise Refused("whether it joins examples can't be told")
         reader = dataclasses.replace(self, num_examples=self.num_examples // parts.pop())
         return reader.run(eqn.params["jaxpr"], other.params["jaxpr"], values)
 
     def _map(
-        self, one: Any, two: Any, values: list[_mixing.Value], first: int, carried: int
-    ) -> list[_mixing.Value]:
+        self, one: Any, two: Any, values: list[Value], first: int, carried: int
+    ) -> list[Value]:
         slices = values[first:]
-        if carried or any(value != _mixing.Value(1, fresh=value.fresh) for value in slices):
-            raise _mixing.Refused(
-                f"it goes through examples one after the other ({_mixing.IN_CHUNKS})"
-            )
-        alone = [_mixing.Value(fresh=value.fresh) for value in slices]
+        if carried or any(value != Value(1, fresh=value.fresh) for value in slices):
+            raise Refused(f"it goes through examples one after the other ({_mixing.IN_CHUNKS})")
+        alone = [Value(fresh=value.fresh) for value in slices]
         found = self.run(one, two, [*values[:first], *alone])
-        if any(value != _mixing.Value(fresh=value.fresh) for value in found):
-            raise _mixing.Refused("it joins single examples with what was made of all")
-        return [_mixing.Value(1, fresh=value.fresh) for value in found]
+        if any(value != Value(fresh=value.fresh) for value in found):
+            raise Refused("it joins single examples with what was made of all")
+        return [Value(1, fresh=value.fresh) for value in found]
 
-    def _loop(self, eqn: Any, other: Any, values: list[_mixing.Value]) -> list[_mixing.Value]:
+    def _loop(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         mine, others = bodies(eqn), bodies(other)
         if eqn.primitive.name == "cond":
             if values[0].pooled or values[0].degree:
-                raise _mixing.Refused("it is not linear in what was made of all examples")
+                raise Refused("it is not linear in what was made of all examples")
             found = [self.run(a, b, values[1:]) for a, b in zip(mine, others, strict=True)]
-            return [_mixing.meet(column) for column in zip(*found, strict=True)]
+            return [meet(column) for column in zip(*found, strict=True)]
         if eqn.primitive.name == "scan":
             known, (first, carried) = [], scan_parts(eqn.params)
             if eqn.params["length"] != other.params["length"]:
@@ -293,7 +281,7 @@ class _Reader:
         while True:
             out = self.run(mine[0], others[0], values)
             carry = values[first : first + carried]
-            new = [_mixing.meet(pair) for pair in zip(carry, out[:carried], strict=True)]
+            new = [meet(pair) for pair in zip(carry, out[:carried], strict=True)]
             if new == carry:
                 break
             values = [*values[:first], *new, *values[first + carried :]]
@@ -301,5 +289,5 @@ class _Reader:
             tests = (eqn.params["cond_jaxpr"], other.params["cond_jaxpr"])
             (test,) = self.run(*tests, [*known, *values[first:]])
             if test.pooled or test.degree:
-                raise _mixing.Refused("it is not linear in what was made of all examples")
+                raise Refused("it is not linear in what was made of all examples")
         return out

@@ -15,6 +15,7 @@ bf16 get the form that CPUs multiply fast (`_products`), in loops too.
 """
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,9 +53,7 @@ def fenced(function: Callable[..., Any], platform: str, num_parts: int = 1) -> C
                 return bind_narrow(eqn, values)
             is_loop = eqn.primitive.name in ("scan", "cond") and not eqn.effects
             if is_loop and any(map(is_narrow, _jaxpr.with_inner(eqn))):
-                return _jaxpr.run_bodies(
-                    eqn, values, lambda program, given: _jaxpr.run(program, given, step)
-                )
+                return _jaxpr.run_bodies(eqn, values, functools.partial(_jaxpr.run, step=step))
             results = _jaxpr.bind(eqn, values)
             if shared.isdisjoint(eqn.outvars):
                 return results

@@ -249,9 +249,8 @@ class _Turn(Equations):
 
     def gather(self, given: Sequence[Any]) -> list[Any]:
         wanted = [eqn.outvars[0] for eqn in self.gathers]
-        return _jaxpr.run_equations(
-            _needed(self.pure, wanted), _jaxpr.inputs_of(self.program, given), wanted
-        )
+        inputs = _jaxpr.inputs_of(self.program, given)
+        return _jaxpr.run_equations(_needed(self.pure, wanted), inputs, wanted)
 
     def compute(
         self, given: Sequence[Any], gathered: Sequence[Any], following: list[Any]

@@ -83,11 +83,8 @@ def peak_of(
     buffer serves other things after its last use, as where the step gets it back from a master.
     """
     program, parameters = lifetimes.program, lifetimes.parameters
-    batch = {
-        v: accumulate * program.values[v].bytes.at(examples)
-        for v in program.inputs
-        if v not in parameters
-    }
+    others = (v for v in program.inputs if v not in parameters)
+    batch = {v: accumulate * program.values[v].bytes.at(examples) for v in others}
     owners = {v: leaves[part.leaf] for v, part in parameters.items()}
     held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())

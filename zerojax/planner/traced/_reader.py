@@ -11,13 +11,8 @@ from zerojax._tree import num_bytes
 from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
 #: Kinds of operations by how their primitives' names begin.
-_KINDS = {
-    "scatter": "scatter",
-    "gather": "gather",
-    "random_": "kernel",
-    "reduce_": "reduce",
-    "argm": "reduce",
-}
+_KINDS = {"scatter": "scatter", "gather": "gather", "random_": "kernel"}
+_KINDS |= dict.fromkeys(("reduce_", "argm"), "reduce")
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 #: Primitives that only name or look at their operand's buffer in another way.
 _VIEWS = frozenset(

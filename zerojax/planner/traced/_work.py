@@ -84,9 +84,8 @@ def work_of(
         parts += [(2.0, x, leaves[x.leaf].kept) for x in scope.parameters.values()]
         # Zeros are written before, and what is there is read.
         parts += [(3.0, x, leaves[x.leaf].gradient) for x in scope.gradients.values()]
-        return Work.of(
-            0.0, sum(n * x.share * size for n, x, size in parts if x.share < 1), hardware
-        )
+        size = sum(times * x.share * size for times, x, size in parts if x.share < 1)
+        return Work.of(0.0, size, hardware)
 
     def add(scope: Lifetimes) -> Work:
         found, near = [stacks(scope)], frozenset[int]()
