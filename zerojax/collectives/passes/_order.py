@@ -146,6 +146,9 @@ class _Order(Equations):
     def tie_products(self, bound: float, layout: Layout, *, is_turn: bool) -> None:
         """Let the product behind each group of gradients wait for the group two before it.
 
+            a b | c d | e f      gradients in the order of the program, groups of `bound` bytes
+                             p   the product behind the third group waits for a and b
+
         Each counts as the larger of the gradient and what it is made from. Gradients that stay
         whole, as all at stage 0, have no name, so their products are looked for; of a table's sum
         of gradients the product counts if its result is smaller than its operands.
