@@ -27,7 +27,8 @@ OPAQUE = frozenset(
     """
     dot_general ragged_dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax cummin
     cumprod fft cholesky triangular_solve eigh lu qr svd reduce_window reduce_window_sum
-    select_and_scatter_add random_bits threefry2x32 custom_call ffi_call pure_callback pallas_call
+    select_and_scatter_add random_bits random_gamma threefry2x32 custom_call ffi_call pallas_call
+    pure_callback
     """.split()
 )
 #: What `jax.checkpoint` is called in a trace.

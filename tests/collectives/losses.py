@@ -361,6 +361,10 @@ OTHERS = {
         ),
         "its noise is of a key that is the same",
     ),
+    "gamma noise of a constant key": (
+        lambda p, b: jnp.mean(jax.random.gamma(jax.random.key(0), jnp.exp(b["x"])) @ p["out"]),
+        "its noise is of a key that is the same.*: random_gamma",
+    ),
     "a fixed batch": (
         lambda p, b: jnp.mean(b["x"].reshape(2, TOKENS, WIDTH) @ p["out"]),
         "can't be traced for 4 examples",

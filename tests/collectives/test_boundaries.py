@@ -49,6 +49,13 @@ def sliced(p, x):
     return jax.lax.scan(lambda x, w: (x + (x[:, :4] @ w), None), x, stack)[0]
 
 
+def drawn(p, x):
+    """One key draws the noise of the whole stack: none is drawn for a slice."""
+    half = p["w"].astype(jnp.bfloat16).reshape(4, 4, SIZE)
+    stack = jax.random.gamma(jax.random.key(0), half.astype(jnp.float32) ** 2 + 1)
+    return jax.lax.scan(lambda x, w: (x + (x[:, :4] @ w) / 9, None), x, stack)[0]
+
+
 def barred(p, x):
     w, x = jax.lax.optimization_barrier((scaled(p), x))
     return x @ w.reshape(SIZE, SIZE)
@@ -56,7 +63,9 @@ def barred(p, x):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
-    "model", [rematerialised, nested, branched, looped, sliced, barred], ids=lambda m: m.__name__
+    "model",
+    [rematerialised, nested, branched, looped, sliced, drawn, barred],
+    ids=lambda m: m.__name__,
 )
 def test_numbers_are_those_of_plain_jax(model, stage, mesh8):
     params = {"w": jax.random.normal(jax.random.key(0), (SIZE, SIZE)), "alpha": jnp.ones(())}

@@ -29,7 +29,7 @@ _CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice tile transpose".
 #: Operations that mix the last dims: two, or as many as a Fourier transform has lengths.
 _MATRICES = frozenset("cholesky eig eigh fft householder_product lu qr svd".split())
 _PRODUCTS = frozenset("conv_general_dilated div dot_general mul ragged_dot_general".split())
-_RANDOM = frozenset(f"random_{x}" for x in "bits fold_in seed split unwrap wrap".split())
+_RANDOM = frozenset(f"random_{x}" for x in "bits fold_in gamma seed split unwrap wrap".split())
 #: What a pooled value may go through.
 LINEAR = _PRODUCTS.union(
     f"{_SAME} {_MOVES} add add_any complex concatenate conj cumsum dynamic_slice fft gather imag "
@@ -96,7 +96,8 @@ def result_of(
     if name == "iota":
         return Value(outer, column=0 if params["dimension"] == out else None)
     if name in _RANDOM:
-        if given is None and not values[0].fresh:
+        key = dims[0] if name == "random_gamma" else given  # its other operand is no part of a key
+        if key is None and not values[0].fresh:
             raise Refused(
                 "its noise is of a key that is the same for each part of the batch (take a key "
                 "from the batch, not marked Whole, or ask for one: loss_fn(params, batch, key))"
