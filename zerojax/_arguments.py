@@ -39,6 +39,5 @@ def as_given(noun: type[Noun], given: Any, example: str, default: Noun | None = 
     value = default if given is None else given
     if isinstance(value, noun):
         return value
-    raise TypeError(
-        f"a {noun.__name__} is expected, got {type(given).__name__}: make one as in {example}"
-    )
+    told = f"a {noun.__name__} is expected, got {type(given).__name__}: make one as in {example}"
+    raise TypeError(told)

@@ -123,6 +123,12 @@ def test_states_that_are_not_donated_are_caught(make):
     assert f"{4 * 2 * HIDDEN * WIDTH:,} B" in parameter.seen
 
 
+def test_a_donation_that_jax_turns_off_is_told(make):
+    with jax.debug_nans(True):
+        report = audit(compile_step(pair_loss, make(1)), make(1))
+    assert "audit without jax_debug_nans" in report.problems[0].remedy
+
+
 def test_a_donation_that_found_no_place_is_caught(good, make):
     program = good[1]
     text = program.text.replace("{1}: (1, {}, may-alias), ", "")

@@ -118,6 +118,11 @@ def test_keys_that_json_would_make_texts_of_are_refused(tmp_path, layout, told):
     assert not (tmp_path / "here").exists()
 
 
+def test_what_is_no_tree_of_arrays_is_refused(tmp_path, layout):
+    with pytest.raises(TypeError, match=r"leaf '\.' of like is a function; give a tree of arrays"):
+        restore(tmp_path, layout, restore)
+
+
 @pytest.mark.parametrize("tree", [{"a/": 1}, {"m": {"": 1}}, {"/a": 1}])
 def test_keys_without_a_name_are_refused(tmp_path, layout, tree):
     with pytest.raises(ValueError, match="a part without a name"):

@@ -152,9 +152,14 @@ def test_a_lock_file_that_is_nested_without_end_is_told(steps, capsys):
 
 
 def test_another_file_in_the_place_of_the_lock_is_told(steps, capsys):
-    (steps.parent / "zerojax.lock").write_text("{}")
+    lock = steps.parent / "zerojax.lock"
+    lock.write_text("{}")
     assert main(["check", "steps.py"]) == 2
     assert "is no lock file that can be read" in capsys.readouterr().err
+    assert main(["check", "steps.py", "--accept"]) == 0  # as the message says
+    lock.write_text(f"<<<<<<< HEAD\n{lock.read_text()}")
+    assert main(["check", "steps.py", "--accept"]) == 0
+    assert main(["check", "steps.py"]) == 0
 
 
 def test_a_file_may_have_the_name_of_a_library(steps):

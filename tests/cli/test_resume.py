@@ -15,7 +15,7 @@ from tests.cli.running import COMMAND, QUICK, TEXT
 from tests.texts import roundings
 from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli import main
-from zerojax.cli.train import _command
+from zerojax.cli.train._screen import TrainScreen
 
 SMALL = ["--context", "16", *TEXT, *QUICK]
 
@@ -145,12 +145,11 @@ def test_a_signal_during_an_evaluation_saves_as_well(folder, monkeypatch, evalua
     """The first is before the first step, and the last after the last one."""
     asked = itertools.count()
 
-    def evaluate(*arguments):
-        if next(asked) == evaluation:
+    def evaluated(self, done, last):
+        if not done and next(asked) == evaluation:
             signal.raise_signal(signal.SIGTERM)
-        return held_out(*arguments)
+        assert not self._signals.seen or not done, "it is given up after the batch"
 
-    held_out = _command.evaluate
-    monkeypatch.setattr(_command, "evaluate", evaluate)
+    monkeypatch.setattr(TrainScreen, "evaluated", evaluated)
     assert main(["train", "--steps", "2", "--eval-every", "1", *SMALL, "--out", "run"]) == 75
     assert list(find_checkpoints(folder / "run/checkpoints")) == [step]

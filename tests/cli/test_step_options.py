@@ -61,6 +61,7 @@ BOTH = [
     ("--offload activations --remat none", "give 'full' or 'dots'"),
 ]
 COMPILED = [("--stage 2 --all-stages", "leave one of them out")]
+BOTH += [("--keep-gathered", "keeps what stage 3 gathers: give --stage 3")]
 REFUSALS = [
     *((TRAIN, asked, said) for asked, said in (*BOTH, ("--model-axis 4 --batch-size 3", "groups"))),
     *((COMPILE, asked, said) for asked, said in (*BOTH, *COMPILED)),
@@ -189,8 +190,9 @@ def plain(tmp_path_factory):
         ),
         ("--stage 1 --devices 2 --offload optimizer", "; offload optimizer\n"),
         ("--stage 3 --model-axis 2 --devices 4 --remat none", "; remat none\n"),
+        ("--stage 3 --keep-gathered", "stage 3"),
     ],
-    ids=["C4", "C5", "stage 1", "stage 3"],
+    ids=["C4", "C5", "stage 1", "stage 3", "stage 3 kept"],
 )
 def test_the_losses_are_those_of_stage_2_alone(folder, capsys, plain, asked, shown):
     assert main([*TRAIN, *STEPS, *asked.split(), "--out", "run"]) == 0
@@ -219,3 +221,6 @@ def test_what_is_given_takes_the_place_of_what_was_kept():
     taken = TrainOptions(resume=True).taking_up(kept)
     assert (taken.stage, taken.data, taken.model_axis) == (1, ("a.txt",), 1)
     assert TrainOptions(stage=3, given=frozenset({"stage"})).taking_up(kept).stage == 3
+    other = TrainOptions(optimizer="muon", given=frozenset({"optimizer"}))
+    with pytest.raises(ValueError, match="has states of adamw; leave it out, or start a run"):
+        other.taking_up(kept | {"optimizer": "adamw"})

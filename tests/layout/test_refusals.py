@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -34,9 +34,10 @@ def mesh(axes: Any, **given: Any):
     return zerojax.make_mesh(axes, **given)
 
 
+MIXED = (AxisType.Auto, AxisType.Explicit)
 A_MESH = r"a mesh is expected, got {}; write make_layout\(params, mesh, stage=.*make_mesh"
 A_RULE = r"rules is a list of rules, as in rules=\[zerojax.Rule\(.*\)\], got "
-AXES = r"make_mesh takes axis names and sizes, as in make_mesh\({'data': 8}\), got "
+AXES = r"make_mesh takes axis names, of ASCII, and sizes, as in make_mesh\({'data': 8}\), got "
 
 REFUSALS = {
     "arguments swapped": (lambda: layout(MESH, PARAMS), TypeError, A_MESH.format("dict")),
@@ -112,6 +113,16 @@ REFUSALS = {
         ValueError,
         r"spec of leaf 'w' \(64, 64\): .* has 3 entries for 2 dims",
     ),
+    "an axis twice in a spec": (
+        lambda: layout(specs={"w": P("data", "data"), "b": None}),
+        ValueError,
+        r"spec of leaf 'w' \(64, 64\): .*names an axis twice",
+    ),
+    "Auto and Explicit axes": (
+        lambda: layout(mesh=jax.make_mesh((4, 2), ("data", "model"), axis_types=MIXED)),
+        ValueError,
+        "axes of the mesh are Auto, Explicit; make all of them Auto, as zerojax.make_mesh does",
+    ),
     "a negative min_size": (
         lambda: layout(min_size=-1),
         ValueError,
@@ -143,6 +154,11 @@ REFUSALS = {
         ValueError,
         "one of dim and whole is meant, got dim=0",
     ),
+    "Rule: a layer dim that is cut": (
+        lambda: rule(stacked=2, dim=1),
+        ValueError,
+        "dim stands behind the stacked ones, got 1 of 2",
+    ),
     "Rule: negative stacked": (lambda: rule(stacked=-1), ValueError, "stacked counts .* got -1"),
     "more layer dims than dims": (
         lambda: layout(rules=[rule(stacked=3)]),
@@ -159,6 +175,8 @@ REFUSALS = {
     "make_mesh of a name": (lambda: mesh("data"), TypeError, AXES + "'data'"),
     "make_mesh of pairs": (lambda: mesh([("data", 8)]), TypeError, AXES),
     "make_mesh of nothing": (lambda: mesh({}), TypeError, AXES + "{}"),
+    "an axis without a name": (lambda: mesh({"": 8}), TypeError, AXES),
+    "an axis that XLA can't read": (lambda: mesh({"\u2603": 8}), TypeError, AXES),
     "a size that is no number": (
         lambda: mesh({"data": 8.0}),
         ValueError,
@@ -187,3 +205,9 @@ def test_a_misuse_is_refused_in_one_sentence(call, error, match):
     with pytest.raises(error, match=match) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_rule_that_matches_no_leaf_of_the_optimizer_is_warned_of():
+    placed = layout(rules=[rule(path="typo", kind="optimizer", whole=True)])
+    with pytest.warns(UserWarning, match=r"no leaf of the optimizer's state: \['typo'\]"):
+        zerojax.make_train_step(lambda p, x: 0.0, optax.adamw(1e-3), placed)

@@ -22,7 +22,7 @@ from zerojax.cli import _launch, main
 from zerojax.cli.shared._command import Failure
 from zerojax.cli.train._run import sole_run
 
-LAUNCH = [sys.executable, "-m", "zerojax", "launch", "-n", "2", "--", "train"]
+LAUNCH = [sys.executable, "-m", "zerojax", "launch", "-n", "2", "train"]
 MODEL = ["--data", "../text.txt", "--context", "32", "--batch-size", "8", *QUICK]
 #: Seconds after which a launch is ended.
 PATIENCE = 250
@@ -184,5 +184,19 @@ def test_a_folder_that_can_not_be_locked_is_told_of(tmp_path, monkeypatch):
 
 
 def test_launch_starts_what_it_knows(capsys):
-    assert main(["launch", "-n", "2", "--", "plan"]) == 2
-    assert "zerojax launch -n 2 -- train" in capsys.readouterr().err
+    assert main(["launch", "-n", "2", "plan"]) == 2
+    assert "'plan' is neither: write zerojax launch -n 2 train" in capsys.readouterr().err
+
+
+def test_launch_starts_programs_of_ones_own(tmp_path):
+    program = tmp_path / "own.py"
+    program.write_text(
+        "import sys, jax, zerojax\n"
+        "count = zerojax.processes.initialize()\n"
+        "print('process', jax.process_index(), 'of', count, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "zerojax", "launch", "-n", "2", str(program), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = sorted(line for line in done.stdout.splitlines() if "process" in line)
+    assert found == [f"[{i}] process {i} of 2 ['--steps', '3']" for i in (0, 1)]

@@ -152,6 +152,11 @@ MISUSES = {
         lambda: use(batch={"x": X, "name": "one"}),
         "leaf 'name' is a str; a step",
     ),
+    "text in an array": (
+        lambda: use(batch=X.astype(str)),
+        r"leaf '\.' holds <U\d+; a step takes num",
+    ),
+    "big-endian": (lambda: use(batch=np.asarray(X, ">f4")), "big-endian, >f4; write x.astype"),
     "a raw key": (lambda: use(batch={"x": X, "k": jax.random.PRNGKey(0)}), "'k' .*wrap_key_data"),
     "a table": (
         lambda: use(batch={"x": X, "t": X[:3]}),

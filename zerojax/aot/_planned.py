@@ -42,10 +42,8 @@ def compile_plan(
     plan = as_given(Plan, plan, "zerojax.plan(...), or search_plans(...)[0]", None)
     named = parse_topology(topology)
     if (find_hardware(named.chip), named.num_devices) != (plan.hardware, plan.num_devices):
-        raise ValueError(
-            f"topology {topology!r} has {named.num_devices} x {named.chip}, and the plan is of "
-            f"{plan.num_devices} x {plan.hardware.name}: name the plan's own"
-        )
+        told = f"topology {topology!r} has {named.num_devices} x {named.chip}, and the plan is of"
+        raise ValueError(f"{told} {plan.num_devices} x {plan.hardware.name}: name the plan's own")
     if plan.model_axis > 1:
         raise ValueError(
             f"the plan has model_axis={plan.model_axis}, over which a plain loss is not cut: take "

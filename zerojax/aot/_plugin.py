@@ -69,10 +69,8 @@ def require_libtpu() -> None:
     if installed is not None and pin.startswith("=="):
         wanted = re.escape(pin.removeprefix("==")).replace(r"\.\*", r"(\..*)?")
         if not re.fullmatch(wanted, installed):
-            raise MissingCompiler(
-                f"jax {jax.__version__} needs libtpu {pin}, and libtpu {installed} is installed: "
-                f"the programs of another version can't be read. {remedy}"
-            )
+            told = f"jax {jax.__version__} needs libtpu {pin}, and libtpu {installed} is installed:"
+            raise MissingCompiler(f"{told} the programs of another version can't be read. {remedy}")
 
 
 def require_cuda() -> str:
@@ -84,16 +82,13 @@ def require_cuda() -> str:
     missing = [] if modules else ["the CUDA plugin"]
     missing += [] if has_nvcc else ["ptxas"]
     if missing:
-        raise MissingCompiler(
-            f"Compiling for GPUs needs {' and '.join(missing)} (no CUDA, no GPU): {remedy}"
-        )
+        told = f"Compiling for GPUs needs {' and '.join(missing)} (no CUDA, no GPU): {remedy}"
+        raise MissingCompiler(told)
     plugin = f"jax-{modules[0].removeprefix('xla_')}-plugin".replace("_", "-")
     installed, wanted = version_of(plugin), version_of("jaxlib")
     if installed is not None and installed != wanted:
-        raise MissingCompiler(
-            f"jaxlib {wanted} needs {plugin} {wanted}, and {installed} is installed: "
-            f"jax ignores a plugin of another version. {remedy}"
-        )
+        told = f"jaxlib {wanted} needs {plugin} {wanted}, and {installed} is installed:"
+        raise MissingCompiler(f"{told} jax ignores a plugin of another version. {remedy}")
     return modules[0]
 
 

@@ -110,6 +110,9 @@ def parse_topology(name: str) -> Topology:
     return Topology(name=name, chip=chip, dims=dims, num_slices=num_slices)
 
 
+EXAMPLES = ("h100:1x8", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+
+
 def known_topologies() -> list[str]:
     """List the names worth offering; other arrangements of the same chips work as well."""
     tpus = [f"{chip}:{shape}" for chip in TPU_CHIPS for shape in TPU_CHIPS[chip].slices]
@@ -117,8 +120,8 @@ def known_topologies() -> list[str]:
 
 
 def _unknown(name: str, why: str) -> str:
-    near = difflib.get_close_matches(str(name).lower(), known_topologies(), n=8, cutoff=0)
-    return f"{name!r} {why}. Known, nearest first: {', '.join(near)}"
+    near = difflib.get_close_matches(str(name).lower(), known_topologies(), n=8)
+    return f"{name!r} {why}. Known, nearest first: {', '.join(near or EXAMPLES)}"
 
 
 def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:

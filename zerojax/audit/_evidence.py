@@ -300,7 +300,8 @@ def reducing(evidence: Evidence) -> str:
     if "make_train_step" in evidence.tools:
         if not whole or evidence.recipe.reduce == "once":
             return ""
-        return "have each device add up its gradients, and hold them whole: Recipe(reduce='once')"
+        told = "of a mean over examples, have each device add up its gradients, and hold them whole"
+        return f"{told}: Recipe(reduce='once')"
     if whole and AxisType.Explicit in layout.mesh.axis_types:
         told = "gradients of what lies whole on Explicit axes are whole as well"
         return f"take make_train_step, or a mesh of zerojax.make_mesh: {told}"

@@ -66,10 +66,8 @@ class Program:
         # What eqx.filter_jit and nnx.jit compile wraps what jit compiled.
         compiled = getattr(compiled, "compiled", compiled)
         if not hasattr(compiled, "memory_analysis") or not hasattr(compiled, "output_shardings"):
-            raise TypeError(
-                f"a compiled step is audited, got a {type(compiled).__name__}; hand over "
-                "step.lower(state, batch).compile()"
-            )
+            told = f"a compiled step is audited, got a {type(compiled).__name__}; hand over"
+            raise TypeError(f"{told} step.lower(state, batch).compile()")
         text = compiled.as_text()
         if not text:
             raise ValueError(

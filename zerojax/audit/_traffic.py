@@ -137,10 +137,8 @@ def _span_finder(program: Program, layout: Layout) -> Callable[[Collective], tup
     sizes, theirs = dict(layout.mesh.shape), program.device_ids
     position = {int(device.id): at for at, device in enumerate(layout.devices.flat)}
     if theirs and len(theirs) != len(position):
-        raise ValueError(
-            f"devices: the program has {len(theirs)}, the layout's mesh {sizes} {len(position)}; "
-            "audit it with the layout that it was compiled for"
-        )
+        told = f"devices: the program has {len(theirs)}, the layout's mesh {sizes} {len(position)};"
+        raise ValueError(f"{told} audit it with the layout that it was compiled for")
     # From a device, as the program counts them, to its place in the layout.
     same = position.keys() == set(theirs)
     order = {at: position[device] for at, device in enumerate(theirs)} if same else {}

@@ -66,10 +66,8 @@ def bytes_of(held: Holding) -> Bar:
         parts["gradients, activations"] = memory.temporaries
         return _bar(parts, memory.theory["total"])
     if not isinstance(held, Plan):
-        raise TypeError(
-            f"a plan, an audit report or a description is drawn, got {type(held).__name__}; of a "
-            "layout, layout.describe(tx)"
-        )
+        told = f"a plan, an audit report or a description is drawn, got {type(held).__name__}; of a"
+        raise TypeError(f"{told} layout, layout.describe(tx)")
     size = held.bytes
     parts = {"parameters": size.parameters, "masters": size.masters}
     parts["optimizer"] = size.optimizer - size.masters

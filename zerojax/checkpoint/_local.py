@@ -52,10 +52,8 @@ class LocalCopies:
         from orbax.checkpoint import args
 
         if self.steps and step <= self.steps[-1]:
-            raise ValueError(
-                f"{self._folder} has a copy of step {self.steps[-1]}, and takes none of step "
-                f"{step}; go on from that, or remove the folder on all hosts"
-            )
+            told = f"{self._folder} has a copy of step {self.steps[-1]}, and takes none of step"
+            raise ValueError(f"{told} {step}; go on from that, or remove the folder on all hosts")
         self.manager.save(step, args.Composite(state=args.PyTreeSave(dict(arrays))))
         self.steps.append(step)
 
@@ -70,10 +68,8 @@ class LocalCopies:
         for path, x in arrays.items():
             placed = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
             if not placed or x.sharding.memory_kind == "pinned_host":
-                raise ValueError(
-                    f"leaf {path!r} lies on {x.sharding}; a copy on the hosts takes what lies on "
-                    "devices of the layout's mesh: leave local= out"
-                )
+                told = f"leaf {path!r} lies on {x.sharding}; a copy on the hosts takes what lies on"
+                raise ValueError(f"{told} devices of the layout's mesh: leave local= out")
         if jax.process_count() == 1:
             raise ValueError("local= keeps copies on the hosts of several processes; this is one")
 

@@ -59,6 +59,10 @@ def restore(
     """
     require_orbax()
     check_layout(layout, "restore(directory, layout, like)")
+    for path, x in leaves_by_path(like).items():
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            told = f"leaf {path!r} of like is a {type(x).__name__}; give a tree of arrays or shapes"
+            raise TypeError(f"{told}, as step.abstract_state() returns")
     return read_state(_files.local_path(directory), layout, like, tx, partial=partial)[1]
 
 

@@ -34,7 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
-app.command()(launch)
+app.command(context_settings={"allow_interspersed_args": False})(launch)  # all that follows
 app.command()(plan)
 app.command(name="compile")(compile_)
 app.command()(check)

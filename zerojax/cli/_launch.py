@@ -1,4 +1,4 @@
-"""`zerojax launch`: several processes of one run on this machine, for development."""
+"""`zerojax launch`: several processes of one program on this machine, for development."""
 
 import contextlib
 import dataclasses
@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option
+from zerojax.processes import LAUNCHED
 
 #: Seconds that processes have to end by themselves when one has failed.
 GRACE = 10.0
@@ -24,43 +26,46 @@ class LaunchOptions(CommandOptions):
 
     processes: int = option(2, "-n", "--processes", min=1)
     """Processes to start."""
-    words: tuple[str, ...] = argument("-- train", several=True)
-    """The command, `train` with its options."""
+    words: tuple[str, ...] = argument("train|PROGRAM.py", several=True)
+    """What to start, with its own options."""
 
     def __post_init__(self) -> None:
-        if self.words[:1] != ("train",):
-            told = "launch starts `train`: write zerojax launch -n 2 -- train ...; your own program"
-            raise ValueError(f"{told} is started by a cluster, and calls processes.initialize()")
+        name = self.words[0] if self.words else ""
+        if name != "train" and not (name.endswith(".py") and Path(name).is_file()):
+            told = f"launch starts `train` or a Python file, and {name!r} is neither"
+            raise ValueError(f"{told}: write zerojax launch -n 2 train, or own.py in its place")
 
 
 @command
 def launch(options: LaunchOptions) -> None:
-    """Start several processes of `zerojax train` on this machine, for development.
+    """Start several processes of a program on this machine, for development.
 
+    It is `zerojax train`, or a program of your own that calls `zerojax.processes.initialize()`.
     They find each other on the loopback interface, and each line that they print begins with the
     number of the process. When one fails, all end. On a cluster its own launcher starts the
-    processes (srun, mpirun, a Kubernetes job), and `zerojax train` finds the others by itself.
+    processes (srun, mpirun, a Kubernetes job), and they find the others by themselves.
 
-    Virtual devices are shared out; JAX_NUM_CPU_DEVICES says how many each process has.
+    Virtual devices of `train` are shared out; JAX_NUM_CPU_DEVICES says how many each process has.
 
     ```
-    zerojax launch -n 2 -- train --stage 3 --steps 20
-    JAX_NUM_CPU_DEVICES=2 zerojax launch -n 4 -- train
+    zerojax launch -n 2 train --stage 3 --steps 20
+    JAX_NUM_CPU_DEVICES=2 zerojax launch -n 4 own.py --steps 100
     ```
     """
     with socket.socket() as free:
         free.bind((HERE, 0))
-        run = f"--coordinator={HERE}:{free.getsockname()[1]} --num-processes={options.processes}"
-    command = [sys.executable, "-m", "zerojax", *options.words, *run.split()]
+        run = f"{HERE}:{free.getsockname()[1]} {options.processes}"
+    zerojax = ["-m", "zerojax"] * (options.words[0] == "train")
+    command = [sys.executable, *zerojax, *options.words]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(options.processes):
             process = subprocess.Popen(
-                [*command, f"--process-id={index}"],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHED: f"{run} {index}"},
                 start_new_session=True,  # a terminal's Ctrl-C comes once, through this process
             )
             started.append(process)

@@ -230,8 +230,8 @@ def notes(plans: Sequence[Plan]) -> list[str]:
         "volume: elements that a device moves in a step, per parameter of the model",
     ]
     if any(one.bytes.total < one.bytes.states for one in plans):
-        why = "gradients are scattered at once, or take the buffers of weights that are done"
-        lines.append(f"peak: less than the states where {why}")
+        lines.append("peak: in use at one time; below the states where a gradient is scattered, or")
+        lines.append("takes the place of weights that are done, before the next one is made")
     if tight := ", ".join(str(one.stage) for one in plans if not one.fits):
         lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
     lines += dict.fromkeys(line for one in plans for line in one.assumptions)

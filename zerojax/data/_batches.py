@@ -67,15 +67,11 @@ def make_batches(
             from the iterator, where a token is not below `vocab_size`.
     """
     if batch_size < 1 or process_count < 1 or batch_size % process_count:
-        raise ValueError(
-            f"a batch of {batch_size} rows does not split evenly over {process_count} processes; "
-            f"give a multiple of {max(process_count, 1)}"
-        )
+        told = f"a batch of {batch_size} rows does not split evenly over {process_count} processes;"
+        raise ValueError(f"{told} give a multiple of {max(process_count, 1)}")
     if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"process_index is {process_index}; of {process_count} processes, "
-            f"give 0 to {process_count - 1}"
-        )
+        told = f"process_index is {process_index}; of {process_count} processes,"
+        raise ValueError(f"{told} give 0 to {process_count - 1}")
     num_windows = max((tokens.size - 1) // context, 0) if context > 0 else 0
     num_batches = num_windows // batch_size
     if not num_batches:

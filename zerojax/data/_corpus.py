@@ -40,9 +40,8 @@ class Tokenizer:
         try:
             self._inner = tokenizers.Tokenizer.from_file(os.fspath(path))
         except Exception as error:  # which is all that the package raises
-            raise ValueError(
-                f"can't read the tokenizer {os.fspath(path)}: {error}; give a tokenizer.json"
-            ) from error
+            told = f"can't read the tokenizer {os.fspath(path)}: {error}; give a tokenizer.json"
+            raise ValueError(told) from error
         self.vocab_size = 1 + max(self._inner.get_vocab().values(), default=-1)
         if not self.vocab_size:
             raise ValueError(f"the tokenizer {os.fspath(path)} has no tokens; give one that has")

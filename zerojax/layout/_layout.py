@@ -111,10 +111,8 @@ class Layout(Shown, TreeLayout):
 def check_layout(given: Any, call: str) -> None:
     """Raise a TypeError that shows the call where something else is given as a layout."""
     if not isinstance(given, Layout):
-        raise TypeError(
-            f"a Layout is expected, got {type(given).__name__}; write {call} with layout = "
-            "zerojax.make_layout(params, mesh, stage=...)"
-        )
+        told = f"a Layout is expected, got {type(given).__name__}; write {call} with layout ="
+        raise TypeError(f"{told} zerojax.make_layout(params, mesh, stage=...)")
 
 
 def make_layout(
@@ -181,10 +179,11 @@ def make_layout(
 
 def _check_choices(mesh: Any, rules: Any, min_size: Any) -> None:
     if not isinstance(mesh, AnyMesh):
-        raise TypeError(
-            f"a mesh is expected, got {type(mesh).__name__}; write make_layout(params, mesh, "
-            "stage=...) with mesh = zerojax.make_mesh({'data': 8})"
-        )
+        told = f"a mesh is expected, got {type(mesh).__name__}; write make_layout(params, mesh,"
+        raise TypeError(f"{told} stage=...) with mesh = zerojax.make_mesh({{'data': 8}})")
+    if len(types := {str(x) for x in mesh.axis_types}) > 1 or "Manual" in types:
+        told = f"the axes of the mesh are {', '.join(sorted(types))}; make all of them Auto, as"
+        raise ValueError(f"{told} zerojax.make_mesh does, or all Explicit")
     others = [] if isinstance(rules, Sequence) else [rules]
     others += [rule for rule in rules if not isinstance(rule, Rule)] if not others else []
     if others:
@@ -255,11 +254,12 @@ def _user_entries(mesh: AnyMesh, name: str, spec: P | None, leaf: jax.ShapeDtype
         entries = as_entries(spec, len(shape))
     except ValueError as error:
         raise ValueError(f"spec of leaf {name!r} {shape}: {error}") from None
+    if len({*(used := [*itertools.chain(*entries)])}) < len(used):
+        raise ValueError(f"spec of leaf {name!r} {shape}: {spec} names an axis twice")
     for dim, names in enumerate(entries):
         axes = _mesh.as_axes(names, mesh, f"leaf {name!r}: spec axis")
         parts = _mesh.num_devices(mesh, axes)
         if shape[dim] % parts:
-            raise ValueError(
-                f"leaf {name!r} {shape}: {parts} devices along {axes} do not divide dim {dim}"
-            )
+            told = f"leaf {name!r} {shape}: {parts} devices along {axes} do not divide dim {dim}"
+            raise ValueError(told)
     return entries

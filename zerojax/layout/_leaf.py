@@ -196,6 +196,8 @@ class Rule:
             self._refuse("whole is True or False", repr(self.whole))
         if self.whole and self.dim is not None:
             self._refuse("one of dim and whole is meant", f"dim={self.dim} and whole=True")
+        if self.dim is not None and 0 <= self.dim < (self.stacked or 0):
+            self._refuse("dim stands behind the stacked ones", f"{self.dim} of {self.stacked}")
         if self.stacked is None and self.dim is None and not self.whole:
             self._refuse("one of stacked, dim and whole is needed", "none")
 

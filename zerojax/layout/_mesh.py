@@ -24,10 +24,10 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         TypeError: the axes are no mapping of names to sizes, or the devices no list of devices.
         ValueError: a size is not a positive whole number, or there are too few devices.
     """
-    if not isinstance(axes, Mapping) or not axes or not all(isinstance(n, str) for n in axes):
-        raise TypeError(
-            f"make_mesh takes axis names and sizes, as in make_mesh({{'data': 8}}), got {axes!r}"
-        )
+    names = axes if isinstance(axes, Mapping) else ()
+    if not names or not all(isinstance(n, str) and n and n.isascii() for n in names):
+        told = "make_mesh takes axis names, of ASCII, and sizes, as in make_mesh({'data': 8}), got"
+        raise TypeError(f"{told} {axes!r}")
     if isinstance(devices, str | int):
         raise TypeError(
             f"devices is a list of devices, as in make_mesh(axes, devices=jax.devices()[:4]), got "
@@ -55,9 +55,8 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
 def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:
     """Return axis names as a tuple, or raise a ValueError that names those the mesh has."""
     if not isinstance(axis, str | Sequence | None):
-        raise TypeError(
-            f"{what} is a name of the mesh's {mesh.axis_names} or several, got {axis!r}"
-        )
+        told = f"{what} is a name of the mesh's {mesh.axis_names} or several, got {axis!r}"
+        raise TypeError(told)
     axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
         if name not in mesh.axis_names:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -57,10 +58,8 @@ class OptimizerLayout:
             raise ValueError(f"the optimizer's state is another one: {error}; {remedy}") from None
         for x, leaf in zip(leaves, self.leaves, strict=True):
             if jnp.shape(x) not in (leaf.shape, leaf.stored_shape):
-                raise ValueError(
-                    f"leaf {leaf.path!r} of the optimizer's state has shape {jnp.shape(x)} where "
-                    f"{leaf.stored_shape} is expected; {remedy}"
-                )
+                told = f"leaf {leaf.path!r} of the optimizer's state has shape {jnp.shape(x)} where"
+                raise ValueError(f"{told} {leaf.stored_shape} is expected; {remedy}")
         return leaves
 
 
@@ -104,6 +103,9 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
             placed = _by_own_shape(name, leaf, layout, rule, "as a rule says")
             leaves.append(dataclasses.replace(placed, parameter=owner))
     unmatched = tuple(rule for rule in rules if rule not in used)
+    if unmatched:
+        told = f"rules that matched no leaf of the optimizer's state: {[x.path for x in unmatched]}"
+        warnings.warn(told, stacklevel=2)
     return OptimizerLayout(structure, tuple(leaves), unmatched)
 
 

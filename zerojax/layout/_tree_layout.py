@@ -324,10 +324,8 @@ class TreeLayout:
             if jnp.shape(x) not in (leaf.shape, leaf.stored_shape if stored else leaf.shape):
                 if jnp.shape(x) == leaf.stored_shape:
                     remedy = "it is stored padded, and zerojax.unpad returns the logical leaf"
-                raise ValueError(
-                    f"{what}: leaf {leaf.path!r} has shape {jnp.shape(x)} where the layout has "
-                    f"{leaf.shape}; {remedy}"
-                )
+                told = f"{what}: leaf {leaf.path!r} has shape {jnp.shape(x)} where the layout has"
+                raise ValueError(f"{told} {leaf.shape}; {remedy}")
         return leaves
 
     def _shardings(self, kind: Kind) -> PyTree:

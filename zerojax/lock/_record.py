@@ -272,9 +272,8 @@ def read_lock(path: Path) -> dict[str, StepRecord]:
             raise ValueError(f"format {held['format']}, and this zerojax reads {FORMAT}")
         return {name: made(StepRecord, step) for name, step in held["steps"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is no lock file that can be read ({error}): write it anew with --accept"
-        ) from error
+        told = f"{path} is no lock file that can be read ({error}): write it anew with --accept"
+        raise ValueError(told) from error
 
 
 def write_lock(path: Path, records: Mapping[str, StepRecord]) -> None:

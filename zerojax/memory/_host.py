@@ -13,10 +13,8 @@ def check_host_memory(asked: str, devices: Iterable[Any]) -> None:
     if has_host_memory(device):
         return
     kinds = ", only " * bool(memory_kinds(device)) + ", ".join(memory_kinds(device))
-    raise ValueError(
-        f"{asked} needs {HOST_MEMORY!r} memory, and the backend {device.platform!r} of this mesh "
-        f"({device.device_kind}) has none{kinds}; leave the offload out"
-    )
+    told = f"{asked} needs {HOST_MEMORY!r} memory, and the backend {device.platform!r} of this mesh"
+    raise ValueError(f"{told} ({device.device_kind}) has none{kinds}; leave the offload out")
 
 
 def has_host_memory(device: Any) -> bool:

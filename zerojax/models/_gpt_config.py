@@ -45,10 +45,8 @@ class Config:
             if field.type is int and (type(size) is not int or size < 1):
                 raise ValueError(f"gpt.Config: {field.name} is {size!r}; give at least 1")
         if self.width % self.num_heads:
-            raise ValueError(
-                f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width}; "
-                "each head takes an equal part of the width"
-            )
+            told = f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width};"
+            raise ValueError(f"{told} each head takes an equal part of the width")
 
     @property
     def vocab_rows(self) -> int:

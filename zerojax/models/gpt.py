@@ -122,10 +122,8 @@ def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Ar
     check_parts(config, num_parts(config.model_axis))
     num_tokens = tokens.shape[1]
     if num_tokens > config.context:
-        raise ValueError(
-            f"gpt: {num_tokens} tokens do not fit a context of {config.context}; "
-            "give shorter rows or a larger Config.context"
-        )
+        told = f"gpt: {num_tokens} tokens do not fit a context of {config.context};"
+        raise ValueError(f"{told} give shorter rows or a larger Config.context")
     dtype = params["embed"].dtype if config.dtype is None else config.dtype
     embed = params["embed"].astype(dtype)
     # Each device looks among its own rows, and what it has not is summed up: asked for less than

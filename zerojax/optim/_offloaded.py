@@ -107,10 +107,8 @@ class OffloadedUpdate:
         rest = [n for n in range(len(slots)) if n not in taken]
         near = traced.slice([*(traced.outputs[n] for n in rest), *shared], lambda _: False)
         if mixed := far.intersection(near.inputs):
-            raise _mixes(
-                "computes something for all leaves from states that live there "
-                f"(those of {self._names(source[x].owner for x in mixed)})"
-            )
+            told = "computes something for all leaves from states that live there"
+            raise _mixes(f"{told} (those of {self._names(source[x].owner for x in mixed)})")
         found = near.run([given[var] for var in near.inputs])
         results = dict(zip(rest, found, strict=False))
         given.update(zip(shared, found[len(rest) :], strict=True))
@@ -147,10 +145,8 @@ class OffloadedUpdate:
         found = {source[x].owner for x in part.slice.inputs if x in source} - {None}
         others = [n for n in found if self.layout.leaves[n or 0] is not part.leaf]
         if others:
-            raise _mixes(
-                "computes the update of one leaf from others "
-                f"({part.leaf.path!r} from {self._names(others)})"
-            )
+            told = "computes the update of one leaf from others"
+            raise _mixes(f"{told} ({part.leaf.path!r} from {self._names(others)})")
         if names := part.slice.not_elementwise():
             raise _mixes(
                 f"uses {', '.join(names)} for leaf {part.leaf.path!r}, on elements that may be on "

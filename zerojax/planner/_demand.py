@@ -51,10 +51,8 @@ class Demand:
             self.num_examples = trace.num_examples
             self._lifetimes = functools.cache(lambda *key: lifetimes_of(trace.operations, *key))
         elif recipe.remat is not None and recipe.remat.keep:
-            raise ValueError(
-                f"RematPolicy(keep={recipe.remat.keep}) names values of a loss: give "
-                "Workload(loss_fn=, batch=) to plan it"
-            )
+            told = f"RematPolicy(keep={recipe.remat.keep}) names values of a loss: give"
+            raise ValueError(f"{told} Workload(loss_fn=, batch=) to plan it")
         self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
 
     @property
@@ -120,10 +118,8 @@ class Trace:
         self._params = as_shapes(params, dtype)
         self._batch, self._has_aux = as_shapes(batch), has_aux
         if remat is not None and remat.recompute != "none" and not self.has_layers:
-            raise ValueError(
-                f"remat={remat.recompute!r} needs to know what a layer is: scan over the layers, "
-                "or wrap one in jax.checkpoint"
-            )
+            told = f"remat={remat.recompute!r} needs to know what a layer is: scan over the layers,"
+            raise ValueError(f"{told} or wrap one in jax.checkpoint")
 
     @cached_property
     def operations(self) -> Operations:

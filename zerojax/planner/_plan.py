@@ -188,10 +188,8 @@ class _Search:
         if not found:
             least = min(tried, key=lambda plan: (not plan.fits_host, plan.bytes.total))
             host = f", and {gigabytes(least.bytes.host)} on the host" if not least.fits_host else ""
-            raise ValueError(
-                f"nothing fits {gigabytes(self.limit)} per device; the smallest need is "
-                f"{gigabytes(least.bytes.total)}{host}: {least.title}"
-            )
+            told = f"nothing fits {gigabytes(self.limit)} per device; the smallest need is"
+            raise ValueError(f"{told} {gigabytes(least.bytes.total)}{host}: {least.title}")
         return Choices(tuple(found), tried, self.limit)
 
     def _meshes(self) -> Iterator[Devices]:

@@ -186,10 +186,8 @@ def check_recipe(recipe: Recipe, model_axis: int) -> None:
             "model_axis is 1; give Placement(model_axis=...), or leave partition out"
         )
     if others := [name for name in remat.offload if name != LAYER_INPUT]:
-        raise ValueError(
-            f"RematPolicy(offload={others}): a plan moves layer inputs to the host and no other "
-            f"values; give offload=({LAYER_INPUT!r},), or keep={tuple(others)}"
-        )
+        told = f"RematPolicy(offload={others}): a plan moves layer inputs to the host and no other"
+        raise ValueError(f"{told} values; give offload=({LAYER_INPUT!r},), or keep={tuple(others)}")
 
 
 def _cut(leaf: jax.ShapeDtypeStruct, parts: int) -> P:

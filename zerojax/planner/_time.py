@@ -26,7 +26,7 @@ from zerojax.planner.traced import Work
 #: What a step waits for, in words, by the fields of `StepTime`.
 NAMES = {
     "compute": "compute",
-    "memory": "memory bandwidth",
+    "memory": "memory",
     "fast": "fast links",
     "slow": "slow links",
     "host": "host link",

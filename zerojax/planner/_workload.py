@@ -62,10 +62,8 @@ def read_model(
     load = as_given(Workload, workload, example, Workload())
     leaves = jax.tree.leaves(params)
     if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-        raise ValueError(
-            "params must be a pytree of arrays or shapes; zerojax.model_state_bytes counts the "
-            "states of a number"
-        )
+        told = "params must be a pytree of arrays or shapes; zerojax.model_state_bytes counts the"
+        raise ValueError(f"{told} states of a number")
     return Model(params, tx, as_recipe(recipe), load, multiplies(tx, as_shapes(params)))
 
 
@@ -129,9 +127,8 @@ def share_out(num_devices: int, placement: Placement) -> Devices:
     shards = as_count("num_shards", data if placement.num_shards is None else placement.num_shards)
     if data % shards:
         left = f" that model_axis={model} leaves of {devices}" if model > 1 else ""
-        raise ValueError(
-            f"num_shards={shards} does not divide {data} devices{left}; give {_divisors(data)}"
-        )
+        told = f"num_shards={shards} does not divide {data} devices{left}; give {_divisors(data)}"
+        raise ValueError(told)
     if placement.wide_optimizer and shards == data:
         raise ValueError(
             f"wide_optimizer partitions over groups, and num_shards={shards} leaves one; give fewer"

@@ -3,5 +3,5 @@
 from zerojax.processes._agreement import CommonStop, agree, check_copies
 from zerojax.processes._texts import ProcessError, gather_texts, together
 from zerojax.processes._texts import ProcessesDifferError as ProcessesDifferError
-from zerojax.processes._watch import PATIENCE, WAIT, fail, has_started, leave, set_remedy
+from zerojax.processes._watch import LAUNCHED, PATIENCE, WAIT, fail, has_started, leave, set_remedy
 from zerojax.processes._watch import initialize as initialize

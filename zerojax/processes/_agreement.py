@@ -85,9 +85,8 @@ def check_copies(name: str, tree: PyTree) -> None:
     found = {f"leaf {path!r}": f"checksum {value:08x}" for path, same, value in pairs if not same}
     agree(name, found)
     if found:
-        raise ProcessesDifferError(
-            f"the devices of a process differ before {name}: the copies of {', '.join(found)}"
-        )
+        told = f"the devices of a process differ before {name}: the copies of {', '.join(found)}"
+        raise ProcessesDifferError(told)
 
 
 def _has_copies(x: Any) -> bool:

@@ -30,10 +30,8 @@ def connection() -> Any:
     from jax._src import distributed
 
     if distributed.global_state.client is None:
-        raise ProcessError(
-            "the processes have no coordinator; write zerojax.processes.initialize(), or "
-            "jax.distributed.initialize(), before anything else uses jax"
-        )
+        told = "the processes have no coordinator; write zerojax.processes.initialize(), or"
+        raise ProcessError(f"{told} jax.distributed.initialize(), before anything else uses jax")
     return distributed.global_state
 
 

@@ -24,6 +24,8 @@ from zerojax.processes._texts import ProcessError, connection, gather_texts
 PATIENCE, WAIT = 50.0, 60.0
 _ALIVE, _FAILED = "zerojax/alive/", "zerojax/failed/"
 _LOOPBACK = ("127.0.0.1:", "localhost:")
+#: The variable by which `zerojax launch` says where process 0 is, how many there are, and which.
+LAUNCHED = "ZEROJAX_LAUNCHED"
 #: What calls of the coordinator raise where it, or the connection, is gone.
 _LOST = (jax.errors.JaxRuntimeError, ProcessError)
 
@@ -46,8 +48,9 @@ def initialize(
 
     It is `jax.distributed.initialize`, after which all processes end when one does: killed, stopped
     or out of the network it is missed after `patience` seconds, and an error is told at once.
-    Without arguments jax finds the others by itself: under Slurm and Open MPI, in Kubernetes (GKE)
-    and on TPU pods. Where it finds none, and with `num_processes=1`, this process is alone.
+    Without arguments the others are those of `zerojax launch`, or jax finds them by itself: under
+    Slurm and Open MPI, in Kubernetes (GKE) and on TPU pods. Where it finds none, and with
+    `num_processes=1`, this process is alone.
 
     Args:
         coordinator: `HOST:PORT` of process 0, where it listens; a loopback address keeps to it.
@@ -64,6 +67,8 @@ def initialize(
         ProcessError: the processes did not find each other; those that did not start are named.
     """
     given = coordinator, num_processes, process_id
+    if given == (None, None, None) and (told := os.environ.pop(LAUNCHED, "").split()):
+        given = coordinator, num_processes, _ = told[0], int(told[1]), int(told[2])
     if num_processes == 1:
         return 1
     port = "0" if coordinator is None else coordinator.rpartition(":")[2]

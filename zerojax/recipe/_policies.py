@@ -44,10 +44,8 @@ class DynamicLossScale:
         given = self.initial
         is_number = isinstance(given, int | float) and self.smallest <= given <= self.largest
         if isinstance(given, bool) or not is_number or math.frexp(given)[0] != 0.5:
-            raise ValueError(
-                "DynamicLossScale.initial needs a power of two from 1 to 2**24, so that scaling "
-                f"rounds nothing, got {given!r}; write 2.0**n"
-            )
+            told = "DynamicLossScale.initial needs a power of two from 1 to 2**24, so that scaling"
+            raise ValueError(f"{told} rounds nothing, got {given!r}; write 2.0**n")
         as_count("DynamicLossScale.growth_interval", self.growth_interval)
 
 
@@ -95,10 +93,8 @@ class Precision:
             object.__setattr__(self, name, dtype)
         if self.gather is not None:
             if str(self.gather) not in _GATHERS and self.gather not in map(jnp.dtype, _GATHERS):
-                raise ValueError(
-                    f"Precision.gather needs one of {', '.join(_GATHERS)}, or None, got "
-                    f"{self.gather!r}"
-                )
+                told = f"Precision.gather needs one of {', '.join(_GATHERS)}, or None, got"
+                raise ValueError(f"{told} {self.gather!r}")
             object.__setattr__(self, "gather", jnp.dtype(self.gather))
         if not isinstance(self.loss_scale, DynamicLossScale | None):
             raise ValueError(
@@ -178,10 +174,8 @@ class RematPolicy:
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Remat):
-            raise ValueError(
-                f"RematPolicy: recompute must be one of {', '.join(get_args(Remat))}, got "
-                f"{self.recompute!r}"
-            )
+            told = f"RematPolicy: recompute must be one of {', '.join(get_args(Remat))}, got"
+            raise ValueError(f"{told} {self.recompute!r}")
         for field in ("keep", "offload"):
             names = getattr(self, field)
             is_several = isinstance(names, tuple | list)

@@ -27,7 +27,7 @@ class Recipe:
             over devices once per step, from an accumulator that is whole on each device; the loss
             sees one device's examples at a time, as data parallelism in other frameworks has it,
             so it must be a mean over examples, which is checked, and can't constrain shardings over
-            the batch axes. None is the default of `reduction`.
+            the batch axes. None is "once" at stages 0 and 1 with several microbatches, else "each".
         clip_norm: largest global norm of the gradients, as the metric `grad_norm` counts it.
         skip_nonfinite: whether a step whose gradients are not finite leaves parameters, optimizer
             state and the model's state as they were; with a loss scale that is always so.
@@ -46,7 +46,7 @@ class Recipe:
             computes, forward and backward: of its bytes in the order of use, and the first large
             weight at least. 0 leaves it to the compiler. Layers are the iterations of a scan, or
             what stands below a number in paths (`blocks/0/...`), or else the largest leaf. None is
-            the default of `lookahead`.
+            half a layer on GPUs and TPUs, and nothing on CPUs.
         reshard_after_forward: whether stage 3 gives gathered weights up after the forward pass and
             gathers them again for the backward pass. False keeps them until the backward pass has
             used them: each microbatch moves 2 Psi (N-1)/N elements instead of 3, and while it runs

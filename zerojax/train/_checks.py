@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import inspect
+import re
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -86,6 +88,12 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
     for name, x in zip(*flatten_with_names(batch)[:2], strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
+        dtype = x.dtype if isinstance(x, np.ndarray | np.generic) else jnp.dtype(bool)
+        if not dtype.isnative:
+            remedy = "write x.astype(x.dtype.newbyteorder('='))"
+            raise TypeError(f"batch leaf {name!r} is big-endian, {dtype.str}; {remedy}")
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)):
+            raise TypeError(f"batch leaf {name!r} holds {dtype}; a step takes numbers")
     for size, name in count_examples(batch).items():
         per_microbatch(f"batch leaf {name!r}", size, layout.num_batch_parts, num_microbatches)
 
@@ -134,10 +142,10 @@ def check_key(key: Any, *, asked: bool) -> None:
         )
     wanted, dtype = jax.random.key(0).dtype, getattr(key, "dtype", None)
     if asked and (dtype != wanted or key.ndim):
+        got = f"{dtype}{list(jnp.shape(key))}" if dtype else repr(key)
+        told = f"step.init(key=) takes a key of jax.random.key(seed), {wanted}, got {got}; of a raw"
         raise ValueError(
-            f"step.init(key=) takes one {wanted} of jax.random.key, got dtype {dtype}, shape "
-            f"{jnp.shape(key)}; a raw one becomes one by jax.random.wrap_key_data, and those of "
-            "another kind are set by jax_default_prng_impl"
+            f"{told} PRNGKey take jax.random.wrap_key_data; jax_default_prng_impl sets the kind"
         )
 
 
@@ -192,6 +200,9 @@ def make_loss(loss_fn: LossFn, *, has_aux: bool) -> Loss:
                 f"loss_fn asks for {name!r}, which no step gives: beside (params, batch) it may "
                 f"name {', '.join(ASKABLE)}; put it into the batch, or bind it (functools.partial)"
             )
+        if p.default is None and name not in ASKABLE and re.search("key|rng|seed", name):
+            told = f"loss_fn has a parameter {name!r}, which a step never fills: it stays None"
+            warnings.warn(f"{told}, so nothing is drawn; for noise call it `key`", stacklevel=3)
     return Loss(loss_fn, has_aux, tuple(name for name in ASKABLE if name in names))
 
 
@@ -222,12 +233,10 @@ def _read(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
             "write make_train_step(..., has_aux=True)"
         )
     if jnp.shape(loss):
-        raise ValueError(
-            f"loss_fn must return a scalar, got shape {jnp.shape(loss)}: return the mean over it"
-        )
+        told = f"loss_fn must return a scalar, got shape {jnp.shape(loss)}: return the mean over it"
+        raise ValueError(told)
     if isinstance(loss, float) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         got = f"the number {loss}" if isinstance(loss, float) else jnp.result_type(loss)
-        raise ValueError(
-            f"loss_fn must return a floating scalar, got {got}: compute it from the parameters"
-        )
+        told = f"loss_fn must return a floating scalar, got {got}: compute it from the parameters"
+        raise ValueError(told)
     return loss, jax.tree.map(jnp.asarray, extra)

@@ -37,9 +37,8 @@ class InitialState:
         """Make the state from parameters, or from the function that returns them."""
         check_key(key, asked=self.has_key)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.model_state)):
-            raise ValueError(
-                "make_train_step(model_state=) was given shapes, and a state starts from arrays"
-            )
+            told = "make_train_step(model_state=) was given shapes, and a state starts from arrays"
+            raise ValueError(told)
         # The step donates its state, and `device_put` may share what the user holds.
         own = jax.tree.map(jnp.copy, (key, self.model_state))
         rest = place_whole(own, (self.shardings.key, self.shardings.model_state))

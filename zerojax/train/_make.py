@@ -66,10 +66,8 @@ def make_train_step(
             else "loss_fn does not ask for model_state: name one of its parameters so"
         )
     if asks and recipe.reduction(layout.kinds) == "once":
-        raise ValueError(
-            "with reduce='once' each device would make a model_state of its own examples: write "
-            "Recipe(reduce='each')"
-        )
+        told = "with reduce='once' each device would make a model_state of its own examples: write"
+        raise ValueError(f"{told} Recipe(reduce='each')")
     first = jax.tree.map(
         lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x), model_state
     )

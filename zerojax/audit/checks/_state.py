@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator
 
+import jax
+
 from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, hint, some
 from zerojax.audit._match import key_of
@@ -113,6 +115,8 @@ def _lost(group: list[Held]) -> tuple[str, str]:
             "give the result the same shape, dtype and sharding as the argument "
             "(out_shardings), and return the state first"
         )
+    if getattr(jax.config, "jax_debug_nans", False):
+        return "not donated", "audit without jax_debug_nans, under which jax donates nothing"
     name = group[0].argument.path.split("/")[0]
     donate = f"donate_argnums={name}" if name.isdigit() else f"donate_argnames={name!r}"
     return "not donated", f"jax.jit(step, {donate}, ...), and use the returned state only"

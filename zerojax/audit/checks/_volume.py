@@ -106,14 +106,35 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}, or compute outside of the "
             "loop what no turn changes (of an LSTM, x @ w + b of all time steps before the scan)"
         )
-    gathers = {move.role for move in offenders} <= {"gather"}
-    ways = ["" if gathers and "make_train_step" in evidence.tools else reducing(evidence)]
+    if advice := _of_optimizer(evidence):
+        return advice
+    ways = [reducing(evidence)]
     if not ways[0] and evidence.reshards_after_use and any(x.role == "gather" for x in offenders):
         ways = ["gather once for a network that runs several times: reshard_after_forward=False"]
     if not evidence.tools & {"make_train_step", "sharded(tx, layout)"}:
         ways.append("wrap the outermost optimizer: sharded(tx, layout)")
     advice = "; ".join(filter(None, ways)) or "compute with weights where they are used alone"
     return f"{advice}; report.collectives lists all"
+
+
+def _of_optimizer(evidence: Evidence) -> str:
+    """Say what to do where an optimizer's update gathers leaves, to sort or to join them say.
+
+    `jit(_step)/top_k` is of the update; what a loss gathers stands below `jvp()`, and new
+    parameters come by a `sharding_constraint`.
+    """
+    own = ("jvp", "sharding_constraint")
+    found = [
+        move
+        for move in evidence.large
+        if move.role == "gather" and not any(name in move.record.op_name for name in own)
+    ]
+    excess = sum_moved(evidence.large, "judged") - evidence.theory.elements
+    known = evidence.tools & {"make_train_step", "sharded(tx, layout)"}
+    if not known or not found or sum_moved(found, "judged") < excess / 2:
+        return ""
+    names = ", ".join(dict.fromkeys(move.record.op_name.rpartition("/")[2] for move in found))
+    return f"take an optimizer that works leaf by leaf and element by element: {names} needs others"
 
 
 def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:

@@ -213,14 +213,18 @@ class BuiltStepOptions(StepOptions):
 
     stage: int = option(2, min=0, max=3, metavar="0|1|2|3", panel=ZERO)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_gathered and self.stage < 3:
+            raise ValueError("--keep-gathered keeps what stage 3 gathers: give --stage 3")
+
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
         """Share devices out between data and model."""
         parts = self.model_axis
         if num_devices % parts:
             fits = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
-            raise ValueError(
-                f"--model-axis {parts} does not divide {num_devices} devices; these do: {fits}"
-            )
+            told = f"--model-axis {parts} does not divide {num_devices} devices; these do: {fits}"
+            raise ValueError(told)
         return {"data": num_devices // parts, **({MODEL_AXIS: parts} if parts > 1 else {})}
 
     @property

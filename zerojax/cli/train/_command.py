@@ -17,7 +17,7 @@ from zerojax.checkpoint import PendingSave
 from zerojax.cli.shared._command import INTERRUPTED, PREEMPTED, Failure, command, refusing
 from zerojax.cli.shared._machine import CHECKPOINTS
 from zerojax.cli.train._options import TrainOptions
-from zerojax.cli.train._run import TrainRun, evaluate, sole_run, take_up
+from zerojax.cli.train._run import TrainRun, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen, measure
 from zerojax.cli.train._signals import LOSSES, UNWRITTEN, Signals
 from zerojax.processes import ProcessError, agree, has_started, initialize, leave, set_remedy
@@ -116,7 +116,7 @@ class _Training:
 
     def go(self) -> None:
         """Train to the end, or until a signal or a loss that is not finite."""
-        self.screen.say(f"measured: {self.state!r}")
+        self.screen.say(f"measured: {self.state!r}; gradients live within a step alone")
         try:
             self.train()
             if not self.signals.everywhere():
@@ -231,7 +231,14 @@ class _Training:
     def evaluate(self) -> None:
         """Evaluate on the held-out text, and say what was learned."""
         self.settle(0)
-        found = self.run.bits(evaluate(self.run.step, self.state, self.run.held_out))
+        losses, step, batches = list[float](), self.run.step, self.run.held_out
+        self.screen.evaluated(0, len(batches))
+        for rows in batches:
+            losses.append(float(step.evaluate(self.state, step.place(rows))))
+            if self.signals.seen and jax.process_count() == 1:
+                return  # who preempts gives little time
+            self.screen.evaluated(len(losses), len(batches))
+        found = self.run.bits(sum(losses) / len(losses))
         self.evaluated = self.number
         with self.signals.writing(self.metrics.path):
             self.metrics.add(step=self.number, validation_bits_per_byte=found)

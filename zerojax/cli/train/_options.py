@@ -111,6 +111,9 @@ class TrainOptions(BuiltStepOptions):
 
     def taking_up(self, kept: dict[str, Any]) -> "TrainOptions":
         """Take the options of an earlier run, apart from those that were given now."""
+        if kept.get("optimizer", self.optimizer) != self.optimizer and "optimizer" in self.given:
+            told = f"--optimizer {self.optimizer}: the checkpoint has states of {kept['optimizer']}"
+            raise ValueError(f"{told}; leave it out, or start a run from the weights with --init")
         open_ = self.kept().keys() - self.given
         taken = {name: x for name, x in kept.items() if name in open_}
         taken = {name: tuple(x) if isinstance(x, list) else x for name, x in taken.items()}

@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -31,7 +31,7 @@ from zerojax.cli.train._options import TrainOptions
 from zerojax.data import load_corpus, make_batches
 from zerojax.layout import Layout, LeafLayout, make_mesh
 from zerojax.models import gpt
-from zerojax.train import TrainState, TrainStep, first_loss_scale, make_train_step
+from zerojax.train import TrainState, first_loss_scale, make_train_step
 
 
 def held_out_batches(
@@ -44,10 +44,6 @@ def held_out_batches(
     windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
     rows = np.concatenate(list(itertools.islice(windows, num_windows)))
     return np.resize(rows, (max(1, len(rows) // batch_size), batch_size, context + 1))
-
-
-def evaluate(step: TrainStep, state: TrainState, batches: Iterable[np.ndarray]) -> float:
-    return float(np.mean([step.evaluate(state, step.place(rows)) for rows in batches]))
 
 
 #: Examples per step where none are asked for: the next number that devices and microbatches divide.
@@ -75,7 +71,8 @@ class TrainRun:
         self.devices = list(mesh.devices.flat)
         self.layout, whole = gpt_layout(self.config, mesh, stage), gpt_layout(self.config, mesh, 0)
         self.description = self.layout.describe(tx, recipe)
-        self.plain = whole.bytes_per_device(tx, recipe)
+        plain = dataclasses.replace(recipe, reshard_after_forward=True)  # it gathers nothing
+        self.plain = whole.bytes_per_device(tx, plain)
         self._check_memory()
         loss_fn = functools.partial(gpt.loss, self.config)
         self.step = make_train_step(loss_fn, tx, self.layout, recipe)

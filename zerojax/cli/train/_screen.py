@@ -34,6 +34,7 @@ class TrainScreen(Screen):
         super().__init__(quiet=quiet)
         self._signals = signals
         self._last_line = -math.inf  # the first step is told at once
+        self._since = 0.0  # when an evaluation began, or was told of
 
     def show(self, what: RenderableType) -> None:
         with self._signals.writing("stdout"):
@@ -66,6 +67,13 @@ class TrainScreen(Screen):
         for why in restored.passed_over.values():
             self.show(Text(f"passed over: {why}", style="yellow"))
         self.say(f"going on from step {step}, {restored.path}")
+
+    def evaluated(self, done: int, last: int) -> None:
+        """Show how far a long evaluation is, now and then; 0 are done when it begins."""
+        if not done or time.monotonic() - self._since >= LINE_EVERY:
+            self._since = time.monotonic()
+            if done:
+                self.say(f"evaluated {done} of {last} batches of held-out text")
 
     def step(self, line: dict[str, Any], last: int, *, tokens: int) -> None:
         """Show a step that is done, of up to `last`, now and then; each has so many tokens."""

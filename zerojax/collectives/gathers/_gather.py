@@ -11,7 +11,7 @@ from jax.tree_util import KeyPath
 
 from zerojax import _jaxpr
 from zerojax._quiet import uncollected
-from zerojax._tree import with_leaves_like
+from zerojax._tree import unwrapped, with_leaves_like
 from zerojax._types import LossFn, PyTree
 from zerojax.collectives.forms import auto_region
 from zerojax.collectives.gathers._boxed import Opening
@@ -68,6 +68,7 @@ def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
 
     @uncollected()
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
+        params = unwrapped(params)  # of a train state
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
         held, model_of = _arrays(params)  # leaves of an equinox model may be functions
         given, rest_of = _arrays((args, named))  # flags and functions stay as they are

@@ -89,10 +89,8 @@ def count_examples(batch: PyTree) -> dict[int, str]:
 def per_microbatch(what: str, size: int, parts: int, count: int) -> int:
     """Divide examples among the parts of a mesh and `count` microbatches, or refuse to."""
     if size % (parts * count) or not size:
-        raise ValueError(
-            f"{what} has {size} example{'' if size == 1 else 's'}, and needs a multiple of "
-            f"{parts * count}: devices times microbatches, {parts} x {count}"
-        )
+        told = f"{what} has {size} example{'' if size == 1 else 's'}, and needs a multiple of"
+        raise ValueError(f"{told} {parts * count}: devices times microbatches, {parts} x {count}")
     return size // (parts * count)
 
 

@@ -126,10 +126,8 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
         return HARDWARE[names[wanted]]
     near = difflib.get_close_matches(wanted.split(" ")[-1], names, n=len(names), cutoff=0)
     known = ", ".join(dict.fromkeys(names[name] for name in near))
-    raise ValueError(
-        f"{hardware!r} is no hardware that is known; those are, nearest first: {known}; describe "
-        "others with a Hardware of your own"
-    )
+    told = f"{hardware!r} is no hardware that is known; those are, nearest first: {known}; describe"
+    raise ValueError(f"{told} others with a Hardware of your own")
 
 
 @functools.cache
