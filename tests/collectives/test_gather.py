@@ -309,6 +309,17 @@ def test_constants_and_platforms_of_a_loss_stay_what_they_are(stage, mesh8):
     np.testing.assert_allclose(got["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-5)
 
 
+def test_padded_parameters_of_a_train_state_are_taken(mesh8):
+    def hits(params, x):
+        return (x @ params["w"] > 0).sum()
+
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 1009))}
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1)
+    step = zerojax.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(0.1), layout)
+    x = jax.random.normal(jax.random.key(1), (8, 16))
+    assert jax.jit(gather_where_used(hits, layout))(step.init(params).params, x) == hits(params, x)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_loss_takes_arguments_by_name(stage, mesh8):
     params = {"w": jnp.ones((64, 64))}

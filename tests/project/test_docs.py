@@ -70,6 +70,15 @@ def test_a_formatter_took_no_inclusion_of_a_file_for_a_program():
     assert pages == []
 
 
+def test_the_lines_of_frameworks_are_those_of_the_examples():
+    page = (ROOT / "docs/guides/frameworks.md").read_text()
+    blocks = re.findall(r"\((?:\.\./)*(examples/\w+\.py)\):\n\n```py\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == page.count("```py") == 4
+    for path, block in blocks:
+        lines = {line.strip() for line in (ROOT / path).read_text().splitlines()}
+        assert {line.strip() for line in block.splitlines()} <= lines, path
+
+
 def test_troubleshooting_begins_from_the_words_of_an_error():
     """The words of a heading are in what its program prints, but for N, M and "..."."""
     page = (ROOT / "docs/troubleshooting.md").read_text()

@@ -169,6 +169,16 @@ def test_a_name_that_is_bound_or_comes_first_asks_for_nothing(mesh8):
     step(state, X)
 
 
+def test_noise_that_a_step_never_draws_is_told(mesh8):
+    """A loss that calls its key otherwise, with a default, would train without dropout."""
+
+    def loss(params, x, rng=None):
+        return jnp.mean(x @ params["w"])
+
+    with pytest.warns(UserWarning, match="'rng', which a step never fills: .* call it `key`"):
+        make(mesh8, loss)
+
+
 REFUSED = {
     "no key": (noisy, {"has_aux": True}, {}, "asks for a key: write step.init"),
     "a key for nothing": (
@@ -177,7 +187,12 @@ REFUSED = {
         {"key": jax.random.key(0)},
         "does not ask for a key",
     ),
-    "keys": (noisy, {"has_aux": True}, {"key": jax.random.split(jax.random.key(0))}, "key<fry> of"),
+    "keys": (
+        noisy,
+        {"has_aux": True},
+        {"key": jax.random.split(jax.random.key(0))},
+        r"got key<fry>\[2\]",
+    ),
     "a raw key": (noisy, {"has_aux": True}, {"key": jax.random.PRNGKey(0)}, "wrap_key_data"),
     "no state": (normalised, {}, {}, r"first value, or its shapes, to make_train_step"),
     "a state for nothing": (lambda p, b: 0.0, {"model_state": STATS}, {}, "does not ask for model"),

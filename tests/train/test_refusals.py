@@ -156,7 +156,7 @@ MISUSES = {
         lambda: use(batch=X.astype(str)),
         r"leaf '\.' holds <U\d+; a step takes num",
     ),
-    "big-endian": (lambda: use(batch=np.asarray(X, ">f4")), "big-endian, >f4; write x.astype"),
+    "big-endian": (lambda: use(batch=np.asarray(X, ">f4")), "holds >f4; .* x.astype"),
     "a raw key": (lambda: use(batch={"x": X, "k": jax.random.PRNGKey(0)}), "'k' .*wrap_key_data"),
     "a table": (
         lambda: use(batch={"x": X, "t": X[:3]}),

@@ -60,7 +60,9 @@ def check(options: CheckOptions) -> None:
     with _command.refusing():
         _keep_to_cpu(path)
         steps = _told(lambda: find_steps(path), path)
-        held = _accepted(lock_path, is_kept=not options.accept)
+        held: dict[str, StepRecord] = {}
+        with contextlib.suppress(*[ValueError] * options.accept):  # a damaged one is written anew
+            held = read_lock(lock_path) if lock_path.exists() else {}
         devices = {target: _devices(target) for target in {step.target for step in steps}}
     found: dict[str, StepRecord] = {}
     wrong: list[str] = []
@@ -82,16 +84,6 @@ def check(options: CheckOptions) -> None:
         accept = f"zerojax check {options.steps} --accept"
         remedy = "" if options.accept else f"; if it is meant: {accept}"
         raise _command.Failure("; ".join(wrong) + remedy, 1)
-
-
-def _accepted(path: Path, *, is_kept: bool) -> dict[str, StepRecord]:
-    """Read the lock file; one that is damaged, by a merge say, is written anew if not kept."""
-    try:
-        return read_lock(path) if path.exists() else {}
-    except ValueError:
-        if is_kept:
-            raise
-        return {}
 
 
 def _keep_to_cpu(path: Path) -> None:

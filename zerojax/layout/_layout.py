@@ -181,7 +181,7 @@ def _check_choices(mesh: Any, rules: Any, min_size: Any) -> None:
     if not isinstance(mesh, AnyMesh):
         told = f"a mesh is expected, got {type(mesh).__name__}; write make_layout(params, mesh,"
         raise TypeError(f"{told} stage=...) with mesh = zerojax.make_mesh({{'data': 8}})")
-    if len(types := {str(x) for x in mesh.axis_types}) > 1 or "Manual" in types:
+    if len(types := {x.name for x in mesh.axis_types}) > 1 or "Manual" in types:
         told = f"the axes of the mesh are {', '.join(sorted(types))}; make all of them Auto, as"
         raise ValueError(f"{told} zerojax.make_mesh does, or all Explicit")
     others = [] if isinstance(rules, Sequence) else [rules]

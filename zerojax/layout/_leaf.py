@@ -260,10 +260,7 @@ def choose_cut(
     layers = f", after {stacked} layer dim{'s' if stacked > 1 else ''}" if stacked else ""
     most = max(num_shards / 2, MOST_OF_TWO)
     minor = len(shape) - 1
-    order = {
-        dim: (in_steps and dim_parts[dim] > 1, dim == minor, -shape[dim])
-        for dim in range(len(shape))
-    }
+    order = {d: (in_steps and dim_parts[d] > 1, d == minor, -shape[d]) for d in range(len(shape))}
     dims = sorted(range(stacked, len(shape)), key=order.__getitem__)
     stored = {}
     for dim in dims if wanted is None else (wanted,):

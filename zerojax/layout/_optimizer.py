@@ -130,9 +130,8 @@ def optimizer_leaves(
         source = layout.leaves[owner]
         found = []
         for way in possible_ways(len(shape), len(source.shape)):
-            logical = tuple(
-                size if d is None else source.shape[d] for size, d in zip(shape, way, strict=True)
-            )
+            pairs = zip(shape, way, strict=True)
+            logical = tuple(size if d is None else source.shape[d] for size, d in pairs)
             leaf = jax.ShapeDtypeStruct(logical, source.dtype)
             found.append(_inherit(path, leaf, owner, way, layout))
         fitting = tuple(leaf for leaf in found if shape in (leaf.shape, leaf.stored_shape))

@@ -93,9 +93,8 @@ def find_ways(
     ]
     if all(len(ways) < 2 for ways in found):
         return found
-    distinct = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(_distinct_sizes(x.shape), x.dtype), shapes
-    )
+    like = jax.ShapeDtypeStruct
+    distinct = jax.tree.map(lambda x: like(_distinct_sizes(x.shape), x.dtype), shapes)
     leaves, same = jax.tree.flatten(jax.eval_shape(tx.init, distinct))
     if same != structure:
         return found

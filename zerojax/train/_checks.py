@@ -89,11 +89,9 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
         dtype = x.dtype if isinstance(x, np.ndarray | np.generic) else jnp.dtype(bool)
-        if not dtype.isnative:
-            remedy = "write x.astype(x.dtype.newbyteorder('='))"
-            raise TypeError(f"batch leaf {name!r} is big-endian, {dtype.str}; {remedy}")
-        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)):
-            raise TypeError(f"batch leaf {name!r} holds {dtype}; a step takes numbers")
+        if not dtype.isnative or not any(jnp.issubdtype(dtype, x) for x in (jnp.number, jnp.bool_)):
+            told = f"batch leaf {name!r} holds {dtype.str}; a step takes numbers, in the byte order"
+            raise TypeError(f"{told} of this machine: x.astype(x.dtype.newbyteorder('='))")
     for size, name in count_examples(batch).items():
         per_microbatch(f"batch leaf {name!r}", size, layout.num_batch_parts, num_microbatches)
 

@@ -47,10 +47,7 @@ def agree_on(
 
 def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
-    leaves = [
-        f"{leaf.path}: {leaf.dtype}{list(leaf.shape)} cut as {leaf.shard_spec}"
-        for leaf in layout.leaves
-    ]
+    leaves = [f"{x.path}: {x.dtype}{list(x.shape)} cut as {x.shard_spec}" for x in layout.leaves]
     placed = [f"stage {layout.stage} over {layout.axes}", f"mesh {dict(layout.mesh.shape)}"]
     return {
         "versions": "\n".join([f"zerojax {__version__}", *versions]),

@@ -285,9 +285,8 @@ def gather_narrow(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any) -> jax
     if along is None or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
         return gather(x, layout, leaf)
     spec = shard_spec(layout, leaf, "parameter")
-    codes, scales = (
-        gather(constrain(part, layout, spec), layout, leaf) for part in encode(x, along, dtype)
-    )
+    parts = encode(x, along, dtype)
+    codes, scales = (gather(constrain(part, layout, spec), layout, leaf) for part in parts)
     return decode(codes, scales, along, x.dtype)
 
 

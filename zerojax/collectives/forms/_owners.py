@@ -127,10 +127,8 @@ def compute_by_owners(jobs: Sequence[Job], layout: Layout, axes: Axes) -> list[l
     how: Any = {"mesh": mesh, "in_specs": (ins, P()), "out_specs": outs, "check_vma": False}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         out = jax.shard_map(body, **how)(placed, [list(job.shared) for job in jobs])
-    return [
-        [s.unpad(x) for s, x in zip(job.outs, xs, strict=True)]
-        for job, xs in zip(jobs, out, strict=True)
-    ]
+    pairs = zip(jobs, out, strict=True)
+    return [[s.unpad(x) for s, x in zip(job.outs, xs, strict=True)] for job, xs in pairs]
 
 
 def _slots(jobs: Sequence[Job], num_owners: int) -> list[list[_Part]]:

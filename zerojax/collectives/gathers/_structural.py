@@ -60,10 +60,8 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
         apart = not opening.gathers or not all(_lies_as(largest, box) for box in boxes)
         if _is_alike(eqn) and apart and not opening.widens(largest.dtype):
             small = max(largest.value.size // opening.layout.num_shards, 1)
-        values = [
-            opening.opened(v) if isinstance(v, Boxed) and v.value.size <= small else v
-            for v in values
-        ]
+        opens = (isinstance(v, Boxed) and v.value.size <= small for v in values)
+        values = [opening.opened(v) if x else v for v, x in zip(values, opens, strict=True)]
         boxes = [box for box in boxes if box.value.size > small]
     if not boxes:
         return bind(eqn, values)
