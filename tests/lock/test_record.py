@@ -33,6 +33,6 @@ def test_layers_are_one_line_and_the_theory_is_told_without_a_layout(mesh8, tmp_
     assert (
         f"{LAYERS * WIDTH**2:,} parameters, those of 0 of {LAYERS} leaves sharded" in record.theory
     )
-    assert "ZeRO moves 1.750 elements each, this step 1.75" in record.theory
+    assert "ZeRO moves 1.750 elements a parameter, this step 1.75" in record.theory
     write_lock(tmp_path / "zerojax.lock", {"train @ cpu:8": record})
     assert compare(read_lock(tmp_path / "zerojax.lock")["train @ cpu:8"], record) == ()

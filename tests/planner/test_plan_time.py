@@ -45,7 +45,7 @@ def test_a_step_is_bound_by_what_takes_longest():
     one = find_hardware("h100")
     changed = {
         "compute": {"flops": 1e9, "flops_fp32": 1e9},
-        "memory bandwidth": {"hbm_bandwidth": 1e6},
+        "memory": {"hbm_bandwidth": 1e6},
         "fast links": {"link_bandwidth": 1e3},
         "slow links": {"slow_bandwidth": 1e3},
         "host link": {"host_bandwidth": 1e3},

@@ -120,8 +120,9 @@ def known_topologies() -> list[str]:
 
 
 def _unknown(name: str, why: str) -> str:
-    near = difflib.get_close_matches(str(name).lower(), known_topologies(), n=8)
-    return f"{name!r} {why}. Known, nearest first: {', '.join(near or EXAMPLES)}"
+    find = functools.partial(difflib.get_close_matches, str(name).lower(), known_topologies())
+    near = find(n=8, cutoff=0) if find() else EXAMPLES
+    return f"{name!r} {why}. Known, nearest first: {', '.join(near)}"
 
 
 def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:

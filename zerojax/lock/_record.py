@@ -253,8 +253,8 @@ def _theory(program: Program, records: Sequence[Collective]) -> str:
     seen = (sum_moved(records) - sum_moved(halved) / 2) / size
     number = sum(map(len, moments.values()))
     return (
-        f"inferred from {number} moments: {size:,} parameters, those of {partitioned} of {count} "
-        f"leaves sharded; ZeRO moves {moves / size:.3f} elements each, this step {seen:.3f}"
+        f"inferred from {number} moments: {size:,} parameters, {partitioned} of {count} leaves "
+        f"sharded; ZeRO moves {moves / size:.3f} elements a parameter, this step {seen:.3f}"
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from zerojax._display import Shown, make_table
 from zerojax.planner._report import Plan
@@ -71,10 +72,14 @@ class Choices(Shown):
         fit = f"plan{'s' if self.plans[1:] else ''} within {gigabytes(self.limit)}"
         return f"{len(self)} {fit}, the fastest: {self[0]._summary}"
 
-    def _parts(self) -> Iterator[Table]:
+    def _parts(self) -> Iterator[Table | Text]:
         fit = f"{len(self)} that fit {gigabytes(self.limit)} (kept: weights stay gathered)"
         yield self._table(f"fastest of {fit}", self.plans)
         yield self._table("Pareto front: none is both faster and smaller", self.pareto)
+        yield Text("microbatch: how many x examples on a device; groups: copies of the N shards")
+        yield Text(
+            "on the host: opt(imizer), act(ivations); Pa: checkpoints cut over the model axis"
+        )
 
     def _table(self, title: str, plans: Sequence[Plan]) -> Table:
         rows = [_row(plan) for plan in plans[:_ROWS]]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import zerojax
 from zerojax._types import PyTree
 from zerojax.cli.shared._command import PANELS, CommandOptions, option
-from zerojax.layout import Layout, make_layout
+from zerojax.layout import STAGES, Layout, make_layout
 from zerojax.models import gpt
 from zerojax.recipe import LAYER_INPUT, Recipe, Reduce, Remat, RematPolicy
 
@@ -215,7 +215,7 @@ class BuiltStepOptions(StepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep_gathered and self.stage < 3:
+        if self.keep_gathered and "parameter" not in STAGES[self.stage]:
             raise ValueError("--keep-gathered keeps what stage 3 gathers: give --stage 3")
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
