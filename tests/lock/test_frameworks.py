@@ -212,7 +212,7 @@ def test_parameters_of_one_name_and_shape_are_counted_one_by_one(mesh8, deep):
         state = (state,)
     x = shape(mesh8, CUT, *BATCH)
     record = record_of(mesh8, jax.jit(step, donate_argnums=0).lower(state, x).compile())
-    assert f"{2 * WIDTH**2:,} parameters, those of 2 of 2 leaves sharded" in record.theory
+    assert f"{2 * WIDTH**2:,} parameters, 2 of 2 leaves sharded" in record.theory
 
 
 def test_a_layer_of_a_stack_along_any_dim_is_named(mesh8):
