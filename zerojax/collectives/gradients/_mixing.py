@@ -194,8 +194,8 @@ def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None
 
 def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_examples: int) -> int:
     """Return the parts that are more major than examples: [2, 8, 3] as [16, 3] has 2."""
-    assert given is not None
-    assert out is not None
+    if given is None or out is None:
+        raise Refused("it joins examples, or whether it does can't be told")
     before = math.prod(eqn.invars[0].aval.shape[:given]) * outer
     shape = eqn.outvars[0].aval.shape
     after = math.prod(shape[:out])
