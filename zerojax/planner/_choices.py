@@ -77,9 +77,7 @@ class Choices(Shown):
         yield self._table(f"fastest of {fit}", self.plans)
         yield self._table("Pareto front: none is both faster and smaller", self.pareto)
         yield Text("microbatch: how many x examples on a device; groups: copies of the N shards")
-        yield Text(
-            "on the host: opt(imizer), act(ivations); Pa: cut over the model axis"
-        )
+        yield Text("on the host: opt(imizer), act(ivations); Pa: cut over the model axis")
 
     def _table(self, title: str, plans: Sequence[Plan]) -> Table:
         rows = [_row(plan) for plan in plans[:_ROWS]]
