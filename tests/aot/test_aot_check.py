@@ -55,7 +55,7 @@ def test_a_plain_step_is_checked_for_a_node_that_is_not_here(tmp_path, monkeypat
     assert record.totals["bytes over data"] >= 7 / 8 * 4 * size
     assert 0 <= record.totals["blocking bytes"] <= record.totals["bytes over data"]
     assert 0 <= record.totals["exposed share"] < 1
-    assert f"{size:,} parameters, those of 2 of 2 leaves sharded" in capsys.readouterr().out
+    assert f"{size:,} parameters, 2 of 2 leaves sharded" in capsys.readouterr().out
     assert main(["check", str(path)]) == 0
     path.write_text(STEPS.replace("ndim else P()", "ndim and x.shape[0] > 512 else P()"))
     assert main(["check", str(path)]) == 1

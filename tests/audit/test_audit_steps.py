@@ -162,6 +162,22 @@ def test_factored_leaves_are_judged_by_the_dims_they_keep(mesh8):
     assert rows.argument.shard_shape in rows.shards
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_an_optimizer_gathers_is_told_of_it(mesh8, stage):
+    """Not of the loss: neither `reduce="once"` nor kept weights would move less."""
+
+    def largest(update):
+        return jnp.where(update >= jax.lax.top_k(update.ravel(), 5)[0][-1], update, 0)
+
+    tx = optax.chain(optax.stateless(lambda u, _: jax.tree.map(largest, u)), optax.sgd(0.1))
+    params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+    layout = zerojax.make_layout(params, mesh8, stage=stage)
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - x) ** 2)
+    (problem,) = zerojax.make_train_step(loss, tx, layout).audit(jnp.ones((16, 64))).problems
+    assert problem.kind == "volume"
+    assert problem.remedy.endswith("element by element: top_k needs others")
+
+
 def test_a_model_that_is_one_array_is_told_from_its_batch(mesh8):
     """Parameter, moments and batch all have the same shape, and no path tells them apart."""
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
