@@ -172,7 +172,10 @@ def test_what_an_optimizer_gathers_is_told_of_it(mesh8, stage):
     tx = optax.chain(optax.stateless(lambda u, _: jax.tree.map(largest, u)), optax.sgd(0.1))
     params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
     layout = zerojax.make_layout(params, mesh8, stage=stage)
-    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - x) ** 2)
+
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - x) ** 2)
+
     (problem,) = zerojax.make_train_step(loss, tx, layout).audit(jnp.ones((16, 64))).problems
     assert problem.kind == "volume"
     assert problem.remedy.endswith("element by element: top_k needs others")
