@@ -121,9 +121,9 @@ def _of_optimizer(evidence: Evidence) -> str:
     """Say what to do where an optimizer's update gathers leaves, to sort or to join them say.
 
     `jit(_step)/top_k` is of the update; what a loss gathers stands below `jvp()`, and new
-    parameters come by a `sharding_constraint`.
+    parameters come by a `sharding_constraint`, or the barrier behind it (jax 0.12).
     """
-    own = ("jvp", "sharding_constraint")
+    own = ("jvp", "sharding_constraint", "optimization_barrier")
     found = [
         move
         for move in evidence.large
