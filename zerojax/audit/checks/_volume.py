@@ -123,18 +123,18 @@ def _of_optimizer(evidence: Evidence) -> str:
     `jit(_step)/top_k` is of the update; what a loss gathers stands below `jvp()`, and new
     parameters come by a `sharding_constraint`, or the barrier behind it (jax 0.12).
     """
-    own = ("jvp", "sharding_constraint", "optimization_barrier")
-    found = [
-        move
-        for move in evidence.large
-        if move.role == "gather" and not any(name in move.record.op_name for name in own)
-    ]
+    gathers = [move for move in evidence.large if move.role == "gather"]
+    found = [move for move in gathers if "jvp" not in move.record.op_name]
+    updated = 0 if evidence.layout.partitions("parameter") else len(evidence.layout.leaves)
+    new = sum(_theory(evidence, index, is_gather=True) for index in range(updated))
     excess = sum_moved(evidence.large, "judged") - evidence.theory.elements
     known = evidence.tools & {"make_train_step", "sharded(tx, layout)"}
-    if not known or not found or sum_moved(found, "judged") < excess / 2:
+    if not known or not found or sum_moved(found, "judged") - new < excess / 2:
         return ""
-    names = ", ".join(dict.fromkeys(move.record.op_name.rpartition("/")[2] for move in found))
-    return f"take an optimizer that works leaf by leaf and element by element: {names} needs others"
+    names = dict.fromkeys(move.record.op_name.rpartition("/")[2] for move in found)
+    others = [x for x in names if x not in ("sharding_constraint", "optimization_barrier")]
+    advice = "take an optimizer that works leaf by leaf and element by element"
+    return f"{advice}: {', '.join(others)} needs others" if others else ""
 
 
 def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
