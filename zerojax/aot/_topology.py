@@ -110,9 +110,6 @@ def parse_topology(name: str) -> Topology:
     return Topology(name=name, chip=chip, dims=dims, num_slices=num_slices)
 
 
-EXAMPLES = ("h100:1x8", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
-
-
 def known_topologies() -> list[str]:
     """List the names worth offering; other arrangements of the same chips work as well."""
     tpus = [f"{chip}:{shape}" for chip in TPU_CHIPS for shape in TPU_CHIPS[chip].slices]
@@ -121,7 +118,7 @@ def known_topologies() -> list[str]:
 
 def _unknown(name: str, why: str) -> str:
     find = functools.partial(difflib.get_close_matches, str(name).lower(), known_topologies())
-    near = find(n=8, cutoff=0) if find() else EXAMPLES
+    near = find(n=8, cutoff=0) if find() else ["h100:1x8", "v5p:2x2x2", "v6e:2x4"]
     return f"{name!r} {why}. Known, nearest first: {', '.join(near)}"
 
 

@@ -198,7 +198,8 @@ def make_loss(loss_fn: LossFn, *, has_aux: bool) -> Loss:
                 f"loss_fn asks for {name!r}, which no step gives: beside (params, batch) it may "
                 f"name {', '.join(ASKABLE)}; put it into the batch, or bind it (functools.partial)"
             )
-        if p.default is None and name not in ASKABLE and re.search("key|rng|seed", name):
+        is_key = re.fullmatch(r"(\w+_)?(key|rng|seed)s?", name)  # keypoints are none
+        if p.default is None and name not in ASKABLE and is_key:
             told = f"loss_fn has a parameter {name!r}, which a step never fills: it stays None"
             warnings.warn(f"{told}, so nothing is drawn; for noise call it `key`", stacklevel=3)
     return Loss(loss_fn, has_aux, tuple(name for name in ASKABLE if name in names))
