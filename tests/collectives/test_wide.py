@@ -134,6 +134,48 @@ def test_every_rounding_of_a_chain_of_casts_happens(dtypes, stage, mesh8):
     np.testing.assert_array_equal(np.asarray(got), np.asarray(cast(w, x)))
 
 
+def standardized(w):
+    return (w - w.mean(1, keepdims=True)) / (w.std(1, keepdims=True) + 1e-3)
+
+
+def whole(w, x, u):
+    w = w.astype(jnp.float32)
+    return sum(jnp.tanh(x @ standardized(w[i])) @ u for i in range(len(w)))
+
+
+def reshaped(w, x, u):
+    w = standardized(w.astype(jnp.float32).reshape(len(w), -1)).reshape(w.shape)
+    return jnp.tanh(x @ w[1]) @ u
+
+
+def scanned(w, x, u):
+    def layer(h, w):
+        return jnp.tanh(h @ standardized(w)) @ u, None
+
+    return jax.lax.scan(layer, x, w.astype(jnp.float32))[0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("use", [whole, reshaped, scanned])
+def test_gradients_of_a_widened_weight_are_added_before_they_are_rounded(use, stage, mesh8):
+    """A mean's gradient and that of what it is taken from cancel: their roundings would stay."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = (jax.random.normal(keys[0], (3, SIZE, 2 * SIZE)) / 10 + 3).astype(BF16)
+    x, u = jax.random.normal(keys[1], (SIZE, SIZE)), jax.random.normal(keys[2], (2 * SIZE, SIZE))
+
+    def loss(w, x):
+        return jnp.mean(use(w, x, u / 8) ** 2 * jnp.arange(SIZE))
+
+    want = np.asarray(jax.grad(loss)(w.astype(jnp.float32), x))
+    layout = zerojax.make_layout(w, mesh8, stage=stage, min_size=1)
+    grads = jax.jit(jax.grad(gather_where_used(loss, layout)))(
+        jax.device_put(w, layout.params), jax.device_put(x, layout.batch)
+    )
+    assert grads.dtype == BF16
+    atol = 1e-4 * np.abs(want).max()
+    np.testing.assert_allclose(np.asarray(grads, np.float32), want, rtol=2**-8, atol=atol)
+
+
 @pytest.mark.aot("cuda")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_gradient_of_a_weight_that_the_loss_widens_is_scattered(stage):

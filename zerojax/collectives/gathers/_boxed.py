@@ -59,11 +59,14 @@ class Boxed:
     dim: int | None = dataclasses.field(metadata=_STATIC)
     path: Label = dataclasses.field(metadata=_STATIC)
     recorded: tuple[Recorded, ...] = ()  # equations that wait for the gather, in order
+    # what they make of the shards: the gradients of all that read it are added up before rounding
+    settled: jax.Array | None = None
 
     @property
     def shape_alone(self) -> "Boxed":
         """The box without arrays, for the rules of derivatives: jax keeps what these close over."""
-        return dataclasses.replace(self, value=jax.typeof(self.value), recorded=())
+        value = jax.typeof(self.value)
+        return dataclasses.replace(self, value=value, recorded=(), settled=None)
 
     @property
     def dtype(self) -> Any:
@@ -81,10 +84,11 @@ class Boxed:
         """
         entries = tuple(() if dim is None else self.entries[dim] for dim in dims)
         dim = None if self.dim is None else dims.index(self.dim)
-        return dataclasses.replace(self, value=value, entries=entries, dim=dim)
+        return dataclasses.replace(self, value=value, entries=entries, dim=dim, settled=None)
 
     def record(self, eqn: Any, operands: list[Any]) -> "Boxed":
-        return dataclasses.replace(self, recorded=(*self.recorded, Recorded(eqn, tuple(operands))))
+        recorded = (*self.recorded, Recorded(eqn, tuple(operands)))
+        return dataclasses.replace(self, recorded=recorded, settled=None)
 
     def replayed(self, value: jax.Array, run: Callable[[Any, list[Any]], list[Any]]) -> jax.Array:
         """Run what was recorded on an array in the place of the box."""
@@ -171,7 +175,12 @@ class Opening:
 
     def settled(self, values: list[Any]) -> list[Any]:
         """Run on the shards of boxes what was recorded of them, which is elementwise."""
-        return [v.replayed(v.value, bind) if isinstance(v, Boxed) else v for v in values]
+
+        def one(box: Boxed) -> jax.Array:
+            done = box.settled if box.recorded else None
+            return box.replayed(box.value, bind) if done is None else done
+
+        return [one(v) if isinstance(v, Boxed) else v for v in values]
 
     def open_box(self, boxed: Boxed) -> jax.Array:
         """Return the logical parameter on every device, gathered if it was partitioned.

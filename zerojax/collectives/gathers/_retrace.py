@@ -130,9 +130,10 @@ class Retracer:
                 floats = (jnp.issubdtype(x.dtype, jnp.inexact) for x in carry)
                 pairs = zip(carry, floats, strict=True)
                 carry = [checkpoint_name(x, CARRIED) if is_float else x for x, is_float in pairs]
+            dims = [tuple(range(1, x.ndim + 1)) for x in slices]
             layer = [
-                v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
-                for v, x in zip(stacks, slices, strict=True)
+                _structural.shared(v.moved(x, old)) if isinstance(v, Boxed) else x
+                for v, x, old in zip(stacks, slices, dims, strict=True)
             ]
             return [*map(self.opened, inner.run(program, [*consts, *carry, *layer]))]
 

@@ -66,7 +66,7 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
     if not boxes:
         return bind(eqn, values)
     kept = _on_shards(eqn, values, boxes, opening)
-    return _recorded(eqn, values, boxes) if kept is None else kept
+    return _recorded(eqn, values, boxes, opening) if kept is None else kept
 
 
 def waits_elementwise(boxed: Boxed) -> bool:
@@ -76,6 +76,13 @@ def waits_elementwise(boxed: Boxed) -> bool:
         and not any(isinstance(x, Boxed) or jnp.ndim(x) for x in waiting.operands if x is not None)
         for waiting in boxed.recorded
     )
+
+
+def shared(boxed: Boxed) -> Boxed:
+    """Run what waits on shards once for all that read it, where it can be."""
+    if not boxed.recorded or not waits_elementwise(boxed):
+        return boxed
+    return dataclasses.replace(boxed, settled=boxed.replayed(boxed.value, bind))
 
 
 def rules_settled(value: Any, opening: Opening) -> Any:
@@ -136,7 +143,7 @@ def _on_shards(
     if not first.held <= set(dims):
         return outs
     first = dataclasses.replace(first, recorded=recorded)
-    return [opening.placed(first.moved(out, dims)) for out in outs]
+    return [shared(opening.placed(first.moved(out, dims))) for out in outs]
 
 
 def _is_alike(eqn: Any) -> bool:
@@ -161,7 +168,9 @@ def _lies_as(one: Boxed, other: Boxed) -> bool:
     return all(a == b or (b == 1 and d not in one.held) for d, (a, b) in sizes)
 
 
-def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | None:
+def _recorded(
+    eqn: Any, values: list[Any], boxes: list[Boxed], opening: Opening
+) -> list[Any] | None:
     """Let an equation wait until its boxes are opened, if it is cheap and needs nothing larger.
 
     A mask or a constant of the weight's shape may wait with it: of `select_n mask w zeros`, `zeros`
@@ -177,7 +186,10 @@ def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | No
             return None
     elif has_arrays or eqn.primitive.name not in _MOVES | _JOINS:
         return None
-    return [boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])]
+    box = boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])
+    if len(boxes) == 1 and waits_elementwise(box):
+        box = dataclasses.replace(box, settled=bind(eqn, opening.settled(values))[0])
+    return [box]
 
 
 def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
