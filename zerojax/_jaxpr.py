@@ -27,7 +27,7 @@ OPAQUE = frozenset(
     """
     dot_general ragged_dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax cummin
     cumprod fft cholesky triangular_solve eigh lu qr svd reduce_window reduce_window_sum
-    select_and_scatter_add random_bits random_gamma threefry2x32 custom_call ffi_call pallas_call
+    select_and_scatter_add random_bits random_gamma threefry2x32 ffi_call pallas_call shard_map
     pure_callback
     """.split()
 )
@@ -43,7 +43,6 @@ CALLS = {
     REMATERIALISED: "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "shard_map": "jaxpr",
 }
 #: Every loop and branch, and the parameter that holds its body or bodies.
 LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}

@@ -125,8 +125,7 @@ class _Inline:
 
     def __call__(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
-        is_call = _jaxpr.called(eqn) is not None and name != "shard_map"
-        if is_call or name == "cond":
+        if _jaxpr.called(eqn) is not None or name == "cond":
             run = functools.partial(_jaxpr.run, step=self)
             return _jaxpr.run_bodies(eqn, values, run)
         if name == "dot_general" and not (result := eqn.outvars[0].aval).shape:

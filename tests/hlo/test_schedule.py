@@ -152,7 +152,6 @@ def test_a_gather_on_sparse_cores_moves_beside_what_follows(given_later):
     assert schedule is not None
     assert names(schedule.operations) == ["go", "y", "end"]
     (record,) = parse_collectives(text).records
-    assert record.is_async
     assert schedule.operations[0].begins == ((record.computation, record.name, ()),)
     assert schedule.operations[-1].ends == "go"
 

@@ -39,9 +39,6 @@ LINES = {
     "host memory": "%c = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%x)",
     "host thread": "%s = (f32[8]{0}, f32[8]{0}, u32[]) custom-call-start(%x), "
     'async_execution_thread="host", called_computations={%there}',
-    "blocking": "%all-gather-start = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), "
-    "replica_groups={}, dimensions={0}, "
-    'backend_config={"collective_backend_config":{"is_sync":true}}',
     "trip count": "%while.43 = (s32[], f32[8]{0}) while(%x), condition=%c, body=%b, "
     'backend_config={"known_trip_count":{"n":"6"},"known_init_step":{"init":"0","step":"1"}}',
     "host call": '%s = f32[8]{0} custom-call(%x), custom_call_target="HostExecute"',
@@ -49,16 +46,15 @@ LINES = {
     "is_host_transfer=true",
     "library call": '%c = f32[8]{0} custom-call(%x), custom_call_target="__nccl$AllReduce"',
 }
-#: What the collectives of a program with the line are: operation, spelling, whether async.
+#: What the collectives of a program with the line are: operation and spelling.
 COLLECTIVES = {
-    "scatter": [("reduce-scatter", "all-reduce-scatter fusion", False)],
-    "async end": [("all-gather", "all-gather", True)],
+    "scatter": [("reduce-scatter", "all-reduce-scatter fusion")],
+    "async end": [("all-gather", "all-gather")],
     "async beside": [],
-    "blocking": [("all-gather", "all-gather", False)],
-    "between slices": [("all-reduce", "megascale", True)],
+    "between slices": [("all-reduce", "megascale")],
     "callback": [],
     "library call": None,
-    "window": [("collective-permute", "windowed reduce-scatter", False)],
+    "window": [("collective-permute", "windowed reduce-scatter")],
 }
 
 
@@ -85,7 +81,7 @@ def test_collectives_are_read_as_their_row_says(name):
     if expected is None:
         assert found.unread
         return
-    assert [(one.op, one.spelling, one.is_async) for one in found.records] == expected
+    assert [(one.op, one.spelling) for one in found.records] == expected
 
 
 def test_a_scatter_within_an_async_fusion_counts_at_its_start():
@@ -96,7 +92,7 @@ def test_a_scatter_within_an_async_fusion_counts_at_its_start():
     )
     line = LINES["async end"].replace("all-gather.21", "reduce-scatter.7")
     (record,) = parse_collectives(program(line, scatter)).records
-    assert (record.op, record.is_async, record.shape) == ("reduce-scatter", True, (8,))
+    assert (record.op, record.shape) == ("reduce-scatter", (8,))
     done = line.replace("CollectiveStart", "CollectiveDone")
     assert not parse_collectives(program(done, scatter)).records
 

@@ -155,9 +155,21 @@ REFUSALS = {
         "one of dim and whole is meant, got dim=0",
     ),
     "Rule: a layer dim that is cut": (
-        lambda: rule(stacked=2, dim=1),
+        lambda: layout(rules=[rule(path="w", stacked=1, dim=-2)]),
         ValueError,
-        "dim stands behind the stacked ones, got 1 of 2",
+        r"dim stands behind the stacked ones, got -2: that of leaf 'w' \(64, 64\) is among the 1",
+    ),
+    "two rules: a layer dim that is cut": (
+        lambda: layout(rules=[rule(path="w", stacked=1), rule(path="w", dim=0)]),
+        ValueError,
+        "dim stands behind the stacked ones, got 0: that of leaf 'w'",
+    ),
+    "Rule: a layer dim of an optimizer's leaf that is cut": (
+        lambda: layout(rules=[rule(path="counts", kind="optimizer", stacked=1, dim=-2)]).describe(
+            COUNTS
+        ),
+        ValueError,
+        "dim stands behind the stacked ones, got -2: that of leaf 'counts'",
     ),
     "Rule: negative stacked": (lambda: rule(stacked=-1), ValueError, "stacked counts .* got -1"),
     "more layer dims than dims": (

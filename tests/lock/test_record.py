@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import zerojax
 from zerojax.audit import Program
@@ -34,3 +35,22 @@ def test_layers_are_one_line_and_the_theory_is_told_without_a_layout(mesh8, tmp_
     assert "ZeRO moves 1.750 elements a parameter, this step 1.75" in record.theory
     write_lock(tmp_path / "zerojax.lock", {"train @ cpu:8": record})
     assert compare(read_lock(tmp_path / "zerojax.lock")["train @ cpu:8"], record) == ()
+
+
+@pytest.mark.parametrize("parts", [1, 8])
+def test_arguments_without_placements_are_read(parts, mesh8):
+    """Only a constraint within the step names the mesh, or it runs on one device."""
+    placed = jax.sharding.NamedSharding(mesh8, jax.sharding.PartitionSpec("data"))
+    tx = optax.adam(1e-3)
+
+    def step(w, state, x):
+        x = jax.lax.with_sharding_constraint(x, placed) if parts > 1 else x
+        updates, state = tx.update(jax.grad(lambda w: jnp.mean((x @ w["w"]) ** 2))(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    compiled = jax.jit(step).lower({"w": x}, jax.eval_shape(tx.init, {"w": x}), x).compile()
+    record = StepRecord.of(compiled, mesh8.devices.flat[:parts])
+    assert record.mesh == ({"device": 8} if parts > 1 else {})
+    assert ("bytes over device" in record.totals) == (parts > 1)
+    assert f"ZeRO moves {2 * (parts - 1) / parts:.3f}" in record.theory

@@ -222,3 +222,22 @@ def test_matrices_with_a_row_on_each_device_are_updated_as_without_zero(mesh8):
     seen = jax.jit(functools.partial(updated, zerojax.sharded(plain, layout)))(*placed)
     for name in params:
         np.testing.assert_allclose(seen[name], wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_shard_map_between_products_is_left_where_it_is(mesh8):
+    """What holds it is gathered: it can't run on owners, each of which has its own matrices."""
+
+    def update(grads, state, params=None):
+        state = grads + 0.9 * state
+        spec = P("data")
+        part = jax.shard_map(lambda x: x / x.sum(), mesh=mesh8, in_specs=spec, out_specs=spec)
+        g = part(state @ state.T @ state)
+        return g @ g.T @ g, state
+
+    w = jax.random.normal(jax.random.key(0), (16, 24)) / 4
+    tx = optax.GradientTransformation(jnp.zeros_like, update)
+    want, _ = jax.jit(update)(w, tx.init(w))
+    layout = zerojax.make_layout(w, mesh8, stage=3, min_size=16)
+    wrapped = zerojax.sharded(tx, layout)
+    got, _ = wrapped.update(jax.device_put(w, layout.grads), wrapped.init(w), w)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

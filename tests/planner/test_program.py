@@ -257,6 +257,18 @@ def test_a_kernel_counts_the_products_of_all_its_steps_or_what_its_author_says(c
     assert (op.kind, op.flops.at(3)) == ("kernel", 3 * flops)
 
 
+def test_a_shard_map_counts_the_products_of_all_devices(mesh8):
+    def on_one_device(x):
+        return jax.lax.scan(lambda h, _: (h @ jnp.ones((6, 6)), None), x, length=3)[0]
+
+    def function(x):
+        spec = jax.sharding.PartitionSpec("data")
+        return jax.shard_map(on_one_device, mesh=mesh8, in_specs=spec, out_specs=spec)(x)
+
+    (op,) = read(function, (5, 6), batches=(8, 16)).ops
+    assert (op.kind, op.flops.at(3)) == ("kernel", 3 * 3 * 2 * 5 * 6 * 6)
+
+
 def test_rows_of_a_ragged_product_meet_one_group_each_forward_and_backward():
     def loss(w, x):
         sizes = jnp.array([x.shape[0], 0, 0])

@@ -44,7 +44,6 @@ class Collective:
     loops: tuple[Loop, ...] = field(default=(), repr=False)  # outermost first
     # (conditional, branch), outermost first
     branches: tuple[tuple[str, int], ...] = field(default=(), repr=False)
-    is_async: bool = False
     # whether it could have been added to another all-reduce's operand
     is_added: bool = field(default=False, repr=False)
     combined: int = 1  # how many tensors the instruction carries

@@ -37,12 +37,9 @@ def parse_collectives(program: str | Module) -> Collectives:
             added.update(_sums(module, site.frame, line.name)[1:])
         if not is_collective(line) or is_end(line):
             continue
-        role, _ = async_role(site.frame.computation, line)
-        if role == "repeat":
+        if async_role(site.frame.computation, line)[0] == "repeat":
             continue
-        is_start = line.opcode.endswith("-start") and not spelled.BLOCKING.search(line.attributes)
-        is_async = site.is_async or role == "start" or is_start
-        found = _read(module, dataclasses.replace(site, is_async=is_async), line)
+        found = _read(module, site, line)
         if found is not None:
             read.add((site.frame.computation.name, line.name))
             records += found
@@ -164,7 +161,6 @@ def _read_transfer(module: Module, site: Site, line: Instruction) -> list[Collec
     if op not in OPS or not line.shapes or line.shapes[0].bits is None:
         return None
     tensor = _widen(line.shapes[0], 0, size) if op == "all-gather" else line.shapes[0]
-    site = dataclasses.replace(site, is_async=True)
     named = {"op": op, "spelling": "megascale"}
     return [_record(module, site, line, 0, tensor, groups=(), group_size=size, **named)]
 
@@ -180,7 +176,6 @@ def _record(
         item_bits=tensor.bits or 0,
         loops=site.loops,
         branches=site.branches,
-        is_async=site.is_async,
         frame=site.frame,
         op_name=origin.op_name,
         source=module.source(origin),

@@ -21,10 +21,6 @@ WINDOW = re.compile(r"windowed_dot_general_body_(ag|rs)")
 ASYNC_END = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
 ASYNC_BESIDE = re.compile(r"\basync_collective_fusion")
 
-# A start that waits at once (CUDA 12 plugin, h100:1x8).
-#   all-gather-start(%x), backend_config={"collective_backend_config":{"is_sync":true}}
-BLOCKING = re.compile(r'"is_sync":true')
-
 # What the compiler takes an instruction to cost; GPUs and CPUs write none (libtpu, v6e:2x4).
 #   fusion(%x), backend_config={"window_config":{"estimated_cycles":"36864","is_mask":false}}
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')

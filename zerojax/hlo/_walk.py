@@ -41,7 +41,6 @@ class Site:
     frame: Frame  # the computation, and what calls it
     loops: tuple[Loop, ...] = ()  # those around it, outermost first
     branches: tuple[tuple[str, int], ...] = ()  # (conditional, branch) around it, outermost first
-    is_async: bool = False  # within an `async-start`
     keeps_part: bool = False  # within a TPU fusion that keeps one part of its all-reduce
 
 
@@ -80,8 +79,6 @@ def inner_sites(
             inner = replace(inner, loops=(*site.loops, loop))
         elif line.opcode == "conditional":
             inner = replace(inner, branches=(*site.branches, (line.name, position)))
-        elif line.opcode in BESIDE:
-            inner = replace(inner, is_async=True)
         elif line.opcode == "fusion":
             inner = replace(inner, keeps_part=bool(SCATTER.search(line.attributes)))
         yield inner

@@ -103,7 +103,7 @@ class Dims:
         """Yield the equations that one holds, their inputs and results tied to its own."""
         name, ins, outs = eqn.primitive.name, list(eqn.invars), list(eqn.outvars)
         programs, first, carried = list(_jaxpr.bodies(eqn)), 0, 0
-        if (program := _jaxpr.called(eqn)) is not None and name != "shard_map":
+        if (program := _jaxpr.called(eqn)) is not None:
             programs = [program]
         elif name == "cond":
             ins = ins[1:]

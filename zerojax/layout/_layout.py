@@ -209,7 +209,8 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
     elif taken:
         reason = f"as the user's spec says, which uses {', '.join(taken)} already"
     else:
-        wanted = None if rule is None else rule.dim_of(path, leaf.shape)
+        told = 0 if layers is None else stacked
+        wanted = None if rule is None else rule.dim_of(path, leaf.shape, told)
         cut, reason = layout.cut(leaf.shape, entries, stacked=stacked, wanted=wanted)
     return layout.placed(path, leaf, reason, entries, cut, layout.kinds, stacked=stacked)
 

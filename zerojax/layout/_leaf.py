@@ -196,8 +196,6 @@ class Rule:
             self._refuse("whole is True or False", repr(self.whole))
         if self.whole and self.dim is not None:
             self._refuse("one of dim and whole is meant", f"dim={self.dim} and whole=True")
-        if self.dim is not None and 0 <= self.dim < (self.stacked or 0):
-            self._refuse("dim stands behind the stacked ones", f"{self.dim} of {self.stacked}")
         if self.stacked is None and self.dim is None and not self.whole:
             self._refuse("one of stacked, dim and whole is needed", "none")
 
@@ -208,13 +206,19 @@ class Rule:
         """Return whether the rule is for the leaf with this path."""
         return re.search(self.path, path) is not None
 
-    def dim_of(self, path: str, shape: Shape) -> int | None:
-        """Return the dim that the rule asks for, from the front; a ValueError if there is none."""
+    def dim_of(self, path: str, shape: Shape, stacked: int = 0) -> int | None:
+        """Return the dim that the rule asks for, from the front.
+
+        A ValueError where the leaf has none, or where it is one of the layer dims of a rule.
+        """
         if self.dim is None:
             return None
         if not -len(shape) <= self.dim < len(shape):
             raise ValueError(f"{self} asks for a dim that leaf {path!r} {shape} does not have")
-        return self.dim % len(shape)
+        if (dim := self.dim % len(shape)) < stacked:
+            told = f"that of leaf {path!r} {shape} is among the {stacked} that rules stack"
+            self._refuse("dim stands behind the stacked ones", f"{self.dim}: {told}")
+        return dim
 
     def stacked_of(self, path: str, shape: Shape) -> int:
         """Return the number of a leaf's layer dims; raises as `dim_of` does."""

@@ -206,8 +206,8 @@ def _by_own_shape(
     is_ruled = rule is not None and rule.whole
     if is_key or not layout.partitions("optimizer") or is_ruled or math.prod(leaf.shape) <= 1:
         return layout.placed(path, leaf, f"whole: {why}")
-    wanted = rule and rule.dim_of(path, leaf.shape)
     stacked = rule.stacked_of(path, leaf.shape) if rule else 0
+    wanted = rule and rule.dim_of(path, leaf.shape, stacked)
     free = ((),) * len(leaf.shape)
     cut, reason = layout.cut(leaf.shape, free, stacked=stacked, wanted=wanted)
     return layout.placed(path, leaf, f"{why}; {reason}", free, cut, STATES)

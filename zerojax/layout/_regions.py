@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import CALLS, bind_here, depending, run, run_bodies, variables
+from zerojax._jaxpr import CALLS, bind_here, depending, run, run_bodies, variables, with_inner
 from zerojax._traced import Slice, Traced
 from zerojax._types import Axes, Shape
 from zerojax.layout._dims import SHARED, Dims
@@ -143,6 +143,8 @@ class Regions:
             between = self._between(eqns, numbers)
             met = set[int]().union(*(self.dims.met(eqns[n]) for n in between))
             cut = any({*self._names.get(label, ())} & {*self._layout.axis} for label in met)
+            inner = (x.primitive.name for n in between for x in with_inner(eqns[n]))
+            cut = cut and "shard_map" not in inner  # the user's can't stand in that of the owners
             if cut and all(self._owners(eqns[n]) == {owner} for n in between):
                 found += self._regions(owner, [eqns[n] for n in between], readers, {*between})
         late = depending(eqns, [var for region in found for var in region.slice.outputs])

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -77,6 +77,9 @@ class StepRecord:
         """
         program = compiled if isinstance(compiled, Program) else Program.of(compiled)
         module = parse_module(program.text)
+        if not program.mesh:  # only constraints within the step name one
+            mesh, ids = {"device": module.num_devices}, tuple(range(module.num_devices))
+            program = replace(program, mesh=mesh, device_ids=ids)
         records = parse_collectives(module).records
         leaves = _leaves(program)
         totals = _totals(program, records)

@@ -105,7 +105,7 @@ class _Reader:
                 length=self._line(params.get("length", 1), two.params.get("length", 1)),
                 num_consts=consts,
                 num_carry=carry,
-                flops=self._line(_flops(one), _flops(two)),
+                flops=self._line(*(0 if held else _flops(x) for x in (one, two))),
                 contracted=self._line(_jaxpr.num_summed(one), _jaxpr.num_summed(two)),
                 is_wide=name in _PRODUCTS
                 and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
@@ -147,13 +147,18 @@ def _read(env: Env, atom: Any) -> int | None:
 
 
 def _flops(eqn: Any) -> int:
-    """Count those of a product; of a Pallas kernel what its author says, or of all steps."""
-    if eqn.primitive.name != "pallas_call":
-        return 2 * _jaxpr.num_products(eqn)
-    if cost := eqn.params["cost_estimate"]:
-        return cost.flops
-    steps = math.prod(x for x in eqn.params["grid_mapping"].grid if isinstance(x, int))
-    return steps * sum(_flops(x) for x in _jaxpr.with_inner(eqn) if x is not eqn)
+    """Count those of all products within; of a Pallas kernel what its author says, if anything."""
+    name, params, times = eqn.primitive.name, eqn.params, 1
+    if name == "pallas_call":
+        if cost := params["cost_estimate"]:
+            return cost.flops
+        times = math.prod(x for x in params["grid_mapping"].grid if isinstance(x, int))
+    elif name == "shard_map":
+        times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    elif name == "scan":
+        times = params["length"]
+    inner = sum(_flops(x) for program in core.jaxprs_in_params(params) for x in program.eqns)
+    return 2 * _jaxpr.num_products(eqn) + times * inner
 
 
 def _kind(name: str, is_loop: bool) -> str:
