@@ -7,19 +7,12 @@ from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
 from zerojax.collectives import gather_where_used
 from zerojax.collectives.gradients import Whole
+from zerojax.hardware import Hardware
 from zerojax.layout import Layout, Rule, make_layout, make_mesh
 from zerojax.lock import checked
 from zerojax.memory import rematerialised
 from zerojax.optim import apply_updates, quantized, sharded
-from zerojax.planner import (
-    Hardware,
-    Placement,
-    Plan,
-    Workload,
-    model_state_bytes,
-    plan,
-    search_plans,
-)
+from zerojax.planner import Placement, Plan, Workload, model_state_bytes, plan, search_plans
 from zerojax.recipe import DynamicLossScale, Precision, Recipe, RematPolicy
 from zerojax.train import TrainState, TrainStep, make_train_step, unpad
 

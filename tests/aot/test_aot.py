@@ -17,7 +17,7 @@ from zerojax._quiet import quiet_stderr
 from zerojax.aot import MissingCompiler, known_topologies, parse_topology, topology_mesh
 from zerojax.aot import _plugin as plugin
 from zerojax.aot._topology import GPU_CHIPS, TPU_CHIPS, gpu_target_config
-from zerojax.planner import find_hardware
+from zerojax.hardware import find_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ from zerojax.aot import DoesNotFit, compile_step
 from zerojax.aot import _compile as compile_module
 from zerojax.aot._topology import TPU_CHIPS
 from zerojax.audit import Program
-from zerojax.planner import find_hardware
+from zerojax.hardware import find_hardware
 
 GIB = 2**30
 REFUSED_AT_ONCE = (

@@ -21,8 +21,9 @@ from zerojax.audit._audit import schedule_table
 from zerojax.audit._evidence import TOOLS, Evidence
 from zerojax.audit._schedule import Clock, schedule_of
 from zerojax.audit.checks._traffic import check_exposed
+from zerojax.hardware import HARDWARE
 from zerojax.hlo import Cost, Operation
-from zerojax.planner import HARDWARE, Transfer
+from zerojax.planner import Transfer
 
 SHAPES = {"down": (6, 4096, 1024), "up": (6, 1024, 4096)}  # of scripts/golden's scan
 LAYER = 4096 * 1024 * 2  # bytes of a matrix of one layer

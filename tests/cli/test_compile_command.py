@@ -18,8 +18,8 @@ from zerojax.aot import _compile as compile_module
 from zerojax.cli import _compile as command
 from zerojax.cli import main
 from zerojax.cli._compile import CompileOptions, read_requests
+from zerojax.hardware import find_hardware
 from zerojax.models import _gpt_config, gpt
-from zerojax.planner import find_hardware
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)
 OTHER = dataclasses.replace(SMALL, width=32)

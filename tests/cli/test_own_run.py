@@ -16,8 +16,8 @@ from zerojax.checkpoint import read_manifest
 from zerojax.cli import main
 from zerojax.cli.train._screen import measure
 from zerojax.data import Tokenizer
+from zerojax.hardware import HARDWARE
 from zerojax.models import gpt
-from zerojax.planner import HARDWARE
 
 SIZES = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "16", *QUICK]
 CONFIG = gpt.Config(num_layers=2, width=32, num_heads=2, vocab_size=300, context=16)

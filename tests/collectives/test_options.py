@@ -10,7 +10,7 @@ import pytest
 
 import zerojax
 from zerojax.collectives import OPTIONS, _options, compiler_options
-from zerojax.layout import OFFLOADS
+from zerojax.hardware import HARDWARE
 
 GPU = [
     f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter", "all_reduce")
@@ -32,7 +32,7 @@ def layout_on(platform, stage):
     return SimpleNamespace(
         platform=platform,
         mesh=None,
-        device_kind="TPU v5p",
+        hardware=HARDWARE["v5p"] if platform == "tpu" else None,
         kinds={kind for kind, first in STAGES.items() if stage >= first},
     )
 
@@ -41,7 +41,7 @@ def options_of(platform, stage):
     rows = [
         row
         for row in OPTIONS.values()
-        if row["platform"] == platform and "TPU v5p" in row.get("device_kinds", ["TPU v5p"])
+        if row["platform"] == platform and "v5p" in row.get("chips", ["v5p"])
     ]
     kinds = {None, *(kind for kind, first in STAGES.items() if stage >= first)}
     kinds |= set() if stage else {"nothing"}
@@ -72,12 +72,9 @@ def test_each_backend_is_asked_in_its_own_words(platform, stage, bucket_bytes, b
 def test_every_set_says_for_whom_whence_and_what_it_changes():
     asked = {"platform", "source", "seen", "changes", "options"}
     for row in OPTIONS.values():
-        assert asked <= set(row) <= asked | {"device_kinds", "partitions"}
+        assert asked <= set(row) <= asked | {"chips", "partitions", "sparse_cores"}
+        assert set(row.get("chips", ())) <= set(HARDWARE)
         assert all(isinstance(value, str) for value in row["options"].values())
-
-
-def test_layouts_and_options_mean_the_same_chips():
-    assert frozenset(OPTIONS["tpu_sparse_cores"]["device_kinds"]) == OFFLOADS
 
 
 @pytest.mark.parametrize("variable", _options._VARIABLES)

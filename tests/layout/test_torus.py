@@ -15,9 +15,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import zerojax
+from zerojax.hardware import find_hardware
 from zerojax.hlo import parse_collectives
 from zerojax.layout import _torus, fills_tiles, in_order
-from zerojax.layout._torus import SPANS, find_phases, read_sub_axes, scattered_size, scatters_pieces
+from zerojax.layout._torus import find_phases, read_sub_axes, scattered_size, scatters_pieces
 
 V5P, V6E, TPU7X = "TPU v5", "TPU v6 lite", "TPU7x"
 
@@ -68,7 +69,7 @@ def test_no_phase_spans_more_than_the_chip_takes(kind, dims, axes, phases):
     for phase, names in zip(found.axes, phases, strict=bool(phases)):
         size = math.prod(found.mesh.shape[axis] for axis in phase)
         assert math.prod(found.mesh.shape[a] for p in found.axes for a in p) % size == 0
-        assert len(names) <= SPANS[kind].num_dims
+        assert len(names) <= find_hardware(kind).span
 
 
 def test_cores_of_a_chip_are_a_phase_of_their_own():
@@ -118,7 +119,7 @@ def test_a_mesh_over_several_slices_is_left_to_the_compiler():
 @pytest.fixture
 def cube(monkeypatch):
     """Let the eight CPU devices stand in a cube of which a collective may span two dims."""
-    monkeypatch.setitem(SPANS, "cpu", _torus.Span(2))
+    monkeypatch.setattr(_torus, "hardware_of", lambda kind: find_hardware("v5p"))
     monkeypatch.setattr(_torus, "_place", lambda d: (*np.unravel_index(d.id, (2, 2, 2)), 0))
 
 

@@ -27,8 +27,9 @@ from tests.planner.plans import (
     shape,
 )
 from zerojax import RematPolicy
+from zerojax.hardware import HARDWARE
 from zerojax.models import gpt
-from zerojax.planner import HARDWARE, plan, theory_of
+from zerojax.planner import plan, theory_of
 
 CONFIG = gpt.Config(num_layers=4, width=128, num_heads=4, vocab_size=512, context=64)
 

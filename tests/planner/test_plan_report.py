@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from tests.planner.plans import PA_CPU, plan_mix
-from zerojax.planner import find_hardware
+from zerojax.hardware import find_hardware
 
 
 def test_it_says_what_is_planned_and_what_that_rests_on():

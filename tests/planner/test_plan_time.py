@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.planner.plans import plan_mix
-from zerojax.planner import find_hardware
+from zerojax.hardware import find_hardware
 from zerojax.planner._time import OVERLAP
 
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from zerojax.hardware import HARDWARE
 from zerojax.layout import DIMS
-from zerojax.planner import HARDWARE, Interconnect
-from zerojax.planner.hardware import Network
+from zerojax.planner import Interconnect
+from zerojax.planner.links import Network
 
 SIZE = 1e9
 

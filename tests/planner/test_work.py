@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.planner.live_programs import handmade, leaves_of, shape
-from zerojax.planner import find_hardware
+from zerojax.hardware import find_hardware
 from zerojax.planner._demand import Trace
 from zerojax.planner.traced import Work, lifetimes_of, work_of
 

@@ -93,7 +93,7 @@ def _path(key: str) -> Path:
 _SIZE = r"(\d+(?:\.\d+)?)\s*([KMGTP]?)"
 _REFUSAL = re.compile(rf"(?:required\D*\(|Used ){_SIZE}\)? (?:exceeds available\D*\(|of ){_SIZE}")
 #: What decides the target and what is taken from a program; all else shows in the lowered text.
-_SOURCES = ("aot/*.*", "audit/_allocations.py", "audit/_p*.py", "planner/hardware/hardware.toml")
+_SOURCES = ("aot/*.*", "audit/_allocations.py", "audit/_p*.py", "hardware/hardware.toml")
 _OF_A_DEVICE = ("id", "device_kind", "process_index", "coords", "core_on_chip", "slice_index")
 #: Where jax keeps a lowering's compiler options and its devices, which the text does not hold.
 _DECIDING = ("_compiler_options_kvs", "_device_list")

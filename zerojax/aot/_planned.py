@@ -8,8 +8,9 @@ from zerojax._types import PyTree
 from zerojax.aot._compile import compile_step
 from zerojax.aot._topology import parse_topology, topology_mesh
 from zerojax.audit import AuditReport, audit
+from zerojax.hardware import find_hardware
 from zerojax.layout import make_layout
-from zerojax.planner import Placement, Plan, Workload, find_hardware
+from zerojax.planner import Placement, Plan, Workload
 from zerojax.train import make_train_step
 
 

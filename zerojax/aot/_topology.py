@@ -17,17 +17,17 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from zerojax.aot._plugin import gpu_devices, tpu_devices
+from zerojax.hardware import HARDWARE, Hardware, find_hardware
 from zerojax.layout import in_order
-from zerojax.planner import Hardware, find_hardware
 
 _FILES = resources.files("zerojax.aot")
 #: What XLA asks of a GPU beside what the planner knows of it; see chips.toml.
 GPU_CHIPS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     tomllib.loads(_FILES.joinpath("chips.toml").read_text(encoding="utf-8"))
 )
-#: libtpu knows TPUs itself; memory and slices are the planner's.
+#: libtpu knows TPUs itself, by the last of their device kinds: "TPU v5p", "TPU7x".
 TPU_CHIPS: Mapping[str, Hardware] = MappingProxyType(
-    {name: find_hardware(name) for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")}
+    {x.device_kinds[-1].lower().removeprefix("tpu "): x for x in HARDWARE.values() if x.torus}
 )
 #: A GPU as XLA's GpuTargetConfigProto; limits that no chip differs in are CUDA's own.
 _TARGET_CONFIG = _FILES.joinpath("target_config.pbtxt").read_text(encoding="utf-8")

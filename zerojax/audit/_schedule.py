@@ -16,14 +16,14 @@ and not 0, which comparing each with the work beside it would give. A collective
 from its issue on, also beside what libtpu did not fuse with it.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerojax.audit._program import Program
+from zerojax.hardware import Hardware, hardware_of
 from zerojax.hlo import Collective, Cost, Module, Operation, parse_schedule
-from zerojax.planner import Hardware, Interconnect, Transfer, find_hardware
+from zerojax.planner import Interconnect, Transfer
 
 
 @dataclass
@@ -188,9 +188,7 @@ def schedule_of(
     leaves_of: Callable[[Collective], Sequence[str]] = lambda _: (),
 ) -> ScheduleReport | None:
     """Run the clock over a program; None on a CPU, whose collectives wait, or an unknown chip."""
-    hardware = None
-    with contextlib.suppress(ValueError):
-        hardware = find_hardware(str(devices[0].device_kind))
+    hardware = hardware_of(str(devices[0].device_kind))
     found = None if program.platform == "cpu" else parse_schedule(module)
     if found is None or hardware is None:
         return None

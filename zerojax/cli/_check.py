@@ -17,9 +17,9 @@ from zerojax.aot import DoesNotFit, compile_step, parse_topology, topology_mesh
 from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared import _command
 from zerojax.cli.shared._machine import MOST_VIRTUAL
+from zerojax.hardware import find_hardware
 from zerojax.hlo import parse_module
 from zerojax.lock import CheckedStep, StepRecord, compare, find_steps, read_lock, write_lock
-from zerojax.planner import find_hardware
 
 LOCK = "zerojax.lock"
 Result = TypeVar("Result")

@@ -19,9 +19,9 @@ from zerojax.audit import AuditReport, Program, audit
 from zerojax.cli.shared._command import Failure, Screen, command, option, refusing
 from zerojax.cli.shared._machine import check_output
 from zerojax.cli.shared._options import HARDWARE, MODEL, OUTPUT, ZERO, BuiltStepOptions, gpt_layout
+from zerojax.hardware import find_hardware
 from zerojax.layout import STAGES
 from zerojax.models import gpt
-from zerojax.planner import find_hardware
 from zerojax.train import make_train_step
 
 #: The clipping of a step; it moves no byte.
@@ -156,7 +156,7 @@ def compile_(options: CompileOptions) -> None:
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     kept = "activations kept" if options.remat == "none" else "rematerialised"
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''} scanned, {kept}"
-    device = f"{layout.device_kind}, {binary(request.memory)} each"
+    device = f"{layout.devices.flat[0].device_kind}, {binary(request.memory)} each"
     facts = {
         "model": f"{options.model}, {layout.num_params:,} parameters, {layers}",
         "hardware": f"{options.topology}: {layout.devices.size} x {device}",

@@ -18,10 +18,11 @@ from zerojax._display import DECIMAL, amount, make_table, unit_for
 from zerojax.cli.shared import _options
 from zerojax.cli.shared._command import Failure, Screen, command, option, refusing
 from zerojax.cli.shared._machine import check_output
+from zerojax.hardware import HARDWARE as KNOWN
+from zerojax.hardware import find_hardware
 from zerojax.layout import STAGES
 from zerojax.models import gpt
-from zerojax.planner import HARDWARE as KNOWN
-from zerojax.planner import Choices, Placement, Plan, Space, Workload, find_hardware
+from zerojax.planner import Choices, Placement, Plan, Space, Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,6 @@ from zerojax.layout._regions import Region, Regions
 from zerojax.layout._stages import STAGES, check_stage
 from zerojax.layout._torus import (
     DIMS,
-    OFFLOADS,
-    SPANS,
     Phases,
     SubAxis,
     fills_tiles,

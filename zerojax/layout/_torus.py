@@ -5,9 +5,9 @@ twice the bytes. Along fewer torus dims at a time it keeps them what they are, a
 together move what one collective would: gathering z and then (x, y) sends (Z - 1) / N and then
 (X Y - 1) / X Y of a leaf, in sum (N - 1) / N.
 
-Which groups of dims a collective may span is data, read off compiled programs (`scripts/phases`
-compiles them again). How an axis of the mesh lies on the torus is read off the coordinates that
-TPU devices carry, present or absent alike.
+Which groups of dims a collective may span is data of the chip (`Hardware.span`), read off compiled
+programs (`scripts/phases` compiles them again). How an axis of the mesh lies on the torus is read
+off the coordinates that TPU devices carry, present or absent alike.
 """
 
 import dataclasses
@@ -20,40 +20,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from zerojax._types import AnyMesh, Axes
+from zerojax.hardware import Hardware, hardware_of
 from zerojax.layout._leaf import Placed, as_spec
 
 #: Names of torus dims; several devices on one chip (TPU7x) are a dim of their own.
 DIMS = ("x", "y", "z", "core")
 
 LANES = 128  #: elements of a TPU tile along the minor dim
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """What one collective may span on a kind of chip without becoming an all-reduce."""
-
-    num_dims: int  # number of torus dims that it may always span
-    # devices along more dims than that, sorted, which were seen to work too
-    sizes: frozenset[tuple[int, ...]] = frozenset()
-
-
-_FLAT = Span(1, frozenset({(2, 2), (2, 4), (4, 8), (8, 16)}))  # squares from 4 x 4 on don't
-
-#: By `device_kind`, as libtpu 0.0.42 compiles them (`scripts/phases`).
-SPANS: dict[str, Span] = {
-    "TPU v4": Span(2),
-    "TPU v5": Span(2),
-    "TPU v5p": Span(2),
-    "TPU v5 lite": _FLAT,
-    "TPU v5e": _FLAT,
-    "TPU v6 lite": _FLAT,
-    "TPU v6e": _FLAT,
-    "TPU7x": Span(3),
-}
-
-#: Kinds of chips whose SparseCores gather and scatter along any dims at once, where shards are
-#: whole tiles, by the options of `collectives/options.toml`.
-OFFLOADS = frozenset({"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +119,8 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
     at_once = Phases(flat, (axes, *further))
     if isinstance(mesh, AbstractMesh):
         return at_once
-    span = _span_of(mesh, axes)
-    if span is None:
+    chip = _chip_exceeded(mesh, axes)
+    if chip is None:
         return at_once
     sub_axes = [read_sub_axes(mesh, axis) for axis in axes]
     if None in sub_axes:
@@ -156,7 +129,7 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
             "order; zerojax.make_mesh places them so"
         )
         return dataclasses.replace(at_once, reason=reason)
-    groups = group_sub_axes(span, [sub_axis for found in sub_axes for sub_axis in found or ()])
+    groups = group_sub_axes(chip, [sub_axis for found in sub_axes for sub_axis in found or ()])
     return _cut(mesh, groups, further)
 
 
@@ -171,7 +144,7 @@ def in_order(mesh: Mesh) -> Mesh:
 
 
 def _is_in_order(mesh: Mesh) -> bool:
-    axes = (axis for axis in mesh.axis_names if _span_of(mesh, (axis,)) is not None)
+    axes = (axis for axis in mesh.axis_names if _chip_exceeded(mesh, (axis,)))
     return all(read_sub_axes(mesh, axis) is not None for axis in axes)
 
 
@@ -197,14 +170,14 @@ def read_sub_axes(mesh: Mesh, axis: str) -> tuple[SubAxis, ...] | None:
     return sub_axes if math.prod(sub_axis.size for sub_axis in sub_axes) == size else None
 
 
-def group_sub_axes(span: Span, sub_axes: Sequence[SubAxis]) -> list[list[SubAxis]]:
+def group_sub_axes(chip: Hardware, sub_axes: Sequence[SubAxis]) -> list[list[SubAxis]]:
     """Part the sub-axes into phases, the first as large as it may be: it moves the most."""
 
     def fit(members: Sequence[SubAxis]) -> bool:
         sizes: dict[str, int] = {}
         for member in members:
             sizes[member.dim] = sizes.get(member.dim, 1) * member.size
-        return _fits(span, sizes)
+        return chip.may_span(sizes.values())
 
     if fit(sub_axes):
         return [list(sub_axes)]
@@ -241,24 +214,19 @@ def _cut(mesh: Mesh, groups: list[list[SubAxis]], further: tuple[Axes, ...]) -> 
     )
 
 
-def _span_of(mesh: Mesh, axes: Axes) -> Span | None:
-    """Return the chip's limit on what a collective spans, if these axes exceed it; else None.
+def _chip_exceeded(mesh: Mesh, axes: Axes) -> Hardware | None:
+    """Return the chip, if these axes exceed what a collective of it may span; else None.
 
     None too where they lie on no torus, or on several.
     """
-    span = SPANS.get(mesh.devices.flat[0].device_kind)
-    if span is None or not axes:
+    chip = hardware_of(mesh.devices.flat[0].device_kind)
+    if chip is None or not chip.span or not axes:
         return None
     others = [dim for dim, name in enumerate(mesh.axis_names) if name not in axes]
     group = np.ravel(np.moveaxis(mesh.devices, others, range(len(others)))[(0,) * len(others)])
     places = zip(*map(_place, group), strict=True)
-    sizes = {dim: len({*places}) for dim, places in zip(DIMS, places, strict=True)}
-    return None if len({*map(_slice, group)}) > 1 or _fits(span, sizes) else span
-
-
-def _fits(span: Span, sizes: dict[str, int]) -> bool:
-    held = tuple(sorted(size for size in sizes.values() if size > 1))
-    return len(held) <= span.num_dims or held in span.sizes
+    is_held = len({*map(_slice, group)}) > 1 or chip.may_span(len({*along}) for along in places)
+    return None if is_held else chip
 
 
 def _slice(device: Any) -> int:

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import leaves_like, named_tuples, parameter_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef, platform_of
+from zerojax.hardware import Hardware, hardware_of
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
 from zerojax.layout._stages import STAGES, STATES
-from zerojax.layout._torus import OFFLOADS, Phases, fills_tiles, find_phases
+from zerojax.layout._torus import Phases, fills_tiles, find_phases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -166,7 +167,8 @@ class TreeLayout:
     @cached_property
     def offloads(self) -> bool:
         """Whether SparseCores gather weights and scatter gradients in a train step of it."""
-        return self.partitions("optimizer") and self.device_kind in OFFLOADS
+        has_them = self.hardware is not None and self.hardware.sparse_cores
+        return has_them and self.partitions("optimizer")
 
     @cached_property
     def at_once(self) -> Phases:
@@ -208,10 +210,11 @@ class TreeLayout:
         """The backend of the devices: "cpu", "gpu" or "tpu"; a ValueError without any."""
         return platform_of(self.devices.flat[0])
 
-    @property
-    def device_kind(self) -> str:
-        """What JAX calls a device of the mesh; empty where it has none."""
-        return "" if isinstance(self.mesh, AbstractMesh) else str(self.devices.flat[0].device_kind)
+    @cached_property
+    def hardware(self) -> Hardware | None:
+        """What is known of the devices; None where the mesh has none, or others."""
+        has_none = isinstance(self.mesh, AbstractMesh)
+        return None if has_none else hardware_of(str(self.devices.flat[0].device_kind))
 
     @property
     def kinds(self) -> frozenset[Kind]:

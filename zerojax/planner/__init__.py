@@ -7,6 +7,4 @@ from zerojax.planner._formulas import model_state_bytes as model_state_bytes
 from zerojax.planner._plan import plan, search_plans
 from zerojax.planner._report import Plan
 from zerojax.planner._workload import Placement, Workload
-from zerojax.planner.hardware import HARDWARE, Interconnect, Transfer
-from zerojax.planner.hardware import Hardware as Hardware
-from zerojax.planner.hardware import find_hardware as find_hardware
+from zerojax.planner.links import Interconnect, Transfer

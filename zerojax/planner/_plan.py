@@ -14,6 +14,7 @@ from zerojax._arguments import as_amount, as_count, as_given
 from zerojax._quiet import uncollected
 from zerojax._types import Axes, PyTree
 from zerojax.collectives.gradients import per_microbatch
+from zerojax.hardware import Hardware, find_hardware
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Space, gigabytes
 from zerojax.planner._demand import Demand
@@ -29,7 +30,6 @@ from zerojax.planner._workload import (
     read_model,
     share_out,
 )
-from zerojax.planner.hardware import Hardware, find_hardware
 from zerojax.recipe import LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
 
 

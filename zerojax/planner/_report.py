@@ -9,10 +9,10 @@ from rich.text import Text
 
 from zerojax import _display
 from zerojax._types import Axes
+from zerojax.hardware import Hardware
 from zerojax.planner._setting import hosts_inputs
 from zerojax.planner._time import NAMES, StepTime
 from zerojax.planner._workload import MODEL
-from zerojax.planner.hardware import Hardware
 from zerojax.recipe import Recipe, Remat
 
 

@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives.forms import BLOCK, TOGETHER
+from zerojax.hardware import Hardware
 from zerojax.layout import Description, Layout, fills_tiles, make_layout
 from zerojax.planner._formulas import Theory, theory_of
 from zerojax.planner._update import Matrices, matrices_of
 from zerojax.planner._workload import DATA, MODEL, REPLICA, Devices, Model, Placement
-from zerojax.planner.hardware import Hardware, Network
+from zerojax.planner.links import Network
 from zerojax.planner.traced import HeldLeaf, Sharing
 from zerojax.recipe import LAYER_INPUT, Recipe
 
@@ -52,8 +53,8 @@ class Setting:
             offloads=hosts_inputs(self.recipe),
             ahead=ahead,
             group=ahead * layer / 2,
-            unwritten=TOGETHER * self.network.offloads * writes,
-            reduced=largest * self.item_bytes[1] * self.network.offloads,
+            unwritten=TOGETHER * self.network.hardware.sparse_cores * writes,
+            reduced=largest * self.item_bytes[1] * self.network.hardware.sparse_cores,
             vector_memory=one.vector_memory,
         )
 
@@ -63,7 +64,7 @@ class Setting:
 
         What SparseCores move is in use for longer, and is laid elsewhere.
         """
-        laid_elsewhere = self.network.offloads and self.layout.partitions("optimizer")
+        laid_elsewhere = self.network.hardware.sparse_cores and self.layout.partitions("optimizer")
         is_last = self.recipe.precision.master is not None and self.recipe.accumulate == 1
         return is_last and not laid_elsewhere
 

@@ -20,7 +20,7 @@ from zerojax._types import Axes
 from zerojax.planner._demand import Demand
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import MODEL
-from zerojax.planner.hardware import Collective, Seconds
+from zerojax.planner.links import Collective, Seconds
 from zerojax.planner.traced import Work
 
 #: What a step waits for, in words, by the fields of `StepTime`.
@@ -64,7 +64,7 @@ def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     update = Work.total([products, Work.of(0.0, given.update_bytes, one)])
     kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
-    common = OVERLAP["sparse_cores" if given.network.offloads else one.platform]
+    common = OVERLAP["sparse_cores" if given.network.hardware.sparse_cores else one.platform]
     overlap = {**common, **OVERLAP.get(one.name, {})}[kind]
     links, hidden = _link_seconds(given, demand.model_elements(given, count), overlap)
     moved = 2 * times * demand.checkpoints(given, count) + given.update_traffic

@@ -20,8 +20,8 @@ from zerojax.checkpoint import Restored
 from zerojax.cli.shared._command import Screen
 from zerojax.cli.train._run import TrainRun
 from zerojax.cli.train._signals import Signals
+from zerojax.hardware import hardware_of
 from zerojax.models import gpt
-from zerojax.planner import find_hardware
 
 #: Seconds between lines about steps.
 LINE_EVERY = 10.0
@@ -163,8 +163,7 @@ def measure(
     The peak is the data sheet's, of bf16 or of fp32 as JAX multiplies. What is unknown is left out.
     """
     found: dict[str, float] = {}
-    with contextlib.suppress(ValueError):  # hardware that is not in the table
-        hardware = find_hardware(devices[0].device_kind)
+    if (hardware := hardware_of(devices[0].device_kind)) is not None:
         rate = hardware.flops_fp32 if precision == "fp32" else hardware.flops
         attention = 12 * config.num_layers * config.width * config.context
         flops = 6 * gpt.num_params(config) + attention

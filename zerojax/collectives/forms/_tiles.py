@@ -10,7 +10,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 
 from zerojax._types import Shape
-from zerojax.layout import SPANS, Layout, LeafLayout, Phases, fills_tiles, scattered_size
+from zerojax.layout import Layout, LeafLayout, Phases, fills_tiles, scattered_size
 
 #: Rows and columns of a tile, along the minor two dims.
 _TILE = (8, 128)
@@ -49,9 +49,8 @@ def scattered_shape(shape: Shape, dim: int, layout: Layout) -> Shape:
 
     On chips that form 3-D tori the dim that lies minor is padded (`layout.scattered_size`).
     """
-    span = SPANS.get(layout.device_kind)
-    is_matrix = len(shape) > 1 and span is not None and span.num_dims > 1
-    if not is_matrix or scatters_at_once(shape, dim, layout):
+    chip = layout.hardware
+    if len(shape) < 2 or chip is None or chip.span < 2 or scatters_at_once(shape, dim, layout):
         return shape
     minor = _reduced(shape, dim, layout)[-1]
     return (*shape[:minor], scattered_size(shape[minor]), *shape[minor + 1 :])

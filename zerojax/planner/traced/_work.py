@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zerojax.planner.hardware import Hardware
+from zerojax.hardware import Hardware
 from zerojax.planner.traced._lifetimes import Launch, Lifetimes
 from zerojax.planner.traced._peak import HeldLeaf
 from zerojax.planner.traced._split import is_padded

@@ -7,7 +7,7 @@ What a program reaches of them is for a plan to say, not for this table.
 import difflib
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from types import MappingProxyType
@@ -41,6 +41,11 @@ class Hardware:
         slices: the slices that can be rented, in chips ("4x4x8"); others are taken as they come.
         devices_per_chip: devices that share a place on the torus.
         chip_bandwidth: bytes/s that a device receives from the others of its chip.
+        span: torus dims along which one gather or reduce-scatter may go at once: along more of them
+            libtpu makes it an all-reduce, but for the `spans`, devices along each dim ("2x4"). 0
+            where all may.
+        sparse_cores: whether SparseCores gather and scatter along any dims at once, where shards
+            are whole tiles, by the options that a train step is compiled with.
         slow_bandwidth: bytes/s that a device receives from beyond its domain: its part of a node's
             network cards (GPU) or of the data-centre network (TPU).
         host_bandwidth: bytes/s one way between a device and its host's memory.
@@ -74,6 +79,9 @@ class Hardware:
     slices: tuple[str, ...] = ()
     devices_per_chip: int = 1
     chip_bandwidth: float = 0.0
+    span: int = 0
+    spans: tuple[str, ...] = ()
+    sparse_cores: bool = False
     clock: float = 0.0
     flops_share: float = 1.0
     hbm_share: float = 1.0
@@ -99,9 +107,14 @@ class Hardware:
         if self.torus not in range(4):
             raise ValueError(f"{who} torus must be 0 (a switch), 1, 2 or 3, got {self.torus!r}")
 
+    def may_span(self, sizes: Iterable[int]) -> bool:
+        """Return whether one collective may go along torus dims with so many devices at once."""
+        held = sorted(size for size in sizes if size > 1)
+        return not self.span or len(held) <= self.span or "x".join(map(str, held)) in self.spans
+
 
 def _read_table() -> dict[str, Hardware]:
-    file = resources.files("zerojax.planner.hardware").joinpath("hardware.toml")
+    file = resources.files("zerojax.hardware").joinpath("hardware.toml")
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     for name, figures in table.items():
         lists = {key: tuple(value) for key, value in figures.items() if isinstance(value, list)}
@@ -128,6 +141,11 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
     known = ", ".join(dict.fromkeys(names[name] for name in near))
     told = f"{hardware!r} is no hardware that is known; those are, nearest first: {known}; describe"
     raise ValueError(f"{told} others with a Hardware of your own")
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """Return the hardware that JAX calls so; None where it is not known."""
+    return HARDWARE.get(_names().get(device_kind.lower(), ""))
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zerojax.hardware import Hardware
 from zerojax.layout import DIMS
-from zerojax.planner.hardware._hardware import Hardware
-from zerojax.planner.hardware._links import gather_time, rate_along
+from zerojax.planner.links._network import gather_time, rate_along
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from zerojax.aot._topology import GPU_CHIPS
-from zerojax.layout import SPANS
-from zerojax.planner import HARDWARE, Hardware, find_hardware
+from zerojax.hardware import HARDWARE, Hardware, find_hardware
 
 GIB = 2**30
 
@@ -93,10 +92,9 @@ def test_a_slice_of_google_gives_its_own_network():
 
 def test_torus_phases_are_known_for_every_kind_of_torus():
     for one in HARDWARE.values():
-        assert bool(one.torus) == any(kind in SPANS for kind in one.device_kinds), one.name
+        assert bool(one.torus) == bool(one.span), one.name
     kinds = [kind for one in HARDWARE.values() for kind in one.device_kinds]
     assert len(kinds) == len(set(kinds))
-    assert set(SPANS) <= set(kinds)
 
 
 def test_compilers_for_absent_hardware_are_told_the_same():

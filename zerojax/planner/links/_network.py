@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from zerojax._types import Axes
-from zerojax.layout import DIMS, OFFLOADS, SPANS, SubAxis, group_sub_axes
-from zerojax.planner.hardware._hardware import Hardware
+from zerojax.hardware import Hardware
+from zerojax.layout import DIMS, SubAxis, group_sub_axes
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
@@ -51,8 +51,6 @@ class Network:
 
     def __init__(self, hardware: Hardware, axes: Mapping[str, int]) -> None:
         self.hardware, self.axes = hardware, axes
-        #: whether collectives run on SparseCores, by the compiler options of a step
-        self.offloads = not OFFLOADS.isdisjoint(hardware.device_kinds)
         #: how many devices along each axis a domain has, and how many domains the axis crosses
         self.within = _within(hardware.domain, axes)
         self.across = {name: size // self.within[name] for name, size in axes.items()}
@@ -62,7 +60,6 @@ class Network:
         cores = num_devices // math.prod(self.torus) if self.torus else 1
         self._extents = {**dict(zip(DIMS, self.torus, strict=False)), DIMS[-1]: cores}
         self._sub_axes = lay_axes((*self.torus, cores), self.within) if self.torus else {}
-        self._span = next((SPANS[kind] for kind in hardware.device_kinds if kind in SPANS), None)
 
     def seconds(
         self, axes: Axes, num_bytes: float, collective: Collective = "all-gather"
@@ -77,7 +74,7 @@ class Network:
         a reduce-scatter and a gather, and on a torus needs no phases, as nothing does on
         SparseCores. `num_bytes` is S, the whole tensor.
         """
-        phases = self.phases(axes, "all-reduce" if self.offloads else collective)
+        phases = self.phases(axes, "all-reduce" if self.hardware.sparse_cores else collective)
         within = math.prod(self.within[name] for name in axes)
         across = math.prod(self.across[name] for name in axes)
         slow = self.hardware.slow_bandwidth
@@ -99,7 +96,7 @@ class Network:
         """Return the phases of a collective within a domain, in a reduction's order.
 
         On a torus they are those of `layout.find_phases`: gathers and reduce-scatters span as many
-        dims at once as `layout.SPANS` allows, all-reduces all of them. Over several slices zerojax
+        dims at once as `Hardware.span` allows, all-reduces all of them. Over several slices zerojax
         leaves the order to the compiler, which is taken to do the same.
         """
         if not self.torus:
@@ -107,8 +104,8 @@ class Network:
             return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
         sub_axes = [sub_axis for name in axes for sub_axis in self._sub_axes[name]]
         groups = [sub_axes]
-        if collective != "all-reduce" and self._span is not None:
-            groups = group_sub_axes(self._span, sub_axes)
+        if collective != "all-reduce":
+            groups = group_sub_axes(self.hardware, sub_axes)
         return tuple(self._phase(group) for group in groups if group)
 
     def _phase(self, group: Sequence[SubAxis]) -> Phase:
