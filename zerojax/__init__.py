@@ -1,12 +1,12 @@
 """ZeRO for JAX: model states partitioned over a device mesh."""
 
 import zerojax._quiet  # the first to import jax
+from zerojax._examples import Whole
 from zerojax._version import __version__
 from zerojax.aot import topology_mesh
 from zerojax.audit import AuditError, AuditReport, audit
 from zerojax.checkpoint import Checkpoints, restore, save
 from zerojax.collectives import gather_where_used
-from zerojax.collectives.gradients import Whole
 from zerojax.hardware import Hardware
 from zerojax.layout import Layout, Rule, make_layout, make_mesh
 from zerojax.lock import checked

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.collectives.gathers._products import labels_of, product
+from zerojax.collectives.forms._products import labels_of, product
 from zerojax.collectives.passes import fenced
 
 BF16, FP32 = jnp.bfloat16, jnp.float32

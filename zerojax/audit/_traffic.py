@@ -13,10 +13,10 @@ import numpy as np
 from zerojax._types import Axes
 from zerojax.audit._match import Key, Match, Matcher, difference, key_of
 from zerojax.audit._program import Program
-from zerojax.collectives.forms import OWNERS
 from zerojax.collectives.passes import JOINED
 from zerojax.hlo import Collective, Groups, mesh_axes
 from zerojax.layout import Layout
+from zerojax.optim.whole import OWNERS
 
 _GATHERS = ("windowed all-gather", "all-reduce of parts")
 #: How the names of collectives end that a loss asks for itself, of experts or of a ring.

@@ -3,4 +3,3 @@
 from zerojax.optim._offloaded import OffloadedUpdate, hosted_leaves
 from zerojax.optim._quantized import quantized
 from zerojax.optim._sharded import apply_updates, as_params, sharded, store_state
-from zerojax.optim._whole import update_whole

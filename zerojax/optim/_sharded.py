@@ -32,7 +32,7 @@ from zerojax.layout import (
     as_transformation,
     check_layout,
 )
-from zerojax.optim._whole import update_whole
+from zerojax.optim.whole import update_whole
 
 #: Traced updates that are 0, by id, of leaves that an optimizer leaves alone: none is added.
 _ZEROS: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()

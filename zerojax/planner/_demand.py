@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
+from zerojax._examples import count_examples, resized, unmarked
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives.gradients import count_examples, resized, unmarked
 from zerojax.memory import has_layers, rematerialised
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting

@@ -11,9 +11,9 @@ from typing import get_args
 import optax
 
 from zerojax._arguments import as_amount, as_count, as_given
+from zerojax._examples import per_microbatch
 from zerojax._quiet import uncollected
 from zerojax._types import Axes, PyTree
-from zerojax.collectives.gradients import per_microbatch
 from zerojax.hardware import Hardware, find_hardware
 from zerojax.layout import STAGES, check_stage
 from zerojax.planner._choices import Choices, Space, gigabytes

@@ -19,8 +19,9 @@ from zerojax._jaxpr import num_products, opened
 from zerojax._traced import run_update
 from zerojax._tree import as_shapes
 from zerojax._types import Axes
-from zerojax.layout import Layout, has_matrices
+from zerojax.layout import Layout
 from zerojax.optim import sharded
+from zerojax.optim.whole import has_matrices
 from zerojax.recipe import Recipe
 
 

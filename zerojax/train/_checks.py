@@ -14,15 +14,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._examples import count_examples, example_leaves, map_batch, per_microbatch, unmarked
 from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
-from zerojax.collectives.gradients import (
-    count_examples,
-    example_leaves,
-    map_batch,
-    per_microbatch,
-    unmarked,
-)
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 

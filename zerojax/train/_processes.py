@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._examples import map_batch
 from zerojax._tree import leaves_by_path, named_tuples
 from zerojax._types import PyTree
 from zerojax._version import __version__
-from zerojax.collectives.gradients import map_batch
 from zerojax.layout import Layout
 from zerojax.processes import agree, together
 from zerojax.recipe import Recipe

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._display import Shown
+from zerojax._examples import map_batch, num_examples
 from zerojax._quiet import uncollected
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
@@ -201,7 +202,7 @@ class TrainStep(Shown):
         if key not in self._compiled:
             check_batch(batch, self.layout, self.recipe.accumulate if steps else 1)
             whole = self.layout.sharding(P())
-            placed = gradients.map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
+            placed = map_batch(lambda _: self.layout.batch, batch, lambda _: whole)
             self._compiled[key] = jax.jit(
                 self._step if steps else self._evaluate,
                 in_shardings=(self.shardings, placed),
@@ -232,7 +233,7 @@ class TrainStep(Shown):
         return forms.auto_region(run, self.layout, self._spec_like(batch))(state, batch)
 
     def _spec_like(self, batch: PyTree) -> Callable[[Any], P]:
-        rows = gradients.num_examples(batch)
+        rows = num_examples(batch)
         return lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P()
 
     def _given(self, state: TrainState, batch: PyTree) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from zerojax._types import PyTree
 from zerojax.collectives.forms import as_state, shard, store, uses_gloo, view
 from zerojax.collectives.gradients import wide
 from zerojax.layout import Layout, LeafLayout
-from zerojax.optim import OffloadedUpdate, hosted_leaves, update_whole
+from zerojax.optim import OffloadedUpdate, hosted_leaves
+from zerojax.optim.whole import update_whole
 from zerojax.recipe import DynamicLossScale, Recipe
 from zerojax.train._state import TrainState
 

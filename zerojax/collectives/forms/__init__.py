@@ -20,6 +20,6 @@ from zerojax.collectives.forms._forms import (
     uses_gloo,
     view,
 )
-from zerojax.collectives.forms._owners import OWNERS, Job, Spread, compute_by_owners
+from zerojax.collectives.forms._products import bind_narrow, is_narrow, labels_of, product
 from zerojax.collectives.forms._tiles import as_state, scattered_shape, scatters_at_once
 from zerojax.collectives.forms._writeback import TOGETHER, widened, write_back

@@ -2,4 +2,3 @@
 
 from zerojax.collectives.gathers._boxed import REDUCED, makes_gathered
 from zerojax.collectives.gathers._gather import gather_where_used, gathering
-from zerojax.collectives.gathers._products import bind_narrow, is_narrow

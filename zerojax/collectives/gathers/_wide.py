@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import bind, has_inside
-from zerojax.collectives.gathers._products import labels_of, product
+from zerojax.collectives.forms import labels_of, product
 from zerojax.layout import Layout
 
 

@@ -1,15 +1,5 @@
 """Gradients of microbatches, when they are summed, and whether a loss is a mean over examples."""
 
-from zerojax.collectives.gradients._examples import (
-    Whole,
-    count_examples,
-    example_leaves,
-    map_batch,
-    num_examples,
-    per_microbatch,
-    resized,
-    unmarked,
-)
 from zerojax.collectives.gradients._reduce import (
     StepLoss,
     accumulate,

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zerojax import _examples
 from zerojax._tree import flatten_with_names, floating_dtype
 from zerojax._types import PyTree
 from zerojax.collectives.forms import PerDevice, constrain, shard_spec, to_stored
-from zerojax.collectives.gradients import _examples
 from zerojax.collectives.gradients._separable import REMEDY, why_no_mean
 from zerojax.collectives.passes import fenced
 from zerojax.layout import Layout, LeafLayout

@@ -24,9 +24,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
 
+from zerojax import _examples
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._types import PyTree
-from zerojax.collectives.gradients import _examples, _mixing, _rules
+from zerojax.collectives.gradients import _mixing, _rules
 from zerojax.collectives.gradients._mixing import Refused, Value, meet
 
 #: What a loss should be where parts of the batch are averaged.

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _jaxpr
-from zerojax.collectives.gathers import bind_narrow, is_narrow
+from zerojax.collectives.forms import bind_narrow, is_narrow
 
 #: Elements on a device from which a sum is worth a conditional.
 LARGE = 2**14

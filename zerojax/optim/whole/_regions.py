@@ -16,10 +16,8 @@ import jax.numpy as jnp
 from zerojax._jaxpr import CALLS, bind_here, depending, run, run_bodies, variables, with_inner
 from zerojax._traced import Slice, Traced
 from zerojax._types import Axes, Shape
-from zerojax.layout._dims import SHARED, Dims
-from zerojax.layout._leaf import as_entries
-from zerojax.layout._optimizer import OptimizerLayout
-from zerojax.layout._tree_layout import TreeLayout
+from zerojax.layout import Layout, OptimizerLayout, as_entries
+from zerojax.optim.whole._dims import SHARED, Dims
 
 #: Of operations that say sizes, the parameter that says them.
 _SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
@@ -104,7 +102,7 @@ class Regions:
         dims: the labels of the dims of its values.
     """
 
-    def __init__(self, traced: Traced, placed: OptimizerLayout, layout: TreeLayout) -> None:
+    def __init__(self, traced: Traced, placed: OptimizerLayout, layout: Layout) -> None:
         """Read an update of logical leaves: gradients, state and maybe parameters, then others."""
         self.dims = Dims()
         labels: dict[int, tuple[int, ...]] = {}

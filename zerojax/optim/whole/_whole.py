@@ -1,4 +1,4 @@
-"""Updates whose optimizer needs whole matrices, on devices that own whole ones."""
+"""`update_whole`: the regions of an update as jobs of owners."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from zerojax._jaxpr import bind, depending, inputs_of, opened, run_bodies, run_equations
 from zerojax._traced import Traced
 from zerojax._types import Axes, PyTree
-from zerojax.collectives.forms import Job, Spread, compute_by_owners
-from zerojax.layout import Layout, OptimizerLayout, Region, Regions, has_matrices
+from zerojax.layout import Layout, OptimizerLayout
+from zerojax.optim.whole._dims import has_matrices
+from zerojax.optim.whole._jobs import Job, Spread, compute_by_owners
+from zerojax.optim.whole._regions import Region, Regions
 
 
 def update_whole(

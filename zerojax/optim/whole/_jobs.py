@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import Axes, Shape
-from zerojax.collectives.forms._forms import constrain
+from zerojax.collectives.forms import constrain
 from zerojax.layout import Layout, as_spec
 
 #: The scope that names these all-to-alls in profiles and in the text of programs.
