@@ -151,6 +151,24 @@ def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
     return found
 
 
+def read_often(program: Any) -> set[Any]:
+    """Return the variables of a program, and of all that it holds, that several equations read.
+
+    A call reads a variable as often as the program that it holds does.
+    """
+    found, once = set[Any](), set[Any]()
+    for eqn in opened(program)[0].eqns:
+        own = set(variables(eqn.invars))
+        for inner in core.jaxprs_in_params(eqn.params):
+            found |= read_often(inner)
+            if called(eqn) is not None:
+                pairs = zip(inner.invars, eqn.invars, strict=False)
+                found |= own & {x for var, x in pairs if is_variable(x) and var in found}
+        found |= own & once
+        once |= own
+    return found
+
+
 def used(traced: core.ClosedJaxpr, num_results: int | None = None) -> core.ClosedJaxpr:
     """Leave out of a program, in loops too, what its first results don't need; None is all."""
     wanted = [True] * len(traced.jaxpr.outvars[:num_results])

@@ -116,7 +116,7 @@ _with_gradient_of.defvjp(
 def copied(box: Boxed, opening: Opening) -> Copied:
     """Let uses of a fresh box read copies."""
     layout, dim, like = opening.layout, box.dim, box.shape_alone
-    stored = like.value
+    stored, source = like.value, box.source.dtype
     dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype
 
     @jax.custom_vjp
@@ -129,10 +129,10 @@ def copied(box: Boxed, opening: Opening) -> Copied:
         if dim is not None:
             g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
             g = constrain(g, layout, shard_spec(layout, like, "gradient"))
-        return (g.astype(stored.dtype),)
+        return (g.astype(source),)
 
     sums.defvjp(lambda value: (sums(value), None), backward)
-    return Copied(box, box, sums(box.value))
+    return Copied(box, box, sums(box.source))
 
 
 def copied_if_tied(box: Any, program: Any, index: int, opening: Opening) -> Any:

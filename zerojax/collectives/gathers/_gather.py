@@ -97,7 +97,7 @@ def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
         boxes = [copied_if_tied(box, traced, i, opening) for i, box in enumerate(boxes)]
         examples = jax.tree.leaves(given)
         from_batch = _jaxpr.depending_within(traced, [False] * len(boxes) + [True] * len(examples))
-        retracer = Retracer(opening, from_batch)
+        retracer = Retracer(opening, from_batch, _jaxpr.read_often(traced))
         flat = [*map(retracer.opened, retracer.run(traced, [*boxes, *examples]))]
         count = len(jax.tree.leaves(out))
         return jax.tree.unflatten(jax.tree.structure(out), flat[:count]), flat[count:]

@@ -43,6 +43,7 @@ class Retracer:
 
     opening: Opening  # how boxes are opened
     from_batch: set[Any]  # variables computed from the batch; others are of weights and constants
+    often: set[Any]  # variables that several equations read
     # whether the user rematerialises what is around, so that what is gathered here is not kept
     saved: bool = False
     # whether a scan is around, of whose two passes nothing can be merged
@@ -53,12 +54,19 @@ class Retracer:
     layers: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def run(self, program: Any, args: Sequence[Any]) -> list[Any]:
-        return _jaxpr.run(program, args, self._step)
+        return _jaxpr.run(program, self._shared(_jaxpr.opened(program)[0].invars, args), self._step)
 
     def opened(self, value: Any) -> Any:
         return self.opening.opened(_uncopied(value))
 
-    def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def _shared(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        pairs = zip(variables, values, strict=True)
+        return [x.shared() if isinstance(x, Boxed) and var in self.often else x for var, x in pairs]
+
+    def _step(self, eqn: Any, values: list[Any]) -> list[Any]:
+        return self._shared(eqn.outvars, self._bound(eqn, values))
+
+    def _bound(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         has_box = any(isinstance(v, Boxed | _copies.Copied) for v in values)
         layout = self.opening.layout
@@ -130,10 +138,9 @@ class Retracer:
                 floats = (jnp.issubdtype(x.dtype, jnp.inexact) for x in carry)
                 pairs = zip(carry, floats, strict=True)
                 carry = [checkpoint_name(x, CARRIED) if is_float else x for x, is_float in pairs]
-            dims = [tuple(range(1, x.ndim + 1)) for x in slices]
             layer = [
-                _structural.shared(v.moved(x, old)) if isinstance(v, Boxed) else x
-                for v, x, old in zip(stacks, slices, dims, strict=True)
+                v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
+                for v, x in zip(stacks, slices, strict=True)
             ]
             return [*map(self.opened, inner.run(program, [*consts, *carry, *layer]))]
 

@@ -32,6 +32,9 @@ _MOVES = frozenset(
     transpose
     """.split()
 )
+#: Those that take every element once. Slices of a stack are shared each by itself: the gradients of
+#: all of them, in fp32, would be the stack's.
+_REARRANGES = frozenset("broadcast_in_dim reshape rev squeeze transpose".split())
 _JOINS = frozenset("concatenate pad stack".split())
 _REDUCTIONS = frozenset("argmax argmin reduce_max reduce_min reduce_prod reduce_sum".split())
 
@@ -66,7 +69,7 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
     if not boxes:
         return bind(eqn, values)
     kept = _on_shards(eqn, values, boxes, opening)
-    return _recorded(eqn, values, boxes, opening) if kept is None else kept
+    return _recorded(eqn, values, boxes) if kept is None else kept
 
 
 def waits_elementwise(boxed: Boxed) -> bool:
@@ -76,13 +79,6 @@ def waits_elementwise(boxed: Boxed) -> bool:
         and not any(isinstance(x, Boxed) or jnp.ndim(x) for x in waiting.operands if x is not None)
         for waiting in boxed.recorded
     )
-
-
-def shared(boxed: Boxed) -> Boxed:
-    """Run what waits on shards once for all that read it, where it can be."""
-    if not boxed.recorded or not waits_elementwise(boxed):
-        return boxed
-    return dataclasses.replace(boxed, settled=boxed.replayed(boxed.value, bind))
 
 
 def rules_settled(value: Any, opening: Opening) -> Any:
@@ -95,8 +91,8 @@ def rules_settled(value: Any, opening: Opening) -> Any:
     waiting = (x for one in value.recorded for x in with_inner(one.eqn))
     if all(x.primitive.name != "custom_jvp_call" for x in waiting):
         return value
-    done = value.replayed(value.value, bind)
-    return opening.placed(dataclasses.replace(value, value=done, recorded=()))
+    (done,) = opening.settled([value])
+    return opening.placed(dataclasses.replace(value, value=done, recorded=(), wide=None))
 
 
 def is_slice(eqn: Any) -> bool:
@@ -125,7 +121,7 @@ def _on_shards(
         is_alone = len(boxes) == 1 and not any(map(jnp.ndim, others))
         if is_alone and (widens or first.recorded):
             return None
-        operands, like = opening.settled(values), dataclasses.replace(first, recorded=())
+        operands, like = opening.settled(values), dataclasses.replace(first, recorded=(), wide=None)
         if not is_alone and eqn.primitive.name != "custom_vjp_call":  # its rule counts on shapes
             operands = [opening.uncut(x, like) for x in operands]
         (out,) = bind(eqn, operands)
@@ -143,7 +139,10 @@ def _on_shards(
     if not first.held <= set(dims):
         return outs
     first = dataclasses.replace(first, recorded=recorded)
-    return [shared(opening.placed(first.moved(out, dims))) for out in outs]
+    boxes = [first.moved(out, dims) for out in outs]
+    if first.wide is not None and eqn.primitive.name in _REARRANGES:
+        boxes = [dataclasses.replace(boxes[0], wide=bind(eqn, [first.wide, *others])[0])]
+    return [*map(opening.placed, boxes)]
 
 
 def _is_alike(eqn: Any) -> bool:
@@ -168,9 +167,7 @@ def _lies_as(one: Boxed, other: Boxed) -> bool:
     return all(a == b or (b == 1 and d not in one.held) for d, (a, b) in sizes)
 
 
-def _recorded(
-    eqn: Any, values: list[Any], boxes: list[Boxed], opening: Opening
-) -> list[Any] | None:
+def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | None:
     """Let an equation wait until its boxes are opened, if it is cheap and needs nothing larger.
 
     A mask or a constant of the weight's shape may wait with it: of `select_n mask w zeros`, `zeros`
@@ -186,10 +183,7 @@ def _recorded(
             return None
     elif has_arrays or eqn.primitive.name not in _MOVES | _JOINS:
         return None
-    box = boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])
-    if len(boxes) == 1 and waits_elementwise(box):
-        box = dataclasses.replace(box, settled=bind(eqn, opening.settled(values))[0])
-    return [box]
+    return [boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])]
 
 
 def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
