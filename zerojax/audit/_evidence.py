@@ -229,9 +229,15 @@ class Evidence:
     def schedule(self) -> ScheduleReport | None:
         records = [self._written[id(move.record)] for move in self.moves]
         pairs = zip(records, self.moves, strict=True)
-        leaves = {id(x): likeliest(move, self.layout) for x, move in pairs}
+        # What moves along the user's own axes may look like a leaf.
+        leaves = {id(x): likeliest(one, self.layout) if one.is_ours else [] for x, one in pairs}
         devices, leaf_of = list(self.layout.devices.flat), lambda record: leaves[id(record)]
-        return schedule_of(self.program, self.module, records, devices, leaf_of)
+        remedy, kinds = "", self.layout.kinds
+        if "parameter" not in kinds:
+            remedy = "gather it in the forward pass (stage 3 with reshard_after_forward=False)"
+        elif not (self.has_recipe and self.recipe.lookahead(kinds, self.program.platform)):
+            remedy = "gather it while another layer computes (a train step with Recipe(prefetch=))"
+        return schedule_of(self.program, self.module, records, devices, leaf_of, remedy)
 
     @cached_property
     def tools(self) -> frozenset[str]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerojax.audit._program import Program
+from zerojax.audit._traffic import role_of
 from zerojax.hardware import Hardware, hardware_of
 from zerojax.hlo import Collective, Cost, Module, Operation, parse_schedule
 from zerojax.planner import Interconnect, Transfer
@@ -186,8 +187,12 @@ def schedule_of(
     records: Sequence[Collective],
     devices: Sequence[Any],
     leaves_of: Callable[[Collective], Sequence[str]] = lambda _: (),
+    gather_remedy: str = "",
 ) -> ScheduleReport | None:
-    """Run the clock over a program; None on a CPU, whose collectives wait, or an unknown chip."""
+    """Run the clock over a program; None on a CPU, whose collectives wait, or an unknown chip.
+
+    `gather_remedy` is what to do about a leaf's gather that is exposed, where there is something.
+    """
     hardware = hardware_of(str(devices[0].device_kind))
     found = None if program.platform == "cpu" else parse_schedule(module)
     if found is None or hardware is None:
@@ -212,7 +217,7 @@ def schedule_of(
     clock = Clock(lambda cost: _seconds(cost, hardware), transfer_of)
     clock.run(found.operations)
     collectives = [
-        _collective(group, tally, tuple(dict.fromkeys(x for one in group for x in leaves_of(one))))
+        _collective(group, tally, [x for one in group for x in leaves_of(one)], gather_remedy)
         for tally in clock.tallies.values()
         if (group := begun(tally.operation))
     ]
@@ -245,21 +250,16 @@ def _transfer(record: Collective, interconnect: Interconnect, hardware: Hardware
 
 
 def _collective(
-    records: Sequence[Collective], tally: Tally, leaves: tuple[str, ...]
+    records: Sequence[Collective], tally: Tally, leaves: Sequence[str], gather_remedy: str
 ) -> ScheduledCollective:
-    first, beside = records[0], tally.largest
-    if not tally.exposed:
-        remedy = ""
-    elif beside is not None:
-        remedy = "put more work beside it (prefetch, or a larger batch)"
-    elif first.trips and leaves:
-        remedy = "move it while another layer computes (prefetch)"
-    else:
-        remedy = "let the compiler make it asynchronous (compiler options)"
+    first, beside, remedy = records[0], tally.largest, ""
+    if tally.exposed:
+        own = gather_remedy if leaves and role_of(first) == "gather" else ""
+        remedy = own or "put more work beside it (a larger batch)"
     return ScheduledCollective(
         op=first.spelling,
         name=tally.operation.name,
-        leaves=leaves,
+        leaves=tuple(dict.fromkeys(leaves)),
         trips=first.trips,
         moved_bytes=sum(record.moved_bytes for record in records),
         is_blocking=beside is None,

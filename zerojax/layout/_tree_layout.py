@@ -1,5 +1,6 @@
 """`TreeLayout`: where parameters live as data, and the questions that need nothing else."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -234,13 +235,16 @@ class TreeLayout:
         """The leaves of each layer; those of no layer are left out.
 
         Stacks of one height are a layer: a slice of each. One of a list or a dict is what stands
-        below a number in paths, `blocks/0/...` or `layer_0/...`.
+        below a number in paths of a list, or beside others: `blocks/0/...`, or `UNet_0/layer_0/...`
+        where there is a `layer_1` too.
         """
         layers: dict[Any, list[LeafLayout]] = {}
+        starts = {start for leaf in self.leaves for start in _numbered(leaf.path)}
+        alike = collections.Counter(map(_unnumbered, starts))
+        many = {x for x in starts if alike[_unnumbered(x)] > 1 or x.rpartition("/")[2].isdigit()}
         for leaf in self.leaves:
-            numbered = re.match(r"([^/]*/)*?[^/]*\d[^/]*(?=/)", leaf.path)
-            name = leaf.shape[: leaf.stacked] or (numbered and numbered[0])
-            if name:
+            named = (start for start in _numbered(leaf.path) if start in many)
+            if name := leaf.shape[: leaf.stacked] or next(named, None):
                 layers.setdefault(name, []).append(leaf)
         return tuple(map(tuple, layers.values()))
 
@@ -337,3 +341,12 @@ class TreeLayout:
             return self.sharding(spec, len(leaf.shape))
 
         return self.map_leaves(place)
+
+
+def _numbered(path: str) -> list[str]:
+    """List the starts of a path that end in a number: `layer_0`, `layer_0/mlp/Dense_1`."""
+    return [path[: x.end()] for x in re.finditer(r"[^/]*\d[^/]*(?=/)", path)]
+
+
+def _unnumbered(start: str) -> str:
+    return re.sub(r"\d+(?=[^/]*$)", "", start)

@@ -116,12 +116,11 @@ class _Prefetch:
     def _step(self, eqn: Any, values: list[Any], *, looped: bool) -> Sequence[Any]:
         step = functools.partial(self._step, looped=looped)
         if eqn.primitive.name == _jaxpr.REMATERIALISED:
-            # As jax does it, so that the forward pass is not taken for what is computed again. In
-            # loops one by one where a gather is within: it must not wait for what the loop carries.
-            held = self.layers or any(jax.tree.leaves(eqn.params["prevent_cse"]))
-            hold, program = jax.lax.optimization_barrier if held else list, _jaxpr.called(eqn)
-            apart = self.layers and looped and any(is_gather(x) for x in _jaxpr.with_inner(eqn))
-            return _jaxpr.run(program, [*map(hold, values)] if apart else hold(values), step)
+            # As jax does it, so that the forward pass is not taken for what is computed again.
+            program = _jaxpr.called(eqn)
+            if self.layers or any(jax.tree.leaves(eqn.params["prevent_cse"])):
+                values = _held(values, _gathered(program) if self.layers and looped else [])
+            return _jaxpr.run(program, values, step)
         if _jaxpr.runs_in_place(eqn):
             return _jaxpr.run(_jaxpr.called(eqn), values, step)
         if eqn.primitive.name == "scan" and (self.layers or self.bound or self.waiting):
@@ -142,6 +141,33 @@ class _Prefetch:
             return _jaxpr.run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
         self.num_ahead += 1
         return _run_ahead(eqn, values, turn)
+
+
+def _held(values: list[Any], alone: Sequence[bool]) -> list[Any]:
+    """Put a barrier before values together, and before some alone.
+
+    What gathers are made of, in loops, must not wait for what the loop carries. All else must: of
+    two layers in a turn the first would be computed again before the second is done with.
+    """
+    held = dict(enumerate(values))
+    for at in itertools.compress(held, alone):
+        held[at] = jax.lax.optimization_barrier(held[at])
+    rest = [at for at in held if not (alone and alone[at])]
+    ended = jax.lax.optimization_barrier([held[at] for at in rest])
+    return [*(held | dict(zip(rest, ended, strict=True))).values()]
+
+
+def _gathered(program: Any) -> list[bool]:
+    """Return which inputs of a program its gathers are made of, in its calls and loops too."""
+    jaxpr, wanted = _jaxpr.opened(program)[0], set[Any]()
+    for eqn in reversed(jaxpr.eqns):
+        inner = _jaxpr.called(eqn)
+        if is_gather(eqn) or not wanted.isdisjoint(eqn.outvars):
+            wanted.update(_jaxpr.variables(eqn.invars))
+        for held in _jaxpr.bodies(eqn) if inner is None else (inner,):
+            flags = _gathered(held)
+            wanted.update(itertools.compress(eqn.invars[-len(flags) :], flags))
+    return [var in wanted for var in jaxpr.invars]
 
 
 def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
