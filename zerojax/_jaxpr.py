@@ -296,9 +296,7 @@ def run_equations(
     return [read(atom) for atom in outputs]
 
 
-def run_bodies(
-    eqn: Any, values: Sequence[Any], body: Callable[[Any, Sequence[Any]], list[Any]]
-) -> list[Any]:
+def run_bodies(eqn: Any, values: Sequence[Any], body: Callable[..., list[Any]]) -> list[Any]:
     """Run a call, scan or cond again, each program that it holds as `body(program, values)`."""
     if (inner := called(eqn)) is not None:
         return body(inner, values)

@@ -43,13 +43,13 @@ class Chip:
     process_index: int = 0
 
 
-def evidence_of(target, kind=None, stage=3, text=None):
+def evidence_of(target, kind=None, stage=3, text=None, prefetch=None, axes=(("data", 8),)):
     platform = "gpu" if target == "h100" else "tpu"
     places = np.ndindex((2, 2, 2) if target == "v5p" else (2, 4, 1))
     chips = [Chip(i, platform, kind or KINDS[target], place) for i, place in enumerate(places)]
     layout = zerojax.make_layout(
         {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in SHAPES.items()},
-        Mesh(np.array(chips), ("data",)),
+        Mesh(np.array(chips).reshape([size for _, size in axes]), [name for name, _ in axes]),
         stage=stage,
         rules=(zerojax.Rule(path=".", stacked=1),),
     )
@@ -61,7 +61,7 @@ def evidence_of(target, kind=None, stage=3, text=None):
         inputs=(),
         outputs=(),
     )
-    return Evidence(program, layout, zerojax.Recipe(accumulate=3))
+    return Evidence(program, layout, zerojax.Recipe(accumulate=3, prefetch=prefetch))
 
 
 def work(name, seconds):
@@ -176,6 +176,28 @@ def test_the_train_step_s_own_waits_are_no_problem():
     evidence = evidence_of("v6e", text=text)
     assert "make_train_step" in evidence.tools
     assert not list(check_exposed(evidence))
+
+
+@pytest.mark.parametrize(
+    ("stage", "prefetch", "remedy"),
+    [
+        (2, None, "gather it in the forward pass (stage 3 with reshard_after_forward=False)"),
+        (3, 0, "gather it while another layer computes (a train step with Recipe(prefetch=))"),
+        (3, 0.5, "put more work beside it (a larger batch)"),
+    ],
+)
+def test_a_remedy_is_for_the_step_that_waits(stage, prefetch, remedy):
+    schedule = evidence_of("h100", stage=stage, prefetch=prefetch).schedule
+    assert schedule is not None
+    waits = {one.op: one.remedy for one in schedule.collectives if one.exposed_seconds}
+    assert waits["all-gather"] == remedy
+    assert waits["reduce-scatter"] == "put more work beside it (a larger batch)"
+
+
+def test_what_moves_along_the_users_own_axis_is_no_leaf():
+    schedule = evidence_of("h100", axes=(("data", 1), ("model", 8))).schedule
+    assert schedule is not None
+    assert not any(one.leaves for one in schedule.collectives)
 
 
 def test_a_cpu_and_an_unknown_chip_have_none():

@@ -41,6 +41,33 @@ def test_two_layers_are_held_at_most(name, mesh8):
     assert after <= before + 2 * a_layer
 
 
+def test_a_layer_is_computed_again_when_the_one_behind_it_is_done(mesh8):
+    """Of two rematerialised layers in a turn all activations would lie there at one time."""
+
+    @jax.checkpoint
+    def layer(h, w):
+        return jnp.tanh(h @ w["w"]) @ w["v"]
+
+    def loss(params, x):
+        turn = lambda h, w: (layer(layer(h, w[0]), w[1]), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(turn, x, params)[0] ** 2)
+
+    params = [params_of(LOOPS["scan"], WIDE) for _ in range(2)]
+    rules = [zerojax.Rule(path=".", stacked=1)]
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=16, rules=rules)
+    x = jax.device_put(jnp.ones((16, WIDE[0])), layout.batch)
+    placed = jax.device_put(params, layout.params), x
+    gradient = jax.grad(gather_where_used(loss, layout))
+    ahead = prefetched(gradient, 1, layout)
+    *_, (_, body, _) = loops_of(ahead, placed)
+    barriers = [[*variables(eqn.invars)] for eqn in body.eqns if is_barrier(eqn)]
+    # A layer's input and its result's gradient wait for each other.
+    pairs = [[var for var in given if var.aval.shape == x.shape] for given in barriers]
+    assert [*map(len, pairs)].count(2) == 2
+    got, want = (jax.jit(f, out_shardings=layout.grads)(*placed) for f in (ahead, gradient))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_on_a_tpu_layers_wait_for_those_before(mesh8, monkeypatch):
     """Two a turn: none is gathered before the layer before the last is done; nor is one behind."""
     gradient, layout, args = gradient_of(["scan"], mesh8)

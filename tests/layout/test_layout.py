@@ -322,3 +322,24 @@ def test_a_layout_of_no_bytes_is_described(mesh8):
     described = zerojax.make_layout({"a": jnp.zeros((0, 4))}, mesh8, stage=2)
     assert described.bytes_per_device(optax.sgd(1.0))["total"] == 0
     assert "one device holds" in str(described.describe(optax.sgd(1.0)))
+
+
+BLOCK = {"Dense_0": {"kernel": (8, 8)}, "Dense_1": {"kernel": (8, 16)}}
+#: Models of two blocks of 192 elements, and how many layers they have.
+NUMBERED = {
+    "a list": ({"blocks": [BLOCK, BLOCK], "embed": (50, 8)}, 2),
+    "a dict": ({"block_0": BLOCK, "block_1": BLOCK, "Embed_0": {"table": (50, 8)}}, 2),
+    "a module within one": ({"UNet_0": {"Block_0": BLOCK, "Block_1": BLOCK}}, 2),
+    "one layer": ({"blocks": [BLOCK], "embed": (50, 8)}, 1),
+    "a stack": ({"Dense_0": {"kernel": (2, 8, 8)}, "Dense_1": {"kernel": (2, 8, 16)}}, 1),
+}
+
+
+@pytest.mark.parametrize(("shapes", "count"), NUMBERED.values(), ids=NUMBERED)
+def test_layers_are_what_is_numbered_beside_others(shapes, count, mesh8):
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple
+    )
+    rules = [zerojax.Rule(path="^Dense", stacked=1)] if "Dense_0" in params else []
+    layout = zerojax.make_layout(params, mesh8, stage=3, rules=rules)
+    assert (len(layout.layers), layout.layer_size) == (count, 8 * 8 + 8 * 16)

@@ -42,7 +42,8 @@ def compile_plan(
     """
     plan = as_given(Plan, plan, "zerojax.plan(...), or search_plans(...)[0]", None)
     named = parse_topology(topology)
-    if (find_hardware(named.chip), named.num_devices) != (plan.hardware, plan.num_devices):
+    theirs = plan.hardware.name, plan.num_devices  # a replaced figure may differ
+    if (find_hardware(named.chip).name, named.num_devices) != theirs:
         told = f"topology {topology!r} has {named.num_devices} x {named.chip}, and the plan is of"
         raise ValueError(f"{told} {plan.num_devices} x {plan.hardware.name}: name the plan's own")
     if plan.model_axis > 1:
@@ -50,9 +51,7 @@ def compile_plan(
             f"the plan has model_axis={plan.model_axis}, over which a plain loss is not cut: take "
             "one without, as search_plans(..., space=Space(model_axes=(1,))) finds"
         )
-    load = as_given(
-        Workload, workload, "zerojax.Workload(loss_fn=loss_fn, batch=batch)", Workload()
-    )
+    load = as_given(Workload, workload, "zerojax.Workload(loss_fn=loss, batch=batch)", Workload())
     if load.loss_fn is None:
         raise ValueError("compile_plan compiles a loss: give Workload(loss_fn=..., batch=...)")
     given = as_given(Placement, placement, "zerojax.Placement(min_size=0)", Placement())

@@ -102,9 +102,7 @@ def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[list[int]]:
     return found
 
 
-def _common_prefix(
-    wanted: Sequence[tuple[str, tuple[Shape, ...]]], leaves: Sequence[Argument]
-) -> str | None:
+def _common_prefix(wanted: Sequence[Any], leaves: Sequence[Argument]) -> str | None:
     """Return what stands before some paths in those of leaves; None where they or shapes differ."""
     prefixes: set[str | None] = set()
     for (path, shapes), leaf in zip(wanted, leaves, strict=True):

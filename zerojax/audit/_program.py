@@ -77,7 +77,7 @@ class Program:
         places = _Placements()
         inputs = tuple(_inputs(compiled, places))
         outputs = tuple(_outputs(compiled, places))
-        inputs = _named_by_results(inputs, outputs)
+        inputs = _renamed(inputs, outputs)
         return cls(
             text=text,
             platform=places.platform,
@@ -182,9 +182,7 @@ def _outputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
         yield _leaf(path_name(path), info, aval, sharding, places, _role(path, roles))
 
 
-def _named_by_results(
-    inputs: Sequence[Argument], outputs: Sequence[Argument]
-) -> tuple[Argument, ...]:
+def _renamed(inputs: Sequence[Argument], outputs: Sequence[Argument]) -> tuple[Argument, ...]:
     """Name the arguments that eqx.filter_jit flattened after the results that take their place.
 
     Of f32[8], f32[4,8], f32[2,4] as arguments 0/rest/0, 0/rest/1 and 0/rest/2, with results
@@ -207,12 +205,10 @@ def _role(path: tuple[Any, ...], states: list[tuple[Any, ...]]) -> str:
     return "optimizer" if held or OPTIMIZER_NAMES.intersection(path_name(path).split("/")) else ""
 
 
-def _leaf(
-    path: str, info: Any, aval: Any, sharding: Any, places: _Placements, role: str
-) -> Argument:
+def _leaf(path: str, info: Any, aval: Any, sharding: Any, at: _Placements, role: str) -> Argument:
     shape = tuple(info.shape)
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
-    placement = places.number(sharding, len(shape))
+    placement = at.number(sharding, len(shape))
     return Argument(
         path=path,
         shape=shape,
@@ -222,7 +218,7 @@ def _leaf(
         spec=_spec(sharding).removeprefix("PartitionSpec"),
         placement=placement,
         weak_type=bool(getattr(aval, "weak_type", False)),
-        memory_kind=places.memory_kind(sharding),
+        memory_kind=at.memory_kind(sharding),
         role=role,
     )
 

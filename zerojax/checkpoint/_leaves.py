@@ -164,9 +164,7 @@ def check_placed(tree: PyTree, layout: Layout) -> None:
                     raise ValueError(f"{told} it is {words[1]}; {REMEDY}")
 
 
-def _as_train_states_say(
-    below: Sequence[Node], layout: Layout, known: dict[str, Shape]
-) -> dict[str, Shape]:
+def _as_train_states_say(below: Any, layout: Layout, known: dict[str, Shape]) -> dict[str, Shape]:
     """Add to what is known the leaves of every train state, of which none is in doubt."""
     for path, node in below:
         if not _is_train_state(node):

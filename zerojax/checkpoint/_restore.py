@@ -121,18 +121,15 @@ def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> 
     failure = "" if error is None else f"a process can't read it ({error})"
     failures = gather_texts("restore", failure)
     if any(told):
-        raise _files.DamagedCheckpointError(
-            root, "\n".join(filter(None, told)).splitlines()
-        ) from error
+        lines = "\n".join(filter(None, told)).splitlines()
+        raise _files.DamagedCheckpointError(root, lines) from error
     if error is not None:
         raise error
     if any(failures):
         raise _files.DamagedCheckpointError(root, filter(None, failures))
 
 
-def _read(
-    root: Path, sources: Mapping[str, str], layout: Layout, like: PyTree
-) -> dict[str, jax.Array]:
+def _read(root: Path, sources: Mapping[str, str], layout: Layout, like: PyTree) -> dict[str, Any]:
     leaves = leaves_by_path(like)
     wanted = {path: as_stored(leaves[path], layout) for path in sources}
     empty = ((path, x) for path, x in wanted.items() if not x.size)

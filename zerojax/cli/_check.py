@@ -145,9 +145,7 @@ def _told(work: Callable[[], Result], path: Path) -> Result:
         raise _command.Failure(told if path.name in told else f"{path}: {told}") from error
 
 
-def _show(
-    name: str, old: StepRecord | None, record: StepRecord, screen: _command.Screen
-) -> list[str]:
+def _show(name: str, old: StepRecord | None, record: StepRecord, screen: Any) -> list[str]:
     """Show a step beside what was accepted; return in a few words what is wrong with it."""
     totals = record.totals
     words = [f"peak {binary(totals['peak bytes'])}"] if "peak bytes" in totals else []

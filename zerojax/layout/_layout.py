@@ -155,9 +155,8 @@ def make_layout(
     shapes = {path: _shape_of(path, leaf) for path, leaf in leaves_by_path(params).items()}
     if not shapes:
         raise ValueError(f"the parameters hold no arrays, got {params!r}; give a pytree of them")
-    entries = map(
-        functools.partial(_user_entries, mesh), shapes, _broadcast(specs, params), shapes.values()
-    )
+    given = _broadcast(specs, params)
+    entries = map(functools.partial(_user_entries, mesh), shapes, given, shapes.values())
     stacked = stacked_from_shapes({path: leaf.shape for path, leaf in shapes.items()})
     empty = Layout(
         mesh=mesh,

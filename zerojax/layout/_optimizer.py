@@ -140,9 +140,7 @@ def optimizer_leaves(
     return (_by_own_shape(path, jax.ShapeDtypeStruct(shape, jnp.float32), layout),)
 
 
-def _place(
-    path: str, leaf: Any, owner: int | None, ways: list[Way], layout: TreeLayout
-) -> LeafLayout:
+def _place(path: str, leaf: Any, owner: Any, ways: list[Way], layout: TreeLayout) -> LeafLayout:
     if math.prod(leaf.shape) <= 1:
         reason = "whole" if leaf.shape else "whole: a scalar"
         return layout.placed(path, leaf, reason, parameter=owner)

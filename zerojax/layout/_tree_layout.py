@@ -234,9 +234,8 @@ class TreeLayout:
     def layers(self) -> tuple[tuple[LeafLayout, ...], ...]:
         """The leaves of each layer; those of no layer are left out.
 
-        Stacks of one height are a layer: a slice of each. One of a list or a dict is what stands
-        below a number in paths of a list, or beside others: `blocks/0/...`, or `UNet_0/layer_0/...`
-        where there is a `layer_1` too.
+        Stacks of one height are a layer: a slice of each. Another is what stands below a number in
+        paths: `blocks/0/...`, or `UNet_0/layer_0/...` where there is a `layer_1` too.
         """
         layers: dict[Any, list[LeafLayout]] = {}
         starts = {start for leaf in self.leaves for start in _numbered(leaf.path)}

@@ -164,8 +164,8 @@ def _same(one: Argument, returned: Argument | None) -> bool:
 
 
 def _moved(
-    records: Iterable[Collective], program: Program, leaves: Mapping[str, Leaf]
-) -> dict[str, Moved]:
+    records: Iterable[Collective], program: Program, leaves: dict[str, Leaf]
+) -> dict[str, Any]:
     groups: dict[str, list[Collective]] = {}
     for one in records:
         if one.moved_elements:

@@ -1,6 +1,5 @@
 """A layer's input, the activation checkpoint: cut over an axis of the mesh while it waits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,9 +63,7 @@ def whole_gradient(x: jax.Array, axis: str | None) -> jax.Array:
     return x if _dim_to_cut(x, axis) is None else _with_whole_gradient(lambda x: x, x, axis)
 
 
-def _with_whole_gradient(
-    place: Callable[[jax.Array], jax.Array], x: jax.Array, axis: str | None
-) -> jax.Array:
+def _with_whole_gradient(place: Any, x: jax.Array, axis: str | None) -> jax.Array:
     placed = jax.custom_vjp(place)
     # Rematerialisation must see names, which `placed` would hide, so the forward rule has `place`.
     placed.defvjp(lambda x: (place(x), None), lambda _, g: (whole(g, axis),))

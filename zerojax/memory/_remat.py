@@ -143,9 +143,8 @@ class _Runner:
         moves = _jaxpr.depending(jaxpr.eqns, itertools.compress(jaxpr.invars, moving))
 
         def step(eqn: Any, values: list[Any]) -> list[Any]:
-            return self._eqn(
-                eqn, values, [_jaxpr.is_variable(x) and x in moves for x in eqn.invars]
-            )
+            flags = [_jaxpr.is_variable(x) and x in moves for x in eqn.invars]
+            return self._eqn(eqn, values, flags)
 
         return _jaxpr.run(program, args, step)
 

@@ -130,9 +130,7 @@ class OffloadedUpdate:
         scalars, _, cast, _ = (part.num_leaves for part in results.children())
         return low + held + state + scalar, scalar * scalars + held + low[:cast] + state
 
-    def _part(
-        self, traced: Traced, index: int, slots: list[_Slot], stop: Callable[[Any], bool]
-    ) -> _Part:
+    def _part(self, traced: Traced, index: int, slots: list[_Slot], stop: Any) -> _Part:
         positions = tuple(n for n, slot in enumerate(slots) if slot.owner == index)
         return _Part(
             leaf=self.layout.leaves[index],
@@ -156,17 +154,15 @@ class OffloadedUpdate:
     def _names(self, owners: Iterable[Any]) -> str:
         return ", ".join([repr(self.layout.leaves[n].path) for n in sorted({*owners})][:3])
 
-    def _run(
-        self, part: _Part, values: Sequence[Any], on_host: Sequence[bool], token: Any
-    ) -> list[Any]:
-        near = [x for x, far in zip(values, on_host, strict=True) if not far]
+    def _run(self, part: _Part, values: list[Any], hosted: Sequence[bool], token: Any) -> list[Any]:
+        near = [x for x, far in zip(values, hosted, strict=True) if not far]
         if token is not None:  # hold them back until it is there
             near = list(jax.lax.optimization_barrier((*near, token)))[:-1]
-        anchor = on_host.index(True)
+        anchor = hosted.index(True)
         # A mesh of absent GPUs, and Explicit axes, lose the memory from an array's type.
         is_typed = jax.typeof(values[anchor]).memory_space == _HOST
         moved = iter(jax.device_put(near, _HOST) if is_typed else near)
-        there = [x if far else next(moved) for x, far in zip(values, on_host, strict=True)]
+        there = [x if far else next(moved) for x, far in zip(values, hosted, strict=True)]
 
         def compute(*given: Any) -> list[Any]:
             def step(eqn: Any, operands: list[Any]) -> list[Any]:

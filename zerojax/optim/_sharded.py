@@ -141,9 +141,7 @@ def init_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree)
 
 
 def in_layout_of_params(tree: PyTree, layout: Layout) -> PyTree:
-    return layout.map_leaves(
-        lambda _, x, sharding: constrain(x, layout, sharding.spec), tree, layout.params
-    )
+    return layout.map_leaves(lambda _, x, s: constrain(x, layout, s.spec), tree, layout.params)
 
 
 def store_state(state: PyTree, placed: OptimizerLayout, layout: Layout) -> PyTree:
@@ -151,9 +149,7 @@ def store_state(state: PyTree, placed: OptimizerLayout, layout: Layout) -> PyTre
     return placed.structure.unflatten(store(x, leaf, layout) for x, leaf in leaves)
 
 
-def state_layout(
-    tx: optax.GradientTransformation, layout: Layout, params: PyTree
-) -> OptimizerLayout:
+def state_layout(tx: Any, layout: Layout, params: PyTree) -> OptimizerLayout:
     dtypes = {*map(jnp.result_type, jax.tree.leaves(params))}
     dtypes = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
     return layout.optimizer(tx, dtypes.pop() if len(dtypes) == 1 else None)

@@ -66,7 +66,7 @@ def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
     common = OVERLAP["sparse_cores" if given.network.hardware.sparse_cores else one.platform]
     overlap = {**common, **OVERLAP.get(one.name, {})}[kind]
-    links, hidden = _link_seconds(given, demand.model_elements(given, count), overlap)
+    links, hidden = _links(given, demand.model_elements(given, count), overlap)
     moved = 2 * times * demand.checkpoints(given, count) + given.update_traffic
     host = moved / one.host_bandwidth
     # The device waits: gradients go when all are there, the next step needs what comes back.
@@ -91,9 +91,7 @@ def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     )
 
 
-def _link_seconds(
-    given: Setting, model: float, overlap: Mapping[str, float]
-) -> tuple[Seconds, Seconds]:
+def _links(given: Setting, model: float, overlap: Mapping[str, float]) -> tuple[Seconds, Seconds]:
     """Add up the time of the collectives, and what of it has work beside it.
 
     Theory counts elements that a device moves. Model parallelism and the optimizer are waited for.

@@ -120,9 +120,8 @@ def share_out(num_devices: int, placement: Placement) -> Devices:
     devices = as_count("num_devices", num_devices)
     model = as_count("model_axis", placement.model_axis)
     if devices % model:
-        raise ValueError(
-            f"model_axis={model} does not divide num_devices={devices}; give {_divisors(devices)}"
-        )
+        told = f"model_axis={model} does not divide num_devices={devices}"
+        raise ValueError(f"{told}; give {_divisors(devices)}")
     data = devices // model
     shards = as_count("num_shards", data if placement.num_shards is None else placement.num_shards)
     if data % shards:

@@ -132,9 +132,8 @@ def as_precision(precision: Precision | str) -> Precision:
     if isinstance(precision, Precision):
         return precision
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise ValueError(
-            f"precision must be one of {', '.join(PRECISIONS)}, or a Precision, got {precision!r}"
-        )
+        told = f"precision must be one of {', '.join(PRECISIONS)}, or a Precision"
+        raise ValueError(f"{told}, got {precision!r}")
     return PRECISIONS[precision]
 
 

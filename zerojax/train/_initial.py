@@ -31,9 +31,7 @@ class InitialState:
     has_key: bool  # whether the state has a PRNG key
     model_state: PyTree  # arrays or shapes; None where there is none
 
-    def make(
-        self, given: Callable[..., PyTree] | PyTree, args: tuple[Any, ...], key: Any
-    ) -> TrainState:
+    def make(self, given: PyTree, args: tuple[Any, ...], key: Any) -> TrainState:
         """Make the state from parameters, or from the function that returns them."""
         check_key(key, asked=self.has_key)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.model_state)):

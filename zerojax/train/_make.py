@@ -68,7 +68,6 @@ def make_train_step(
     if asks and recipe.reduction(layout.kinds) == "once":
         told = "with reduce='once' each device would make a model_state of its own examples: write"
         raise ValueError(f"{told} Recipe(reduce='each')")
-    first = jax.tree.map(
-        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x), model_state
-    )
+    shape = jax.ShapeDtypeStruct
+    first = jax.tree.map(lambda x: x if isinstance(x, shape) else jnp.asarray(x), model_state)
     return TrainStep(loss, tx, layout, recipe, first)

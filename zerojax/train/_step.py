@@ -216,9 +216,8 @@ class TrainStep(Shown):
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         check_state(state, self.abstract_state())
         held = jax.tree.map(lambda s: s.spec, self.shardings)
-        return forms.auto_region(self._run, self.layout, (held, self._spec_like(batch)))(
-            state, batch
-        )
+        specs = held, self._spec_like(batch)
+        return forms.auto_region(self._run, self.layout, specs)(state, batch)
 
     @uncollected()
     def _evaluate(self, state: TrainState, batch: PyTree) -> Any:
@@ -278,9 +277,7 @@ class TrainStep(Shown):
 
         return self.layout.map_leaves(one, old, updated)
 
-    def _gradients(
-        self, state: TrainState, batch: PyTree
-    ) -> tuple[tuple[Any, PyTree, PyTree], PyTree]:
+    def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
         params, layout, recipe = unwrapped(state.params), self.layout, self.recipe
         given = self._given(state, batch)
         count, dtype, loss_fn = recipe.accumulate, recipe.accumulator, _scaled(self._loss_fn)

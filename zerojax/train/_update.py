@@ -98,15 +98,11 @@ class Update:
     `tx` is the bare optimizer; the leaves `hosted` live in the host's memory.
     """
 
-    def __init__(
-        self, tx: optax.GradientTransformationExtraArgs, layout: Layout, recipe: Recipe
-    ) -> None:
+    def __init__(self, tx: Any, layout: Layout, recipe: Recipe) -> None:
         self.tx, self.layout, self.recipe = tx, layout, recipe
-        self._has_masters = recipe.precision.master is not None
+        self._has_masters = masters = recipe.precision.master is not None
         self.placed = layout.optimizer(tx, recipe.precision.updated)
-        self.hosted = hosted_leaves(
-            recipe.offload, layout, self.placed, has_masters=self._has_masters
-        )
+        self.hosted = hosted_leaves(recipe.offload, layout, self.placed, has_masters=masters)
 
     def __call__(
         self, state: TrainState, grads: PyTree, loss: jax.Array

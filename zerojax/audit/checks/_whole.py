@@ -214,13 +214,11 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
         yield from _beyond(evidence, "gradients", reductions, 1)
 
 
-def _beyond(
-    evidence: Evidence, what: str, moves: Sequence[Move], layers: float
-) -> Iterator[Problem]:
+def _beyond(evidence: Evidence, of: str, moves: Sequence[Move], layers: float) -> Iterator[Problem]:
     """Compare what is whole at one time, in bytes, with the layers that are asked for."""
     if not moves:
         return
-    sizes, gathers = Counter[tuple[str, str]](), what == "weights"
+    sizes, gathers = Counter[tuple[str, str]](), of == "weights"
     for move in moves:
         record = move.record
         name = record.name if gathers else operand_of(record)
@@ -234,10 +232,10 @@ def _beyond(
     yield Problem(
         where=f"{len(sizes)} {'gathers' if gathers else 'reductions'}; the largest, of "
         f"{evidence.leaf_names(largest)}: {describe_move(largest)}",
-        expected=f"{what} of {layers:g} layer(s) of {layer:,} B whole at one time, beside "
+        expected=f"{of} of {layers:g} layer(s) of {layer:,} B whole at one time, beside "
         f"{other:,} B outside of layers",
-        seen=f"{alive:,} B of {what} at one time, {(alive - other) / layer:.1f} layers",
-        remedy=f"scan over the layers, or {_remedy(evidence, what, layers)}",
+        seen=f"{alive:,} B of {of} at one time, {(alive - other) / layer:.1f} layers",
+        remedy=f"scan over the layers, or {_remedy(evidence, of, layers)}",
     )
 
 

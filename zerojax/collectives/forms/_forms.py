@@ -60,9 +60,7 @@ def shard_tree(tree: PyTree, layout: Layout) -> PyTree:
     return layout.map_leaves(lambda leaf, x: shard(x, leaf, layout), tree)
 
 
-def auto_region(
-    function: Callable[..., Any], layout: Layout, out_specs: PyTree
-) -> Callable[..., Any]:
+def auto_region(function: Callable[..., Any], layout: Layout, out_specs: Any) -> Callable[..., Any]:
     """Run a function under Auto axes whatever the axes of its arguments are.
 
     `out_specs` are PartitionSpecs of the results, asked for on Explicit axes. In the place of some

@@ -32,9 +32,7 @@ def labels_of(eqn: Any) -> tuple[Labels, Labels, Labels]:
     return lhs, rhs, [*lhs_batch, *(x for x in (*lhs, *rhs) if (x in lhs) != (x in rhs))]
 
 
-def product(
-    left: Any, right: Any, labels: Sequence[Labels], dtype: Any, is_cpu: bool, **how: Any
-) -> jax.Array:
+def product(left: Any, right: Any, labels: Any, dtype: Any, is_cpu: bool, **how: Any) -> jax.Array:
     """Multiply as `einsum` does, with a result of `dtype`; on CPUs in an order that they have."""
     lhs, rhs, out = labels
     summed = [x for x in lhs if x in rhs and x not in out]

@@ -18,6 +18,7 @@ Source: arXiv 1910.02054, section 7.2.2 (stage 3 gathers in the forward and the 
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,9 +88,8 @@ class Retracer:
             return self._scan(eqn, values)
         is_fixed = self.from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
         if is_fixed and _copies.is_enlarged(eqn, values, self.opening):
-            values = [
-                _copies.copied(v, self.opening) if isinstance(v, Boxed) else v for v in values
-            ]
+            copied = functools.partial(_copies.copied, opening=self.opening)
+            values = [copied(v) if isinstance(v, Boxed) else v for v in values]
         if any(isinstance(v, _copies.Copied) for v in values):
             used = _copies.use_copies(eqn, values, self.opening, is_fixed, self._again)
             if used is not None:
@@ -122,9 +122,8 @@ class Retracer:
         is_sliced = [self._is_sliced(program, i, v) for i, v in enumerate(consts)]
         stacks = [self._sliceable(_uncopied(v)) for v in stacks]
         pairs = zip(consts, is_sliced, strict=True)
-        consts = [
-            _structural.rules_settled(v, self.opening) if sliced else v for v, sliced in pairs
-        ]
+        settled = functools.partial(_structural.rules_settled, opening=self.opening)
+        consts = [settled(v) if sliced else v for v, sliced in pairs]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
         opens = zip(consts, is_sliced, strict=True)

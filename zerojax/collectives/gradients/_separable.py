@@ -73,14 +73,12 @@ def why_no_mean(
     return refused and (why(2) or refused)
 
 
-def _traced(
-    loss_fn: Any, params: PyTree, batch: PyTree, size: int, num_parts: int
-) -> core.ClosedJaxpr:
+def _traced(loss_fn: Any, params: PyTree, batch: PyTree, size: int, parts: int) -> core.ClosedJaxpr:
     try:
         traced = jax.make_jaxpr(loss_fn)(params, _examples.resized(batch, size), None)
     except Exception as error:
         if size == _examples.num_examples(batch):
-            if num_parts > 1:
+            if parts > 1:
                 error.add_note(
                     f"Under reduce='once' the loss is called with {size} examples, what a device "
                     "has of a microbatch. Recipe(reduce='each') calls it with the whole one; or "
@@ -252,14 +250,12 @@ class _Reader:
         reader = dataclasses.replace(self, num_examples=self.num_examples // parts.pop())
         return reader.run(eqn.params["jaxpr"], other.params["jaxpr"], values)
 
-    def _map(
-        self, one: Any, two: Any, values: list[Value], first: int, carried: int
-    ) -> list[Value]:
-        slices = values[first:]
+    def _map(self, one: Any, two: Any, values: list[Value], at: int, carried: int) -> list[Value]:
+        slices = values[at:]
         if carried or any(value != Value(1, fresh=value.fresh) for value in slices):
             raise Refused(f"it goes through examples one after the other ({_mixing.IN_CHUNKS})")
         alone = [Value(fresh=value.fresh) for value in slices]
-        found = self.run(one, two, [*values[:first], *alone])
+        found = self.run(one, two, [*values[:at], *alone])
         if any(value != Value(fresh=value.fresh) for value in found):
             raise Refused("it joins single examples with what was made of all")
         return [Value(1, fresh=value.fresh) for value in found]

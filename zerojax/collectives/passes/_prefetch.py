@@ -119,7 +119,9 @@ class _Prefetch:
             # As jax does it, so that the forward pass is not taken for what is computed again.
             program = _jaxpr.called(eqn)
             if self.layers or any(jax.tree.leaves(eqn.params["prevent_cse"])):
-                values = _held(values, _gathered(program) if self.layers and looped else [])
+                is_apart = self.layers and looped
+                alone = _gathered(program) if is_apart else [False] * len(values)
+                values = _held(values, alone)
             return _jaxpr.run(program, values, step)
         if _jaxpr.runs_in_place(eqn):
             return _jaxpr.run(_jaxpr.called(eqn), values, step)
@@ -149,12 +151,9 @@ def _held(values: list[Any], alone: Sequence[bool]) -> list[Any]:
     What gathers are made of, in loops, must not wait for what the loop carries. All else must: of
     two layers in a turn the first would be computed again before the second is done with.
     """
-    held = dict(enumerate(values))
-    for at in itertools.compress(held, alone):
-        held[at] = jax.lax.optimization_barrier(held[at])
-    rest = [at for at in held if not (alone and alone[at])]
-    ended = jax.lax.optimization_barrier([held[at] for at in rest])
-    return [*(held | dict(zip(rest, ended, strict=True))).values()]
+    hold, pairs = jax.lax.optimization_barrier, [*zip(values, alone, strict=True)]
+    rest = iter(hold([x for x, is_alone in pairs if not is_alone]))
+    return [hold(x) if is_alone else next(rest) for x, is_alone in pairs]
 
 
 def _gathered(program: Any) -> list[bool]:

@@ -23,9 +23,7 @@ _VIEWS = frozenset(
 )
 
 
-def read_operations(
-    jaxpr: core.ClosedJaxpr, other: core.ClosedJaxpr, batches: tuple[int, int]
-) -> Operations:
+def read_operations(jaxpr: Any, other: Any, batches: tuple[int, int]) -> Operations:
     """Flatten a jaxpr that was traced twice, for two numbers of examples, the smaller first.
 
     What nobody reads, in loops too, no compiler computes: it is left out.
