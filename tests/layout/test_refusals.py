@@ -37,7 +37,7 @@ def mesh(axes: Any, **given: Any):
 MIXED = (AxisType.Auto, AxisType.Explicit)
 A_MESH = r"a mesh is expected, got {}; write make_layout\(params, mesh, stage=.*make_mesh"
 A_RULE = r"rules is a list of rules, as in rules=\[zerojax.Rule\(.*\)\], got "
-AXES = r"make_mesh takes axis names, of ASCII, and sizes, as in make_mesh\({'data': 8}\), got "
+AXES = r"make_mesh takes axis names, of ASCII, and sizes, as in {'data': 8}, got "
 
 REFUSALS = {
     "arguments swapped": (lambda: layout(MESH, PARAMS), TypeError, A_MESH.format("dict")),

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from zerojax.aot._plugin import gpu_devices, tpu_devices
 from zerojax.hardware import HARDWARE, Hardware, find_hardware
-from zerojax.layout import in_order
+from zerojax.layout import check_axes, in_order
 
 _FILES = resources.files("zerojax.aot")
 #: What XLA asks of a GPU beside what the planner knows of it; see chips.toml.
@@ -79,12 +79,11 @@ def topology_mesh(name: str, axes: Mapping[str, int]) -> Mesh:
         MissingCompiler: libtpu or the CUDA plugin is not installed. No accelerator is looked for.
     """
     topology = parse_topology(name)
-    shape = tuple(axes.values())
-    if math.prod(shape) != topology.num_devices:
-        raise ValueError(
-            f"the sizes of the mesh {dict(axes)} multiply to {math.prod(shape)}, and topology "
-            f"{name!r} has {topology.num_devices} devices: choose sizes whose product is that"
-        )
+    check_axes(axes, "topology_mesh")
+    if math.prod(shape := tuple(axes.values())) != topology.num_devices:
+        told = f"the sizes of the mesh {dict(axes)} multiply to {math.prod(shape)}, and topology"
+        has = f"{name!r} has {topology.num_devices} devices"
+        raise ValueError(f"{told} {has}: choose sizes whose product is that")
     if topology.chip in TPU_CHIPS:
         devices = _place_tpu(topology, shape)
     else:  # node by node: the last axes stay within a node

@@ -24,18 +24,10 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         TypeError: the axes are no mapping of names to sizes, or the devices no list of devices.
         ValueError: a size is not a positive whole number, or there are too few devices.
     """
-    names = axes if isinstance(axes, Mapping) else ()
-    if not names or not all(isinstance(n, str) and n and n.isascii() for n in names):
-        told = "make_mesh takes axis names, of ASCII, and sizes, as in make_mesh({'data': 8}), got"
-        raise TypeError(f"{told} {axes!r}")
+    check_axes(axes, "make_mesh")
     if isinstance(devices, str | int):
-        raise TypeError(
-            f"devices is a list of devices, as in make_mesh(axes, devices=jax.devices()[:4]), got "
-            f"{devices!r}"
-        )
-    for name, size in axes.items():
-        if not is_whole_number(size, 1):
-            raise ValueError(f"mesh axis {name!r} needs a positive whole number, got {size!r}")
+        told = "devices is a list of devices, as in make_mesh(axes, devices=jax.devices()[:4]), got"
+        raise TypeError(f"{told} {devices!r}")
     wanted = math.prod(axes.values())
     found = jax.devices()[:wanted] if devices is None else list(devices)
     if len(found) != wanted:
@@ -50,6 +42,17 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         raise ValueError(f"devices= has a device more than once: {found}")
     types = (AxisType.Auto,) * len(axes)
     return in_order(jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=found))
+
+
+def check_axes(axes: Any, caller: str) -> None:
+    """Refuse what is no mapping of names of mesh axes to sizes."""
+    names = axes if isinstance(axes, Mapping) else ()
+    if not names or not all(isinstance(n, str) and n and n.isascii() for n in names):
+        told = f"{caller} takes axis names, of ASCII, and sizes, as in {{'data': 8}}, got"
+        raise TypeError(f"{told} {axes!r}")
+    for name, size in axes.items():
+        if not is_whole_number(size, 1):
+            raise ValueError(f"mesh axis {name!r} needs a positive whole number, got {size!r}")
 
 
 def as_axes(axis: str | Sequence[str] | None, mesh: AnyMesh, what: str) -> Axes:

@@ -84,11 +84,9 @@ def _connect(options: TrainOptions) -> int:
 
 
 class _Training:
-    def __init__(
-        self, run: TrainRun, screen: TrainScreen, signals: Signals, queued_steps: int
-    ) -> None:
+    def __init__(self, run: TrainRun, screen: TrainScreen, signals: Signals, queued: int) -> None:
         self.run, self.options = run, run.options
-        self.screen, self.signals, self.queued_steps = screen, signals, queued_steps
+        self.screen, self.signals, self.queued_steps = screen, signals, queued
         asked = ["--resume", "--out", str(self.options.out)]
         if "devices" in self.options.given:
             asked += ["--devices", str(self.options.devices)]
