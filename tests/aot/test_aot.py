@@ -79,7 +79,7 @@ def test_a_product_that_differs_says_both_numbers(name, devices):
 
 
 def test_axes_that_are_no_mapping_are_refused_as_make_mesh_does():
-    with pytest.raises(TypeError, match="topology_mesh takes axis names, .* got \\['data'\\]"):
+    with pytest.raises(TypeError, match=r"topology_mesh takes axis names, .* got \['data'\]"):
         topology_mesh("h100:1x8", ["data"])
     with pytest.raises(ValueError, match="mesh axis 'a' needs a positive whole number, got -2"):
         topology_mesh("h100:1x8", {"a": -2, "b": -4})
