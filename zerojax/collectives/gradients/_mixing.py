@@ -13,7 +13,7 @@ _SAME = (
     "convert_element_type copy device_put name optimization_barrier reduce_precision reshard "
     "sharding_constraint"
 )
-_MOVES = "broadcast_in_dim expand_dims reshape squeeze"
+_MOVES = "broadcast_in_dim reshape squeeze"
 #: Operations that mix the elements along the dims that a parameter names: the first of `_DIMS`.
 _MIXES = frozenset(
     """
@@ -114,7 +114,7 @@ def result_of(
     degree = 0.0 if is_free else _degree("an index" if whole else name, values)
     if given is not None and _is_summed(eqn, dims):
         return Value(degree=degree + 1, pooled=True)
-    if name in ("reshape", "expand_dims", "squeeze") and outer is not None:
+    if name in ("reshape", "squeeze") and outer is not None:
         outer = _reshaped(eqn, outer, given, out, num_examples)
     elif outer and column is None and (joined := _joined(eqn, outer, dims)):
         outer = joined

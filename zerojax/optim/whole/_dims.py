@@ -25,7 +25,7 @@ SHARED = -1
 _MATRICES = frozenset("cholesky eigh geqrf householder_product lu qr svd triangular_solve".split())
 #: Those whose dims have other places.
 _OTHERS = frozenset("custom_linear_solve dot_general eig hessenberg schur tridiagonal".split())
-_PLACED = frozenset("broadcast_in_dim expand_dims reshape squeeze".split())
+_PLACED = frozenset("broadcast_in_dim reshape squeeze".split())
 
 
 class Dims:

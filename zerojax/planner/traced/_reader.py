@@ -17,8 +17,8 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 #: Primitives that only name or look at their operand's buffer in another way.
 _VIEWS = frozenset(
     """
-    bitcast_convert_type copy copy_p expand_dims name optimization_barrier pvary reduce_precision
-    reshape sharding_constraint squeeze stop_gradient
+    bitcast_convert_type copy name optimization_barrier pvary reduce_precision reshape
+    sharding_constraint squeeze stop_gradient
     """.split()
 )
 
