@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,14 @@ def chosen_by_the_loop(stack, x):
         return step(x, jax.tree.map(lambda w: w[i], stack))
 
     return jax.lax.scan(body, x, None, length=3)[0]
+
+
+def in_a_branch(params, x):
+    def layer(h, turn):
+        w, number = turn
+        return jax.lax.cond(number % 2 == 0, lambda: h @ w["w"] @ w["v"], lambda: h), None
+
+    return jax.lax.scan(layer, x, (params, jnp.arange(NUM_LAYERS)))[0]
 
 
 def of_one_layer(stack, x):
@@ -299,20 +308,23 @@ def test_steps_have_the_same_losses_and_volume(axes, accumulate):
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [(chosen_by_the_loop, "test_prefetch.py.*chosen by what the loop"), (of_one_layer, "no loop")],
-)
+    [(chosen_by_the_loop, "test_prefetch.py.*chosen by what the loop"), (of_one_layer, "no loop"),
+     (in_a_branch, "test_prefetch.py.*read in a branch")],
+)  # fmt: skip
 def test_what_was_asked_for_and_cannot_be_is_told(model, said, mesh8):
     params = params_of(LOOPS["scan"], WIDE)
     layout = zerojax.make_layout(params, mesh8, stage=3, rules=[zerojax.Rule(path=".", stacked=1)])
     recipe = zerojax.Recipe(prefetch=1)
     made = zerojax.make_train_step(lambda p, x: loss_of(model, p, x), optax.sgd(1), layout, recipe)
+    batch = jax.ShapeDtypeStruct((16, WIDE[0]), jnp.float32)
     with pytest.warns(UserWarning, match=said):
-        made.lower(made.abstract_state(), jax.ShapeDtypeStruct((16, WIDE[0]), jnp.float32))
+        made.lower(made.abstract_state(), batch)
+    assert re.search(said, "\n".join(made.audit(batch).notes))
 
 
 def test_a_loop_that_counts_down_gathers_ahead(mesh8):
     gradient, layout, args = gradient_of(["counted_down"], mesh8)
-    jax.make_jaxpr(prefetched(gradient, 1, layout, warn=True))(*args)  # without a warning
+    jax.make_jaxpr(prefetched(gradient, 1, layout, told=pytest.fail))(*args)
     found = [*gathers(needed(prefetched(gradient, 1, layout), args))]
     assert {times for times, looped in found if looped} == {NUM_LAYERS - 1}
 

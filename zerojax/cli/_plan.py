@@ -31,9 +31,7 @@ class PlanOptions(_options.StepOptions):
 
     params: float | None = option(None, min=1e7, max=1e15, metavar="COUNT", panel=_options.MODEL)
     """A number of parameters, 7.5e9, in the place of a model: a GPT of about that size."""
-    hardware: str = option(
-        "h100", help=f"{', '.join(KNOWN)}.", metavar="NAME", panel=_options.HARDWARE
-    )
+    hardware: str = option("h100", help=", ".join(KNOWN), metavar="NAME", panel=_options.HARDWARE)
     devices: int = option(8, min=1, panel=_options.HARDWARE)
     """All devices together."""
     memory_limit: float | None = option(

@@ -92,9 +92,7 @@ class Description(Shown):
 _Held = tuple[Kind, LeafLayout, Any]
 
 
-def describe(
-    layout: TreeLayout, state: OptimizerLayout, recipe: Recipe, stored: bool
-) -> Description:
+def describe(layout: TreeLayout, state: Any, recipe: Recipe, stored: bool) -> Description:
     """Count what every leaf takes on one device and compare it with the stage's formula."""
     groups = list(_groups(layout, state, recipe.precision))
     rows = tuple(_row(path, held, stored) for path, held in groups)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,9 +44,7 @@ class TrainStep(Shown):
         shardings: the sharding of every leaf of the state, as a `TrainState`.
     """
 
-    def __init__(
-        self, loss: Loss, tx: Any, layout: Layout, recipe: Recipe, model_state: PyTree
-    ) -> None:
+    def __init__(self, loss: Loss, tx: Any, layout: Layout, recipe: Recipe, own_state: Any) -> None:
         self.layout = layout = dataclasses.replace(layout, has_options=True)
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
@@ -56,10 +55,11 @@ class TrainStep(Shown):
             self._loss_fn = rematerialised(loss, recipe.remat, is_loss=True)
         self._gathering = gathers.gathering(self._loss_fn, layout, recipe)
         self._update = Update(as_transformation(tx), layout, recipe)
-        self._initial = InitialState(self._update, "key" in loss.asks, model_state)
+        self._initial = InitialState(self._update, "key" in loss.asks, own_state)
         self.shardings = self._initial.shardings
         self._compiled: dict[Any, Any] = {}
         self._agreed: set[Any] = set()
+        self._late: dict[str, None] = {}  # why loops can't gather ahead
 
     def init(
         self, init_fn_or_params: Callable[..., PyTree] | PyTree, *args: Any, key: Any = None
@@ -162,7 +162,8 @@ class TrainStep(Shown):
             return as_shapes(x).update(sharding=at if getattr(x, "sharding", None) == at else None)
 
         compiled = self.lower(self.abstract_state(), jax.tree.map(like, batch)).compile()
-        return audit(compiled, self.layout, self.recipe, joins_examples=joins_examples)
+        report = audit(compiled, self.layout, self.recipe, joins_examples=joins_examples)
+        return dataclasses.replace(report, notes=(*report.notes, *self._late))
 
     @property
     def num_compiled(self) -> int:
@@ -304,10 +305,16 @@ class TrainStep(Shown):
 
     def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function that is not differentiated any more gather ahead, as the recipe says."""
-        layers = self.recipe.lookahead(self.layout.kinds, self.layout.platform)
-        bucket, warn = self.recipe.bucket_bytes, self.recipe.prefetch is not None
-        ahead = passes.prefetched(function, layers, self.layout, bucket_bytes=bucket, warn=warn)
-        return passes.fenced(ahead, self.layout.platform, self.layout.num_batch_parts)
+        recipe, layout = self.recipe, self.layout
+
+        def told(reason: str) -> None:
+            self._late[reason] = None
+            if recipe.prefetch is not None:
+                warnings.warn(reason, stacklevel=2)
+
+        layers = recipe.lookahead(layout.kinds, layout.platform)
+        ahead = passes.prefetched(function, layers, layout, recipe.bucket_bytes, told)
+        return passes.fenced(ahead, layout.platform, layout.num_batch_parts)
 
 
 def _scaled(loss_fn: Callable[..., Any]) -> gradients.StepLoss:

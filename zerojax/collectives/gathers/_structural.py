@@ -221,9 +221,7 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
     return None
 
 
-def _dims_of_reshape(
-    old: tuple[int, ...], new: tuple[int, ...], parts: dict[int, int]
-) -> _Dims | None:
+def _dims_of_reshape(old: tuple[int, ...], new: tuple[int, ...], parts: Any) -> _Dims | None:
     """Match each cut dim with the new one that has as many elements in front of it.
 
     Both are cut into the same runs of elements if their sizes are equal, or if the parts divide

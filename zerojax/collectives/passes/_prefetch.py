@@ -23,7 +23,6 @@ so that the last reductions have the links for themselves. Lists of layers have 
 import bisect
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,19 +45,18 @@ def prefetched(
     function: Callable[..., Any],
     layers: float,
     layout: Layout,
-    *,
     bucket_bytes: int | None = None,
-    warn: bool = False,
+    told: Callable[[str], None] = lambda reason: None,
 ) -> Callable[..., Any]:
     """Make a function that gathers weights of the next layer while one computes.
 
     The function is the gradient of a loss; it can't be differentiated again without keeping what
     its loops carry. Of a layer the part `layers` is gathered ahead, by bytes, of what it uses
-    first, but at least the first large weight; 0 leaves gathers as they are. `warn` says whether to
-    warn of loops that can't gather ahead, and of a program without layers. On GPUs and SparseCores,
-    products wait while more than `bucket_bytes` of gradients, or than three layers', are not
-    reduced; between processes on CPUs these are the most bytes of weights that are gathered in one
-    message, or kept for the backward pass. None is the default.
+    first, but at least the first large weight; 0 leaves gathers as they are. `told` is called with
+    why a loop, or a program without layers, can't gather ahead. `bucket_bytes`, None for the
+    default: on GPUs and SparseCores products wait while more bytes of gradients than these, or than
+    three layers', are not reduced; between processes on CPUs at most as many of weights are
+    gathered in one message, or kept for the backward pass.
     """
     waits = layout.offloads or layout.platform == "gpu"
     waiting = (BUCKET if bucket_bytes is None else bucket_bytes) * waits
@@ -76,23 +74,23 @@ def prefetched(
         in_place = runner.in_place(traced, leaves, looped=False)
         ahead, most = layers * layout.layer_size, most if is_list else 0
         results, num_tied = run_in_order(in_place, leaves, layout, ahead, most)
-        if warn and layers and not runner.num_ahead + num_tied:
-            warnings.warn(NO_LAYERS, stacklevel=2)
-        for where in dict.fromkeys(runner.late) if warn and layers else ():
-            warnings.warn(LATE.format(where), stacklevel=2)
+        if layers and not (runner.num_ahead or num_tied or runner.late):
+            told(NO_LAYERS)
+        for where in dict.fromkeys(runner.late) if layers else ():
+            told(LATE.format(where))
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
 
 
 NO_LAYERS = (
-    "Recipe(prefetch=): no loop gathers weights of its own for each iteration, and no layers are "
-    "gathered one after another, so nothing is gathered ahead; leave prefetch out"
+    "nothing is gathered ahead (Recipe.prefetch): no loop gathers weights of its own for each "
+    "iteration, and no layers are gathered one after another"
 )
 LATE = (
-    "Recipe(prefetch=): the weight that a loop reads at {} is chosen by what the loop computes, or "
-    "computed with it, so it is gathered where it is used; scan over the stack, or index it with "
-    "the loop's counter"
+    "not gathered ahead (Recipe.prefetch): what a loop reads at {} is chosen by what the loop "
+    "computes, computed with it, or read in a branch; scan over the stack, index it with the "
+    "loop's counter, or choose between results instead of weights"
 )
 
 
@@ -239,6 +237,8 @@ class _Turn(Equations):
         gathers = [eqn for eqn in self.eqns if is_gather(eqn)]
         #: the equations that gather what only this turn knows
         self.late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
+        branches = (eqn for eqn in self.eqns if eqn.primitive.name == "cond")
+        self.late += [x for x in branches if any(map(is_gather, _jaxpr.with_inner(x)))]
         early = [x for x in gathers if x not in self.late and own.issuperset(x.outvars)]
         sizes = [num_bytes(x.shape, x.dtype) for x in (eqn.outvars[0].aval for eqn in early)]
         bound, done = layers * sum(sizes), 0

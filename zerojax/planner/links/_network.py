@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from zerojax._types import Axes
+from zerojax._types import Axes, Shape
 from zerojax.hardware import Hardware
 from zerojax.layout import DIMS, SubAxis, group_sub_axes
 
@@ -199,7 +199,7 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[S
     `shape` is chips along each dim, and devices of a chip; the product of `axes`, major first, is
     that of `shape`. Sub-axes come back major first.
     """
-    return _lay_whole(shape, axes) or _lay_parts(shape, axes)
+    return _lay_whole((*shape,), axes) or _lay_parts(shape, axes)
 
 
 def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
@@ -208,9 +208,7 @@ def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
     return [factors for factors in found if math.prod(factors) == number]
 
 
-def _lay_whole(
-    shape: Sequence[int], axes: Mapping[str, int]
-) -> dict[str, tuple[SubAxis, ...]] | None:
+def _lay_whole(shape: Shape, axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]] | None:
     free = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
     found: dict[str, tuple[SubAxis, ...]] = {}
     for axis, size in reversed(list(axes.items())):
