@@ -239,10 +239,10 @@ class TreeLayout:
         """
         layers: dict[Any, list[LeafLayout]] = {}
         starts = {start for leaf in self.leaves for start in _numbered(leaf.path)}
-        alike = collections.Counter(map(_unnumbered, starts))
-        many = {x for x in starts if alike[_unnumbered(x)] > 1 or x.rpartition("/")[2].isdigit()}
+        alike = collections.Counter(place for _, place in starts)
+        many = {x for x, place in starts if alike[place] > 1 or x.rpartition("/")[2].isdigit()}
         for leaf in self.leaves:
-            named = (start for start in _numbered(leaf.path) if start in many)
+            named = (start for start, _ in _numbered(leaf.path) if start in many)
             if name := leaf.shape[: leaf.stacked] or next(named, None):
                 layers.setdefault(name, []).append(leaf)
         return tuple(map(tuple, layers.values()))
@@ -342,10 +342,7 @@ class TreeLayout:
         return self.map_leaves(place)
 
 
-def _numbered(path: str) -> list[str]:
-    """List the starts of a path that end in a number: `layer_0`, `layer_0/mlp/Dense_1`."""
-    return [path[: x.end()] for x in re.finditer(r"[^/]*\d[^/]*(?=/)", path)]
-
-
-def _unnumbered(start: str) -> str:
-    return re.sub(r"\d+(?=[^/]*$)", "", start)
+def _numbered(path: str) -> list[tuple[str, str]]:
+    """List the starts of a path that end in a number, each without it too: `layer_0`, `layer_`."""
+    starts = (path[: x.end()] for x in re.finditer(r"[^/]*\d[^/]*(?=/)", path))
+    return [(start, re.sub(r"\d+(?=[^/]*$)", "", start)) for start in starts]
