@@ -221,7 +221,7 @@ class _Clock:
         """List from when until when a list of layers has each weight, and its bytes.
 
         A weight that is read by a layer computed again, and by its backward pass, is gathered once
-        for both. A group is gathered while the one before it is used (`collectives/_order.py`).
+        for both. A group is gathered while the one before it is used (`passes/_order.py`).
         """
         spans: dict[tuple[int, int], list[int]] = {}
         for number, (owner, time) in enumerate(self.lifetimes.uses):
