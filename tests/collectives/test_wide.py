@@ -196,6 +196,27 @@ def test_gradients_of_many_uses_are_added_in_fp32(widened, stage, mesh8):
     np.testing.assert_allclose(np.asarray(grads, np.float32), want, rtol=2**-8)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_complex_number_made_of_weights_is_no_wider_weight(reshard, mesh8):
+    """It was gathered as one, with a warning of jax's, which then refused to keep it."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (SIZE, SIZE + 8), (SIZE + 8, SIZE)
+    params = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=False)]
+    x = jax.random.normal(keys[2], (SIZE, SIZE))
+
+    def loss(params, x):
+        real, imaginary = params[0][:, :SIZE], params[1][:SIZE]
+        h, both = jnp.tanh(x @ real), jax.lax.complex(real, imaginary)
+        return jnp.mean(jnp.abs(h.astype(jnp.complex64) @ both))
+
+    layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1)
+    gathering = gather_where_used(loss, layout, reshard_after_forward=reshard)
+    placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
+    got = jax.jit(jax.grad(gathering))(*placed)
+    want = jax.grad(loss)(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
 @pytest.mark.aot("cuda")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_gradient_of_a_weight_that_the_loss_widens_is_scattered(stage):

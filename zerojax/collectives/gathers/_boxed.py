@@ -233,6 +233,7 @@ class Opening:
         XLA:GPU sums it whole in fp32, rounds and then cuts it where the rounding stands in between.
         """
         is_wide = boxed.dtype.itemsize > boxed.value.dtype.itemsize and self.reduce_dtype is None
+        is_wide = is_wide and jnp.issubdtype(boxed.dtype, jnp.floating)  # not complex(w, v)
         if not is_wide or (eqn is not None and not num_products(eqn)):
             return self
         return dataclasses.replace(self, reduce_dtype=boxed.dtype)
