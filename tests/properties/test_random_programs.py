@@ -29,7 +29,7 @@ KEY = jax.random.key(7)
 #: The warning of a stack that is cut along its layers: what is told is not lost silently.
 TOLD = "all layers of leaf .* are gathered before the loop"
 #: The warning of programs without a loop that can gather ahead.
-NOT_AHEAD = r"Recipe\(prefetch=\)"
+NOT_AHEAD = "(nothing is|not) gathered ahead"
 #: The variable that asks for a number of seeds, and the programs of each.
 SEEDS = "ZEROJAX_PROGRAM_SEEDS"
 PER_SEED = 25 if SEEDS in os.environ else 10
