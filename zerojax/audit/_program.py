@@ -77,7 +77,7 @@ class Program:
         places = _Placements()
         inputs = tuple(_inputs(compiled, places))
         outputs = tuple(_outputs(compiled, places))
-        inputs = _renamed(inputs, outputs)
+        inputs = _named_after(inputs, outputs)
         return cls(
             text=text,
             platform=places.platform,
@@ -182,7 +182,7 @@ def _outputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
         yield _leaf(path_name(path), info, aval, sharding, places, _role(path, roles))
 
 
-def _renamed(inputs: Sequence[Argument], outputs: Sequence[Argument]) -> tuple[Argument, ...]:
+def _named_after(inputs: Sequence[Argument], outputs: Sequence[Argument]) -> tuple[Argument, ...]:
     """Name the arguments that eqx.filter_jit flattened after the results that take their place.
 
     Of f32[8], f32[4,8], f32[2,4] as arguments 0/rest/0, 0/rest/1 and 0/rest/2, with results

@@ -105,10 +105,12 @@ def _other(path: str, part: str, other: str) -> str:
     return f"{other}{slash}{rest}" if first == part else ""
 
 
-def _difference(path: str, leaf: SavedLeaf, at: str, found: SavedLeaf, *, lossy: bool) -> list[str]:
+def _difference(
+    path: str, leaf: SavedLeaf, source: str, found: SavedLeaf, *, lossy: bool
+) -> list[str]:
     if found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=lossy):
         return []
-    where = f"{path!r}" if at == path else f"{path!r} (from {at!r})"
+    where = f"{path!r}" if source == path else f"{path!r} (from {source!r})"
     ours, theirs = (f"{x.dtype}{list(x.shape)}" for x in (leaf, found))
     return [f"{where} is {theirs} in it, wanted {ours}"]
 
