@@ -348,3 +348,22 @@ def test_a_loss_takes_flags_numbers_names_and_functions_as_they_are(stage, mesh8
     seen = jax.jit(lambda params: gradient(params, *given, times=2, **named))(params)
     wanted = jax.grad(loss)(params, *given, times=2, **named)
     np.testing.assert_allclose(seen["a"], wanted["a"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_may_write_to_the_dicts_and_lists_that_it_is_given(mesh8, stage):
+    """As under jit, where each trace has dicts of its own."""
+
+    def loss(p, x):
+        p["layers"][0] = 2 * p["layers"][0]
+        p |= {"head": p["layers"].pop()}
+        return jnp.sum((x @ p["layers"][0] @ p["head"]) ** 2)
+
+    params = {"layers": [normal(0, 8, WIDTH), normal(1, WIDTH, 8)]}
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=0)
+    x, stored = normal(2, 16, 8), store(params, layout)
+    want = jax.jit(jax.value_and_grad(loss))(params, x)
+    value, grads = jax.jit(jax.value_and_grad(gather_where_used(loss, layout)))(stored, x)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
+    found = to_logical(grads, layout) if stage == 3 else grads
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want[1])

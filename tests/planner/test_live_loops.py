@@ -97,3 +97,35 @@ def test_a_cond_takes_what_its_largest_branch_takes():
         found = peak(program(*branches), shape(4), None, 64)
         assert 3 * A <= found <= 3 * A + 64  # x, and two sums
     assert 2 * A <= peak(program(little, little), shape(4), None, 64) <= 2 * A + 64
+
+
+def indexed(params, x):
+    layer = jax.checkpoint(lambda w, h: jnp.tanh(h @ w))
+    for i in range(len(params)):
+        x = layer(params[i], x)
+    return x.sum()
+
+
+def read_by_a_counter(params, x):
+    layer = jax.checkpoint(lambda h, i: (jnp.tanh(h @ params[i]), None), prevent_cse=False)
+    return jax.lax.scan(layer, x, jnp.arange(len(params)))[0].sum()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize(("loss", "inputs"), [(indexed, 0), (read_by_a_counter, 1)])
+def test_layers_that_are_read_out_of_a_stack_are_gathered_and_reduced_one_by_one(
+    loss, inputs, platform
+):
+    """Three shards of each: of the parameter, of its gradient, and one more.
+
+    A Python loop adds up all gradients at the end, beside their sum; a counter's keeps what it has
+    read for the backward pass, the layers' inputs and the counter.
+    """
+    W, A = 4 * WIDE**2, 4 * 16 * WIDE + 4
+
+    def found(num_layers):
+        params, batch = shape(num_layers, WIDE, WIDE), shape(4, WIDE)
+        return peak(loss, params, batch, 16, platform, stage=3)
+
+    assert found(51) - found(50) == 3 * W / N + inputs * A
+    assert found(5) - 5 * (3 * W / N + inputs * A) < 2 * W

@@ -3,7 +3,8 @@
 An nnx model counts what it draws and keeps running means: these become results of the traced loss,
 and are written into the model that the caller holds. A parameter that is written would be lost.
 `nnx.remat` and `nnx.jit` write every Variable back into its module, unchanged: a result that only
-passes on what went in. Of `a, b = jit[jaxpr={ lambda x. (x * 2, x) }] w`, `b` is `w`.
+passes on what went in. Of `a, b = jit[jaxpr={ lambda x. (x * 2, x) }] w`, `b` is `w`. What is
+written to the dicts and lists of a tree is a loss's own, as under jit: each trace makes new ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +35,11 @@ def trace_writing(
 
     def watched(leaves: Sequence[Any], given: PyTree) -> Any:
         params = params_of(leaves)
-        before = jax.tree.leaves(params)
+        before = dict(tree_flatten_with_path(params)[0])
         out = loss_fn(params, given)
-        pairs = zip(tree_flatten_with_path(params)[0], before, strict=True)
-        written = {path: (was, now) for (path, now), was in pairs if now is not was}
+        nodes = (x for x in tree_flatten_with_path(params)[0] if _is_within_node(x[0]))
+        pairs = ((path, (before.get(path), now)) for path, now in nodes)
+        written = {path: (was, now) for path, (was, now) in pairs if now is not was is not None}
         paths[:] = written
         return out, list(written.values())
 
@@ -81,6 +83,10 @@ def write_variables(model: PyTree, paths: Sequence[KeyPath], values: Sequence[An
             )
         written.add(id(variable))
         variable[...] = value
+
+
+def _is_within_node(path: KeyPath) -> bool:
+    return any(isinstance(step, GetAttrKey) for step in path)
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:

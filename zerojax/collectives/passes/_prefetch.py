@@ -60,7 +60,8 @@ def prefetched(
     """
     waits = layout.offloads or layout.platform == "gpu"
     waiting = (BUCKET if bucket_bytes is None else bucket_bytes) * waits
-    is_list = any(not one[0].stacked for one in layout.layers)
+    # A stack that a Python loop indexes is a list as well, of gradients that are reduced by layer.
+    is_list = any(not one[0].stacked for one in layout.layers) or layout.partitions("optimizer")
     joins = uses_gloo(layout) and layout.partitions("parameter") and not layers
     bound = (bucket_bytes or BUCKET) if joins else 0
     if not (layers or waits or joins):

@@ -17,26 +17,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from zerojax.planner.traced._operations import BACKENDS, Backend, Op, Operations, Value, run_late
+from zerojax.planner.traced._operations import BACKENDS, Backend, Op, Operations, run_late
 from zerojax.planner.traced._split import num_parts
+from zerojax.planner.traced._weights import Part, Parts, Weights
 
 #: Launches from the one that makes a value to its last use, for libtpu to keep it in vector memory.
 _SOON = 5
-
-
-class Part(NamedTuple):
-    """A parameter, or what one iteration of a loop sees of it."""
-
-    leaf: int  # which parameter, in flattening order
-    share: float = 1.0  # of its elements
-
-    def sliced(self, outer: Value, inner: Value) -> "Part":
-        elements = self.share * math.prod(inner.shape)
-        return Part(self.leaf, elements / max(math.prod(outer.shape), 1))
-
-
-#: Parts of parameters by the values that they, or their gradients, are.
-Parts = Mapping[int, Part]
 
 
 class Launch(NamedTuple):
@@ -70,20 +56,16 @@ class Lifetimes:
         backend: Backend,
         examples: int = 0,  # of the whole program; 0 for the body of a loop
     ) -> None:
+        self.weights = Weights(program, parameters, gradients)
         if backend.runs_late:
-            program = run_late(program, gradients, examples)
-        self.program, self.parameters, self.backend = program, parameters, backend
-        self.gradients = gradients
+            program = run_late(program, gradients.keys() | self.weights.layers, examples)
+        self.program, self.backend, self.is_body = program, backend, not examples
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
-        #: values that are a parameter seen in another way, with that parameter
-        self.owner = self._owners()
         self.readers = program.readers()
         self.results = {v for v in program.outputs if v is not None}
         self.summed = self._sums()
         #: sums that a scatter is written into, in memory
         self.written = set(self.summed.values())
-        #: parameters by the values that become their gradients by elementwise operations
-        self.marked = self._marked(gradients)
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
         #: the buffers that values are made from
         self.sources: dict[int, frozenset[int]] = {}
@@ -105,7 +87,8 @@ class Lifetimes:
         self.brief = self._brief() if examples else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
         single = (x for x in self.launches if x.op.kind != "loop")
-        self.uses = [(v, x.time) for x in single for v in x.reads & parameters.keys()]
+        whole = self.weights.parameters.keys()
+        self.uses = [(v, x.time) for x in single for v in x.reads & whole]
         #: what loops stack for the backward pass, and whether layers hand it on to each other
         self.stacked = self._stacked()
 
@@ -133,7 +116,7 @@ class Lifetimes:
         made = {v: n for n, launch in single for v in launch.results}
         pairs = ((v, n) for n, launch in single for v in launch.dies)
         soon = (v for v, n in pairs if n - made.get(v, -math.inf) <= _SOON)
-        return frozenset(soon) - self.marked.keys()
+        return frozenset(soon) - self.weights.marked.keys()
 
     def _waiting(self) -> frozenset[int]:
         """Find the logits' part of a tied table's gradient: a product, added to a scatter."""
@@ -147,19 +130,19 @@ class Lifetimes:
 
     def _bodies(self, op: Op) -> "Iterator[Lifetimes]":
         """Go into a loop, or the branches of a cond, with what of a parameter is seen there."""
-        values = self.program.values
+        values, seen = self.program.values, self.weights
         for body in op.bodies:
             given = op.inputs if op.name == "scan" else op.inputs[-len(body.inputs) :]
             read = zip(body.inputs, given, strict=False)
             made = zip(body.outputs, op.outputs, strict=False)
             parameters = {
-                slot: self.parameters[v].sliced(values[v], body.values[slot])
-                for slot, v in {slot: self.owner[v] for slot, v in read if v in self.owner}.items()
+                slot: seen.parameters[v].sliced(values[v], body.values[slot])
+                for slot, v in {slot: seen.owner[v] for slot, v in read if v in seen.owner}.items()
             }
             gradients = {
-                slot: self.marked[v].sliced(values[v], body.values[slot])
+                slot: seen.marked[v].sliced(values[v], body.values[slot])
                 for slot, v in made
-                if slot is not None and v in self.marked
+                if slot is not None and v in seen.marked
             }
             yield Lifetimes(body, parameters, gradients, self.backend)
 
@@ -169,26 +152,11 @@ class Lifetimes:
             op = launch.op
             carried = {values[v].shape for v in op.outputs[: op.num_carry]}
             for v in op.outputs[op.num_carry :] if op.name == "scan" else ():
-                if v in launch.results and v not in self.marked:
+                if v in launch.results and not {v} & (
+                    self.weights.marked.keys() | self.weights.kept
+                ):
                     found[v] = values[v].shape[1:] in carried
         return found
-
-    def _owners(self) -> dict[int, int]:
-        """Find which values are a parameter and no other array, elementwise: cast, sliced.
-
-        What is larger than the parameter, a bias for every token, is a value of its own.
-        """
-        owner = {v: v for v in self.parameters}
-        for op in self.program.ops:
-            if op.kind != "fused":
-                continue
-            found = {owner.get(v) for v in op.read if self._elements(v) > 1}
-            if len(found) == 1 and (one := found.pop()) is not None:
-                owner |= {v: one for v in op.outputs if self._elements(v) <= self._elements(one)}
-        return owner
-
-    def _elements(self, value: int) -> int:
-        return math.prod(self.program.values[value].shape)
 
     def _sums(self) -> dict[int, int]:
         found = {}
@@ -201,37 +169,20 @@ class Lifetimes:
         return found
 
     def _is_constant(self, value: int) -> bool:
-        op = self._made_by(value)
+        op = self.weights.made_by(value)
         if op is None or op.kind != "fused":
             return False
-        return all(self._elements(v) == 1 for v in op.read)
-
-    def _made_by(self, value: int) -> Op | None:
-        return self.program.ops[self.maker[value]] if value in self.maker else None
+        return all(self.weights.elements(v) == 1 for v in op.read)
 
     def _behind_views(self, value: int) -> Op | None:
-        op = self._made_by(value)
+        op = self.weights.made_by(value)
         is_view = op is not None and op.kind == "fused" and len(op.read) == 1
         return self._behind_views(op.read[0]) if op and is_view else op
 
-    def _marked(self, gradients: Parts) -> dict[int, Part]:
-        found: dict[int, Part] = {}
-        for wanted, part in gradients.items():
-            todo = [wanted]
-            while todo:
-                v = todo.pop()
-                if v in found or v in self.owner:
-                    continue
-                found[v] = part
-                op = self._made_by(v)
-                if op is not None and op.kind == "fused":
-                    todo += [i for i in op.read if self._elements(i) == self._elements(v)]
-        return found
-
     def _is_stored(self, value: int) -> bool:
         t = self.maker.get(value)
-        if t is None or value in self.owner:
-            return False
+        if t is None or value in self.weights.owner:
+            return value in self.weights.kept
         op = self.program.ops[t]
         if op.kind == "scatter":
             return t not in self.summed
@@ -257,7 +208,7 @@ class Lifetimes:
         # The product that a sum reads, such as a residual stream's, writes it for all its readers.
         op = self.program.ops[self.maker[value]]
         if op.name in ("add", "add_any") and len(op.read) == 2:
-            return all(self._elements(v) == self._elements(value) for v in op.read)
+            return len({*map(self.weights.elements, (value, *op.read))}) == 1
         if not self.backend.fuses_operands:
             return False
         # Two products make a softmax's gradient again; what a cast narrows they read.
@@ -272,8 +223,9 @@ class Lifetimes:
 
     def _behind(self, value: int) -> frozenset[int]:
         """List what is read for a value: its buffer, or where it has none, what it is made from."""
-        if value in self.owner or value not in self.maker:
-            return frozenset({self.owner.get(value, value)})
+        owner = self.weights.owner
+        if value in owner or value not in self.maker:
+            return frozenset({owner.get(value, value)})
         return frozenset({value}) if value in self.stored else self.sources[value]
 
     def num_parts(self, op: Op, examples: float) -> int:
@@ -286,6 +238,13 @@ class Lifetimes:
         batch = left * right / (made * k * k)  # bmk * bkn / (bmn * k * k)
         m, n = left / (batch * k), right / (batch * k)
         return num_parts(m, n, k, batch, self.itemsize(op.outputs[0]))
+
+    def added(self, value: int) -> Part | None:
+        """Return what is written of a stack's gradient where layers' are added: in a loop, one."""
+        if value not in self.weights.sums:
+            return None
+        part, layers = self.weights.marked[value], self.program.values[value].shape[0]
+        return Part(part.leaf, part.share / layers) if self.is_body else part
 
     def itemsize(self, value: int) -> int:
         return self.program.values[value].dtype.itemsize

@@ -82,10 +82,10 @@ def peak_of(
     microbatches, all of which lie there from the beginning. `frees` says whether a parameter's
     buffer serves other things after its last use, as where the step gets it back from a master.
     """
-    program, parameters = lifetimes.program, lifetimes.parameters
+    program, parameters = lifetimes.program, lifetimes.weights.parameters
     others = (v for v in program.inputs if v not in parameters)
     batch = {v: accumulate * program.values[v].bytes.at(examples) for v in others}
-    owners = {v: leaves[part.leaf] for v, part in parameters.items()}
+    owners = {v: leaves[x.leaf] for v, x in parameters.items() if v in program.inputs}
     held = {v: leaf.held + leaf.kept for v, leaf in owners.items()} | batch
     clock = _Clock(lifetimes, leaves, examples, sharing or Sharing(), program.carried_shapes())
     if lifetimes.is_list:
@@ -113,7 +113,7 @@ class _Clock:
     unwritten: float = 0.0  # most bytes of new parameters beside the old ones
 
     def __post_init__(self) -> None:
-        self.program = self.lifetimes.program
+        self.program, self.weights = self.lifetimes.program, self.lifetimes.weights
         self.gathers = any(leaf.is_gathered or leaf.kept for leaf in self.leaves)
         self.sizes = self._sizes()
 
@@ -142,7 +142,7 @@ class _Clock:
             inside = (dataclasses.replace(self, lifetimes=x, room=left) for x in launch.bodies)
             within = max((one.peak() for one in inside), default=0.0)
             reused = _reused(launch, alive, wanted, kept)
-            marks = [self.lifetimes.marked[v] for v in wanted if v in self.lifetimes.marked]
+            marks = [self.weights.marked[v] for v in wanted if v in self.weights.marked]
             turns = (self.leaves[x.leaf].turned for x in marks)
             turned = sum(x for x in turns if x > self.sharing.vector_memory)
             beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
@@ -164,7 +164,7 @@ class _Clock:
         return worst
 
     def _gradient(self, value: int) -> float:
-        part = self.lifetimes.marked.get(value)
+        part = self.weights.marked.get(value)
         if part is None or value in self.lifetimes.waiting:
             return math.inf
         return part.share * self.leaves[part.leaf].gradient
@@ -177,7 +177,7 @@ class _Clock:
                 sizes[v] = 0.0
         if sharing.model_axis == 1 and not sharing.offloads:
             return sizes
-        stacked, marked = self.lifetimes.stacked, self.lifetimes.marked
+        stacked, marked = self.lifetimes.stacked, self.weights.marked
         for v, size in enumerate(sizes):
             value = self.program.values[v]
             if v in stacked:
@@ -197,21 +197,25 @@ class _Clock:
         return {v for op in self.program.ops if {*waiting} & {*op.outputs} for v in op.read}
 
     def _result(self, value: int, op: Op) -> float:
-        """Count a result; gradients that a loop stacks are shards."""
-        stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
+        """Count a result; parameters and gradients that a loop stacks are shards."""
         size = self.sizes[value]
-        return min(size, self._gradient(value)) if stacked else size
+        if value in self.weights.kept:
+            part = self.weights.parameters[value]
+            return part.share * self.leaves[part.leaf].held
+        stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
+        return min(size, self._gradient(value)) if stacked or value in self.weights.sums else size
 
     def _gathers(self) -> list[tuple[int, int, float]]:
         if self.group:
             return self._groups()
         found, ahead, end = [], {}, len(self.program.ops)
         for owner, time in self.lifetimes.uses:
-            part = self.lifetimes.parameters[owner]
+            part = self.weights.parameters[owner]
             size = part.share * self.leaves[part.leaf].gathered
             if not self.leaves[part.leaf].is_gathered:
                 continue
-            if part.share < 1:  # a loop's slice: carried into this iteration, and the next one's
+            # A loop's slice is carried into this iteration, and the next one's.
+            if part.share < 1 and owner in self.program.inputs:
                 ahead[owner] = (0, end, 2 * self.sharing.ahead * size)
                 size *= 1 - self.sharing.ahead
             found.append((time, time, size))
@@ -229,13 +233,15 @@ class _Clock:
             spans.setdefault((owner, region), []).append(time)
         found, size, begins, earlier = [], math.inf, 0, 0
         for (owner, _), times in sorted(spans.items(), key=lambda pair: min(pair[1])):
-            leaf = self.leaves[self.lifetimes.parameters[owner].leaf]
+            part = self.weights.parameters[owner]
+            leaf = self.leaves[part.leaf]
             if not leaf.is_gathered:
                 continue
-            if size + leaf.gathered > self.group:
+            one = part.share * leaf.gathered
+            if size + one > self.group:
                 size, begins, earlier = 0.0, min(times), begins
-            size += leaf.gathered
-            found.append((earlier, max(times), leaf.gathered))
+            size += one
+            found.append((earlier, max(times), one))
         return found
 
     def _parts(self, launch: Launch, kept: frozenset[int]) -> float:
@@ -253,7 +259,7 @@ class _Clock:
             return written
         last = dict(lives.uses) if lives.is_list else {}
         ends = {v for v, time in last.items() if time == launch.time} - kept
-        copies = [(self.sizes[v], lives.owner.get(v) in ends) for v in op.read[:2]]
+        copies = [(self.sizes[v], lives.weights.owner.get(v) in ends) for v in op.read[:2]]
         (least, _), (most, is_free) = sorted(copies)
         return written + most + least * (not is_free)
 
