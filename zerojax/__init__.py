@@ -1,6 +1,6 @@
 """ZeRO for JAX: model states partitioned over a device mesh."""
 
-import zerojax._quiet  # the first to import jax
+from zerojax import _quiet  # the first to import jax
 from zerojax._examples import Whole
 from zerojax._version import __version__
 from zerojax.aot import topology_mesh

@@ -261,7 +261,7 @@ def _possible(program: Program) -> Program:
     are none, and losses that are no mean over examples where devices or microbatches are averaged.
     """
     if program.stage != 3:
-        program = dataclasses.replace(program, reshard=True)
+        program = dataclasses.replace(program, reshard=True, prefetch=None)
     if program.stage == 3 and program.reduce == "once":
         program = dataclasses.replace(program, reduce=None)
     if program.remat == "full" and not any(block.kind in LAYERED for block in program.blocks):

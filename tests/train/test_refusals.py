@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -77,6 +79,16 @@ def with_a_number():
     return step(state, X)
 
 
+def turned(state):
+    mesh = zerojax.make_mesh({"data": 8}, devices=jax.devices()[::-1])
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), state)
+
+
+def without_jit():
+    with jax.disable_jit():
+        make().init(init)
+
+
 MISUSES = {
     "a step within jit": (lambda: jax.jit(make())(make().init(init), X), "outside of jax.jit"),
     "a whole number in the state": (with_a_number, r"learning_rate is int32\[\] where float32"),
@@ -92,6 +104,27 @@ MISUSES = {
     "a dict as state": (
         lambda: use(state={"params": init()}),
         r"got dict: make one with step.init\(params\)",
+    ),
+    "parameters to evaluate": (
+        lambda: use(state=init(), method="evaluate"),
+        "evaluate take a TrainState first, got dict.*hand over all of it",
+    ),
+    "a key instead of parameters": (
+        lambda: make().init(jax.random.key(0)),
+        r"missing \['w'\].*function with what it takes: \(init, key\)",
+    ),
+    "a state to unpad": (
+        lambda: zerojax.unpad(make().init(init), lay()),
+        "hand over the parameters of this state, its `params`",
+    ),
+    "devices in another order": (
+        lambda: use(state=turned(make().init(init))),
+        r"on the step.s 8 devices in another order.*jax.device_put\(state, step.shardings\)",
+    ),
+    "without jit": (without_jit, r"disable_jit\(\) is on: debug the loss alone"),
+    "layers ahead of whole weights": (
+        lambda: make(recipe=zerojax.Recipe(prefetch=0.5)),
+        "prefetch=0.5 .* use stage 3, or leave it out",
     ),
     "donated, then a step": (lambda: donated("__call__"), "use the state that the step returned"),
     "donated, then evaluated": (
@@ -185,6 +218,27 @@ MISUSES = {
 
 @pytest.mark.parametrize(("misuse", "match"), MISUSES.values(), ids=MISUSES)
 def test_a_misuse_ends_in_one_sentence(misuse, match):
-    with pytest.raises((ValueError, TypeError), match=match) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=match) as caught:
         misuse()
     assert "\n" not in str(caught.value).split("\n-----")[0]
+
+
+def test_threads_that_share_a_state_are_told_that_it_was_donated():
+    """They all check it first; jaxlib crashes on one that is donated meanwhile."""
+    step, told = make(), []
+    use(step)
+    state = step.init(init)
+
+    def run():
+        try:
+            step(state, X)
+        except ValueError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 3
+    assert all("donated" in text for text in told)

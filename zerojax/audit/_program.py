@@ -67,7 +67,7 @@ class Program:
         compiled = getattr(compiled, "compiled", compiled)
         if not hasattr(compiled, "memory_analysis") or not hasattr(compiled, "output_shardings"):
             told = f"a compiled step is audited, got a {type(compiled).__name__}; hand over"
-            raise TypeError(f"{told} step.lower(state, batch).compile()")
+            raise TypeError(f"{told} step.lower(state, batch).compile(), or use step.audit(batch)")
         text = compiled.as_text()
         if not text:
             raise ValueError(

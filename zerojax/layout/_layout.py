@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 from rich.table import Table
@@ -215,13 +216,16 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
 
 
 def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, bool | int | float | complex):
+        return jax.eval_shape(jax.numpy.asarray, leaf)
+    if isinstance(leaf, np.ndarray):  # without x64 jax reads float64 as float32
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf
-    if isinstance(leaf, (bool, int, float, complex)):
-        return jax.eval_shape(lambda: jax.numpy.asarray(leaf))
     raise ValueError(
         f"leaf {name!r} of the parameters is a {type(leaf).__name__}, and arrays are expected; "
-        "hand over only the arrays (equinox: eqx.filter(model, eqx.is_array); nnx: nnx.state)"
+        "hand over what is trained (equinox: eqx.filter(model, eqx.is_inexact_array); nnx: "
+        "nnx.state(model, nnx.Param))"
     )
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import treedef_is_leaf
 
 from zerojax._tree import leaves_like, named_tuples, parameter_ends
 from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef, platform_of
@@ -321,6 +322,10 @@ class TreeLayout:
         try:
             leaves = leaves_like(tree, self.structure, within=within)
         except ValueError as error:
+            if hasattr(tree, "params"):
+                remedy = "hand over the parameters of this state, its `params`"
+            elif treedef_is_leaf(jax.tree.structure(tree)):
+                remedy = "hand over parameters (an init function with what it takes: (init, key))"
             if "MaskedNode" in named_tuples(tree).values():  # of optax.masked and multi_transform
                 remedy = "wrap the outermost optimizer: sharded(optax.masked(tx, mask), layout)"
             raise ValueError(

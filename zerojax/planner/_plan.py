@@ -235,9 +235,11 @@ class _Search:
                 if remat is None or remat.recompute != "full" or remat.offload:
                     continue  # what is kept between layers is all that goes to the host
                 remat = dataclasses.replace(remat, offload=(LAYER_INPUT,))
+            ahead = self.recipe.prefetch if "parameter" in kinds else None
             recipe = dataclasses.replace(
-                self.recipe, remat=remat, offload=offload, reshard_after_forward=reshard
-            )
+                self.recipe, remat=remat, offload=offload, reshard_after_forward=reshard,
+                prefetch=ahead,
+            )  # fmt: skip
             check_recipe(recipe, devices.model_axis)
             yield stage, recipe
 

@@ -173,10 +173,17 @@ class Recipe:
 
         Where parameters are partitioned by default half a layer, which costs less time and memory
         than a whole one (docs/benchmarks.md); on a CPU, where all wait, nothing.
+
+        Raises:
+            ValueError: `prefetch` is set where parameters are not partitioned.
         """
-        if "parameter" not in kinds:
-            return 0
-        default = 0 if platform == "cpu" else 0.5
+        is_whole = "parameter" not in kinds
+        if self.prefetch and is_whole:
+            raise ValueError(
+                f"prefetch={self.prefetch} is of weights that are gathered layer by layer, and "
+                "here each device has them whole; use stage 3, or leave it out"
+            )
+        default = 0 if is_whole or platform == "cpu" else 0.5
         return default if self.prefetch is None else self.prefetch
 
     @property

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._examples import count_examples, example_leaves, map_batch, per_microbatch, unmarked
@@ -21,18 +21,31 @@ from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
 
-def check_usable(state: TrainState) -> None:
-    """Refuse what is no state, or one that was donated: jaxlib 0.10 can crash on it."""
+def check_usable(state: TrainState, layout: Layout) -> None:
+    """Refuse no state, one that was donated or is of other devices: jaxlib 0.10 can crash on it."""
     if not isinstance(state, TrainState):
-        told = f"step(state, batch) takes a TrainState first, got {type(state).__name__}"
+        told = f"a step and its evaluate take a TrainState first, got {type(state).__name__}"
         is_pair = isinstance(state, tuple)
         why = "a step returns (state, metrics)" if is_pair else "make one with step.init(params)"
-        raise TypeError(f"{told}: {why}")
+        raise TypeError(f"{told}: {why}, and hand over all of it")
+    check_jit()
     if isinstance(state.step, Tracer):
         raise TypeError("a train step is compiled by itself: call it outside of jax.jit")
     if getattr(state.step, "is_deleted", bool)():  # one leaf tells for all
         told = "the state was donated to an earlier step"
         raise ValueError(f"{told}; use the state that the step returned")
+    mesh = getattr(getattr(state.step, "sharding", None), "mesh", layout.mesh)
+    if mesh != layout.mesh and isinstance(mesh, Mesh):
+        found, wanted = [*mesh.devices.flat], [*layout.devices.flat]
+        if {*found} == {*wanted} and found != wanted:
+            told = f"the state lies on the step's {len(found)} devices in another order"
+            raise ValueError(f"{told}: write jax.device_put(state, step.shardings)")
+
+
+def check_jit() -> None:
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        told = "a train step is a compiled program, and jax.disable_jit() is on"
+        raise RuntimeError(f"{told}: debug the loss alone under it, or a loop with zerojax.sharded")
 
 
 def check_state(state: TrainState, like: TrainState) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,9 @@ from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
 from zerojax.train._update import Update, global_norm, kept_unless, next_loss_scale, scaled
 
+#: Between the check of a state and the call no other thread may donate it: jaxlib would crash.
+_CALLING = threading.RLock()
+
 
 class TrainStep(Shown):
     """A compiled step: `state, metrics = step(state, batch)`.
@@ -48,6 +52,7 @@ class TrainStep(Shown):
         self.layout = layout = dataclasses.replace(layout, has_options=True)
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
+        self._layers_ahead = recipe.lookahead(layout.kinds, layout.platform)
         self._loss = loss
         self._loss_fn = loss
         if recipe.remat is not None:
@@ -150,7 +155,7 @@ class TrainStep(Shown):
             TypeError: the state is no `TrainState`.
             ValueError: it was donated, or it is not of this step's layout, recipe and optimizer.
         """
-        check_usable(state)
+        check_usable(state, self.layout)
         check_state(state, self.abstract_state())
         return self._jitted("step", batch).lower(state, batch)
 
@@ -178,21 +183,22 @@ class TrainStep(Shown):
         return self.abstract_state()._parts()
 
     def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
-        check_usable(state)
-        jitted = self._jitted(what, batch)
-        try:
-            if jitted not in self._agreed:
-                lower = functools.partial(jitted.lower, state, batch)
-                given = {"batch": batch}
-                if agree_on(f"compiling {what}", self.layout, self.recipe, state, lower, given):
-                    check_copies(f"compiling {what}", {"state": state, "batch": batch})
-                self._agreed.add(jitted)
-            return jitted(state, batch)
-        except ValueError:
-            # What jit says of leaves and placements names neither; the good path pays nothing.
-            check_state(state, self.abstract_state())
-            check_placement(batch, self.layout)
-            raise
+        with _CALLING:
+            check_usable(state, self.layout)
+            jitted = self._jitted(what, batch)
+            try:
+                if jitted not in self._agreed:
+                    lower = functools.partial(jitted.lower, state, batch)
+                    given = {"batch": batch}
+                    if agree_on(f"compiling {what}", self.layout, self.recipe, state, lower, given):
+                        check_copies(f"compiling {what}", {"state": state, "batch": batch})
+                    self._agreed.add(jitted)
+                return jitted(state, batch)
+            except ValueError:
+                # What jit says of leaves and placements names neither; the good path pays nothing.
+                check_state(state, self.abstract_state())
+                check_placement(batch, self.layout)
+                raise
 
     def _jitted(self, what: str, batch: PyTree) -> Any:
         leaves, structure = jax.tree.flatten(batch)
@@ -312,8 +318,8 @@ class TrainStep(Shown):
             if recipe.prefetch is not None:
                 warnings.warn(reason, stacklevel=2)
 
-        layers = recipe.lookahead(layout.kinds, layout.platform)
-        ahead = passes.prefetched(function, layers, layout, recipe.bucket_bytes, told)
+        layers, bucket = self._layers_ahead, recipe.bucket_bytes
+        ahead = passes.prefetched(function, layers, layout, bucket, told)
         return passes.fenced(ahead, layout.platform, layout.num_batch_parts)
 
 

@@ -71,7 +71,8 @@ class TrainRun:
         self.devices = list(mesh.devices.flat)
         self.layout, whole = gpt_layout(self.config, mesh, stage), gpt_layout(self.config, mesh, 0)
         self.description = self.layout.describe(tx, recipe)
-        plain = dataclasses.replace(recipe, reshard_after_forward=True)  # it gathers nothing
+        # It gathers nothing.
+        plain = dataclasses.replace(recipe, reshard_after_forward=True, prefetch=None)
         self.plain = whole.bytes_per_device(tx, plain)
         self._check_memory()
         loss_fn = functools.partial(gpt.loss, self.config)
