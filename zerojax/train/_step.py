@@ -52,7 +52,7 @@ class TrainStep(Shown):
         self.layout = layout = dataclasses.replace(layout, has_options=True)
         self.recipe = recipe
         self._reduction = recipe.reduction(layout.kinds)
-        self._layers_ahead = recipe.lookahead(layout.kinds, layout.platform)
+        recipe.lookahead(layout.kinds, "")  # refused where weights are whole
         self._loss = loss
         self._loss_fn = loss
         if recipe.remat is not None:
@@ -318,8 +318,8 @@ class TrainStep(Shown):
             if recipe.prefetch is not None:
                 warnings.warn(reason, stacklevel=2)
 
-        layers, bucket = self._layers_ahead, recipe.bucket_bytes
-        ahead = passes.prefetched(function, layers, layout, bucket, told)
+        layers = recipe.lookahead(layout.kinds, layout.platform)
+        ahead = passes.prefetched(function, layers, layout, recipe.bucket_bytes, told)
         return passes.fenced(ahead, layout.platform, layout.num_batch_parts)
 
 
