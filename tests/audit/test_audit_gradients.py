@@ -194,3 +194,30 @@ def test_a_norm_is_no_gradient_that_is_reduced(mesh8):
     report = step.audit(x)
     (told,) = [problem for problem in report.problems if problem.kind == "reduce-scatter"]
     assert told.where == "no reduction of a gradient along the axis"
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loop_over_the_batch_computes_all_of_it_on_each_device(mesh8, stage):
+    """It walks the dim that devices share; under vmap each has examples of its own."""
+
+    def of_one(params, x):
+        return mse(jnp.tanh(x @ params["up"]) @ params["down"], x)
+
+    def looped(params, x):
+        return jax.lax.map(lambda one: of_one(params, one), x, batch_size=4).mean()
+
+    def mapped(params, x):
+        return jax.vmap(of_one, (None, 0))(params, x).mean()
+
+    layout = zerojax.make_layout(
+        {name: jnp.ones((WIDTH, WIDTH)) for name in ("up", "down")}, mesh8, stage=stage
+    )
+    reports = [
+        zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(
+            jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
+        )
+        for loss in (looped, mapped)
+    ]
+    assert reports[1].problems == ()
+    (told,) = [x for x in reports[0].problems if x.kind == "reduce-scatter"]
+    assert "jax.vmap" in told.remedy

@@ -12,6 +12,11 @@ from zerojax.hlo import sum_moved
 SHUFFLED = 0.02
 #: The share of a scheduled step for which it may wait.
 EXPOSED = 0.1
+#: What to do where no gradient is reduced.
+ALONE = (
+    "let each device compute its own examples: a loop over the batch (lax.map, lax.scan) gathers "
+    "them, jax.vmap does not; or sum the gradients over devices"
+)
 
 
 def check_unread(evidence: Evidence) -> Iterator[Problem]:
@@ -34,13 +39,14 @@ def check_unread(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_scatter(evidence: Evidence) -> Iterator[Problem]:
-    """Check that gradients of partitioned leaves are reduce-scattered, from stage 1 on."""
+    """Check that gradients of partitioned leaves are reduce-scattered, at stage 0 all summed."""
     layout = evidence.layout
+    if evidence.is_step and not layout.partitions("optimizer"):
+        yield from _check_summed(evidence)
+        return
     partitioned = evidence.gathered_elements({*range(len(layout.leaves))} - evidence.frozen)
     summed = set(layout.axes["gradient"]) & set(layout.batch_axes)
-    if not evidence.is_step or not summed or not layout.partitions("optimizer"):
-        return
-    if partitioned < evidence.floor:
+    if not evidence.is_step or not summed or partitioned < evidence.floor:
         return
     accepted = ("scatter",) if evidence.has_scatter else ("scatter", "sliced")
     reductions = [move for move in evidence.ours if move.role in REDUCTIONS]
@@ -67,8 +73,21 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
         f"{' x '.join(layout.axes['gradient'])}, as stage {layout.stage} does",
         seen=f"only {scattered:,.0f} of {partitioned:,} elements are reduce-scattered; "
         f"{whole + sliced:,.0f} elements per device are moved by all-reduces",
-        remedy=(staged(evidence, rest, STAGED) if sliced > whole else "") or remedy,
+        remedy=(staged(evidence, rest, STAGED) if sliced > whole else "")
+        or (remedy if is_known else ALONE),
     )
+
+
+def _check_summed(evidence: Evidence) -> Iterator[Problem]:
+    theory, moves = evidence.theory, [x for x in evidence.ours if x.role in REDUCTIONS]
+    due = sum(theory.summed.values()) / max(theory.reductions, 1)
+    if (seen := sum_moved(moves, "moved")) < due / 2 and due >= evidence.floor:
+        yield Problem(
+            where="no reduction of a gradient along the axis",
+            expected=f"{due:,.0f} elements per device moved to sum gradients, as stage 0 does",
+            seen=f"only {seen:,.0f}: each device computes the examples of all",
+            remedy=ALONE,
+        )
 
 
 def check_activation(evidence: Evidence) -> Iterator[Problem]:

@@ -40,7 +40,7 @@ LINEAR = _PRODUCTS.union(
 #: How a loss goes through its batch in parts.
 IN_CHUNKS = (
     "for chunks cut what each example has, x.reshape(len(x), chunks, -1), or take examples alone: "
-    "lax.map(f, batch) without batch_size"
+    "jax.vmap (of one reduction a step lax.map(f, batch) too, without batch_size)"
 )
 #: What asks for signs alone, and what goes with them: a positive factor changes nothing.
 _SIGNS = frozenset("eq ge gt le lt ne sign".split())
