@@ -361,9 +361,13 @@ def test_a_loss_may_write_to_the_dicts_and_lists_that_it_is_given(mesh8, stage):
 
     params = {"layers": [normal(0, 8, WIDTH), normal(1, WIDTH, 8)]}
     layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=0)
-    x, stored = normal(2, 16, 8), store(params, layout)
+    x, place = normal(2, 16, 8), functools.partial(store, layout=layout)
     want = jax.jit(jax.value_and_grad(loss))(params, x)
-    value, grads = jax.jit(jax.value_and_grad(gather_where_used(loss, layout)))(stored, x)
-    np.testing.assert_allclose(value, want[0], rtol=1e-5)
-    found = to_logical(grads, layout) if stage == 3 else grads
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want[1])
+    gathered = jax.value_and_grad(gather_where_used(loss, layout))
+
+    def run(params):
+        value, grads = gathered(layout.map_leaves(lambda leaf, x: place(x, leaf), params), x)
+        return value, layout.map_leaves(lambda leaf, g: to_logical(g, leaf), grads)
+
+    for found, expected in zip(*map(jax.tree.leaves, (jax.jit(run)(params), want)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

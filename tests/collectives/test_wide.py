@@ -251,3 +251,28 @@ def test_statistics_of_a_batch_in_fp32_are_no_gradients():
     layout = zerojax.make_layout(params, mesh, stage=2)
     step = zerojax.make_train_step(loss, optax.adam(1e-3), layout, zerojax.Recipe(precision="bf16"))
     step.audit(jax.ShapeDtypeStruct((512, 128), BF16)).raise_if_problems()
+
+
+def test_a_weight_that_two_uses_read_waits_and_moves_as_it_is_held(mesh8):
+    """Behind a barrier in fp32 XLA:GPU would gather it in fp32; what waits keeps gathers apart."""
+
+    def loss(params, x):
+        def policy():
+            return jnp.tanh(x.astype(params["up"].dtype) @ params["up"]) @ params["down"]
+
+        old = jax.lax.stop_gradient(policy())
+        return jnp.mean((old - policy()).astype(jnp.float32) ** 2)
+
+    shapes = {
+        "up": jax.ShapeDtypeStruct((32, 128), jnp.float32),
+        "down": jax.ShapeDtypeStruct((128, 64), jnp.float32),
+    }
+    layout = zerojax.make_layout(shapes, mesh8, stage=3, min_size=0)
+    recipe = zerojax.Recipe(precision="bf16", prefetch=1)
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout, recipe)
+    batch = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    text = step.lower(step.abstract_state(), batch).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert any("128x64xbf16" in line for line in barriers)
+    assert not any("128x64xf32" in line for line in barriers)
+    assert step.audit(batch).problems == (), "gathered once for both forward passes"

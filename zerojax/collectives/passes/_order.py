@@ -85,8 +85,10 @@ class _Order(Equations):
         self.tied: dict[int, list[Any]] = {}
         #: results of barriers that wait for something else already
         self.loose: set[Any] = set()
-        #: shards and what is done to them until they are gathered
-        self.gathered: set[Any] = set()
+        #: of shards that were widened what they are made of: XLA:GPU gathers what waits as it is
+        self.narrow: dict[Any, Any] = {}
+        #: by the place of a gather the one that gathers the same: what waits keeps them apart
+        self.again: dict[int, Any] = {}
 
     def tie(self, bound: float) -> None:
         """Tie each group of gathers to the first product of the group before it.
@@ -94,16 +96,19 @@ class _Order(Equations):
         A loop that gathers has an order of its own; what stands behind it begins anew.
         """
         size, product, previous = 0, None, None
+        gathered: dict[Any, Any] = {}  # by shards and what is done to them until they are gathered
         for at, eqn in enumerate(self.eqns):
             if is_gather(eqn):
-                path = self._new_path(eqn.invars[-1])  # behind constants
-                if not path:
+                path, key = self.path_to(eqn.invars[-1])  # behind constants
+                if path and (first := gathered.setdefault(key, eqn)) is not eqn:
+                    self.again[at] = first
+                if not path or at in self.again:
                     continue
                 if product is not None and size + eqn.outvars[0].aval.size > bound:
                     size, product, previous = 0, None, product
                 size += eqn.outvars[0].aval.size
                 if previous is not None:
-                    self._wait(path, previous)
+                    self._wait(path, previous, eqn.outvars[0].aval.dtype)
             elif is_named(eqn, BACKWARD) and not is_named(self.eqns[at - 1], BACKWARD):
                 self.tie_sums(at)
             elif any(map(is_gather, with_inner(eqn))):
@@ -185,23 +190,16 @@ class _Order(Equations):
             var = self.eqns[reader].outvars[0]
         return var
 
-    def _new_path(self, var: Any) -> list[Any]:
-        """Return `path_to` a gather's operand; nothing where the same path was asked for before.
-
-        A compiler gathers the same weight once, if it waits for the same.
-        """
-        path, key = self.path_to(var)
-        if key in self.gathered:
-            return []
-        self.gathered.add(key)
-        return path
-
-    def _wait(self, path: list[Any], product: int) -> None:
+    def _wait(self, path: list[Any], product: int, dtype: Any) -> None:
         """Let a gather wait for a product; of what it is made of, what is there by then."""
         after = [var for var in path if self.places.get(var, -1) > product]
-        for var in path[len(after) : len(after) + 1]:
-            self.tied.setdefault(product, []).append(var)
-            self.loose.update(var for var in after if is_barrier(self.eqns[self.places[var]]))
+        var, *made_of = path[len(after) :] or [None]
+        if var is None:
+            return
+        self.tied.setdefault(product, []).append(var)
+        if made_of and made_of[0].aval.dtype == dtype:
+            self.narrow[var] = made_of[0]
+        self.loose.update(var for var in after if is_barrier(self.eqns[self.places[var]]))
 
     def planted(self) -> list[Any]:
         """Return the equations with a barrier before each product that something waits for."""
@@ -209,8 +207,12 @@ class _Order(Equations):
         for at, eqn in enumerate(self.eqns):
             if at in self.tied:
                 held = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
-                barrier = functools.partial(self._held, held)
-                eqns.append(Planted(barrier, held, held, eqn.source_info))
+                given = [self.narrow.get(var, var) for var in held]
+                barrier = functools.partial(self._held, given, held)
+                eqns.append(Planted(barrier, given, held, eqn.source_info))
+            if (first := self.again.get(at)) is not None:
+                eqns.append(Planted(list, first.outvars, eqn.outvars, eqn.source_info))
+                continue
             if self.loose.isdisjoint(eqn.outvars):
                 eqns.append(eqn)
                 continue
@@ -221,8 +223,10 @@ class _Order(Equations):
                 eqns.append(Planted(run, ins, outs, eqn.source_info))
         return eqns
 
-    def _held(self, held: Sequence[Any], values: list[Any]) -> list[Any]:
-        return [*map(self._placed, held, jax.lax.optimization_barrier(values))]
+    def _held(self, given: Sequence[Any], held: Sequence[Any], values: list[Any]) -> list[Any]:
+        out = map(self._placed, given, jax.lax.optimization_barrier(values))
+        pairs = zip(out, held, strict=True)
+        return [x if x.dtype == var.aval.dtype else x.astype(var.aval.dtype) for x, var in pairs]
 
     def _placed(self, var: Any, value: Any) -> Any:
         """Place what came out of a barrier as before, or the partitioner gathers ahead of it."""
