@@ -49,11 +49,8 @@ def train(stage, num_steps=20):
     mesh = zerojax.make_mesh({"data": jax.device_count()})  # new
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=stage)  # new
     params = jax.jit(init, out_shardings=layout.params)(key)  # new: out_shardings
-    state = TrainState.create(
-        apply_fn=model.apply,
-        params=params,
-        tx=zerojax.sharded(tx, layout),  # new: sharded
-    )
+    optimizer = zerojax.sharded(tx, layout)  # new
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)  # new: tx
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, text):  # [B, T + 1]
