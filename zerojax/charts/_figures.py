@@ -41,9 +41,6 @@ class Bar:
     def top(self) -> float:
         return max(sum(self.parts.values()), self.theory or 0)
 
-    def within(self, available: float) -> Bar:
-        return dataclasses.replace(self, fits=self.fits and sum(self.parts.values()) <= available)
-
 
 #: Kinds of model states, from the bottom of a bar on.
 KINDS = ("parameters", "masters", "optimizer", "gradients")
@@ -57,14 +54,14 @@ def bytes_of(held: Holding) -> Bar:
         return held
     if isinstance(held, Description):
         parts = {kind: held.bytes[kind] for kind in KINDS}
-        return _bar(parts, held.theory["total"])
+        return Bar(parts=parts, theory=held.theory["total"])
     if isinstance(held, AuditReport):
         memory = held.memory
         parts = {name: getattr(memory, name) for name in ("parameters", "masters", "optimizer")}
         parts["gradients kept"] = memory.gradients
         parts["batch and the rest"] = memory.batch + memory.other + memory.outputs
         parts["gradients, activations"] = memory.temporaries
-        return _bar(parts, memory.theory["total"])
+        return Bar(parts=parts, theory=memory.theory["total"])
     if not isinstance(held, Plan):
         told = f"a plan, an audit report or a description is drawn, got {type(held).__name__}; of a"
         raise TypeError(f"{told} layout, layout.describe(tx)")
@@ -75,12 +72,8 @@ def bytes_of(held: Holding) -> Bar:
         parts[TOGETHER] = size.total - sum(parts.values())
     else:
         parts |= {"gradients": size.gradients, "activations and buffers": size.activations}
-    return _bar(parts, size.theory, host=size.host, fits=held.fits)
-
-
-def _bar(parts: Mapping[str, float], theory: float, *, host: int = 0, fits: bool = True) -> Bar:
-    label = f"{decimal(sum(parts.values()))}\nhost {decimal(host)}" if host else ""
-    return Bar(parts=parts, label=label, theory=theory, fits=fits)
+    label = f"{decimal(sum(parts.values()))}\nhost {decimal(size.host)}" if size.host else ""
+    return Bar(parts=parts, label=label, theory=size.theory, fits=held.fits)
 
 
 def volume_of(held: Holding) -> Bar | None:
@@ -292,7 +285,9 @@ def _draw_memory(axes: Axes, found: Mapping[str, Holding], available: float | No
         limits = {one.hardware.memory for one in found.values() if isinstance(one, Plan)}
         available = limits.pop() if len(limits) == 1 else 0
     if available:
-        bars = {name: bar.within(available) for name, bar in bars.items()}
+        for name, bar in bars.items():
+            fits = bar.fits and sum(bar.parts.values()) <= available
+            bars[name] = dataclasses.replace(bar, fits=fits)
     highest = max(bar.top for bar in bars.values())
     unit = unit_for(highest, DECIMAL)
     of = f", of {unit.words(available)}" if available else ""
