@@ -89,31 +89,27 @@ class Recipe:
             raise ValueError(f"reduce must be 'once', 'each' or None, got {reduce!r}")
         if clip_norm is not None:
             clip_norm = as_amount("clip_norm", clip_norm, above_zero=True)
-        flags = {
-            "skip_nonfinite": skip_nonfinite,
-            "offload": offload,
-            "reshard_after_forward": reshard_after_forward,
-        }
-        for name, given in flags.items():
-            if not isinstance(given, bool):
-                raise ValueError(f"{name} must be True or False, got {given!r}")
         if bucket_bytes is not None:
             bucket_bytes = as_count("bucket_bytes", bucket_bytes)
         if prefetch is not None:
             prefetch = as_amount("prefetch", prefetch)
             if prefetch > 1:
                 raise ValueError(f"prefetch is a part of a layer, from 0 to 1, got {prefetch!r}")
-        chosen = {
-            "precision": _policies.as_precision(precision),
-            "accumulate": as_count("accumulate", accumulate),
-            "reduce": reduce,
-            "clip_norm": clip_norm,
-            "remat": _policies.as_remat(remat),
-            "bucket_bytes": bucket_bytes,
-            "prefetch": prefetch,
-        } | flags
-        for name, value in chosen.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(  # past `frozen`
+            precision=_policies.as_precision(precision),
+            accumulate=as_count("accumulate", accumulate),
+            reduce=reduce,
+            clip_norm=clip_norm,
+            skip_nonfinite=skip_nonfinite,
+            remat=_policies.as_remat(remat),
+            offload=offload,
+            bucket_bytes=bucket_bytes,
+            prefetch=prefetch,
+            reshard_after_forward=reshard_after_forward,
+        )
+        for name in ("skip_nonfinite", "offload", "reshard_after_forward"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {given!r}")
 
     def __repr__(self) -> str:
         """Write what is not left to its default: `Recipe(precision='bf16', accumulate=2)`."""
