@@ -62,10 +62,8 @@ def called(eqn: Any) -> Any:
 def bodies(eqn: Any) -> tuple[Any, ...]:
     """Return the body of a scan or while loop, or the branches of a cond; else nothing."""
     key = LOOPS.get(eqn.primitive.name)
-    if key is None:
-        return ()
-    held = eqn.params[key]
-    return tuple(held) if key == "branches" else (held,)
+    held = () if key is None else eqn.params[key]
+    return held if isinstance(held, tuple) else (held,)
 
 
 def has_inside(eqn: Any) -> bool:
@@ -278,12 +276,13 @@ def run_equations(
     profilers, HLO and errors still name the user's model. A value is dropped after its last use.
     """
     values = dict(inputs)
-    dead = _dead_after(eqns, outputs)
+    last = {var: n for n, eqn in enumerate(eqns) for var in (*variables(eqn.invars), *eqn.outvars)}
+    last |= dict.fromkeys(variables(outputs), len(eqns))
 
     def read(atom: Any) -> Any:
         return values[atom] if is_variable(atom) else atom.val
 
-    for eqn, gone in zip(eqns, dead, strict=True):
+    for number, eqn in enumerate(eqns):
         source = eqn.source_info
         stack = source_info_util.current_name_stack() + source.name_stack
         # What jax itself jits (jnp.roll) has no line of the user's: that of the call is kept.
@@ -291,8 +290,9 @@ def run_equations(
         with source_info_util.user_context(line.traceback, name_stack=stack):
             results = step(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
-        for var in gone:
-            del values[var]
+        for var in {*variables(eqn.invars), *eqn.outvars}:
+            if last[var] == number:
+                del values[var]
     return [read(atom) for atom in outputs]
 
 
@@ -323,13 +323,3 @@ def run_scan(eqn: Any, values: Sequence[Any], body: Callable[[list[Any]], list[A
     same = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(step, [*start], [*stacks], **same)
     return [*carry, *stacked]
-
-
-def _dead_after(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[list[Any]]:
-    seen = set(variables(outputs))
-    dead = []
-    for eqn in reversed(eqns):
-        touched = dict.fromkeys([*variables(eqn.invars), *eqn.outvars])
-        dead.append([var for var in touched if var not in seen])
-        seen.update(touched)
-    return dead[::-1]
