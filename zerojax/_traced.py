@@ -64,11 +64,10 @@ class Traced:
         program, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
         run = functools.partial(_jaxpr.run, program, step=_Inline())
         self.program = jax.make_jaxpr(lambda *leaves: run(leaves))(*jax.tree.leaves(shapes))
-        jaxpr, consts = _jaxpr.opened(self.program)
+        jaxpr, _ = _jaxpr.opened(self.program)
         self.inputs = list(jaxpr.invars)
         self.outputs = list(jaxpr.outvars)
         self.out_tree = jax.tree.structure(out)
-        self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self.eqns = list(jaxpr.eqns)
         self._made = {var: n for n, eqn in enumerate(self.eqns) for var in eqn.outvars}
 

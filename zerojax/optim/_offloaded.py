@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import compute_on as _compute_on
 
-from zerojax._jaxpr import bind, depending
+from zerojax._jaxpr import bind, depending, inputs_of
 from zerojax._traced import Slice, Traced, is_fill
 from zerojax._types import TreeDef
 from zerojax.collectives.forms import shard
@@ -90,7 +90,7 @@ class OffloadedUpdate:
         args = (grads, held, state, loss)
         traced = Traced(self.function, args)
         sources, slots = self._slots(traced.out_tree)
-        given = dict(zip(traced.inputs, jax.tree.leaves(args), strict=True)) | traced.consts
+        given = inputs_of(traced.program, jax.tree.leaves(args))
         source = dict(zip(traced.inputs, sources, strict=True))
         far = {var for var, slot in source.items() if slot.on_host}
         behind = depending(traced.eqns, far)
@@ -99,9 +99,13 @@ class OffloadedUpdate:
             return traced.is_scalar(var) and var not in behind
 
         hosted = {x.owner for x in sources if x.on_host and x.owner is not None}
-        parts = [self._part(traced, index, slots, is_shared) for index in sorted(hosted)]
-        for part in parts:
-            self._check(part, source)
+        parts = []
+        for index in sorted(hosted):
+            at = tuple(n for n, slot in enumerate(slots) if slot.owner == index)
+            needed = traced.slice([traced.outputs[n] for n in at], is_shared)
+            to_host = tuple(slots[n].on_host for n in at)
+            parts.append(_Part(self.layout.leaves[index], needed, at, to_host))
+            self._check(parts[-1], source)
         shared = list(dict.fromkeys(x for p in parts for x in p.slice.inputs if is_shared(x)))
         taken = {position for part in parts for position in part.positions}
         rest = [n for n in range(len(slots)) if n not in taken]
@@ -129,15 +133,6 @@ class OffloadedUpdate:
         scalar = [_Slot(None, False)]
         scalars, _, cast, _ = (part.num_leaves for part in results.children())
         return low + held + state + scalar, scalar * scalars + held + low[:cast] + state
-
-    def _part(self, traced: Traced, index: int, slots: list[_Slot], stop: Any) -> _Part:
-        positions = tuple(n for n, slot in enumerate(slots) if slot.owner == index)
-        return _Part(
-            leaf=self.layout.leaves[index],
-            slice=traced.slice([traced.outputs[n] for n in positions], stop),
-            positions=positions,
-            to_host=tuple(slots[n].on_host for n in positions),
-        )
 
     def _check(self, part: _Part, source: dict[Any, _Slot]) -> None:
         found = {source[x].owner for x in part.slice.inputs if x in source} - {None}

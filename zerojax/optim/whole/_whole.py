@@ -25,7 +25,7 @@ def update_whole(
     if not layout.partitions("optimizer") or not has_matrices(traced.eqns):
         return traced.run(*args)
     runner = _Runner(Regions(traced, placed, layout), layout)
-    values = dict(zip(traced.inputs, jax.tree.leaves(args), strict=True)) | traced.consts
+    values = inputs_of(traced.program, jax.tree.leaves(args))
     return traced.out_tree.unflatten(runner.run(traced.eqns, values, traced.outputs))
 
 
