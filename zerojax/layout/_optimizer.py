@@ -100,8 +100,7 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
             leaves.append(_place(name, leaf, owner, of, layout))
         else:
             used.add(rule)
-            placed = _by_own_shape(name, leaf, layout, rule, "as a rule says")
-            leaves.append(dataclasses.replace(placed, parameter=owner))
+            leaves.append(_by_own_shape(name, leaf, layout, owner, rule, "as a rule says"))
     unmatched = tuple(rule for rule in rules if rule not in used)
     if unmatched:
         told = f"rules that matched no leaf of the optimizer's state: {[x.path for x in unmatched]}"
@@ -157,7 +156,7 @@ def _place(path: str, leaf: Any, owner: Any, ways: list[Way], layout: TreeLayout
         if options:
             return options[0]
         why = f"made from {source.path!r} with dims of its own"
-        return dataclasses.replace(_by_own_shape(path, leaf, layout, why=why), parameter=owner)
+        return _by_own_shape(path, leaf, layout, owner, why=why)
     same = {(other.entries, other.dim) for other in layout.leaves if other.shape == leaf.shape}
     if len(same) > 1 and layout.partitions("optimizer"):
         why = f"parameters of this shape live in {len(same)} different ways and its path names none"
@@ -197,15 +196,16 @@ def _by_own_shape(
     path: str,
     leaf: Any,
     layout: TreeLayout,
+    owner: int | None = None,
     rule: Rule | None = None,
     why: str = "belongs to no parameter",
 ) -> LeafLayout:
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     is_ruled = rule is not None and rule.whole
     if is_key or not layout.partitions("optimizer") or is_ruled or math.prod(leaf.shape) <= 1:
-        return layout.placed(path, leaf, f"whole: {why}")
+        return layout.placed(path, leaf, f"whole: {why}", parameter=owner)
     stacked = rule.stacked_of(path, leaf.shape) if rule else 0
     wanted = rule and rule.dim_of(path, leaf.shape, stacked)
     free = ((),) * len(leaf.shape)
     cut, reason = layout.cut(leaf.shape, free, stacked=stacked, wanted=wanted)
-    return layout.placed(path, leaf, f"{why}; {reason}", free, cut, STATES)
+    return layout.placed(path, leaf, f"{why}; {reason}", free, cut, STATES, parameter=owner)
