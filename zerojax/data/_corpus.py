@@ -183,10 +183,8 @@ def _mapped(path: str, tokenizer: Tokenizer) -> np.ndarray:
 
 def _read(files: Iterable[Path], most: int | None) -> list[bytes]:
     """Read the files, equal ones once, in the order of their digests, up to so many bytes."""
-    by_digest: dict[bytes, bytes] = {}
-    for path in files:
-        content = path.read_bytes()
-        by_digest[hashlib.sha256(content).digest()] = content
+    contents = (path.read_bytes() for path in files)
+    by_digest = {hashlib.sha256(content).digest(): content for content in contents}
     kept, left = [], sum(map(len, by_digest.values())) if most is None else most
     for _, content in sorted(by_digest.items()):
         if content := content[:left]:
