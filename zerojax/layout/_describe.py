@@ -1,7 +1,6 @@
 """What a layout places where, and why: as a table beside the theory, and as who holds what."""
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,12 @@ from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Precision, Recipe
 
 #: Columns of the table: the kind of tensor and the key under which its bytes are reported.
-KINDS: tuple[tuple[Kind, str], ...] = (
-    ("parameter", "parameters"),
-    ("gradient", "gradients"),
-    ("master", "masters"),
-    ("optimizer", "optimizer"),
-)
+KINDS: dict[Kind, str] = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "master": "masters",
+    "optimizer": "optimizer",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Description(Shown):
     def kinds_table(self) -> Table:
         """Return the bytes of one device by kind, beside the stage's formula."""
         made = make_table("one device holds", ">B", ">by the formula", ">ratio", "share")
-        shown = [key for _, key in KINDS if self.bytes[key] or self.theory[key]]
+        shown = [key for key in KINDS.values() if self.bytes[key] or self.theory[key]]
         for key in (*shown, "total"):
             held, theory = self.bytes[key], self.theory[key]
             ratio = f"{held / theory:.3f}" if theory else ""
@@ -94,25 +93,30 @@ _Held = tuple[Kind, LeafLayout, Any]
 
 def describe(layout: TreeLayout, state: Any, recipe: Recipe, stored: bool) -> Description:
     """Count what every leaf takes on one device and compare it with the stage's formula."""
-    groups = list(_groups(layout, state, recipe.precision))
-    rows = tuple(_row(path, held, stored) for path, held in groups)
-    total = {key: sum(row.bytes.get(key, 0) for row in rows) for _, key in KINDS}
-    theory = dict.fromkeys(total, 0)
-    padding = 0
-    for kind, leaf, dtype in itertools.chain.from_iterable(held for _, held in groups):
-        theory[dict(KINDS)[kind]] += leaf.whole_bytes(dtype)
-        if kind in leaf.axes and leaf.is_padded and (stored or kind != "parameter"):
-            padding += leaf.bytes_per_device(kind, dtype=dtype)
-            padding -= leaf.whole_bytes(dtype) // leaf.parts[kind]
+    rows: list[Row] = []
+    theory, padding = dict.fromkeys(KINDS.values(), 0), 0
+    for path, held in _groups(layout, state, recipe.precision):
+        counted = dict.fromkeys(KINDS.values(), 0)
+        for kind, leaf, dtype in held:
+            key, is_stored = KINDS[kind], stored or kind != "parameter"
+            size = leaf.bytes_per_device(kind, stored=is_stored, dtype=dtype)
+            whole = leaf.whole_bytes(dtype)
+            counted[key] += size
+            theory[key] += whole
+            if kind in leaf.axes and leaf.is_padded and is_stored:
+                padding += size - whole // leaf.parts[kind]
+        _, first, dtype = held[0]
+        rows.append(Row(path, first.placed(dtype), counted, first.reason))
+    total = {key: sum(row.bytes[key] for row in rows) for key in KINDS.values()}
     whole = theory["parameters"]
-    for kind, key in KINDS:
+    for kind, key in KINDS.items():
         theory[key] //= layout.parts(kind)
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
     notes = _notes(layout, padding, state.unmatched_rules)
     if recipe.keeps_gathered(layout.kinds):
         notes = (*notes, f"until the backward pass, gathered parameters take {whole:,} B beside")
-    return Description(layout.title, rows, total, theory, padding, notes)
+    return Description(layout.title, tuple(rows), total, theory, padding, notes)
 
 
 def _groups(
@@ -137,16 +141,6 @@ def _groups(
         names = ", ".join(x.path for _, x, _ in scalars[:3]) + (", ..." if scalars[3:] else "")
         count = f"{len(scalars)} scalar{'s' if scalars[1:] else ''}"
         yield f"optimizer: {count} ({names})", scalars
-
-
-def _row(path: str, held: list[_Held], stored: bool) -> Row:
-    _, first, dtype = held[0]
-    counted = {"optimizer": 0}
-    for kind, leaf, own in held:
-        key = dict(KINDS)[kind]
-        size = leaf.bytes_per_device(kind, stored=stored or kind != "parameter", dtype=own)
-        counted[key] = counted.get(key, 0) + size
-    return Row(path, first.placed(dtype), counted, first.reason)
 
 
 def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> tuple[str, ...]:
