@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,11 +49,6 @@ class Slice:
         given = dict(zip(self.inputs, values, strict=True))
         return _jaxpr.run_equations(self.eqns, given, self.outputs, step)
 
-    def not_elementwise(self) -> list[str]:
-        """Name the operations that look at other elements than the one they compute."""
-        others = (x for x in self.eqns if not is_fill(x) and not _jaxpr.is_elementwise(x))
-        return list(dict.fromkeys(eqn.primitive.name for eqn in others))
-
 
 class Traced:
     """An update traced to a program of equations `eqns`, calls inlined."""
@@ -94,10 +88,6 @@ class Traced:
             return bool(atom.val == 0)
         eqn = self.eqns[self._made[atom]] if atom in self._made else None
         return eqn is not None and is_fill(eqn) and self.is_zero(eqn.invars[0])
-
-    def is_scalar(self, var: Any) -> bool:
-        """Whether an equation makes this variable, of one element."""
-        return var in self._made and math.prod(var.aval.shape) == 1
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:

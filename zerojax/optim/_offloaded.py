@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import compute_on as _compute_on
 
-from zerojax._jaxpr import bind, depending, inputs_of
+from zerojax._jaxpr import bind, depending, inputs_of, is_elementwise
 from zerojax._traced import Slice, Traced, is_fill
 from zerojax._types import TreeDef
 from zerojax.collectives.forms import shard
@@ -96,7 +96,7 @@ class OffloadedUpdate:
         behind = depending(traced.eqns, far)
 
         def is_shared(var: Any) -> bool:
-            return traced.is_scalar(var) and var not in behind
+            return var not in given and var not in behind and math.prod(var.aval.shape) == 1
 
         hosted = {x.owner for x in sources if x.on_host and x.owner is not None}
         parts = []
@@ -107,8 +107,7 @@ class OffloadedUpdate:
             parts.append(_Part(self.layout.leaves[index], needed, at, to_host))
             self._check(parts[-1], source)
         shared = list(dict.fromkeys(x for p in parts for x in p.slice.inputs if is_shared(x)))
-        taken = {position for part in parts for position in part.positions}
-        rest = [n for n in range(len(slots)) if n not in taken]
+        rest = [n for n, slot in enumerate(slots) if slot.owner not in hosted]
         near = traced.slice([*(traced.outputs[n] for n in rest), *shared], lambda _: False)
         if mixed := far.intersection(near.inputs):
             told = "computes something for all leaves from states that live there"
@@ -140,7 +139,8 @@ class OffloadedUpdate:
         if others:
             told = "computes the update of one leaf from others"
             raise _mixes(f"{told} ({part.leaf.path!r} from {self._names(others)})")
-        if names := part.slice.not_elementwise():
+        mixing = (x for x in part.slice.eqns if not is_fill(x) and not is_elementwise(x))
+        if names := dict.fromkeys(eqn.primitive.name for eqn in mixing):
             raise _mixes(
                 f"uses {', '.join(names)} for leaf {part.leaf.path!r}, on elements that may be on "
                 "other devices"
