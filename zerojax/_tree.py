@@ -146,8 +146,7 @@ def as_shapes(tree: PyTree, dtype: Any = None) -> PyTree:
     """Replace every leaf by its shape and dtype; floating ones have `dtype`, if one is given."""
 
     def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-        own = getattr(leaf, "dtype", None)
-        own = jnp.result_type(leaf) if own is None else own
+        own = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         return jax.ShapeDtypeStruct(jnp.shape(leaf), floating_dtype(own, dtype))
 
     return jax.tree.map(shape_of, tree)

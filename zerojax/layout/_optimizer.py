@@ -86,10 +86,10 @@ def optimizer_layout(tx: Any, layout: TreeLayout, dtype: Any = None) -> Optimize
     """
     tx = as_transformation(tx)
     shapes = as_shapes(layout.shapes, dtype)
-    pairs, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, shapes))
-    found = [leaf for _, leaf in pairs]
-    owners = find_owners(tx, shapes, found, structure)
-    ways = find_ways(tx, shapes, found, owners, structure)
+    state = jax.eval_shape(tx.init, shapes)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(state)
+    owners = find_owners(tx, shapes, state)
+    ways = find_ways(tx, shapes, state, owners)
     rules = [rule for rule in layout.rules if rule.kind == "optimizer"]
     used: set[Rule] = set()
     leaves = []

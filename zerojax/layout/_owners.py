@@ -23,9 +23,7 @@ class _Numbered:
     number: int = dataclasses.field(metadata={"static": True})
 
 
-def find_owners(
-    tx: optax.GradientTransformation, shapes: Any, state: list[Any], structure: Any
-) -> list[int | None]:
+def find_owners(tx: optax.GradientTransformation, shapes: Any, state: Any) -> list[int | None]:
     """Return which parameter each leaf of the state was made from; None for none."""
     leaves, tree = jax.tree.flatten(shapes)
     numbered = tree.unflatten(_Numbered(x, i) for i, x in enumerate(leaves))
@@ -39,8 +37,9 @@ def find_owners(
         marked = jax.eval_shape(tx.init, numbered)
     except Exception:  # noqa: BLE001
         marked = ()
-    if [(x.shape, x.dtype) for x in jax.tree.leaves(marked)] != [(x.shape, x.dtype) for x in state]:
-        return _owners_by_placeholder(tx, tree, state, structure)
+    held, wanted = ([(x.shape, x.dtype) for x in jax.tree.leaves(of)] for of in (marked, state))
+    if held != wanted:
+        return _owners_by_placeholder(tx, tree, state)
     owners: list[int | None] = []
     for node in jax.tree.leaves(marked, is_leaf=is_numbered):
         owners += [node.number if is_numbered(node) else None] * len(jax.tree.leaves(node))
@@ -48,7 +47,7 @@ def find_owners(
 
 
 def _owners_by_placeholder(
-    tx: optax.GradientTransformation, tree: Any, state: list[Any], structure: Any
+    tx: optax.GradientTransformation, tree: Any, state: Any
 ) -> list[int | None]:
     """Ask optax which parameter each leaf of the state was made from."""
 
@@ -59,7 +58,7 @@ def _owners_by_placeholder(
         marked = optax.tree_map_params(
             tx,
             lambda leaf, number: leaf if is_masked(leaf) else number,
-            structure.unflatten(state),
+            state,
             tree.unflatten(range(tree.num_leaves)),
             transform_non_params=lambda _: -1,
             is_leaf=is_masked,
@@ -69,17 +68,13 @@ def _owners_by_placeholder(
     except Exception:  # noqa: BLE001
         marked = ()
     owners = jax.tree.leaves(marked)
-    if len(owners) != len(state):
-        return [None] * len(state)
+    if len(owners) != (count := len(jax.tree.leaves(state))):
+        return [None] * count
     return [owner if isinstance(owner, int) and owner >= 0 else None for owner in owners]
 
 
 def find_ways(
-    tx: optax.GradientTransformation,
-    shapes: Any,
-    state: list[Any],
-    owners: list[int | None],
-    structure: Any,
+    tx: optax.GradientTransformation, shapes: Any, state: Any, owners: list[int | None]
 ) -> list[list[Way]]:
     """Return for each leaf of the state how its dims come from its parameter's; see `dim_sources`.
 
@@ -89,14 +84,14 @@ def find_ways(
     of = [x.shape for x in jax.tree.leaves(shapes)]
     found = [
         [] if owner is None else dim_sources(leaf.shape, of[owner])
-        for leaf, owner in zip(state, owners, strict=True)
+        for leaf, owner in zip(jax.tree.leaves(state), owners, strict=True)
     ]
     if all(len(ways) < 2 for ways in found):
         return found
     like = jax.ShapeDtypeStruct
     distinct = jax.tree.map(lambda x: like(_distinct_sizes(x.shape), x.dtype), shapes)
-    leaves, same = jax.tree.flatten(jax.eval_shape(tx.init, distinct))
-    if same != structure:
+    leaves, structure = jax.tree.flatten(jax.eval_shape(tx.init, distinct))
+    if structure != jax.tree.structure(state):
         return found
     for number, (leaf, owner) in enumerate(zip(leaves, owners, strict=True)):
         if owner is not None and len(found[number]) > 1:
