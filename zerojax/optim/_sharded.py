@@ -64,10 +64,15 @@ def sharded(
 
     def init(params: PyTree) -> PyTree:
         params = as_params(params, layout, "params")
+        placed = state_layout(tx, layout, params)
+
+        def build(params: PyTree) -> PyTree:
+            return store_state(tx.init(shard_tree(params, layout)), placed, layout)
+
+        run = auto_region(build, layout, placed.specs)
         if is_traced(params):
-            return init_state(tx, layout, params)
-        out = state_layout(tx, layout, params).shardings(layout)
-        return jax.jit(functools.partial(init_state, tx, layout), out_shardings=out)(params)
+            return run(params)
+        return jax.jit(run, out_shardings=placed.shardings(layout))(params)
 
     @functools.lru_cache(4, typed=True)  # few, since functions may hold arrays; True is not 1
     def compiled(structure: Any, *static: Any) -> Callable[..., Any]:
@@ -129,15 +134,6 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     region = auto_region(add, layout, jax.tree.map(lambda s: s.spec, layout.params))
     new = region(*given) if is_traced(given) else jax.jit(region)(*given)
     return _in_place_of(params, new, layout)
-
-
-def init_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree) -> PyTree:
-    placed = state_layout(tx, layout, params)
-
-    def build(params: PyTree) -> PyTree:
-        return store_state(tx.init(shard_tree(params, layout)), placed, layout)
-
-    return auto_region(build, layout, placed.specs)(params)
 
 
 def in_layout_of_params(tree: PyTree, layout: Layout) -> PyTree:
