@@ -229,7 +229,7 @@ def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def _broadcast(specs: PyTree, params: PyTree) -> list[P | None]:
+def _broadcast(specs: PyTree, params: PyTree) -> list[Any]:
     def is_spec(node: Any) -> bool:
         return node is None or isinstance(node, P)
 
@@ -240,20 +240,18 @@ def _broadcast(specs: PyTree, params: PyTree) -> list[P | None]:
             "specs do not have the structure of the parameters, or a prefix of it: "
             f"{str(error).splitlines()[0]}; write one PartitionSpec (or None) per leaf or subtree"
         ) from None
-    flat = jax.tree.leaves(full, is_leaf=is_spec)
-    for spec in flat:
-        if not is_spec(spec):
-            raise ValueError(
-                f"specs hold a {type(spec).__name__}; PartitionSpecs (or None) are expected, such "
-                "as the .spec of a NamedSharding"
-            )
-    return flat
+    return jax.tree.leaves(full, is_leaf=is_spec)
 
 
-def _user_entries(mesh: AnyMesh, name: str, spec: P | None, leaf: jax.ShapeDtypeStruct) -> Entries:
+def _user_entries(mesh: AnyMesh, name: str, spec: Any, leaf: jax.ShapeDtypeStruct) -> Entries:
     shape = leaf.shape
     if spec is None:
         return ((),) * len(shape)
+    if not isinstance(spec, P):
+        raise ValueError(
+            f"specs hold a {type(spec).__name__}; PartitionSpecs (or None) are expected, such as "
+            "the .spec of a NamedSharding"
+        )
     try:
         entries = as_entries(spec, len(shape))
     except ValueError as error:
