@@ -120,8 +120,8 @@ class OffloadedUpdate:
             values = [given[var] for var in part.slice.inputs]
             out = self._run(part, values, [var in far for var in part.slice.inputs], token)
             results.update(zip(part.positions, out, strict=True))
-            here = [x for x, on_host in zip(out, part.to_host, strict=True) if not on_host]
-            token = here[0] if here else token
+            here = (x for x, on_host in zip(out, part.to_host, strict=True) if not on_host)
+            token = next(here, token)
         return jax.tree.unflatten(traced.out_tree, [results[n] for n in range(len(slots))])
 
     def _slots(self, results: TreeDef) -> tuple[list[_Slot], list[_Slot]]:
@@ -184,6 +184,5 @@ def _mixes(does: str) -> ValueError:
 
 def _fill(number: Any, like: jax.Array, aval: Any) -> jax.Array:
     nothing = jnp.logical_and(like != 0, False).astype(aval.dtype)
-    if aval.dtype == jnp.bool_:
-        return jax.lax.bitwise_or(nothing, jnp.asarray(number, bool))
-    return jax.lax.add(nothing, jnp.asarray(number, aval.dtype))
+    add = jax.lax.bitwise_or if aval.dtype == jnp.bool_ else jax.lax.add
+    return add(nothing, jnp.asarray(number, aval.dtype))
