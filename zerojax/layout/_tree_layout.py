@@ -20,7 +20,7 @@ from zerojax._types import AnyMesh, Axes, Kind, PyTree, Shape, TreeDef, platform
 from zerojax.hardware import Hardware, hardware_of
 from zerojax.layout import _mesh
 from zerojax.layout._leaf import Cut, Entries, LeafLayout, Rule, choose_cut
-from zerojax.layout._stages import STAGES, STATES
+from zerojax.layout._stages import STAGES
 from zerojax.layout._torus import Phases, fills_tiles, find_phases
 
 
@@ -116,7 +116,8 @@ class TreeLayout:
         """Describe a leaf that is placed so; `leaf` has its shape and dtype."""
         entries = ((),) * len(leaf.shape) if entries is None else entries
         if cut is not None:
-            axes, parts = self._along[kinds]
+            axes = {kind: self.axes[kind] for kind in kinds}
+            parts = {kind: self.num_parts(names) for kind, names in axes.items()}
             fields |= {"dim": cut.dim, "stored_size": cut.stored_size, "axes": axes, "parts": parts}
         return LeafLayout(
             path=path,
@@ -127,15 +128,6 @@ class TreeLayout:
             own_parts=math.prod(map(self.num_parts, entries)),
             **fields,
         )
-
-    @cached_property
-    def _along(self) -> dict[frozenset[Kind], tuple[dict[Kind, Axes], dict[Kind, int]]]:
-        """The axes of the kinds that a leaf is cut for, and their parts; leaves share them."""
-        found = {}
-        for kinds in (self.kinds, STATES):
-            axes = {kind: self.axes[kind] for kind in kinds}
-            found[kinds] = axes, {kind: self.num_parts(names) for kind, names in axes.items()}
-        return found
 
     def local_shape(self, leaf: LeafLayout, shape: Shape) -> Shape:
         """Return the part of a leaf that the user's own axes leave to a device."""
