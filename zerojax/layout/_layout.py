@@ -245,9 +245,7 @@ def _broadcast(specs: PyTree, params: PyTree) -> list[Any]:
 
 def _user_entries(mesh: AnyMesh, name: str, spec: Any, leaf: jax.ShapeDtypeStruct) -> Entries:
     shape = leaf.shape
-    if spec is None:
-        return ((),) * len(shape)
-    if not isinstance(spec, P):
+    if not isinstance(spec, P | None):
         raise ValueError(
             f"specs hold a {type(spec).__name__}; PartitionSpecs (or None) are expected, such as "
             "the .spec of a NamedSharding"
