@@ -91,7 +91,7 @@ def sharded(
             is_known = all(isinstance(x, Hashable) for x in leaves)
             run = compiled(structure, *leaves) if is_known else jax.jit(run)
         new, state = run(grads, state, params, arrays)
-        return _in_place_of(updates, new, layout), state
+        return with_leaves_like(updates, layout.structure, jax.tree.leaves(new)), state
 
     setattr(init, WRAPPED, tx)
     return optax.GradientTransformationExtraArgs(init, update)
@@ -133,7 +133,7 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
     given = old, as_params(updates, layout, "updates")
     region = auto_region(add, layout, jax.tree.map(lambda s: s.spec, layout.params))
     new = region(*given) if is_traced(given) else jax.jit(region)(*given)
-    return _in_place_of(params, new, layout)
+    return with_leaves_like(params, layout.structure, jax.tree.leaves(new))
 
 
 def in_layout_of_params(tree: PyTree, layout: Layout) -> PyTree:
@@ -164,10 +164,6 @@ def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
                 "floating; leave whole numbers out (eqx.filter(model, eqx.is_inexact_array))"
             )
     return layout.structure.unflatten(leaves)
-
-
-def _in_place_of(tree: PyTree, new: PyTree, layout: Layout) -> PyTree:
-    return with_leaves_like(tree, layout.structure, layout.structure.flatten_up_to(new))
 
 
 def _is_static(x: Any) -> bool:
