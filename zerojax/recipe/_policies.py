@@ -129,12 +129,11 @@ PRECISIONS: MappingProxyType[str, Precision] = MappingProxyType(
 
 def as_precision(precision: Precision | str) -> Precision:
     """Return the precision of a name, or the `Precision` itself."""
-    if isinstance(precision, Precision):
-        return precision
-    if not isinstance(precision, str) or precision not in PRECISIONS:
+    found = PRECISIONS.get(precision) if isinstance(precision, str) else precision
+    if not isinstance(found, Precision):
         told = f"precision must be one of {', '.join(PRECISIONS)}, or a Precision"
         raise ValueError(f"{told}, got {precision!r}")
-    return PRECISIONS[precision]
+    return found
 
 
 #: What the backward pass computes again: nothing; all but products; each layer from its input.
@@ -177,8 +176,7 @@ class RematPolicy:
             raise ValueError(f"{told} {self.recompute!r}")
         for field in ("keep", "offload"):
             names = getattr(self, field)
-            is_several = isinstance(names, tuple | list)
-            if not is_several or not all(isinstance(name, str) for name in names):
+            if not isinstance(names, tuple | list) or not all(isinstance(x, str) for x in names):
                 raise ValueError(f"RematPolicy: {field} must be a tuple of names, got {names!r}")
             object.__setattr__(self, field, tuple(names))
         if not isinstance(self.partition, str | None):
