@@ -117,10 +117,7 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
     """
     flat = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     at_once = Phases(flat, (axes, *further))
-    if isinstance(mesh, AbstractMesh):
-        return at_once
-    chip = _chip_exceeded(mesh, axes)
-    if chip is None:
+    if isinstance(mesh, AbstractMesh) or (chip := _chip_exceeded(mesh, axes)) is None:
         return at_once
     sub_axes = [read_sub_axes(mesh, axis) for axis in axes]
     if None in sub_axes:
@@ -165,8 +162,7 @@ def read_sub_axes(mesh: Mesh, axis: str) -> tuple[SubAxis, ...] | None:
         if size % (stride * count) or (values != values[:, turn]).any():
             return None
         found.append((stride, SubAxis(axis, dim, count)))
-    found.sort(key=lambda pair: -pair[0])
-    sub_axes = tuple(sub_axis for _, sub_axis in found)
+    sub_axes = tuple(sub_axis for _, sub_axis in sorted(found, key=lambda pair: -pair[0]))
     return sub_axes if math.prod(sub_axis.size for sub_axis in sub_axes) == size else None
 
 
