@@ -99,7 +99,6 @@ _OF_A_DEVICE = ("id", "device_kind", "process_index", "coords", "core_on_chip", 
 _DECIDING = ("_compiler_options_kvs", "_device_list")
 #: Of `<function relu at 0x7fbd0b133060>`, which a module of flax or equinox holds.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_EXHAUSTED = "RESOURCE_EXHAUSTED"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
 
@@ -136,7 +135,7 @@ def _compile(lowered: jax.stages.Lowered) -> Program | DoesNotFit:
         try:
             return Program.of(lowered.compile())
         except jax.errors.JaxRuntimeError as error:
-            if _EXHAUSTED not in str(error):
+            if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             message = " ".join(str(error).split())
     needed, available = None, None
