@@ -45,15 +45,11 @@ def has_layers(program: Any) -> bool:
 
 def works_outside(program: Any) -> bool:
     """Whether some product or loop lies in no rematerialised call."""
-    return any(
-        eqn.primitive.name in _jaxpr.OPAQUE
-        or eqn.primitive.name in _jaxpr.LOOPS
-        or (
-            eqn.primitive.name in _jaxpr.CALLS.keys() - {_jaxpr.REMATERIALISED}
-            and works_outside(_jaxpr.called(eqn))
-        )
-        for eqn in _jaxpr.opened(program)[0].eqns
-    )
+    eqns = _jaxpr.opened(program)[0].eqns
+    outside = [eqn for eqn in eqns if eqn.primitive.name != _jaxpr.REMATERIALISED]
+    if any(eqn.primitive.name in _jaxpr.OPAQUE | _jaxpr.LOOPS.keys() for eqn in outside):
+        return True
+    return any(works_outside(held) for held in map(_jaxpr.called, outside) if held is not None)
 
 
 def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) -> list[bool]:
