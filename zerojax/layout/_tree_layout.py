@@ -137,11 +137,8 @@ class TreeLayout:
     @cached_property
     def unmatched_rules(self) -> tuple[Rule, ...]:
         """The rules for parameters that match none."""
-        return tuple(
-            rule
-            for rule in self.rules
-            if rule.kind == "parameter" and not any(rule.matches(x.path) for x in self.leaves)
-        )
+        rules = (rule for rule in self.rules if rule.kind == "parameter")
+        return tuple(x for x in rules if not any(x.matches(leaf.path) for leaf in self.leaves))
 
     @property
     def num_params(self) -> int:
