@@ -51,11 +51,10 @@ def hosted_leaves(
     def is_large(leaf: LeafLayout) -> bool:
         return math.prod(leaf.shape) >= max(layout.min_size, 2) and not leaf.is_padded
 
-    large = [is_large(leaf) for leaf in layout.leaves]
-    owned = (leaf.parameter is not None and large[leaf.parameter] for leaf in placed.leaves)
-    pairs = zip(placed.leaves, owned, strict=True)
-    state = tuple(offload and is_owned and is_large(leaf) for leaf, is_owned in pairs)
-    return Hosted(tuple(offload and has_masters and one for one in large), state)
+    large = {number for number, leaf in enumerate(layout.leaves) if is_large(leaf)}
+    masters = (offload and has_masters and n in large for n in range(len(layout.leaves)))
+    state = (offload and leaf.parameter in large and is_large(leaf) for leaf in placed.leaves)
+    return Hosted(tuple(masters), tuple(state))
 
 
 class _Slot(NamedTuple):
@@ -105,7 +104,7 @@ class OffloadedUpdate:
             needed = traced.slice([traced.outputs[n] for n in at], is_shared)
             to_host = tuple(slots[n].on_host for n in at)
             parts.append(_Part(self.layout.leaves[index], needed, at, to_host))
-            self._check(parts[-1], source)
+            self._check(index, needed, source)
         shared = list(dict.fromkeys(x for p in parts for x in p.slice.inputs if is_shared(x)))
         rest = [n for n, slot in enumerate(slots) if slot.owner not in hosted]
         near = traced.slice([*(traced.outputs[n] for n in rest), *shared], lambda _: False)
@@ -133,17 +132,15 @@ class OffloadedUpdate:
         scalars, _, cast, _ = (part.num_leaves for part in results.children())
         return low + held + state + scalar, scalar * scalars + held + low[:cast] + state
 
-    def _check(self, part: _Part, source: dict[Any, _Slot]) -> None:
-        found = {source[x].owner for x in part.slice.inputs if x in source} - {None}
-        others = [n for n in found if self.layout.leaves[n or 0] is not part.leaf]
-        if others:
+    def _check(self, index: int, needed: Slice, source: dict[Any, _Slot]) -> None:
+        path = self.layout.leaves[index].path
+        if others := {source[x].owner for x in needed.inputs if x in source} - {None, index}:
             told = "computes the update of one leaf from others"
-            raise _mixes(f"{told} ({part.leaf.path!r} from {self._names(others)})")
-        mixing = (x for x in part.slice.eqns if not is_fill(x) and not is_elementwise(x))
-        if names := dict.fromkeys(eqn.primitive.name for eqn in mixing):
+            raise _mixes(f"{told} ({path!r} from {self._names(others)})")
+        mixing = (x for x in needed.eqns if not is_fill(x) and not is_elementwise(x))
+        if names := ", ".join(dict.fromkeys(eqn.primitive.name for eqn in mixing)):
             raise _mixes(
-                f"uses {', '.join(names)} for leaf {part.leaf.path!r}, on elements that may be on "
-                "other devices"
+                f"uses {names} for leaf {path!r}, on elements that may be on other devices"
             )
 
     def _names(self, owners: Iterable[Any]) -> str:
