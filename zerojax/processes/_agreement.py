@@ -123,9 +123,8 @@ def _checksum(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize == 1:
         x = x.astype(jnp.float32)  # exact for all types of 8 bits and less
     bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
-    mixed = bits.reshape(-1).astype(jnp.uint32) + lax.iota(jnp.uint32, bits.size) * jnp.uint32(
-        0x9E3779B9
-    )
+    places = lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B9)
+    mixed = bits.reshape(-1).astype(jnp.uint32) + places
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
     return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
