@@ -105,19 +105,13 @@ def _leaves(program: Program) -> dict[str, Leaf]:
         groups.setdefault(key, []).append(one)
     names = collections.Counter(_common_path(alike) for alike in groups.values())
     found: dict[str, Leaf] = {}
-    for (_, dtype, shape, spec, donated, settled), alike in groups.items():
+    for (*_, settled), alike in groups.items():
         path = _common_path(alike)
         if names[path] > 1:
             path = _common_path(alike, with_numbers=True)
-        found[path] = Leaf(
-            count=len(alike),
-            dtype=dtype,
-            shape=shape,
-            spec=spec,
-            bytes=sum(one.shard_bytes for one in alike),
-            donated=donated,
-            settled=settled,
-        )
+        looks = {name: getattr(alike[0], name) for name in ("dtype", "shape", "spec", "donated")}
+        size = sum(one.shard_bytes for one in alike)
+        found[path] = Leaf(count=len(alike), bytes=size, settled=settled, **looks)
     return dict(sorted(found.items()))
 
 
@@ -197,16 +191,15 @@ def _leaf_of(record: Collective, leaves: Mapping[str, Leaf]) -> str:
     dims = sorted(size for size in record.shape if size > 1)
     is_float = record.dtype[0] in "bf"
     for cut in (0, 1, 2):
-        found = [
+        found = dict.fromkeys(
             path
             for path, leaf in leaves.items()
             if ("float" in leaf.dtype) == is_float
             for part in itertools.combinations(leaf.shape, max(len(leaf.shape) - cut, 0))
             if sorted(size for size in part if size > 1) == dims
-        ]
-        found = list(dict.fromkeys(found))
+        )
         if found and dims:
-            return " or ".join(found[:3]) + (" ..." if len(found) > 3 else "")
+            return " or ".join([*found][:3]) + (" ..." if len(found) > 3 else "")
     return ""
 
 
