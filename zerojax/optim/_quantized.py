@@ -5,6 +5,7 @@ row. The codes are of the moment's shape and the scales of its shape without the
 layout cuts both as it cuts the moment.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -75,23 +76,17 @@ def quantized(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         traced = Traced(tx.init, (params,))
         copies = depending(traced.eqns, traced.inputs)
         leaves, structure = jax.tree.flatten(state)
-        return QuantizedState(
-            structure.unflatten(
-                _encode(x) if _is_large(x) and var not in copies else x
-                for x, var in zip(leaves, traced.outputs, strict=True)
-            )
-        )
+        pairs = zip(leaves, traced.outputs, strict=True)
+        held = (_encode(x) if _is_large(x) and var not in copies else x for x, var in pairs)
+        return QuantizedState(structure.unflatten(held))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, QuantizedState]:
-        held, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
-        given = structure.unflatten(_decode(x) if _is_quantized(x) else x for x in held)
+        over_held = functools.partial(jax.tree.map, is_leaf=_is_quantized)
+        given = over_held(lambda x: _decode(x) if _is_quantized(x) else x, state.inner)
         updates, inner = tx.update(updates, given, params, **extra)
-        new = structure.unflatten(
-            _encode(x) if _is_quantized(old) else x
-            for x, old in zip(structure.flatten_up_to(inner), held, strict=True)
-        )
+        new = over_held(lambda old, x: _encode(x) if _is_quantized(old) else x, state.inner, inner)
         return updates, QuantizedState(new)
 
     return optax.GradientTransformationExtraArgs(init, update)
