@@ -142,15 +142,13 @@ def _slots(jobs: Sequence[Job], num_owners: int) -> list[list[_Part]]:
         if each:
             slots.append([_Part(number, slice(0, first), each, slice(0, num_owners))])
         if rest:
-            dtype = jobs[number].dtype
-            room = (
-                slot
-                for slot in rests
-                if slot[-1].owners.stop + rest <= num_owners and jobs[slot[0].job].dtype == dtype
-            )
-            slot = next(room, [])
-            at = slot[-1].owners.stop if slot else 0
-            rests += [] if slot else [slot]
+            for slot in rests:
+                at = slot[-1].owners.stop
+                if at + rest <= num_owners and jobs[slot[0].job].dtype == jobs[number].dtype:
+                    break
+            else:
+                at, slot = 0, list[_Part]()
+                rests.append(slot)
             slot.append(_Part(number, slice(first, first + rest), 1, slice(at, at + rest)))
     return slots + rests
 
