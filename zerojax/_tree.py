@@ -131,10 +131,8 @@ def nodes(tree: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 def num_bytes(shape: Shape, dtype: Any) -> int:
     """Count the bytes of an array; PRNG keys count as the integers that hold them."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        held = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        return num_bytes(held.shape, held.dtype)
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return math.prod(shape) * (dtype if is_key else jnp.dtype(dtype)).itemsize
 
 
 def floating_dtype(own: Any, wanted: Any) -> Any:
