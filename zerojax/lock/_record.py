@@ -204,15 +204,13 @@ def _leaf_of(record: Collective, leaves: Mapping[str, Leaf]) -> str:
 
 
 def _totals(program: Program, records: Iterable[Collective]) -> dict[str, float]:
-    totals: dict[str, float] = {
-        "peak bytes": program.peak,
-        "argument bytes": program.argument_bytes,
-        "host bytes": program.statistics.get("host_argument_size_in_bytes", 0),
-    }
+    totals = collections.defaultdict[str, float](float)
+    totals["peak bytes"] = program.peak
+    totals["argument bytes"] = program.argument_bytes
+    totals["host bytes"] = program.statistics.get("host_argument_size_in_bytes", 0)
     for one in records:
         if one.moved_elements:
-            name = f"bytes over {_axes(one, program)}"
-            totals[name] = totals.get(name, 0) + one.moved_bytes
+            totals[f"bytes over {_axes(one, program)}"] += one.moved_bytes
     return {name: round(value) for name, value in totals.items() if value}
 
 
