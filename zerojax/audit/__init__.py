@@ -1,5 +1,6 @@
 """What a compiled program really moves and keeps."""
 
+from zerojax.audit._arguments import returned_of
 from zerojax.audit._audit import AuditError, AuditReport, audit
 from zerojax.audit._evidence import Problem
 from zerojax.audit._program import Argument, Program

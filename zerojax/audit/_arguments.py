@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zerojax._tree import path_ends
 from zerojax._types import Kind, Shape
 from zerojax.audit._program import Argument, Program
 from zerojax.hlo import element_bits
@@ -102,16 +103,6 @@ def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[list[int]]:
     return found
 
 
-def _common_prefix(wanted: Sequence[Any], leaves: Sequence[Argument]) -> str | None:
-    """Return what stands before some paths in those of leaves; None where they or shapes differ."""
-    prefixes: set[str | None] = set()
-    for (path, shapes), leaf in zip(wanted, leaves, strict=True):
-        prefixes.add(_prefix(leaf.path, path) if leaf.shape in shapes else None)
-        if None in prefixes or len(prefixes) > 1:
-            return None
-    return prefixes.pop() if prefixes else None
-
-
 def _prefix(path: str, of: str) -> str | None:
     if of == ".":
         return path
@@ -196,39 +187,30 @@ def shard_of(own: LeafLayout, shape: Shape, layout: Layout, kind: Kind = "optimi
     return (*local[: own.dim], math.ceil(local[own.dim] / parts), *local[own.dim + 1 :])
 
 
-def pairs(program: Program, held: Sequence[Held]) -> list[tuple[Held, Argument]]:
-    """Pair every state argument with the result that takes its place in the next step.
+def returned_of(arguments: Iterable[Argument], results: Iterable[Argument]) -> dict[str, Argument]:
+    """Find, by paths of arguments, the results that take their places in the next step.
 
-    An argument's states are found among the results by their relative paths and shapes; the
-    outermost tree is preferred, then one of the same dtypes, then one at the same position. So
-    `step(params, state, x) -> (params, state)` pairs `0/up` with `0/up`, not with `1/0/mu/up`.
+    A result has the argument's shape, and its path within the function's argument: `0/params/w` is
+    returned as that, or as `params/w` where the state is the one result, or `1/params/w`; nnx.jit
+    returns `0/0/params/w`. The outermost is meant: of `step(params, state, x) -> (params, state)`
+    `0/up` is returned as `0/up`, not `1/0/mu/up`. Of several it is one of the same dtype, that no
+    other argument has, of the same placement, at the same position.
     """
-    groups: dict[str, list[Held]] = {}
-    for one in held:
-        groups.setdefault(one.argument.path.split("/")[0], []).append(one)
-    taken: set[int] = set()
-    found: list[tuple[Held, Argument]] = []
-    for name, group in groups.items():
-        if not any(one.kind in STATES for one in group):
-            continue
-        wanted = [
-            (one.argument.path.removeprefix(name).removeprefix("/") or ".", (one.argument.shape,))
-            for one in group
-        ]
-        ranks: dict[range, tuple[int, bool, bool, bool]] = {}
-        for start in range(len(program.outputs) - len(group) + 1):
-            place = range(start, start + len(group))
-            run = [program.outputs[number] for number in place]
-            prefix = _common_prefix(wanted, run)
-            if prefix is None or taken.intersection(place):
-                continue
-            both = [(one.argument, new) for one, new in zip(group, run, strict=True)]
-            same = all(a.dtype == b.dtype for a, b in both)
-            stays = all(a.placement == b.placement for a, b in both)
-            # The moments of an optimizer look like its parameters, and lie deeper.
-            ranks[place] = (-prefix.count("/") if prefix else 1, same, stays, prefix == name)
-        if ranks:
-            place = max(ranks, key=ranks.__getitem__)
-            taken.update(place)
-            found += zip(group, [program.outputs[number] for number in place], strict=True)
+    by_end: dict[tuple[str, Shape], list[Argument]] = {}
+    for new in results:
+        for end in {*path_ends(new.path), "."}:
+            by_end.setdefault((end, new.shape), []).append(new)
+    found: dict[str, Argument] = {}
+    taken: set[str] = set()
+    # What is given away comes back; a reference may stand before it.
+    for old in sorted(arguments, key=lambda leaf: not leaf.donated):
+
+        def rank(new: Argument, old: Argument = old) -> tuple[int, bool, bool, bool, bool]:
+            is_free, stays = new.path not in taken, new.placement == old.placement
+            depth, same = new.path.count("/"), new.dtype == old.dtype
+            return -depth, same, is_free, stays, new.path == old.path
+
+        if alike := by_end.get((old.path.partition("/")[2] or ".", old.shape)):
+            found[old.path] = max(alike, key=rank)
+            taken.add(found[old.path].path)
     return found

@@ -8,7 +8,7 @@ from functools import cached_property
 from jax.sharding import AxisType
 
 from zerojax import hlo
-from zerojax.audit._arguments import STATES, Held, classify, item_bits, pairs
+from zerojax.audit._arguments import STATES, Held, classify, item_bits, returned_of
 from zerojax.audit._match import Matcher
 from zerojax.audit._origins import Origins, without_activations
 from zerojax.audit._program import Argument, Program
@@ -150,7 +150,11 @@ class Evidence:
 
     @cached_property
     def pairs(self) -> list[tuple[Held, Argument]]:
-        return pairs(self.program, self.held)
+        """Pair every argument of a state, or beside one, with the result that takes its place."""
+        owners = {one.argument.owner for one in self.states(*STATES)}
+        held = [one for one in self.held if one.argument.owner in owners]
+        new = returned_of([one.argument for one in held], self.program.outputs)
+        return [(one, new[path]) for one in held if (path := one.argument.path) in new]
 
     @cached_property
     def is_step(self) -> bool:

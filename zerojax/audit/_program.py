@@ -46,6 +46,11 @@ class Argument:
     donated: bool = False  # whether the caller gave its buffer away
     role: str = ""  # "optimizer" within the state of an optax optimizer, else empty
 
+    @property
+    def owner(self) -> str:
+        """Return the position or the keyword of the function's argument that it is a leaf of."""
+        return self.path.partition("/")[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:

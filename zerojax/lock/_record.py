@@ -17,7 +17,7 @@ import jax
 from zerojax._plain import made
 from zerojax._tree import path_ends
 from zerojax._types import Shape
-from zerojax.audit import Argument, Program, role_of, schedule_of
+from zerojax.audit import Argument, Program, returned_of, role_of, schedule_of
 from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, sum_moved
 
 #: Version of lock files.
@@ -97,7 +97,11 @@ class StepRecord:
 
 
 def _leaves(program: Program) -> dict[str, Leaf]:
-    returned = _returned(program)
+    # Of what has no name it is the own place that counts, if it is donated.
+    named = [one for one in program.inputs if one.path.strip("/0123456789")]
+    own = {(one.path, one.shape): one for one in program.outputs}
+    returned = {x.path: own.get((x.path, x.shape)) for x in program.inputs if x.donated}
+    returned |= returned_of(named, program.outputs)
     groups: dict[tuple[Any, ...], list[Argument]] = {}
     for one in program.inputs:
         settled = _same(one, returned.get(one.path))
@@ -125,28 +129,6 @@ def _common_path(alike: Sequence[Argument], *, with_numbers: bool = False) -> st
     columns = zip(*(one.path.split("/") for one in alike), strict=True)
     parts = (tuple(dict.fromkeys(column)) for column in columns)
     return "/".join(",".join(x) if with_numbers or len(x) == 1 else _pattern(x[0]) for x in parts)
-
-
-def _returned(program: Program) -> dict[str, Argument]:
-    """Find for each argument the result that takes its place in the next step.
-
-    An argument `0/params/w` is returned as `0/params/w`, or `params/w` where the state is the one
-    result, or `1/params/w`; nnx.jit returns `0/0/params/w`. Of several the outermost is meant.
-    Where a path is numbers alone, a donated argument's own place is.
-    """
-    by_end = {
-        (end, one.shape): one
-        for one in sorted(program.outputs, key=lambda one: -one.path.count("/"))
-        for end in path_ends(one.path)
-    }
-    found = {}
-    for one in program.inputs:
-        for end in (one.path, one.path.partition("/")[2]):
-            result = by_end.get((end, one.shape))
-            is_named = not end.replace("/", "").isdigit()
-            if result and (is_named or (one.donated and result.path == one.path)):
-                found.setdefault(one.path, result)
-    return found
 
 
 def _same(one: Argument, returned: Argument | None) -> bool:

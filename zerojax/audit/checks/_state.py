@@ -117,7 +117,7 @@ def _lost(group: list[Held]) -> tuple[str, str]:
         )
     if getattr(jax.config, "jax_debug_nans", False):
         return "not donated", "audit without jax_debug_nans, under which jax donates nothing"
-    name = group[0].argument.path.split("/")[0]
+    name = group[0].argument.owner
     donate = f"donate_argnums={name}" if name.isdigit() else f"donate_argnames={name!r}"
     return "not donated", f"jax.jit(step, {donate}, ...), and use the returned state only"
 
