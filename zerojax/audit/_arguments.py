@@ -1,8 +1,9 @@
 """What each argument of a program is to ZeRO, and how large the layout wants its shard."""
 
+import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,8 +37,8 @@ class Held:
         return math.prod(self.argument.shape)
 
 
-def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> tuple[Held, ...]:
-    """Return what every argument leaf is; `hosted` are numbers of those in the host's memory.
+def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> Iterator[Held]:
+    """Yield what every argument leaf is; `hosted` are numbers of those in the host's memory.
 
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
     name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
@@ -51,9 +52,9 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
         1                  f32[32,64]      batch
     """
     leaves = program.inputs
-    kinds: list[HeldKind | None] = [None] * len(leaves)
-    owners: list[int | None] = [None] * len(leaves)
-    placed: list[tuple[LeafLayout, ...]] = [()] * len(leaves)
+    kinds: dict[int, HeldKind] = {}
+    owners: dict[int, int | None] = {}
+    placed: dict[int, Sequence[LeafLayout]] = {}
     paths = {leaf.path for leaf in leaves}
     for number, leaf in enumerate(leaves):
         if leaf.role == "optimizer":
@@ -62,32 +63,29 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
             sums = owners[number] is not None and _GRADIENT.search(leaf.path)
             kinds[number] = "gradient" if sums else "optimizer"
     alike = find_trees(leaves, layout)
-    trees = [tree for tree in alike if not any(kinds[number] for number in tree)]
+    trees = {path: tree for path, tree in alike.items() if kinds.keys().isdisjoint(tree)}
     returned = max(len(find_trees(program.outputs, layout)) - len(alike) + len(trees), 1)
     if layout.leaves[0].path == ".":  # any array of its shape looks like it, a batch too
-        trees = trees[:returned]
+        trees = dict(itertools.islice(trees.items(), returned))
     tree_kinds = _tree_kinds(leaves, trees, layout, returned)
-    for tree, kind in zip(trees, tree_kinds, strict=True):
-        for index, number in enumerate(tree):
-            kinds[number], owners[number] = kind, index
-    states = {leaf.path.split("/")[0] for leaf, kind in zip(leaves, kinds, strict=True) if kind}
-    held = []
-    for leaf, kind, owner, found in zip(leaves, kinds, owners, placed, strict=True):
-        if kind is None:
-            kind = _rest(leaf, leaf.path.split("/")[0] in states, layout)
-        shards = _shards(leaf, kind, owner, found, layout)
-        on_host = bool(leaf.memory_kind) or leaf.number in hosted
-        held.append(Held(argument=leaf, kind=kind, parameter=owner, shards=shards, on_host=on_host))
-    return tuple(held)
+    for path, tree in trees.items():
+        kinds |= dict.fromkeys(tree, tree_kinds[path])
+        owners |= {number: index for index, number in enumerate(tree)}
+    states = {leaves[number].owner for number in kinds}
+    for number, leaf in enumerate(leaves):
+        kind = kinds.get(number) or _rest(leaf, leaf.owner in states, layout)
+        owner, on_host = owners.get(number), bool(leaf.memory_kind) or leaf.number in hosted
+        shards = _shards(leaf, kind, owner, placed.get(number, ()), layout)
+        yield Held(argument=leaf, kind=kind, parameter=owner, shards=shards, on_host=on_host)
 
 
-def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[list[int]]:
-    """Return the numbers of the leaves of every tree like the layout's parameters.
+def find_trees(leaves: Sequence[Argument], layout: Layout) -> dict[str, list[int]]:
+    """Return the numbers of the leaves of every tree like the layout's parameters, by its path.
 
     Others may stand between them: running means, and what draws noise, in an nnx model.
     """
     numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
-    found = []
+    found = {}
     for leaf in leaves:
         if (prefix := _prefix(leaf.path, layout.leaves[0].path)) is None:
             continue
@@ -98,8 +96,8 @@ def find_trees(leaves: Sequence[Argument], layout: Layout) -> list[list[int]]:
             if number is None or leaves[number].shape not in (own.shape, own.stored_shape):
                 break
             tree.append(number)
-        if len(tree) == len(layout.leaves):
-            found.append(tree)
+        else:
+            found[prefix] = tree
     return found
 
 
@@ -112,41 +110,37 @@ def _prefix(path: str, of: str) -> str | None:
 
 
 def _tree_kinds(
-    leaves: Sequence[Argument], trees: Sequence[Sequence[int]], layout: Layout, returned: int
-) -> list[HeldKind]:
+    leaves: Sequence[Argument], trees: Mapping[str, Sequence[int]], layout: Layout, returned: int
+) -> dict[str, HeldKind]:
     """Return which trees are parameters, masters, gradients and copies.
 
     Those are `returned`: of more trees the last are of the batch, a reference say.
     """
-    named: dict[int, HeldKind] = {}
-    starts = [tree[0] for tree in trees]
+    named: dict[str, HeldKind] = {}
     # What is given away comes back; a reference may stand before it.
-    own = sorted(starts, key=lambda start: not leaves[start].donated)[:returned]
-    for start in starts:
-        prefix = _prefix(leaves[start].path, layout.leaves[0].path) or ""
-        if _GRADIENT.search(prefix):
-            named[start] = "gradient"
-        elif _MASTER.search(prefix):
-            named[start] = "master"
-        elif _PARAMETER.search(prefix) and start in own and "parameter" not in named.values():
-            named[start] = "parameter"
-    open_ = [start for start in own if start not in named]
-    bits = {tree[0]: max(item_bits(leaves[number].dtype) for number in tree) for tree in trees}
+    own = sorted(trees, key=lambda path: not leaves[trees[path][0]].donated)[:returned]
+    for path in trees:
+        if _GRADIENT.search(path):
+            named[path] = "gradient"
+        elif _MASTER.search(path):
+            named[path] = "master"
+        elif _PARAMETER.search(path) and path in own and "parameter" not in named.values():
+            named[path] = "parameter"
+    open_ = [path for path in own if path not in named]
+    bits = {path: max(item_bits(leaves[n].dtype) for n in tree) for path, tree in trees.items()}
+
+    def misplaced(path: str) -> int:
+        parts = ((leaves[number], index) for index, number in enumerate(trees[path]))
+        return sum(x.shard_shape not in _shards(x, "parameter", i, (), layout) for x, i in parts)
+
     if open_ and "parameter" not in named.values():
-        rank = {
-            tree[0]: sum(
-                leaves[n].shard_shape not in _shards(leaves[n], "parameter", index, (), layout)
-                for index, n in enumerate(tree)
-            )
-            for tree in trees
-        }
-        named[min(open_, key=lambda start: (bits[start], rank[start]))] = "parameter"
-    widest = max(open_, key=lambda start: bits[start], default=None)
+        named[min(open_, key=lambda path: (bits[path], misplaced(path)))] = "parameter"
+    widest = max(open_, key=lambda path: bits[path], default=None)
     if widest is not None and widest not in named and "master" not in named.values():
-        parameter = next(start for start, kind in named.items() if kind == "parameter")
+        parameter = next(path for path, kind in named.items() if kind == "parameter")
         if bits[widest] > bits[parameter]:
             named[widest] = "master"
-    return [named.get(start, "copy" if start in own else "other") for start in starts]
+    return {path: named.get(path, "copy" if path in own else "other") for path in trees}
 
 
 def item_bits(dtype: str) -> int:

@@ -62,7 +62,7 @@ class Evidence:
         self.has_recipe, self.recipe = recipe is not None, as_recipe(recipe)
         self.module = module = hlo.parse_module(program.text)
         #: every argument leaf with its kind
-        self.held = held = classify(program, layout, hlo.host_parameters(module))
+        self.held = held = tuple(classify(program, layout, hlo.host_parameters(module)))
         found = hlo.parse_collectives(module)
         scales = _scales_shapes(layout) if self.recipe.precision.gather is not None else {}
         #: leaves whose weights the recipe gathers in one byte an element
