@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +81,16 @@ class Program:
             )
         places = _Placements()
         inputs = tuple(_inputs(compiled, places))
-        outputs = tuple(_outputs(compiled, places))
-        inputs = _named_after(inputs, outputs)
+        shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+        avals = getattr(compiled._executable, "out_avals", None)
+        outputs = tuple(_leaves(compiled.out_info, shardings, places, avals))
         return cls(
             text=text,
             platform=places.platform,
             device_ids=places.device_ids,
             mesh=places.mesh,
             statistics=_statistics(compiled, places.platform),
-            inputs=inputs,
+            inputs=_named_after(inputs, outputs),
             outputs=outputs,
         )
 
@@ -147,7 +148,10 @@ class _Placements:
         for number, (dims, other) in enumerate(self._placed):
             if dims == ndim and sharding.is_equivalent_to(other, ndim):
                 return number
-        self._meet(sharding)
+        if isinstance(sharding, NamedSharding) and not self.device_ids:
+            self.device_ids = tuple(x.id for x in np.asarray(sharding.mesh.devices).flat)
+            self.mesh = dict(sharding.mesh.shape)
+        self.platform = self.platform or platform_of(next(iter(sharding.device_set)))
         self._placed.append((ndim, sharding))
         return len(self._placed) - 1
 
@@ -156,35 +160,16 @@ class _Placements:
         own = ("device", "unpinned_host") if self.platform == "cpu" else ("device",)
         return "" if kind in own else kind
 
-    def _meet(self, sharding: Any) -> None:
-        devices = list(sharding.device_set)
-        if isinstance(sharding, NamedSharding) and not self.device_ids:
-            devices = list(np.asarray(sharding.mesh.devices).flat)
-            self.device_ids = tuple(device.id for device in devices)
-            self.mesh = dict(sharding.mesh.shape)
-        if not self.platform:
-            self.platform = platform_of(devices[0])
 
-
-def _inputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
-    pairs = list(flatten_with_paths(compiled.args_info))
+def _inputs(compiled: Any, places: _Placements) -> Iterator[Argument]:
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
-    roles = _optimizer_paths(compiled.args_info)
-    numbers = _entry_numbers(compiled, len(pairs))
-    for (path, info), sharding, number in zip(pairs, shardings, numbers, strict=True):
-        aval = getattr(info, "_aval", info)
+    numbers = _entry_numbers(compiled, len(shardings))
+    donated = [bool(info.donated) for info in jax.tree.leaves(compiled.args_info)]
+    leaves = _leaves(compiled.args_info, shardings, places)
+    for one, number, is_donated in zip(leaves, numbers, donated, strict=True):
         # The path begins with 0 and a position, or with 1 and a keyword.
-        one = _leaf(path_name(path[1:]), info, aval, sharding, places, _role(path, roles))
-        yield dataclasses.replace(one, number=number, donated=bool(info.donated))
-
-
-def _outputs(compiled: Any, places: _Placements) -> Iterable[Argument]:
-    pairs = list(flatten_with_paths(compiled.out_info))
-    roles = _optimizer_paths(compiled.out_info)
-    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
-    avals = getattr(compiled._executable, "out_avals", None) or [info for _, info in pairs]
-    for (path, info), aval, sharding in zip(pairs, avals, shardings, strict=True):
-        yield _leaf(path_name(path), info, aval, sharding, places, _role(path, roles))
+        path = one.path.partition("/")[2]
+        yield dataclasses.replace(one, path=path, number=number, donated=is_donated)
 
 
 def _named_after(inputs: Sequence[Argument], outputs: Sequence[Argument]) -> tuple[Argument, ...]:
@@ -205,27 +190,30 @@ def _named_after(inputs: Sequence[Argument], outputs: Sequence[Argument]) -> tup
     return tuple(named)
 
 
-def _role(path: tuple[Any, ...], states: list[tuple[Any, ...]]) -> str:
-    held = any(path[: len(prefix)] == prefix for prefix in states)
-    return "optimizer" if held or OPTIMIZER_NAMES.intersection(path_name(path).split("/")) else ""
-
-
-def _leaf(path: str, info: Any, aval: Any, sharding: Any, at: _Placements, role: str) -> Argument:
-    shape = tuple(info.shape)
-    shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
-    placement = at.number(sharding, len(shape))
-    return Argument(
-        path=path,
-        shape=shape,
-        dtype=str(info.dtype),
-        shard_shape=shard,
-        shard_bytes=0 if sharding is None else num_bytes(shard, info.dtype),
-        spec=_spec(sharding).removeprefix("PartitionSpec"),
-        placement=placement,
-        weak_type=bool(getattr(aval, "weak_type", False)),
-        memory_kind=at.memory_kind(sharding),
-        role=role,
-    )
+def _leaves(
+    tree: Any, shardings: Sequence[Any], places: _Placements, avals: Sequence[Any] | None = None
+) -> Iterator[Argument]:
+    pairs = list(flatten_with_paths(tree))
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_optimizer_state)
+    states = [path for path, node in nodes if _is_optimizer_state(node)]
+    avals = avals or [getattr(info, "_aval", info) for _, info in pairs]
+    for (path, info), aval, sharding in zip(pairs, avals, shardings, strict=True):
+        shape, name = tuple(info.shape), path_name(path)
+        shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
+        is_held = any(path[: len(prefix)] == prefix for prefix in states)
+        is_named = OPTIMIZER_NAMES.intersection(name.split("/"))
+        yield Argument(
+            path=name,
+            shape=shape,
+            dtype=str(info.dtype),
+            shard_shape=shard,
+            shard_bytes=0 if sharding is None else num_bytes(shard, info.dtype),
+            spec=_spec(sharding).removeprefix("PartitionSpec"),
+            placement=places.number(sharding, len(shape)),
+            weak_type=bool(getattr(aval, "weak_type", False)),
+            memory_kind=places.memory_kind(sharding),
+            role="optimizer" if is_held or is_named else "",
+        )
 
 
 def _spec(sharding: Any) -> str:
@@ -248,11 +236,6 @@ def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
     order = sorted(kept) if kept is not None else range(constants + num_leaves)
     numbers = {index - constants: number for number, index in enumerate(order)}
     return [numbers.get(index) for index in range(num_leaves)]
-
-
-def _optimizer_paths(info: Any) -> list[tuple[Any, ...]]:
-    pairs = jax.tree_util.tree_flatten_with_path(info, is_leaf=_is_optimizer_state)[0]
-    return [path for path, node in pairs if _is_optimizer_state(node)]
 
 
 def _is_optimizer_state(node: Any) -> bool:
