@@ -1,5 +1,6 @@
 """Which leaf of the layout a collective moves, told by the dims of its tensor. Pure."""
 
+import functools
 import itertools
 import math
 import operator
@@ -45,7 +46,7 @@ class Matcher:
 
     def __init__(self, layout: Layout, others: Iterable[Shape] = ()) -> None:
         self._layout = layout
-        self._found: dict[tuple[Shape, bool], Match] = {}
+        self._match = functools.cache(self._first_match)
         self._others = [key_of(shape) for shape in others]
 
     def match(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match:
@@ -54,13 +55,9 @@ class Matcher:
         `trips` are the lengths of the loops that it moves in; in a loop as long as a stack of
         layers is high, a layer is likelier than a leaf that looks like one.
         """
-        in_layers = bool(self._heights.intersection(trips))
-        if (shape, in_layers) not in self._found:
-            forms = ("layer", "leaf", *FORMS[2:]) if in_layers else FORMS
-            self._found[shape, in_layers] = self._match(key_of(shape), forms)
-        return self._found[shape, in_layers]
+        return self._match(key_of(shape), self._ordered(trips))
 
-    def _match(self, key: Key, forms: Sequence[str]) -> Match:
+    def _first_match(self, key: Key, forms: Sequence[str]) -> Match:
         for fits in (operator.eq, regroups, pads):
             for form in forms:
                 for other, match in self._forms[form].items():
@@ -68,11 +65,13 @@ class Matcher:
                         return match
         return UNMATCHED
 
+    def _ordered(self, trips: Sequence[int | None]) -> tuple[str, ...]:
+        return ("layer", "leaf", *FORMS[2:]) if self._heights.intersection(trips) else FORMS
+
     def match_longer(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match:
         """Return the leaf whose dims a tensor has but for one, which is up to twice as long."""
-        forms = ("layer", "leaf") if self._heights.intersection(trips) else ("leaf", "layer")
-        found = [UNMATCHED]
-        for match in (x for form in (*forms, "stage") for x in self._forms[form].values()):
+        forms, found = (*self._ordered(trips)[:2], "stage"), [UNMATCHED]
+        for match in (x for form in forms for x in self._forms[form].values()):
             longer, size = difference(key_of(shape), match.key)
             if size < longer <= 2 * size:
                 found.append(match)
