@@ -74,7 +74,7 @@ class Evidence:
         records = [replace(x, loops=loops) for x, loops in zip(found.records, inner, strict=True)]
         #: by identity, records as they stand in the program
         self._written = dict(zip(map(id, records), found.records, strict=True))
-        moves = moves_of(records, program, layout, matcher)
+        moves = tuple(moves_of(records, program, layout, matcher))
         #: what values of the program are made of
         self.origins = Origins(module, held, moves, self.steps)
         moves = find_padding(without_activations(moves, self.origins), matcher)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,13 +70,12 @@ class Move:
 
 def moves_of(
     records: Sequence[Collective], program: Program, layout: Layout, matcher: Matcher
-) -> tuple[Move, ...]:
+) -> Iterator[Move]:
     """Place every collective on the mesh and find its leaf."""
     spans_of = _span_finder(program, layout)
     ours = {*layout.axis, *layout.batch_axes}
-    found = [(record, spans_of(record)) for record in records if record.moved_elements]
+    found = [(x, spans_of(x.op, x.groups, x.group_size)) for x in records if x.moved_elements]
     windows = _window_scales(found, layout)
-    moves = []
     for record, spans in found:
         role = role_of(record)
         scale = windows.get((record.op_name, record.elements), 1.0)
@@ -87,17 +86,14 @@ def moves_of(
         # Between slices libtpu moves [32, 1536] in tiles, as [48, 8, 128].
         shape = (record.elements,) if record.spelling == "megascale" else record.shape
         joined = Match("joined", (), key_of(shape)) if JOINED in record.op_name else None
-        moves.append(
-            Move(
-                record=record,
-                spans=spans,
-                is_ours=bool(ours.intersection(_axes(spans))),
-                role=role,
-                match=joined or matcher.match(shape, record.trips),
-                judged=record.moved_elements * scale,
-            )
+        yield Move(
+            record=record,
+            spans=spans,
+            is_ours=bool(ours.intersection(_axes(spans))),
+            role=role,
+            match=joined or matcher.match(shape, record.trips),
+            judged=record.moved_elements * scale,
         )
-    return tuple(moves)
 
 
 def role_of(record: Collective) -> Role:
@@ -128,7 +124,7 @@ def _axes(spans: Iterable[str]) -> Axes:
     return tuple(span.partition("[")[0] for span in spans)
 
 
-def _span_finder(program: Program, layout: Layout) -> Callable[[Collective], tuple[str, ...]]:
+def _span_finder(program: Program, layout: Layout) -> Callable[..., tuple[str, ...]]:
     """Return what names the mesh axes along which a collective moves.
 
     Groups count devices in the program's order, which need not be the layout's; on several TPU
@@ -144,23 +140,19 @@ def _span_finder(program: Program, layout: Layout) -> Callable[[Collective], tup
     order = {at: position[device] for at, device in enumerate(theirs)} if same else {}
 
     @functools.cache
-    def spans(groups: Groups, pairs: bool) -> tuple[str, ...]:
+    def spans(op: str, groups: Groups, group_size: int) -> tuple[str, ...]:
+        if not groups:
+            return tuple(_between_slices(layout, group_size))
         placed = (tuple(order.get(i, i) for i in group) for group in groups)
-        return mesh_axes(placed, sizes, pairs=pairs)
+        return mesh_axes(placed, sizes, pairs=op == "collective-permute")
 
-    def find(record: Collective) -> tuple[str, ...]:
-        if not record.groups:
-            return _between_slices(layout, record.group_size)
-        return spans(record.groups, record.op == "collective-permute")
-
-    return find
+    return spans
 
 
-def _between_slices(layout: Layout, num_slices: int) -> tuple[str, ...]:
+def _between_slices(layout: Layout, num_slices: int) -> Iterator[str]:
     """Name the axes that TPU slices lie along: the first ones, where devices don't tell."""
     numbers = [getattr(device, "slice_index", 0) or 0 for device in layout.devices.flat]
     slices = np.array(numbers).reshape(layout.devices.shape)
-    spans = []
     for dim, (axis, size) in enumerate(layout.mesh.shape.items()):
         lines = np.moveaxis(slices, dim, 0).reshape(size, -1)
         count = max(len(set(column)) for column in lines.T.tolist())
@@ -168,8 +160,7 @@ def _between_slices(layout: Layout, num_slices: int) -> tuple[str, ...]:
             count = math.gcd(size, num_slices)
             num_slices //= count
         if count > 1:
-            spans.append(axis if count == size else f"{axis}[{count}/{size}]")
-    return tuple(spans)
+            yield axis if count == size else f"{axis}[{count}/{size}]"
 
 
 def _window_scales(
