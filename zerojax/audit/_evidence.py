@@ -251,8 +251,11 @@ class Evidence:
 
     def is_for(self, move: Move, name: str) -> bool:
         """Return whether a collective, or what reads it, has the name of an operation of JAX."""
-        lines = (use.instruction for use in hlo.uses_of(self.module, move.record.result))
-        return any(name in x for x in (move.record.op_name, *(line.op_name for line in lines)))
+        lines = (move.record, *(use.instruction for use in self.uses(move)))
+        return any(name in line.op_name for line in lines)
+
+    def uses(self, move: Move) -> list[hlo.Use]:
+        return list(hlo.uses_of(self.module, move.record.result))
 
     def gathered_elements(self, indices: Iterable[int]) -> int:
         leaves = [self.layout.leaves[index] for index in indices]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, whose
 from zerojax.audit._traffic import REDUCTIONS, Move
-from zerojax.audit.checks._whole import users
 from zerojax.hlo import is_widened, sum_moved
 
 
@@ -48,11 +47,8 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
 
 
 def note_dtypes(evidence: Evidence) -> Iterator[str]:
-    promoted = [
-        move
-        for move in evidence.large
-        if move.role == "gather" and 0 < _own_bits(evidence, move) < move.record.item_bits
-    ]
+    gathers = (move for move in evidence.large if move.role == "gather")
+    promoted = any(0 < _own_bits(evidence, x) < x.record.item_bits for x in gathers)
     if promoted and not evidence.has_scatter:
         yield "a CPU moves 16-bit tensors as 32-bit ones, so that dtypes are not judged here"
 
@@ -80,7 +76,7 @@ def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     if not own or (not evidence.has_scatter and is_widened(evidence.module, move.record.operand)):
         return None
     # As wide as the parameter: every use may cast it.
-    cast = {item_bits(use.casts[0]) if use.casts else bits for use in users(evidence, move)}
+    cast = {item_bits(use.casts[0]) if use.casts else bits for use in evidence.uses(move)}
     return max(cast) if cast and max(cast) < bits else None
 
 

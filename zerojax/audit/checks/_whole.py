@@ -10,7 +10,7 @@ from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hin
 from zerojax.audit._match import Key, Match, key_of
 from zerojax.audit._traffic import REDUCTIONS, Move
 from zerojax.collectives.passes import BUCKET
-from zerojax.hlo import Carry, Use, most_alive, operand_of, uses_of
+from zerojax.hlo import Carry, most_alive, operand_of
 from zerojax.layout import LeafLayout
 
 
@@ -139,10 +139,6 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
     )
 
 
-def users(evidence: Evidence, move: Move) -> list[Use]:
-    return list(uses_of(evidence.module, move.record.result))
-
-
 def _gathers(evidence: Evidence) -> list[Move]:
     near = {*evidence.layout.axes["parameter"]}
     found = (move for move in evidence.large if move.role == "gather" and move.match.leaves)
@@ -179,9 +175,8 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
 
 
 def _is_used_in_both(evidence: Evidence, move: Move) -> bool:
-    names = [use.instruction.op_name for use in users(evidence, move) if use.instruction.op_name]
-    backward = ["transpose(" in name for name in names]
-    return any(backward) and not all(backward)
+    names = [use.instruction.op_name for use in evidence.uses(move)]
+    return {"transpose(" in name for name in names if name} == {True, False}
 
 
 #: How many times the layers that a recipe asks for may be whole at one time.
