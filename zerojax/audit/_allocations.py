@@ -22,13 +22,11 @@ _WIDTHS = {1: 8, 5: 4}
 
 def allocated_bytes(serialized: bytes) -> int | None:
     """Count the bytes of a device's own memory that a program sets aside; None if it tells none."""
-    found = [
-        dict(_fields(allocation))
-        for block in _blocks(memoryview(serialized))
-        for program in _messages(block, _HLO)
-        for assignment in _messages(program, _ASSIGNMENT)
-        for allocation in _messages(assignment, _ALLOCATION)
-    ]
+    messages = list(_blocks(memoryview(serialized)))
+    for wanted in (_HLO, _ASSIGNMENT, _ALLOCATION):
+        fields = (field for message in messages for field in _fields(message))
+        messages = [x for number, x in fields if number == wanted and isinstance(x, memoryview)]
+    found = [dict(_fields(allocation)) for allocation in messages]
     sizes = [one.get(_SIZE, 0) for one in found if not one.get(_MEMORY)]
     return sum(size for size in sizes if isinstance(size, int)) or None
 
@@ -40,10 +38,6 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
             size, at = _number(data, at)
             yield data[at : at + size]
             at += size
-
-
-def _messages(data: memoryview, number: int) -> list[memoryview]:
-    return [x for n, x in _fields(data) if n == number and isinstance(x, memoryview)]
 
 
 def _fields(data: memoryview) -> list[tuple[int, int | memoryview]]:

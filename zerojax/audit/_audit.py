@@ -90,12 +90,8 @@ def schedule_table(schedule: ScheduleReport) -> Table:
         column.no_wrap, column.overflow, column.max_width = True, "ellipsis", width
     for one in schedule.collectives[:5]:
         beside = one.beside_source.rpartition("/")[2] or one.beside or "nothing"
-        table.add_row(
-            one.op,
-            ", ".join(one.leaves) or "no leaf",
-            beside,
-            *(f"{seconds * 1e3:.2f}" for seconds in (one.link_seconds, one.exposed_seconds)),
-        )
+        times = (f"{seconds * 1e3:.2f}" for seconds in (one.link_seconds, one.exposed_seconds))
+        table.add_row(one.op, ", ".join(one.leaves) or "no leaf", beside, *times)
     table.caption = schedule.summary
     return table
 

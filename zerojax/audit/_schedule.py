@@ -221,12 +221,11 @@ def schedule_of(
         for tally in clock.tallies.values()
         if (group := begun(tally.operation))
     ]
+    collectives.sort(key=lambda one: (-one.exposed_seconds, -one.moved_bytes))
     links, busiest = max(clock.busy.items(), key=lambda item: item[1], default=("", 0.0))
     return ScheduleReport(
         hardware=hardware.name,
-        collectives=tuple(
-            sorted(collectives, key=lambda one: (-one.exposed_seconds, -one.moved_bytes))
-        ),
+        collectives=tuple(collectives),
         work_seconds=clock.work,
         exposed_seconds=clock.exposed,
         bound_by="work" if clock.work >= busiest else f"{links} links",
