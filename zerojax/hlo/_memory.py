@@ -1,5 +1,6 @@
 """The results of a program in memory: the largest, how many are in use, what moves to the host."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from zerojax.hlo._walk import SCHEDULED, num_runs, walk
 
 _NO_BUFFER = having("no buffer")
 #: What makes of a value another name for it.
-_NAMES = (having("keeps") | having("whole")) & _NO_BUFFER | {"tuple", "get-tuple-element"}
+_VIEWS = (having("keeps") | having("whole")) & _NO_BUFFER
+_NAMES = _VIEWS | {"tuple", "get-tuple-element"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +58,22 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
     holds 16 elements of gathers at most: %b and %c, since %a is done before. `sizes` are those of
     the results that count, by (computation, instruction).
     """
-    known: dict[str, int] = {}
 
+    @functools.cache
     def peak(name: str) -> int:
         """Return the most of a computation; what it calls adds to what it holds meanwhile."""
-        if name not in known:
-            computation = module.computations[name]
-            frame = Frame(computation=computation)
-            lines = computation.instructions
-            place = {line.name: at for at, line in enumerate(lines)}
-            alive = [0] * len(lines)
-            for at, line in enumerate(lines):
-                if (name, line.name) in sizes:
-                    for later in range(at, _end(module, frame, place, line.name) + 1):
-                        alive[later] += sizes[name, line.name]
-                called = [callee for _, callee in line.called if callee in module.computations]
-                if line.opcode in SCHEDULED:
-                    alive[at] += max(map(peak, called), default=0)
-            known[name] = max(alive)
-        return known[name]
+        frame = Frame(computation=module.computations[name])
+        lines = frame.computation.instructions
+        place = {line.name: at for at, line in enumerate(lines)}
+        alive = [0] * len(lines)
+        for at, line in enumerate(lines):
+            if (name, line.name) in sizes:
+                for later in range(at, _end(module, frame, place, line.name) + 1):
+                    alive[later] += sizes[name, line.name]
+            called = [callee for _, callee in line.called if callee in module.computations]
+            if line.opcode in SCHEDULED:
+                alive[at] += max(map(peak, called), default=0)
+        return max(alive)
 
     return peak(module.entry.name)
 
@@ -86,12 +85,10 @@ def operand_of(record: Collective) -> str:
 
     %s reduces what %g made. Of a fused collective that the text does not follow, its own name.
     """
-    lines, name = record.frame.computation.by_name, record.name
-    part = record.part if record.combined > 1 else 0
-    while name in lines and len(lines[name].operands) > part:
-        name, part = lines[name].operands[part], 0
-        if name not in lines or lines[name].opcode not in _NAMES - {"tuple", "get-tuple-element"}:
-            return name
+    lines = record.frame.computation.by_name
+    name = record.operand.name if lines[record.name].operands else record.name
+    while name in lines and lines[name].opcode in _VIEWS:
+        (name,) = lines[name].operands
     return name
 
 
