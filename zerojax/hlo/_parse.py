@@ -35,18 +35,17 @@ def parse_collectives(program: str | Module) -> Collectives:
     for site, line in walk(module):
         if line.opcode == "add":
             added.update(_sums(module, site.frame, line.name)[1:])
-        if not is_collective(line) or is_end(line):
+        counts = is_collective(line) and not is_end(line)
+        if not counts or async_role(site.frame.computation, line)[0] == "repeat":
             continue
-        if async_role(site.frame.computation, line)[0] == "repeat":
-            continue
-        found = _read(module, site, line)
-        if found is not None:
+        if (found := _read(module, site, line)) is not None:
             read.add((site.frame.computation.name, line.name))
             records += found
-    records = [
-        dataclasses.replace(one, is_added=(one.computation, one.name, one.part) in added)
-        for one in _name_windows(records)
-    ]
+    windows = _window_names(records)
+    for place, one in enumerate(records):
+        spelling = windows.get((one.op, one.op_name, one.elements), one.spelling)
+        is_added = (one.computation, one.name, one.part) in added
+        records[place] = dataclasses.replace(one, spelling=spelling, is_added=is_added)
     return Collectives(records=tuple(records), unread=tuple(_unread_lines(module, read)))
 
 
@@ -255,18 +254,12 @@ def _widen(tensor: Tensor, dim: int, size: int) -> Tensor:
     return Tensor(tensor.dtype, tuple(dims))
 
 
-def _name_windows(records: list[Collective]) -> list[Collective]:
+def _window_names(records: list[Collective]) -> dict[tuple[str, str, int], str]:
     """Name permutes that stand in for a gather or scatter, within their loop and peeled off it."""
     names = {"ag": "windowed all-gather", "rs": "windowed reduce-scatter"}
-    kinds = {
+    return {
         (record.op, record.op_name, record.elements): names[match[1]]
         for record in records
         for loop in record.loops
         if record.op == "collective-permute" and (match := spelled.WINDOW.search(loop.body))
     }
-    return [
-        dataclasses.replace(
-            one, spelling=kinds.get((one.op, one.op_name, one.elements), one.spelling)
-        )
-        for one in records
-    ]
