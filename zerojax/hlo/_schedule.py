@@ -185,12 +185,11 @@ def parse_schedule(module: Module) -> Schedule | None:
     lines = (pair for pair in lines if REMATERIALISED.search(pair[1].name))
     again = [line.name for one, line in lines if cost_of(module, one, line)]
     operations = _read(module, Site(frame=Frame(computation=module.entry)))
-    return Schedule(operations=operations, rematerialised=tuple(again))
+    return Schedule(operations=tuple(operations), rematerialised=tuple(again))
 
 
-def _read(module: Module, site: Site) -> tuple[Operation, ...]:
+def _read(module: Module, site: Site) -> Iterator[Operation]:
     started: dict[str, str] = {}  # by the start's name or its chain: the start
-    found = []
     for line in site.frame.computation.instructions:
         inner = list(inner_sites(module, site, line, SCHEDULED))
         count = inner[0].loops[-1].trip_count if line.opcode == "while" and inner else 1
@@ -206,11 +205,10 @@ def _read(module: Module, site: Site) -> tuple[Operation, ...]:
             begins=begins,
             ends=_ends(module, line, begins, held, started),
             times=1 if count is None else count,
-            bodies=tuple(body for one in inner if (body := _read(module, one))),
+            bodies=tuple(body for one in inner if (body := tuple(_read(module, one)))),
         )
         if one.begins or one.ends or one.bodies or one.cost:
-            found.append(one)
-    return tuple(found)
+            yield one
 
 
 def _collectives(module: Module, computation: Computation, line: Instruction) -> Iterator[Held]:

@@ -146,16 +146,11 @@ def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
         return None
     index = int(line.attribute("index") or 0)
     frame, source = source_of(module, frame, line.operands[0]) or (frame, line)
-    is_loop = frame.caller is not None and frame.caller.opcode == "while"
-    return _state(module, frame, index, turn) if is_loop and source.opcode == "parameter" else None
-
-
-def _state(module: Module, inside: Frame, index: int, turn: int) -> int | None:
-    loop, outside = inside.caller, inside.parent
-    body = loop and outside and outside.enter(module, loop)
-    if not body or not loop or not outside:
+    loop, outside = frame.caller, frame.parent
+    if source.opcode != "parameter" or not loop or not outside or loop.opcode != "while":
         return None
-    if turn > 0:
+    body = outside.enter(module, loop)
+    if body and turn > 0:
         root = body.computation.root
         is_tuple = root.opcode == "tuple"
         return _value(module, body, root.operands[index], turn - 1) if is_tuple else None
