@@ -162,7 +162,8 @@ class _Search:
     ) -> None:
         self.model, self.recipe, self.space = model, model.recipe, space
         self.num_devices, self.hardware, self.limit = num_devices, hardware, limit
-        self._placed, self._traced = functools.cache(self._place), functools.cache(self._trace)
+        self._placed = functools.cache(self._place)
+        self._traced = functools.cache(lambda one: Demand(dataclasses.replace(model, recipe=one)))
         self.any = self._demand(self.recipe)
         self.num_examples = self.any.num_examples
 
@@ -255,7 +256,9 @@ class _Search:
         placed = self._placed(devices, stage, recipe.reshard_after_forward)
         demand = self._demand(recipe)
         whole, beyond = self.num_examples // devices.num_batch_parts, False
-        for accumulate in self._splits(whole):
+        given, counts = self.recipe.accumulate, range(1, min(whole, _MOST) + 1)
+        splits = [count for count in counts if whole % count == 0 and given in (1, count)]
+        for accumulate in splits if whole else [given]:  # else there is no loss
             one = dataclasses.replace(recipe, accumulate=accumulate)
             plan = estimate(dataclasses.replace(placed, recipe=one), demand, whole // accumulate)
             yield plan
@@ -263,20 +266,9 @@ class _Search:
                 return
             beyond = plan.fits_within(self.limit)
 
-    def _splits(self, whole: int) -> list[int]:
-        given = self.recipe.accumulate
-        if not whole:  # there is no loss
-            return [given]
-        counts = range(1, min(whole, _MOST) + 1)
-        return [count for count in counts if whole % count == 0 and given in (1, count)]
-
     def _demand(self, recipe: Recipe) -> Demand:
-        remat = recipe.remat
-        return self._traced(remat and dataclasses.replace(remat, partition=None, offload=()))
-
-    def _trace(self, remat: RematPolicy | None) -> Demand:
-        recipe = dataclasses.replace(self.recipe, remat=remat, offload=False)
-        return Demand(dataclasses.replace(self.model, recipe=recipe))
+        remat = recipe.remat and dataclasses.replace(recipe.remat, partition=None, offload=())
+        return self._traced(dataclasses.replace(self.recipe, remat=remat, offload=False))
 
     def _place(self, devices: Devices, stage: int, reshard: bool) -> Setting:
         recipe = dataclasses.replace(self.recipe, reshard_after_forward=reshard)
