@@ -97,6 +97,7 @@ def theory_of(
     gathered: dict[Axes, float] = {}
     scattered: dict[Axes, float] = {}
     summed: dict[Axes, float] = {}
+    reduced, times = (scattered, 1) if scatters else (summed, 2)
     ring = functools.cache(lambda axes: ring_share(layout.num_parts(axes)))
 
     def add(to: dict[Axes, float], axes: Axes, elements: float) -> None:
@@ -126,10 +127,7 @@ def theory_of(
         part, own_axes = stored, layout.axes["gradient"]
         for axes in layout.groups:
             cut = tuple(axis for axis in axes if axis in batch and axis in own_axes)
-            if scatters:
-                add(scattered, cut, reductions * part)
-            else:
-                add(summed, cut, 2 * reductions * part)
+            add(reduced, cut, times * reductions * part)
             part /= layout.num_parts(cut)
         add(summed, tuple(axis for axis in batch if axis not in own_axes), 2 * reductions * part)
     return Theory(gathered, scattered, summed, gathers, per_step)

@@ -188,8 +188,12 @@ class Plan(_display.Shown):
     def _parts(self) -> Iterator[Text | Table]:
         yield self._bytes_table()
         yield self._time_table()
-        for line in self._notes():
-            yield Text(line)
+        if moved := [f"{v:.4f} along {' x '.join(k)}" for k, v in self.volume_by_axes.items()]:
+            told = "moves per device and step, in elements per parameter"
+            yield Text(f"{told}: {', '.join(moved)}")
+        if self.count:
+            yield Text(f"examples in a device's microbatch: {self.count:,}")
+        yield from map(Text, self.assumptions)
 
     def _bytes_table(self) -> Table:
         kinds = _display.DECIMAL, _display.BINARY
@@ -237,13 +241,3 @@ class Plan(_display.Shown):
         step = f"{1e3 * self.step_time:,.3f}"
         table.add_row("step", step, f"bound by {self.time.bound_by}", style="bold")
         return table
-
-    def _notes(self) -> list[str]:
-        lines = []
-        moved = [f"{v:.4f} along {' x '.join(k)}" for k, v in self.volume_by_axes.items()]
-        if moved:
-            told = "moves per device and step, in elements per parameter"
-            lines.append(f"{told}: {', '.join(moved)}")
-        if self.count:
-            lines.append(f"examples in a device's microbatch: {self.count:,}")
-        return [*lines, *self.assumptions]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import jax
@@ -166,7 +167,7 @@ def place(
         rules=placement.rules,
         min_size=placement.min_size,
     )
-    leaves = _held_leaves(layout, recipe, hardware.platform == "tpu")
+    leaves = tuple(_held_leaves(layout, recipe, hardware.platform == "tpu"))
     states = layout.describe(model.tx, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
     return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe, matrices)
@@ -201,10 +202,9 @@ def _cut(leaf: jax.ShapeDtypeStruct, parts: int) -> P:
     return P(*(MODEL if d == wanted else None for d in range(len(shape))))
 
 
-def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf, ...]:
-    """Return what each parameter takes on a device while a gradient is computed."""
+def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> Iterator[HeldLeaf]:
+    """Yield what each parameter takes on a device while a gradient is computed."""
     gathers, keeps = layout.partitions("parameter"), recipe.keeps_gathered(layout.kinds)
-    found = []
     for placed in layout.leaves:
         dtype = floating_dtype(placed.dtype, recipe.precision.params)
         reduced = floating_dtype(dtype, recipe.precision.reduce)
@@ -214,7 +214,7 @@ def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf
         # libtpu turns a table's gradient that is cut along its minor dim before it scatters it.
         is_turned = is_tpu and not placed.stacked and 0 < (placed.dim or 0) == len(placed.shape) - 1
         is_turned &= not fills_tiles(placed.stored_shape, placed.dim, placed.num_shards)
-        leaf = HeldLeaf(
+        yield HeldLeaf(
             held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=whole,
             gradient=placed.bytes_per_device("optimizer", dtype=reduced),
@@ -223,5 +223,3 @@ def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> tuple[HeldLeaf
             parts=placed.own_parts,
             turned=whole * is_turned,
         )
-        found.append(leaf)
-    return tuple(found)

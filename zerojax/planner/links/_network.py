@@ -103,9 +103,8 @@ class Network:
             n = math.prod(self.within[name] for name in axes)
             return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
         sub_axes = [sub_axis for name in axes for sub_axis in self._sub_axes[name]]
-        groups = [sub_axes]
-        if collective != "all-reduce":
-            groups = group_sub_axes(self.hardware, sub_axes)
+        is_whole = collective == "all-reduce"
+        groups = [sub_axes] if is_whole else group_sub_axes(self.hardware, sub_axes)
         return tuple(self._phase(group) for group in groups if group)
 
     def _phase(self, group: Sequence[SubAxis]) -> Phase:
@@ -184,7 +183,9 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
         width = sum(0.5 if dim % hardware.wrap else 1.0 for dim in shape if dim > 1)
         return -width, sum(shape)
 
-    return min(_factorizations(num_chips, hardware.torus), key=rank)
+    divisors = [number for number in range(1, num_chips + 1) if num_chips % number == 0]
+    shapes = itertools.combinations_with_replacement(divisors, hardware.torus)
+    return min((shape for shape in shapes if math.prod(shape) == num_chips), key=rank)
 
 
 def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]]:
@@ -200,12 +201,6 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[S
     that of `shape`. Sub-axes come back major first.
     """
     return _lay_whole((*shape,), axes) or _lay_parts(shape, axes)
-
-
-def _factorizations(number: int, num_factors: int) -> list[tuple[int, ...]]:
-    divisors = [factor for factor in range(1, number + 1) if number % factor == 0]
-    found = itertools.combinations_with_replacement(divisors, num_factors)
-    return [factors for factors in found if math.prod(factors) == number]
 
 
 def _lay_whole(shape: Shape, axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]] | None:
