@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,17 +221,14 @@ def stages_table(plans: Sequence[Plan], size: float) -> Table:
     return made
 
 
-def notes(plans: Sequence[Plan]) -> list[str]:
-    """Return what the columns mean where their names don't tell, and what the figures rest on."""
-    lines = [
-        "parameters, gradients, optimizer: as the layout places them, masters with the optimizer",
-        "states: their sum by the formula of the stage",
-        "volume: elements that a device moves in a step, per parameter of the model",
-    ]
+def notes(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield what the columns mean where their names don't tell, and what the figures rest on."""
+    yield "parameters, gradients, optimizer: as the layout places them, masters with the optimizer"
+    yield "states: their sum by the formula of the stage"
+    yield "volume: elements that a device moves in a step, per parameter of the model"
     if any(one.bytes.total < one.bytes.states for one in plans):
-        lines.append("peak: in use at one time; below the states where a gradient is scattered, or")
-        lines.append("takes the place of weights that are done, before the next one is made")
+        yield "peak: in use at one time; below the states where a gradient is scattered, or"
+        yield "takes the place of weights that are done, before the next one is made"
     if tight := ", ".join(str(one.stage) for one in plans if not one.fits):
-        lines.append(f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}")
-    lines += dict.fromkeys(line for one in plans for line in one.assumptions)
-    return lines
+        yield f"does not fit {plans[0].hardware.memory / 1e9:,.1f} GB: stage {tight}"
+    yield from dict.fromkeys(line for one in plans for line in one.assumptions)

@@ -24,8 +24,7 @@ from zerojax.processes import ProcessError, agree, has_started, initialize, leav
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
 #: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
-QUEUED_STEPS = {"cpu": 0}
-QUEUED_STEPS_ELSEWHERE = 2
+QUEUED_STEPS = 2
 #: Characters of an error that is long because it has gone through several libraries.
 MOST_TOLD = 300
 
@@ -57,7 +56,7 @@ def train(options: TrainOptions) -> None:
         run = TrainRun(*take_up(options), _connect(options))
         asked = (f"{name}: {value}" for name, value in run.options.kept().items())
         agree("training", {"options": "\n".join(asked), "text": str(run.batches.get_state())})
-    queued = QUEUED_STEPS.get(run.devices[0].platform, QUEUED_STEPS_ELSEWHERE)
+    queued = 0 if run.devices[0].platform == "cpu" else QUEUED_STEPS
     absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs what it raises, many times
     try:
         with sole_run(options.out), Signals(queued) as signals:
