@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 
 import jax
@@ -89,6 +90,28 @@ def test_verify_names_what_is_damaged(saved, capsys):
         assert f"{largest.name} has 1000 bytes of" in " ".join(out.split())
     finally:
         largest.write_bytes(kept)
+
+
+@pytest.mark.parametrize("how", ["cut array", "cut", "empty", "missing"])
+def test_what_is_passed_over_is_told_with_why(saved, tmp_path, capsys, how):
+    run = tmp_path / "run"
+    shutil.copytree(saved[0], run)
+    newest, file = run / "checkpoints/6", run / "checkpoints/6/checkpoint.json"
+    if how == "cut array":
+        files = (newest / "arrays").rglob("*")
+        file = max(filter(os.path.isfile, files), key=lambda path: path.stat().st_size)
+    kept = file.read_bytes()
+    file.unlink()
+    if how != "missing":
+        file.write_bytes(kept[: 0 if how == "empty" else 1000])
+    for asked in (["inspect", str(run)], ["export", str(run), str(tmp_path / "w.safetensors")]):
+        assert main(["checkpoint", *asked]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        told = f"is a save that was cut short: it has no {file.name}"
+        told = told if how == "missing" else f"is damaged: {file.relative_to(newest)} "
+        assert "passed over: " in out
+        assert f"{newest} {told}" in out
+        assert f"taking step 3, {run / 'checkpoints/3'}" in out
 
 
 def test_weights_go_out_and_come_back(saved, tmp_path, capsys):

@@ -56,10 +56,10 @@ def inspect(options: CheckpointOptions) -> None:
     zerojax checkpoint inspect runs/books/checkpoints/500
     ```
     """
-    with _command.refusing():
-        path = find_checkpoint(options.directory)
-        manifest = read_manifest(path)
     screen = _command.Screen(width=WIDTH)
+    with _command.refusing():
+        path = find_checkpoint(options.directory, screen)
+        manifest = read_manifest(path)
     mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh.items())
     step = "not told" if manifest.step is None else f"{manifest.step:,}"
     facts = {
@@ -120,7 +120,7 @@ def export(options: ExportOptions) -> None:
     """
     screen = _command.Screen(width=WIDTH)
     with _command.refusing():
-        path = find_checkpoint(options.directory)
+        path = find_checkpoint(options.directory, screen)
         with screen.console.status(f"export {path}"):
             file = export_safetensors(path, options.out, part=options.part)
     screen.say(f"wrote {file}, {decimal(file.stat().st_size)}")

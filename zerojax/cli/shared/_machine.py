@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.text import Text
 
 from zerojax._extras import extra
 from zerojax.checkpoint import find_checkpoints, read_manifest
+from zerojax.cli.shared._command import Screen
 
 #: Virtual devices where no number is asked for, and the most that a CPU is divided into.
 NUM_VIRTUAL, MOST_VIRTUAL = 8, 4096
@@ -100,11 +102,15 @@ def list_checkpoints(directory: Path) -> dict[Path, str | None]:
     return {directory: None}
 
 
-def find_checkpoint(directory: Path) -> Path:
-    """Find the checkpoint that a folder is, or the newest whole one that it holds."""
-    found = list_checkpoints(directory)
-    whole = [path for path, wrong in found.items() if wrong is None]
-    if not whole:
-        told = "; ".join(filter(None, found.values()))
-        raise ValueError(f"no whole checkpoint in {directory}: {told}")
-    return whole[-1]
+def find_checkpoint(directory: Path, screen: Screen) -> Path:
+    """Find the checkpoint that a folder is, or its newest whole one; show what is passed over."""
+    passed_over: list[str] = []
+    for path, wrong in reversed(list_checkpoints(directory).items()):
+        if wrong is None:
+            for why in passed_over:
+                screen.show(Text(f"passed over: {why}", style="yellow"))
+            if passed_over:
+                screen.say(f"taking step {path.name}, {path}")
+            return path
+        passed_over.append(wrong)
+    raise ValueError(f"no whole checkpoint in {directory}: {'; '.join(reversed(passed_over))}")

@@ -25,7 +25,7 @@ from zerojax.checkpoint import (
     restore,
 )
 from zerojax.cli.shared import _machine
-from zerojax.cli.shared._command import Failure
+from zerojax.cli.shared._command import Failure, Screen
 from zerojax.cli.shared._options import OPTIMIZERS, gpt_layout, make_schedule
 from zerojax.cli.train._options import TrainOptions
 from zerojax.data import load_corpus, make_batches
@@ -193,4 +193,5 @@ def _read_weights(path: Path, layout: Layout) -> PyTree:
     like = layout.map_leaves(placed)
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
-    return restore(_machine.find_checkpoint(path), layout, {"params": like}, partial=True)["params"]
+    found = _machine.find_checkpoint(path, Screen(quiet=jax.process_index() > 0))
+    return restore(found, layout, {"params": like}, partial=True)["params"]
