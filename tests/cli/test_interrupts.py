@@ -1,0 +1,51 @@
+"""Ctrl-C ends the command at any time, also where Python drops what its handler raises."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import gc, os, signal, sys, time
+from zerojax import __main__
+
+sent = []
+
+def interrupt(*_):
+    if not sent:
+        sent.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+
+def collect():
+    gc.callbacks.append(interrupt)  # as jax's; nothing comes of what is raised within it
+    gc.collect()
+
+def run(*_, **__):
+    collect()
+    time.sleep(5)
+    print("lost", file=sys.stderr)
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "zerojax.cli":
+            collect()
+
+if sys.argv[1] == "imports":
+    sys.meta_path.insert(0, Finder())
+else:
+    from zerojax.cli import _app
+    _app.app = run
+sys.argv = ["zerojax"]
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize(("when", "status"), [("imports", -signal.SIGINT), ("afterwards", 130)])
+def test_ctrl_c_is_not_lost_before_a_run_has_begun(when, status):
+    command = [sys.executable, "-c", PROGRAM, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = "zerojax: interrupted\n" if status == 130 else ""  # as shells call the other one too
+    assert (done.returncode, done.stderr) == (status, said)
