@@ -54,6 +54,18 @@ def test_an_empty_path_and_what_is_no_path_are_refused(tmp_path, monkeypatch, na
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_path_that_is_not_utf8_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"run\\udcff' is not UTF-8.*; give another path"):
+        CALLS[name]("run\udcff")
+    Path("here\udcff").mkdir()
+    monkeypatch.chdir("here\udcff")
+    with pytest.raises(ValueError, match=r"here\\udcff/run' is not UTF-8"):
+        CALLS[name]("run")
+    assert list(Path().iterdir()) == []
+
+
 def test_an_export_to_an_object_store_is_refused(tmp_path, monkeypatch):
     zerojax.save(tmp_path / "saved", X, LAYOUT)
     monkeypatch.chdir(tmp_path)
@@ -69,14 +81,17 @@ def test_an_export_to_an_object_store_is_refused(tmp_path, monkeypatch):
         ["checkpoint", "verify", "gs://my-bucket/run"],
         ["checkpoint", "export", "gs://my-bucket/run", "w.safetensors"],
         ["train", "--out", "gs://my-bucket/run"],
+        ["train", "--out", "a\udcff"],
     ],
 )
 def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     assert main(command) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "mount the bucket" in said
-    assert "gs://my-bucket/" in said
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert (
+        "mount the bucket" in said and "gs://my-bucket/" in said
+    ) or "a\\udcff/checkpoints' is" in said
     assert list(tmp_path.iterdir()) == []
 
 

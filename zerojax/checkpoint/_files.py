@@ -42,7 +42,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: the path is neither a text nor a `Path`.
-        ValueError: the path is empty, or a URL: "gs://bucket/run", or "gs:/bucket/run" of pathlib.
+        ValueError: the path is empty, no UTF-8, or a URL: "gs://bucket/run", "gs:/bucket/run".
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -51,14 +51,21 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError('the path is empty; name a folder or file ("." is the current folder)')
     scheme = re.match(r"([A-Za-z][\w+.-]+):/+", text)  # two letters at least: "C:/" is a drive
     if scheme is not None and scheme[1].lower() == "file":
-        return Path(unquote(urlsplit(text).path))
-    if scheme is not None:
+        text = unquote(urlsplit(text).path)
+    elif scheme is not None:
         raise ValueError(
             f"{scheme[1]}://{text[scheme.end() :]} is not on a local or mounted file system, which "
             "a checkpoint needs; mount the bucket and pass the path of the mount, or use a local "
             f"folder and copy it to {scheme[1]}:// when the save is done"
         )
-    return Path(text).expanduser().absolute()
+    path = Path(text).expanduser().absolute()
+    if not is_utf8(str(path)):
+        raise ValueError(f"{str(path)!r} is not UTF-8, as orbax needs it; give another path")
+    return path
+
+
+def is_utf8(text: str) -> bool:
+    return text == text.encode(errors="ignore").decode()
 
 
 def sync(path: Path) -> None:
