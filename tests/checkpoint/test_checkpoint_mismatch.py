@@ -95,6 +95,17 @@ def test_the_same_optimizer_elsewhere_is_not_called_another(tmp_path):
     assert "its optimizer is" not in str(error.value)
 
 
+def test_leaves_too_many_are_left_by_a_call_that_is_named(tmp_path):
+    layout, state = make(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, layout)
+        call = (
+            f"leave leaves in it: zerojax.restore({str(tmp_path / '1')!r}, layout, like, partial="
+        )
+        with pytest.raises(IncompatibleCheckpointError, match=re.escape(call)):
+            checkpoints.restore_latest(layout, {"params": state.params})
+
+
 def test_swapped_arguments_are_named_without_their_values(tmp_path):
     layout, state = make(1)
     arguments: Any = (state, 1, layout)

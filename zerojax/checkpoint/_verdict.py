@@ -58,7 +58,8 @@ def find_sources(
             "optimizer and precision that it was saved with"
         )
         if any(line.endswith(UNWANTED) for line in lines):
-            remedy += ", or partial=True to leave leaves in it"
+            call = f"zerojax.restore({str(root)!r}, layout, like, partial=True)"
+            remedy += f", or leave leaves in it: {call}"
         raise IncompatibleCheckpointError(root, lines, remedy)
     return sources
 
