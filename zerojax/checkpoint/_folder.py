@@ -247,7 +247,8 @@ class Checkpoints:
         if not _is_saved(path):
             return
         if path not in self._damaged and path in self.steps().values():
-            raise ValueError(f"{path} holds a checkpoint already; save another step")
+            told = "go on from it (restore_latest), or give another folder"
+            raise ValueError(f"{path} holds a checkpoint already; {told}")
         aside = path.with_name(f"{path.name}.damaged")
         while aside.exists():
             aside = aside.with_name(f"{aside.name}+")
