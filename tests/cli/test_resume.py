@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from tests.cli.running import COMMAND, QUICK, TEXT
 from tests.texts import roundings
 from zerojax.checkpoint import find_checkpoints, read_manifest
+from zerojax.checkpoint._manifest import write_manifest
 from zerojax.cli import main
 from zerojax.cli.train._screen import TrainScreen
 
@@ -90,6 +92,20 @@ def test_damaged_checkpoints_are_named_and_passed_over(folder, capsys):
     err = capsys.readouterr().err
     assert "no whole checkpoint" in err
     assert err.count("\n") == 1
+
+
+def test_a_place_that_the_data_do_not_have_is_refused_in_one_line(folder, capsys):
+    assert main(["train", "--steps", "1", "--save-every", "1", *SMALL, "--out", "run"]) == 0
+    saved = folder / "run/checkpoints/1"
+    manifest = read_manifest(saved)
+    for place in ({"next_index": x} for x in (10**30, -5, "x")):
+        write_manifest(saved, dataclasses.replace(manifest, data={**manifest.data, **place}))
+        capsys.readouterr()
+        assert main(["train", "--resume", "--steps", "2", "--out", "run"]) == 2
+        err = capsys.readouterr().err
+        assert "run/checkpoints/1 names no place in the data" in err
+        assert "remove it to go on from an older one" in err
+        assert err.count("\n") == 1
 
 
 def test_the_loss_scale_goes_on_and_precisions_change(folder, capsys):

@@ -110,7 +110,11 @@ class TrainRun:
             like = dataclasses.replace(self.step.abstract_state(), loss_scale=scale)
             restored = self.checkpoints.restore_latest(self.layout, like)
         if restored is not None:
-            self.batches.set_state(dict(restored.manifest.data))
+            try:
+                self.batches.set_state(dict(restored.manifest.data))
+            except (LookupError, TypeError, OverflowError) as error:
+                told = f"--resume: {restored.path} names no place in the data ({error})"
+                raise ValueError(f"{told}; remove it to go on from an older one") from error
             return restored.state, restored
         if options.init is not None:
             return self.step.init(_read_weights(options.init, self.layout)), None
