@@ -35,6 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 SHAPES = {"even": (768, 512), "padded": (1009, 7), "bias": (3,), "scalar": ()}
 
 
+ZERO = {"num_bytes": 0, "digest": "0" * 32}
+
+
 def place():
     mesh = zerojax.make_mesh({"data": 4}, devices=jax.devices()[:4])
     shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
@@ -189,6 +192,17 @@ def test_copies_are_closed_though_a_save_failed(tmp_path, monkeypatch):
         lambda m: m["leaves"]["even"].update(dtype="zzz"),
         lambda m: m["leaves"]["even"].update(shape="ab"),
         lambda m: next(iter(m["files"].values())).update(num_bytes="x"),
+        lambda m: next(iter(m["files"].values())).update(num_bytes=10**400),
+        lambda m: next(iter(m["files"].values())).update(num_bytes=-1),
+        lambda m: m["files"].update({"/etc/passwd": next(iter(m["files"].values()))}),
+        lambda m: m["files"].update({"arrays/../../1/checkpoint.json": {**ZERO}}),
+        lambda m: m["files"].update({"arrays/\x1b[2J": {**ZERO}}),
+        lambda m: m["files"].clear(),
+        lambda m: m["leaves"]["even"].update(shape=[-1, 512]),
+        lambda m: m["leaves"]["even"].update(shape=[768]),
+        lambda m: m["leaves"]["even"].update(shape=[2**62, 2**62], stored_shape=[2**62, 2**62]),
+        lambda m: m["leaves"]["even"].update(num_bytes=10**400),
+        lambda m: m["leaves"].update({"a\ud800": m["leaves"]["even"]}),
     ],
 )
 def test_a_manifest_of_another_structure_is_damage_though_its_digest_is_right(

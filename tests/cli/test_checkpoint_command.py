@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -15,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from tests.cli.running import COMMAND
-from zerojax.checkpoint import IncompatibleCheckpointError, import_safetensors, save
+from zerojax.checkpoint import IncompatibleCheckpointError, import_safetensors, read_manifest, save
+from zerojax.checkpoint._manifest import write_manifest
 from zerojax.cli import main
 
 MIXED = zerojax.Precision(params=jnp.bfloat16, master=jnp.float32)
@@ -112,6 +114,19 @@ def test_what_is_passed_over_is_told_with_why(saved, tmp_path, capsys, how):
         assert "passed over: " in out
         assert f"{newest} {told}" in out
         assert f"taking step 3, {run / 'checkpoints/3'}" in out
+
+
+def test_inspect_shows_no_control_characters_of_a_manifest(saved, tmp_path, capsys):
+    path = tmp_path / "one"
+    shutil.copytree(saved[0] / "checkpoints/6", path)
+    manifest, esc = read_manifest(path), "\x1b[2J"
+    told = {"mesh": {esc: 8}, "optimizer": {"": esc}, "written": esc, "axis": (esc,)}
+    leaves = {**manifest.leaves, esc: manifest.leaves["step"]}
+    write_manifest(path, dataclasses.replace(manifest, **told, leaves=leaves))
+    assert main(["checkpoint", "inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.count(r"\x1b[2J") == 5
 
 
 def test_weights_go_out_and_come_back(saved, tmp_path, capsys):

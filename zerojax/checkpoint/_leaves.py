@@ -12,6 +12,7 @@ Any other leaf that is cut may be padded: an error asks for `tx`, as a wrong gue
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -33,6 +34,8 @@ PARAMS, MASTERS = (f"{name}/" for name in COPIES)
 #: All of its parts that are placed, with their kinds.
 KINDS: dict[str, Kind] = {"params": "parameter", "masters": "master", "opt_state": "optimizer"}
 REMEDY = "pass the layout that the state was made under: step.layout"
+#: The largest size that files and arrays have.
+MOST_BYTES = 2**63 - 1
 #: The optimizer, where it was handed over.
 Optimizer: TypeAlias = optax.GradientTransformation | None
 #: A key path and what is there.
@@ -54,6 +57,10 @@ class SavedLeaf:
     def __post_init__(self) -> None:
         if not self.is_key:
             jnp.dtype(self.dtype)  # a TypeError where there is none of that name
+        dims = (*zip(self.shape, self.stored_shape, strict=True), (self.num_bytes, MOST_BYTES))
+        fits = all(0 <= size <= stored <= MOST_BYTES for size, stored in dims)
+        if not fits or math.prod(self.stored_shape) > MOST_BYTES:
+            raise ValueError(f"no array has the shape {self.shape}, stored {self.stored_shape}")
 
     @property
     def is_key(self) -> bool:

@@ -15,7 +15,7 @@ from zerojax._extras import extra
 from zerojax._plain import made
 from zerojax._tree import parameter_ends
 from zerojax.checkpoint import _files
-from zerojax.checkpoint._leaves import PARAMS, SavedLeaf
+from zerojax.checkpoint._leaves import MOST_BYTES, PARAMS, SavedLeaf
 from zerojax.checkpoint._orbax import open_array
 
 #: The manifest's name within a checkpoint, beside the folder that orbax writes the arrays to.
@@ -44,6 +44,17 @@ class Manifest:
     #: path below the checkpoint to size and digest
     files: Mapping[str, _files.FileDigest] = dataclasses.field(default_factory=dict, repr=False)
     format: int = FORMAT  # version of the files' arrangement
+
+    def __post_init__(self) -> None:
+        for name, file in self.files.items():
+            first, *further = name.split("/")
+            if first != ARRAYS or {"..", "."} & {*further} or not name.isprintable():
+                raise ValueError(f"the file {name!r} is not below {ARRAYS}/")
+            if not 0 <= file.num_bytes <= MOST_BYTES:
+                raise ValueError(f"no file has the size of {name!r}")
+        for name in self.leaves:
+            if not _files.is_utf8(name):
+                raise ValueError(f"leaf {name!r} is not UTF-8, as orbax needs it; rename it")
 
     @property
     def num_bytes(self) -> int:
@@ -145,6 +156,12 @@ def read_leaf(root: Path, manifest: Manifest, path: str) -> np.ndarray:
     return np.asarray(store[tuple(map(slice, leaf.shape))].read().result())  # without padding
 
 
+def no_files(manifest: Manifest) -> list[str]:
+    """Say that there is nothing where leaves should be: no file is then compared."""
+    is_empty = all(0 in leaf.shape for leaf in manifest.leaves.values())
+    return [] if manifest.files or is_empty else [f"{MANIFEST} names no files"]
+
+
 def verify(directory: str | os.PathLike[str]) -> Manifest:
     """Compare every file of a checkpoint with its digest, which was taken when it was saved.
 
@@ -155,6 +172,6 @@ def verify(directory: str | os.PathLike[str]) -> Manifest:
         DamagedCheckpointError: with every file that is damaged.
     """
     root, manifest = _files.local_path(directory), read_manifest(directory)
-    if wrong := _files.wrong_contents(root, manifest.files):
+    if wrong := [*no_files(manifest), *_files.wrong_contents(root, manifest.files)]:
         raise _files.DamagedCheckpointError(root, wrong)
     return manifest

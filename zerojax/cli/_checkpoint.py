@@ -70,7 +70,7 @@ def inspect(options: CheckpointOptions) -> None:
         "data": "" if manifest.data is None else json.dumps(manifest.data),
         "on disk": f"{decimal(manifest.num_bytes)} in {len(manifest.files)} files",
     }
-    screen.facts(facts)
+    screen.facts({name: _printable(text) for name, text in facts.items()})
     screen.show(_parts_table(manifest))
 
 
@@ -131,9 +131,13 @@ def _parts_table(manifest: Manifest) -> Table:
     for path, leaves in parts(manifest).items():
         num_elements = f"{sum(math.prod(leaf.shape) for leaf in leaves):,}"
         size = decimal(sum(leaf.num_bytes for leaf in leaves))
-        dtypes = ", ".join(dict.fromkeys(leaf.dtype for leaf in leaves))
-        made.add_row(path, f"{len(leaves):,}", num_elements, size, dtypes)
+        dtypes = _printable(", ".join(dict.fromkeys(leaf.dtype for leaf in leaves)))
+        made.add_row(_printable(path), f"{len(leaves):,}", num_elements, size, dtypes)
     made.add_section()
     size = decimal(sum(leaf.num_bytes for leaf in manifest.leaves.values()))
     made.add_row("all", f"{len(manifest.leaves):,}", "", size, "")
     return made
+
+
+def _printable(text: str) -> str:
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
