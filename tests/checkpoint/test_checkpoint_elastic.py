@@ -250,6 +250,28 @@ def test_leaves_without_a_place_of_their_own_go_to_all_devices(tmp_path):
         assert float(total(getattr(found, "state", found))) == 128
 
 
+def test_shapes_without_shardings_go_where_the_layout_has_them(tmp_path):
+    tx = optax.adam(1e-3)
+    params = {"w": jnp.ones((64, 32)), "odd": jnp.ones((1009, 7))}
+    layout = zerojax.make_layout(params, zerojax.make_mesh({"data": 8}), stage=2)
+    state = {"params": params, "opt": tx.init(params), "mean": jnp.ones((64, 64))}
+    save(tmp_path / "all", state, layout, tx=tx)
+    like = jax.eval_shape(lambda: state)
+    with pytest.warns(UserWarning, match=r"'opt/0/mu/odd' of like \(2 such, 56.5 kB\) has no"):
+        back = restore(tmp_path / "all", layout, like, tx=tx)
+    assert back["params"]["w"].sharding.is_fully_replicated
+    assert back["opt"][0].mu["w"].sharding.shard_shape((64, 32)) == (8, 32)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(got, want)
+    whole = zerojax.make_layout(params, zerojax.make_mesh({"data": 8}), stage=3)
+    like = {"model": {"w": like["params"]["w"]}, "mean": like["mean"]}
+    save(tmp_path / "own", {"model": {"w": params["w"]}, "mean": state["mean"]}, layout)
+    with pytest.warns(UserWarning, match=r"'mean' of like \(1 such, 16\.4 kB\) has no"):
+        back = restore(tmp_path / "own", whole, like)
+    assert back["model"]["w"].sharding.shard_shape((64, 32)) == (8, 32)
+    assert back["mean"].sharding.is_fully_replicated
+
+
 def test_parameters_that_are_one_array_change_their_precision_too(tmp_path):
     w = jnp.linspace(-1.0, 1.0, 128 * 16).reshape(128, 16)
     layout = zerojax.make_layout(w, zerojax.make_mesh({"data": 8}), stage=2)

@@ -13,7 +13,6 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax._arguments import is_whole_number
-from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint import _files
 from zerojax.checkpoint._local import Arrays, LocalCopies, cuts
@@ -219,8 +218,7 @@ class Checkpoints:
     ) -> Restored | None:
         if self._local is None:
             return None
-        wanted = {path: as_stored(x, layout) for path, x in leaves_by_path(like).items()}
-        wanted = {path: x for path, x in wanted.items() if x.size}
+        wanted = {path: x for path, x in as_stored(like, layout).items() if x.size}
         copies = self._open_copies(layout, wanted)
         passed_over.update(copies.passed_over)
         if not copies.steps or copies.steps[-1] <= saved:

@@ -13,6 +13,7 @@ Any other leaf that is cut may be padded: an error asks for `tx`, as a wrong gue
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
+from zerojax._display import decimal
 from zerojax._tree import leaves_by_path, named_tuples, nodes, num_bytes, path_name, unwrapped
 from zerojax._types import Kind, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout, optimizer_leaves
@@ -228,13 +230,42 @@ def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
     return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
 
 
-def place_of(x: Any, layout: Layout) -> jax.sharding.Sharding:
-    """Return where a leaf goes: to its own place, or to all devices where it has none.
+def place_of(x: Any) -> jax.sharding.Sharding | None:
+    """Return the place that a leaf names.
 
     jit moves what is not committed, such as a fresh `jnp.zeros`; what was read is committed.
     """
-    own = getattr(x, "sharding", None) if getattr(x, "committed", True) else None
-    return own or layout.sharding(P())
+    return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
+
+
+def places(like: PyTree, layout: Layout) -> dict[str, jax.sharding.Sharding]:
+    """Return where leaves go: to their own places, else to those of parameters or their states.
+
+    What is no parameter's by its path goes to all devices; what is large of that is told.
+    """
+    leaves, unknown = leaves_by_path(like), {}
+    found = {path: place_of(x) or layout.sharding(P()) for path, x in leaves.items()}
+    states = tuple(f"{path}/" for path in named_tuples(like))
+    for path, x in leaves.items():
+        if place_of(x) is not None or is_key(x):
+            continue
+        of_state: Kind = "optimizer" if path.startswith(states) else "parameter"
+        kind, shape = KINDS.get(path.split("/")[0], of_state), jnp.shape(x)
+        fitting = optimizer_leaves(path, shape, layout, leaves)
+        owner = fitting[0].parameter
+        fitting = (layout.leaves[owner],) if kind == "parameter" and owner is not None else fitting
+        spec, *others = {x.spec(kind) if x.stored_shape == shape else None for x in fitting}
+        if spec is None or others or owner is None:
+            is_large = layout.partitions(kind) and math.prod(shape) >= layout.min_size
+            unknown |= {path: x} if is_large and isinstance(x, jax.ShapeDtypeStruct) else {}
+        else:
+            found[path] = layout.sharding(spec, len(shape))
+    if unknown:
+        size = decimal(sum(num_bytes(x.shape, x.dtype) for x in unknown.values()))
+        told = f"leaf {next(iter(unknown))!r} of like ({len(unknown)} such, {size}) has no sharding"
+        told += " and no place in the layout by its path and shape: whole on every device"
+        warnings.warn(f"{told}; give it a sharding", stacklevel=2)
+    return found
 
 
 def _is_cut(x: Any, layout: Layout) -> bool | None:

@@ -13,7 +13,7 @@ import optax
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint import _files
-from zerojax.checkpoint._leaves import Optimizer, dtype_of, is_key, place_of
+from zerojax.checkpoint._leaves import Optimizer, dtype_of, is_key, places
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, no_files, read_manifest, to_text
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
@@ -44,7 +44,8 @@ def restore(
 
     Args:
         directory: what `save` was given.
-        layout: the placement of the result; leaves of `like` that name none go whole to its mesh.
+        layout: the placement of the result: leaves of `like` that name none go where it has the
+            parameter of their path or the parameter's state, and others whole to its mesh.
         like: a tree of shapes with shardings, as `step.abstract_state()` returns, or of arrays and
             numbers; what comes back are arrays.
         tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
@@ -130,8 +131,7 @@ def _agree(root: Path, wrong: Iterable[str], error: Exception | None = None) -> 
 
 
 def _read(root: Path, sources: Mapping[str, str], layout: Layout, like: PyTree) -> dict[str, Any]:
-    leaves = leaves_by_path(like)
-    wanted = {path: as_stored(leaves[path], layout) for path in sources}
+    wanted = {path: x for path, x in as_stored(like, layout).items() if path in sources}
     empty = ((path, x) for path, x in wanted.items() if not x.size)
     found = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in empty}
     while left := {sources[path]: path for path in wanted if path not in found}:
@@ -141,9 +141,12 @@ def _read(root: Path, sources: Mapping[str, str], layout: Layout, like: PyTree) 
     return found
 
 
-def as_stored(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and place that a leaf is read in; of keys, those of their data."""
-    wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
-    if is_key(x):
-        wanted = jax.eval_shape(jax.random.key_data, wanted)
-    return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=place_of(x, layout))
+def as_stored(like: PyTree, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape, dtype and place that leaves are read in; of keys, those of their data."""
+    placed, found = places(like, layout), {}
+    for path, x in leaves_by_path(like).items():
+        wanted = jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x))
+        if is_key(x):
+            wanted = jax.eval_shape(jax.random.key_data, wanted)
+        found[path] = jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=placed[path])
+    return found

@@ -28,7 +28,7 @@ from zerojax._extras import extra
 from zerojax._tree import num_bytes, path_name
 from zerojax._types import PyTree
 from zerojax.checkpoint._files import local_path, sync
-from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, place_of, saved_leaves
+from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, places, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest, verify
 from zerojax.checkpoint._verdict import check_leaves
 from zerojax.layout import Layout
@@ -255,6 +255,7 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
                 parts[str(index)] = block if is_whole else np.pad(block, padding)
             return parts[str(index)]
 
-        return jax.make_array_from_callback(x.shape, place_of(x, layout), part)
+        return jax.make_array_from_callback(x.shape, placed[path_name(keys)], part)
 
+    placed = places(like, layout)
     return jax.tree.map_with_path(read, like)
