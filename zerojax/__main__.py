@@ -15,16 +15,13 @@ def main() -> int:
     os.environ["MPLBACKEND"] = "agg"  # plots are files, whatever the environment draws with
     if os.environ.get("COLUMNS") == "0":  # not known: rich would print lines of no width
         del os.environ["COLUMNS"]
-    is_heard = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
-    if is_heard:  # imports turn a KeyboardInterrupt into other errors, or drop it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with extra("cli", "the zerojax command"):
             from zerojax import cli
     except MissingExtra as missing:
         sys.stderr.write(f"zerojax: {missing}\n")
         return 2
-    if is_heard:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see _quiet
         signal.signal(signal.SIGINT, _interrupt)
     return cli.main()
 

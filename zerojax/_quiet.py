@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -59,6 +60,10 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
+# The command: imports turn a KeyboardInterrupt into other errors, or drop it.
+is_command = "zerojax" in (os.path.basename(sys.argv[0]), *sys.orig_argv[1:3])  # noqa: PTH119
+if is_command and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 if "jax" not in sys.modules:
     with quiet_stderr():
         importlib.import_module("jax")

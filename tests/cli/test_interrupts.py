@@ -10,6 +10,8 @@ import pytest
 
 PROGRAM = """
 import gc, os, signal, sys, time
+when = sys.argv[1]
+sys.argv = ["zerojax"]
 from zerojax import __main__
 
 sent = []
@@ -33,12 +35,11 @@ class Finder:
         if name == "zerojax.cli":
             collect()
 
-if sys.argv[1] == "imports":
+if when == "imports":
     sys.meta_path.insert(0, Finder())
 else:
     from zerojax.cli import _app
     _app.app = run
-sys.argv = ["zerojax"]
 sys.exit(__main__.main())
 """
 

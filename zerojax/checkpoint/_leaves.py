@@ -263,8 +263,7 @@ def places(like: PyTree, layout: Layout) -> dict[str, jax.sharding.Sharding]:
     if unknown:
         size = decimal(sum(num_bytes(x.shape, x.dtype) for x in unknown.values()))
         told = f"leaf {next(iter(unknown))!r} of like ({len(unknown)} such, {size}) has no sharding"
-        told += " and no place in the layout by its path and shape: whole on every device"
-        warnings.warn(f"{told}; give it a sharding", stacklevel=2)
+        warnings.warn(f"{told}, nor a place in the layout: whole on every device", stacklevel=2)
     return found
 
 

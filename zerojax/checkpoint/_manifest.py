@@ -52,9 +52,6 @@ class Manifest:
                 raise ValueError(f"the file {name!r} is not below {ARRAYS}/")
             if not 0 <= file.num_bytes <= MOST_BYTES:
                 raise ValueError(f"no file has the size of {name!r}")
-        for name in self.leaves:
-            if not _files.is_utf8(name):
-                raise ValueError(f"leaf {name!r} is not UTF-8, as orbax needs it; rename it")
 
     @property
     def num_bytes(self) -> int:
@@ -156,12 +153,6 @@ def read_leaf(root: Path, manifest: Manifest, path: str) -> np.ndarray:
     return np.asarray(store[tuple(map(slice, leaf.shape))].read().result())  # without padding
 
 
-def no_files(manifest: Manifest) -> list[str]:
-    """Say that there is nothing where leaves should be: no file is then compared."""
-    is_empty = all(0 in leaf.shape for leaf in manifest.leaves.values())
-    return [] if manifest.files or is_empty else [f"{MANIFEST} names no files"]
-
-
 def verify(directory: str | os.PathLike[str]) -> Manifest:
     """Compare every file of a checkpoint with its digest, which was taken when it was saved.
 
@@ -172,6 +163,6 @@ def verify(directory: str | os.PathLike[str]) -> Manifest:
         DamagedCheckpointError: with every file that is damaged.
     """
     root, manifest = _files.local_path(directory), read_manifest(directory)
-    if wrong := [*no_files(manifest), *_files.wrong_contents(root, manifest.files)]:
+    if wrong := _files.wrong_contents(root, manifest.files):
         raise _files.DamagedCheckpointError(root, wrong)
     return manifest

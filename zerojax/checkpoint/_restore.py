@@ -14,7 +14,7 @@ from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint import _files
 from zerojax.checkpoint._leaves import Optimizer, dtype_of, is_key, places
-from zerojax.checkpoint._manifest import ARRAYS, Manifest, no_files, read_manifest, to_text
+from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest, to_text
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout, check_layout
@@ -87,7 +87,7 @@ def read_state(
     """Read what `restore` does, and the manifest with it."""
     manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx, partial=partial)
-    _agree(root, [*no_files(manifest), *_files.wrong_sizes(root, manifest.files).values()])
+    _agree(root, _files.wrong_sizes(root, manifest.files).values())
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     own = largest_first[jax.process_index() :: jax.process_count()]
     found, failure = {}, None

@@ -15,18 +15,10 @@ from zerojax._examples import count_examples, resized, unmarked
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
 from zerojax.memory import has_layers, rematerialised
+from zerojax.planner import traced
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import Model
-from zerojax.planner.traced import (
-    Operations,
-    Work,
-    checkpoint_bytes,
-    lifetimes_of,
-    peak_of,
-    read_operations,
-    work_of,
-)
 from zerojax.recipe import RematPolicy
 
 
@@ -49,11 +41,13 @@ class Demand:
                 has_aux=load.has_aux,
             )
             self.num_examples = trace.num_examples
-            self._lifetimes = functools.cache(lambda *key: lifetimes_of(trace.operations, *key))
+            self._lifetimes = functools.cache(
+                lambda *key: traced.lifetimes_of(trace.operations, *key)
+            )
         elif recipe.remat is not None and recipe.remat.keep:
             told = f"RematPolicy(keep={recipe.remat.keep}) names values of a loss: give"
             raise ValueError(f"{told} Workload(loss_fn=, batch=) to plan it")
-        self._peaks, self._works = functools.cache(peak_of), functools.cache(work_of)
+        self._peaks, self._works = functools.cache(traced.peak_of), functools.cache(traced.work_of)
 
     @property
     def has_layers(self) -> bool:
@@ -67,10 +61,10 @@ class Demand:
         options = {"frees": given.frees, "accumulate": given.recipe.accumulate}
         return self._peaks(lifetimes, given.leaves, count, sharing=given.sharing, **options)
 
-    def work(self, given: Setting, count: int) -> Work:
+    def work(self, given: Setting, count: int) -> traced.Work:
         """Count products and traffic with the device's memory; without a loss three reads."""
         if self.trace is None:
-            return Work.of(0.0, 3 * sum(x.gathered for x in given.leaves), given.hardware)
+            return traced.Work.of(0.0, 3 * sum(x.gathered for x in given.leaves), given.hardware)
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         parts = given.sharing.model_axis
         return self._works(lifetimes, given.leaves, count, given.hardware, model_axis=parts)
@@ -79,7 +73,7 @@ class Demand:
         if self.trace is None or not given.sharing.offloads:
             return 0.0
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
-        return checkpoint_bytes(lifetimes, count, given.sharing)
+        return traced.checkpoint_bytes(lifetimes, count, given.sharing)
 
     def carried_elements(self, count: int) -> float:
         """Count the elements that layers hand on to each other: b*s*h each, 0 where not known."""
@@ -122,13 +116,13 @@ class Trace:
             raise ValueError(f"{told} or wrap one in jax.checkpoint")
 
     @cached_property
-    def operations(self) -> Operations:
+    def operations(self) -> traced.Operations:
         """The operations, sizes as lines over the number of examples."""
         few = max(self.num_examples, 2)  # a batch of one may be another program
         sizes = (few, 2 * few)
         one = self._jaxpr(few)
         try:
-            return read_operations(one, self._jaxpr(2 * few), sizes)
+            return traced.read_operations(one, self._jaxpr(2 * few), sizes)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the loss can't be planned, which takes the same operations for {sizes[0]} "

@@ -237,10 +237,8 @@ class _Search:
                     continue  # what is kept between layers is all that goes to the host
                 remat = dataclasses.replace(remat, offload=(LAYER_INPUT,))
             ahead = self.recipe.prefetch if "parameter" in kinds else None
-            recipe = dataclasses.replace(
-                self.recipe, remat=remat, offload=offload, reshard_after_forward=reshard,
-                prefetch=ahead,
-            )  # fmt: skip
+            recipe = dataclasses.replace(self.recipe, remat=remat, offload=offload)
+            recipe = dataclasses.replace(recipe, reshard_after_forward=reshard, prefetch=ahead)
             check_recipe(recipe, devices.model_axis)
             yield stage, recipe
 

@@ -33,13 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _jaxpr
-from zerojax.collectives.forms import (
-    PerDevice,
-    constrain,
-    scattered_shape,
-    scatters_at_once,
-    shard_spec,
-)
+from zerojax.collectives import forms
 from zerojax.collectives.gathers._boxed import GATHERED, Boxed, Opening, pad_rows
 from zerojax.collectives.gathers._structural import keep_boxed, waits_elementwise
 from zerojax.collectives.gathers._wide import bind_wide
@@ -125,10 +119,10 @@ def copied(box: Boxed, opening: Opening) -> Copied:
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
         cotangent = pad_rows(cotangent, None if dim is None else dim + 1, opening.padding(like))
-        g = PerDevice(layout).sum_copies(cotangent, like)
+        g = forms.PerDevice(layout).sum_copies(cotangent, like)
         if dim is not None:
             g = jax.lax.slice_in_dim(g, 0, stored.shape[dim], axis=dim)
-            g = constrain(g, layout, shard_spec(layout, like, "gradient"))
+            g = forms.constrain(g, layout, forms.shard_spec(layout, like, "gradient"))
         return (g.astype(source),)
 
     sums.defvjp(lambda value: (sums(value), None), backward)
@@ -240,11 +234,11 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     layout, shape, own = opening.layout, box.value.shape, box.entries[box.dim]
     is_padded = not own and opening.padding(box) > 0
     phases = layout.phases_of(shape, box.dim, reduces=True)
-    is_phased = len(phases.axes) > 1 and not scatters_at_once(shape, box.dim, layout)
+    is_phased = len(phases.axes) > 1 and not forms.scatters_at_once(shape, box.dim, layout)
     is_gathered = phases.dims and box.dim == len(shape) - 1 > 0
     is_phased &= bool(is_gathered) or eqn.primitive.name == "gather"
-    is_phased |= scattered_shape(shape, box.dim, layout) != shape
-    if not is_padded and not (is_phased and PerDevice(layout).dim_of(box) is not None):
+    is_phased |= forms.scattered_shape(shape, box.dim, layout) != shape
+    if not is_padded and not (is_phased and forms.PerDevice(layout).dim_of(box) is not None):
         return None
     opening = opening.widened(box)
     return use_copies(eqn, [copied(v, opening) if v is box else v for v in values], opening)
@@ -316,11 +310,11 @@ def _example_dims(eqn: Any, place: int) -> tuple[int, int] | None:
 
 def _one_each(copies: jax.Array, box: Boxed, opening: Opening) -> jax.Array:
     layout = opening.layout
-    return constrain(copies, layout, P(layout.batch_axes, *as_spec(box.entries)))
+    return forms.constrain(copies, layout, P(layout.batch_axes, *as_spec(box.entries)))
 
 
 def _per_device(x: jax.Array, opening: Opening, dim: int = 0) -> jax.Array:
     """Cut a dim over devices; the others are as the partitioner has them."""
     spec: list[Any] = [P.UNCONSTRAINED] * x.ndim
     spec[dim] = opening.layout.batch_axes
-    return constrain(x, opening.layout, P(*spec))
+    return forms.constrain(x, opening.layout, P(*spec))

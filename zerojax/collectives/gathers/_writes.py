@@ -37,9 +37,10 @@ def trace_writing(
         params = params_of(leaves)
         before = dict(tree_flatten_with_path(params)[0])
         out = loss_fn(params, given)
-        nodes = (x for x in tree_flatten_with_path(params)[0] if _is_within_node(x[0]))
-        pairs = ((path, (before.get(path), now)) for path, now in nodes)
-        written = {path: (was, now) for path, (was, now) in pairs if now is not was is not None}
+        after = dict(tree_flatten_with_path(params)[0]).items()
+        nodes = [x for x in after if any(isinstance(step, GetAttrKey) for step in x[0])]
+        pairs = {path: (before.get(path, now), now) for path, now in nodes}
+        written = {path: (was, now) for path, (was, now) in pairs.items() if now is not was}
         paths[:] = written
         return out, list(written.values())
 
@@ -83,10 +84,6 @@ def write_variables(model: PyTree, paths: Sequence[KeyPath], values: Sequence[An
             )
         written.add(id(variable))
         variable[...] = value
-
-
-def _is_within_node(path: KeyPath) -> bool:
-    return any(isinstance(step, GetAttrKey) for step in path)
 
 
 def _passed_on(jaxpr: Any, var: Any) -> Any:

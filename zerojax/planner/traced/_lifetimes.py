@@ -148,13 +148,12 @@ class Lifetimes:
 
     def _stacked(self) -> dict[int, bool]:
         found, values = {}, self.program.values
+        of_weights = self.weights.marked.keys() | self.weights.kept
         for launch in self.launches:
             op = launch.op
             carried = {values[v].shape for v in op.outputs[: op.num_carry]}
             for v in op.outputs[op.num_carry :] if op.name == "scan" else ():
-                if v in launch.results and not {v} & (
-                    self.weights.marked.keys() | self.weights.kept
-                ):
+                if v in launch.results and v not in of_weights:
                     found[v] = values[v].shape[1:] in carried
         return found
 

@@ -73,9 +73,10 @@ class Weights:
                 continue
             found = {owner.get(v) for v in op.read if self.elements(v) > 1}
             if len(found) == 1 and (one := found.pop()) is not None:
-                v = op.outputs[0]
+                v, values = op.outputs[0], self._program.values
                 if "slice" in op.name and self._is_layer(v, one):
-                    owner[v], self.parameters[v] = v, self._layer(self.parameters[one], one, v)
+                    owner[v] = v
+                    self.parameters[v] = self.parameters[one].sliced(values[one], values[v])
                 elif self.elements(v) <= self.elements(one):
                     owner[v] = one
 
@@ -99,7 +100,8 @@ class Weights:
                 todo += [(i, one) for i in op.read if self.elements(i) == self.elements(v)]
                 layers = [i for i in op.read if self._is_layer(i, v)]
                 if op.name in ("pad", "dynamic_update_slice") and layers:
-                    todo += [(i, self._layer(one, v, i)) for i in layers]
+                    values = self._program.values
+                    todo += [(i, one.sliced(values[v], values[i])) for i in layers]
                     self.layers.update(layers)
                     has_layers = True
         self.sums |= found if has_layers else set()
@@ -107,9 +109,6 @@ class Weights:
     def _is_layer(self, value: int, stack: int) -> bool:
         one, whole = (self._program.values[v].shape for v in (value, stack))
         return one[1:] == whole[1:] and one[:1] == (1,) < whole[:1]
-
-    def _layer(self, part: Part, stack: int, value: int) -> Part:
-        return part.sliced(self._program.values[stack], self._program.values[value])
 
 
 def _restacked(op: Op) -> Iterator[tuple[int, int]]:
