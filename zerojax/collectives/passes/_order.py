@@ -26,7 +26,7 @@ that are tied pass by it: they need not wait for the gradient of this layer.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -211,7 +211,8 @@ class _Order(Equations):
                 barrier = functools.partial(self._held, given, held)
                 eqns.append(Planted(barrier, given, held, eqn.source_info))
             if (first := self.again.get(at)) is not None:
-                eqns.append(Planted(list, first.outvars, eqn.outvars, eqn.source_info))
+                cast = functools.partial(_cast, eqn.outvars)  # to what a use widens it to
+                eqns.append(Planted(cast, first.outvars, eqn.outvars, eqn.source_info))
                 continue
             if self.loose.isdisjoint(eqn.outvars):
                 eqns.append(eqn)
@@ -224,15 +225,18 @@ class _Order(Equations):
         return eqns
 
     def _held(self, given: Sequence[Any], held: Sequence[Any], values: list[Any]) -> list[Any]:
-        out = map(self._placed, given, jax.lax.optimization_barrier(values))
-        pairs = zip(out, held, strict=True)
-        return [x if x.dtype == var.aval.dtype else x.astype(var.aval.dtype) for x, var in pairs]
+        return _cast(held, map(self._placed, given, jax.lax.optimization_barrier(values)))
 
     def _placed(self, var: Any, value: Any) -> Any:
         """Place what came out of a barrier as before, or the partitioner gathers ahead of it."""
         maker = self.eqns[self.places[var]] if var in self.places else None
         is_placed = maker is not None and maker.primitive.name == "sharding_constraint"
         return bind(maker, [value])[0] if is_placed else value
+
+
+def _cast(like: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+    dtypes = [var.aval.dtype for var in like]
+    return [x if x.dtype == t else x.astype(t) for x, t in zip(values, dtypes, strict=True)]
 
 
 def _bytes_of(found: Sequence[Any]) -> int:

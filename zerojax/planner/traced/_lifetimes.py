@@ -168,13 +168,13 @@ class Lifetimes:
         return found
 
     def _is_constant(self, value: int) -> bool:
-        op = self.weights.made_by(value)
+        op = self.weights.maker.get(value)
         if op is None or op.kind != "fused":
             return False
         return all(self.weights.elements(v) == 1 for v in op.read)
 
     def _behind_views(self, value: int) -> Op | None:
-        op = self.weights.made_by(value)
+        op = self.weights.maker.get(value)
         is_view = op is not None and op.kind == "fused" and len(op.read) == 1
         return self._behind_views(op.read[0]) if op and is_view else op
 

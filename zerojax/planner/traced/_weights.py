@@ -36,7 +36,8 @@ class Weights:
 
     def __init__(self, program: Operations, parameters: Parts, gradients: Parts) -> None:
         self._program, self.gradients = program, gradients
-        self._maker = {v: op for op in program.ops for v in op.outputs}
+        #: the operation that makes each value
+        self.maker = {v: op for op in program.ops for v in op.outputs}
         #: what is made whole for its uses; with layers that are read out of stacks
         self.parameters = dict(parameters)
         #: layers that a loop has read out of a stack, and stacks again for the backward pass
@@ -50,9 +51,6 @@ class Weights:
         self.layers, self.sums = set[int](), set[int]()
         for wanted, part in gradients.items():
             self._mark(wanted, part)
-
-    def made_by(self, value: int) -> Op | None:
-        return self._maker.get(value)
 
     def elements(self, value: int) -> int:
         return math.prod(self._program.values[value].shape)
@@ -88,7 +86,7 @@ class Weights:
                 continue
             self.marked[v] = one
             found |= {v} if one == part else set()
-            if (op := self.made_by(v)) is None:
+            if (op := self.maker.get(v)) is None:
                 continue
             if op.name == "scan" and v in op.outputs[: op.num_carry]:
                 at, body = op.outputs.index(v), op.bodies[0]
