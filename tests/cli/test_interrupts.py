@@ -10,6 +10,7 @@ import pytest
 
 PROGRAM = """
 import gc, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 when = sys.argv[1]
 sys.argv = ["zerojax"]
 from zerojax import __main__

@@ -196,9 +196,7 @@ REFUSALS = {
     "unpad: a whole state": (
         lambda: zj.unpad(train_state(), LAYOUT),
         ValueError,
-        STRUCTURE.format(
-            r"leaves of unpad\(state.params, layout\)", r"\['b', 'w'\]", r"\['opt_.*\]"
-        ),
+        r"leaves of unpad.* missing \['b', 'w'\], unexpected \['opt_.*\]; hand over the parameters",
     ),
     "unpad: other parameters": (
         lambda: zj.unpad(OTHER, LAYOUT),
