@@ -100,15 +100,16 @@ class _Order(Equations):
         for at, eqn in enumerate(self.eqns):
             if is_gather(eqn):
                 path, key = self.path_to(eqn.invars[-1])  # behind constants
-                if path and (first := gathered.setdefault(key, eqn)) is not eqn:
-                    self.again[at] = first
-                if not path or at in self.again:
+                first, made = gathered.setdefault(key, eqn), eqn.outvars[0].aval
+                if path and first is not eqn and first.outvars[0].aval.shape == made.shape:
+                    self.again[at] = first  # else one has copies for each device
+                if not path or first is not eqn:
                     continue
-                if product is not None and size + eqn.outvars[0].aval.size > bound:
+                if product is not None and size + made.size > bound:
                     size, product, previous = 0, None, product
-                size += eqn.outvars[0].aval.size
+                size += made.size
                 if previous is not None:
-                    self._wait(path, previous, eqn.outvars[0].aval.dtype)
+                    self._wait(path, previous, made.dtype)
             elif is_named(eqn, BACKWARD) and not is_named(self.eqns[at - 1], BACKWARD):
                 self.tie_sums(at)
             elif any(map(is_gather, with_inner(eqn))):
@@ -197,7 +198,7 @@ class _Order(Equations):
         if var is None:
             return
         self.tied.setdefault(product, []).append(var)
-        if made_of and made_of[0].aval.dtype == dtype:
+        if made_of and made_of[0].aval.dtype == dtype != var.aval.dtype:
             self.narrow[var] = made_of[0]
         self.loose.update(var for var in after if is_barrier(self.eqns[self.places[var]]))
 

@@ -3,7 +3,6 @@
 Example, for `w` of 3 x 4 x 8, a stack of three layers that a Python loop indexes:
 
     b = slice(w)[0]             a parameter: a third of w, gathered where it is used
-    y = x @ b                   ...
     db = x.T @ dy               marked as a third of w's gradient: scattered as soon as it is there
     e = pad(db)                 a sum: zeros but for db, of shards
     dw = e + pad(dc)            a sum as well
