@@ -61,8 +61,8 @@ def _flush() -> None:
 
 
 # The command: imports turn a KeyboardInterrupt into other errors, or drop it.
-is_command = "zerojax" in (os.path.basename(sys.argv[0]), *sys.orig_argv[1:3])  # noqa: PTH119
-if is_command and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+_is_command = sys.orig_argv[1:3] == ["-m", "zerojax"] or "".join(sys.argv[:1]).endswith("/zerojax")
+if _is_command and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 if "jax" not in sys.modules:
     with quiet_stderr():

@@ -12,7 +12,7 @@ PROGRAM = """
 import gc, os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 when = sys.argv[1]
-sys.argv = ["zerojax"]
+sys.argv = ["bin/zerojax"]
 from zerojax import __main__
 
 sent = []
@@ -51,3 +51,17 @@ def test_ctrl_c_is_not_lost_before_a_run_has_begun(when, status):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     said = "zerojax: interrupted\n" if status == 130 else ""  # as shells call the other one too
     assert (done.returncode, done.stderr) == (status, said)
+
+
+@pytest.mark.parametrize("arguments", ["['train.py', 'zerojax']", "[]"])
+def test_a_program_that_imports_zerojax_keeps_its_own_ctrl_c(tmp_path, arguments):
+    """One with the command's name among its arguments, and one without any, as embedded Python."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        f"import signal, sys\nsys.argv = {arguments}\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nimport zerojax\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    )
+    command = [sys.executable, str(program), "zerojax"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
