@@ -73,3 +73,48 @@ def test_what_layers_gather_is_judged_all_the_same(mesh8):
     step = zerojax.make_train_step(loss, TX, layout)
     report = step.audit(jax.ShapeDtypeStruct((48, HIDDEN), jnp.float32), joins_examples=True)
     assert "activation" in {problem.kind for problem in report.problems}
+
+
+def views(join):
+    """Compare two views of each example by one network, which runs as `join` says."""
+
+    def loss(params, batch):
+        def embed(x):
+            return jax.nn.gelu(x @ params["image"]["up"]) @ params["image"]["down"]
+
+        one, two = join(embed, batch["image"], batch["text"])
+        return optax.softmax_cross_entropy(one @ two.T, jnp.eye(len(one))).mean()
+
+    return loss
+
+
+def twice(embed, one, two):
+    return embed(one), embed(two)
+
+
+def behind(embed, one, two):
+    return jnp.split(embed(jnp.concatenate([one, two])), 2)
+
+
+def stacked(embed, one, two):
+    out = embed(jnp.stack([one, two], axis=1).reshape(-1, WIDTH))
+    return out.reshape(-1, 2, WIDTH).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_runs_of_a_network_are_told_to_be_one_that_is_clean(mesh8, stage):
+    layout = zerojax.make_layout({"image": SHAPES["image"]}, mesh8, stage=stage)
+
+    def audit(join):
+        step = zerojax.make_train_step(views(join), TX, layout)
+        x = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.float32)
+        return step.audit(dict.fromkeys(SIDES, x), joins_examples=join is not behind)
+
+    (volume,) = audit(twice).problems
+    assert volume.kind == "volume"
+    remedy = "once, on jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:])"
+    assert remedy in volume.remedy
+    assert "reduce='once'" not in volume.remedy  # the loss joins examples
+    remedies = {problem.remedy for problem in audit(behind).problems}
+    assert any("changes its device: jnp.stack([a, b], axis=1)" in remedy for remedy in remedies)
+    assert audit(stacked).problems == ()

@@ -1,6 +1,7 @@
 """What a check returns, a `Problem`; and everything that it may look at, worked out once."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -250,9 +251,9 @@ class Evidence:
         return frozenset(tool for tool, file in TOOLS.items() if file in files)
 
     def is_for(self, move: Move, name: str) -> bool:
-        """Return whether a collective, or what reads it, has the name of an operation of JAX."""
+        """Return whether a pattern finds a collective's name in JAX, or that of what reads it."""
         lines = (move.record, *(use.instruction for use in self.uses(move)))
-        return any(name in line.op_name for line in lines)
+        return any(re.search(name, line.op_name) for line in lines)
 
     def uses(self, move: Move) -> list[hlo.Use]:
         return list(hlo.uses_of(self.module, move.record.result))
@@ -311,7 +312,7 @@ def reducing(evidence: Evidence) -> str:
     """Advise a step whose loss the partitioner divides to reduce each gradient once."""
     layout, whole = evidence.layout, not evidence.layout.partitions("parameter")
     if "make_train_step" in evidence.tools:
-        if not whole or evidence.recipe.reduce == "once":
+        if not whole or evidence.recipe.reduce == "once" or evidence.joins_examples:
             return ""
         told = "of a mean over examples, have each device add up its gradients, and hold them whole"
         return f"{told}: Recipe(reduce='once')"

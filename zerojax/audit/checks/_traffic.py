@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, reducing, some
 from zerojax.audit._traffic import REDUCTIONS
-from zerojax.audit.checks._volume import STAGED, is_too_much, of_kernel, staged
+from zerojax.audit.checks._volume import STAGED, is_too_much, of_joined, of_kernel, staged
 from zerojax.hlo import sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
@@ -114,6 +114,7 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
             seen=f"an activation is {verb}: {len(group)} tensor(s) that no leaf of the layout "
             f"looks like, {sum_moved(group, 'moved'):,.0f} elements per device",
             remedy=of_kernel(evidence, group)
+            or of_joined(evidence, group)
             or "constrain the activation to layout.batch where it is made, and the weight it "
             "meets to P(), so that the partitioner moves the weight"
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}; {once and once + '; '}if "
@@ -143,7 +144,7 @@ def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
         where=describe_move(largest),
         expected="gathers and reductions only",
         seen=f"{len(found)} {' and '.join(ops)}, {moved:,.0f} elements per device",
-        remedy=remedy,
+        remedy=of_joined(evidence, found) or remedy,
     )
 
 

@@ -21,6 +21,8 @@ PADDED = 0.15
 #: The part of theory from which on a volume may be that of so many microbatches.
 LEAST = 0.75
 
+#: Inputs joined so that each device keeps the examples that it has.
+_JOINED = "jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:])"
 #: What to do where a TPU writes a stage of a torus as an all-reduce.
 STAGED = (
     'let the partition lie along one mesh axis per torus dim (axis=("x", "y", "z")), so that '
@@ -95,10 +97,10 @@ def check_far(evidence: Evidence) -> Iterator[Problem]:
 def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     if undivided := next(note_undivided(evidence), ""):
         return undivided
-    sliced = [move for move in offenders if move.role == "sliced"]
+    sliced, moved = ([x for x in offenders if x.role == role] for role in ("sliced", "shuffle"))
     is_at_once = tolerance(evidence) in TOLERANCE["at once"]
     advice = staged(evidence, sliced, STAGED if is_at_once else "")
-    if advice := advice or of_kernel(evidence, offenders):
+    if advice := advice or of_kernel(evidence, offenders) or of_joined(evidence, moved):
         return advice
     if offenders and offenders[0].record.elements < evidence.floor:
         return (
@@ -108,9 +110,12 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
         )
     if advice := _of_optimizer(evidence):
         return advice
-    ways = [reducing(evidence)]
-    if not ways[0] and evidence.reshards_after_use and any(x.role == "gather" for x in offenders):
-        ways = ["gather once for a network that runs several times: reshard_after_forward=False"]
+    ways, roles = [reducing(evidence)], {move.role for move in offenders if move.match.leaves}
+    is_run = bool(roles & {"gather", "scatter", "sliced"})
+    if is_run and evidence.tools & {"make_train_step", "gather_where_used"}:
+        ways.append(f"run a network that runs several times once, on {_JOINED}")
+    if not ways[0] and evidence.reshards_after_use and "gather" in roles:
+        ways.append("or gather once for all runs: reshard_after_forward=False")
     if not evidence.tools & {"make_train_step", "sharded(tx, layout)"}:
         ways.append("wrap the outermost optimizer: sharded(tx, layout)")
     advice = "; ".join(filter(None, ways)) or "compute with weights where they are used alone"
@@ -144,6 +149,12 @@ def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
     spec = f"P{evidence.layout.batch_axes}"
     wrapped = f"jax.shard_map(kernel, in_specs={spec}, out_specs={spec}, check_vma=False)"
     return f"let each device run the kernel for its own examples: {wrapped}"
+
+
+def of_joined(evidence: Evidence, moves: Iterable[Move]) -> str:
+    """Say what to do where a loss puts one batch behind another: examples change their devices."""
+    is_joined = any(evidence.is_for(move, r"jvp\(.*/concatenate$") for move in moves)
+    return f"join inputs so that no example changes its device: {_JOINED}" if is_joined else ""
 
 
 def staged(evidence: Evidence, sliced: Sequence[Move], otherwise: str) -> str:
