@@ -1,8 +1,8 @@
-"""Leaf paths, byte counts, dtypes and path-aware maps over pytrees."""
+"""Leaf paths, byte counts, dtypes and path-aware maps over pytrees; and groups of things."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,16 @@ from zerojax._types import PyTree, Shape, TreeDef
 
 #: The step of a key path into a node that holds one tree and has no name for it.
 UNNAMED = jax.tree_util.GetAttrKey("")
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """List items by their key, both in the order in which they come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def unwrapped(tree: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from zerojax._display import Shown, decimal, make_table
 from zerojax._quiet import uncollected
+from zerojax._tree import grouped
 from zerojax.audit._evidence import Evidence, Problem
 from zerojax.audit._memory import BESIDE, HostTraffic, MemoryReport, beside, memory_of, traffic_of
 from zerojax.audit._program import Program
@@ -57,10 +58,7 @@ def volume_table(report: "AuditReport") -> Table:
 
 def collective_table(moves: Iterable[Move]) -> Table:
     """Make a table of collectives by spelling, axes and dtype, the heaviest first."""
-    groups: dict[tuple[str, str, str], list[Move]] = {}
-    for move in moves:
-        key = (move.record.spelling, " x ".join(move.spans), move.record.dtype)
-        groups.setdefault(key, []).append(move)
+    groups = grouped(moves, lambda x: (x.record.spelling, " x ".join(x.spans), x.record.dtype))
     names = ("what", "along", "dtype", ">sites", ">per step", ">largest", ">B / device")
     table = make_table(*names, title="collectives")
     table.caption = "largest: elements; B / device: bytes that a device sends in a step"

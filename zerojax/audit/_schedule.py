@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerojax._tree import grouped
 from zerojax.audit._program import Program
 from zerojax.audit._traffic import role_of
 from zerojax.hardware import Hardware, hardware_of
@@ -201,10 +202,8 @@ def schedule_of(
     if own.keys() == set(program.device_ids):
         devices = [own[number] for number in program.device_ids]
     interconnect = Interconnect(hardware, devices)
-    issued: dict[object, list[Collective]] = {}
-    for record in records:
-        if record.moved_elements:
-            issued.setdefault((record.computation, record.name, record.loops), []).append(record)
+    moving = (record for record in records if record.moved_elements)
+    issued = grouped(moving, lambda record: (record.computation, record.name, record.loops))
 
     def begun(one: Operation) -> list[Collective]:
         return [record for key in one.begins for record in issued.get(key, ())]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax._display import Shown, decimal, make_bar, make_table
-from zerojax._tree import floating_dtype
+from zerojax._tree import floating_dtype, grouped
 from zerojax._types import Kind
 from zerojax.layout._leaf import LeafLayout, Rule
 from zerojax.layout._optimizer import OptimizerLayout
@@ -74,10 +74,7 @@ class Description(Shown):
         return made
 
     def _leaves_table(self, reasons: Sequence[str]) -> Table:
-        alike: dict[tuple[str, str, str], list[Row]] = {}
-        for row in self.rows:
-            key = re.sub(r"\d+", "*", row.path), row.placed, row.reason
-            alike.setdefault(key, []).append(row)
+        alike = grouped(self.rows, lambda x: (re.sub(r"\d+", "*", x.path), x.placed, x.reason))
         held = [sum(sum(row.bytes.values()) for row in rows) for rows in alike.values()]
         made = make_table("leaf", "shape / axes", ">B/device", "share", ">why")
         for ((path, placed, reason), rows), size in zip(alike.items(), held, strict=True):
@@ -122,9 +119,8 @@ def describe(layout: TreeLayout, state: Any, recipe: Recipe, stored: bool) -> De
 def _groups(
     layout: TreeLayout, state: OptimizerLayout, precision: Precision
 ) -> Iterator[tuple[str, list[_Held]]]:
-    owned: dict[int | None, list[_Held]] = {}
-    for leaf in state.leaves:
-        owned.setdefault(leaf.parameter, []).append(("optimizer", leaf, leaf.dtype))
+    of_state: list[_Held] = [("optimizer", leaf, leaf.dtype) for leaf in state.leaves]
+    owned = grouped(of_state, lambda held: held[1].parameter)
     for number, leaf in enumerate(layout.leaves):
         low = floating_dtype(leaf.dtype, precision.params)
         held: list[_Held] = [("parameter", leaf, low), ("gradient", leaf, low)]

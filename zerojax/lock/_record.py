@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from zerojax._plain import made
-from zerojax._tree import path_ends
+from zerojax._tree import grouped, path_ends
 from zerojax._types import Shape
 from zerojax.audit import Argument, Program, returned_of, role_of, schedule_of
 from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, sum_moved
@@ -142,13 +142,12 @@ def _same(one: Argument, returned: Argument | None) -> bool:
 def _moved(
     records: Iterable[Collective], program: Program, leaves: dict[str, Leaf]
 ) -> dict[str, Any]:
-    groups: dict[str, list[Collective]] = {}
-    for one in records:
-        if one.moved_elements:
-            shape = ",".join(map(str, one.shape))
-            name = _SPELLED.get(role_of(one), one.op)
-            key = f"{name} {one.dtype}[{shape}] over {_axes(one, program)}"
-            groups.setdefault(key, []).append(one)
+
+    def words(one: Collective) -> str:
+        name, shape = _SPELLED.get(role_of(one), one.op), ",".join(map(str, one.shape))
+        return f"{name} {one.dtype}[{shape}] over {_axes(one, program)}"
+
+    groups = grouped((one for one in records if one.moved_elements), words)
     # Moments look like their parameters, and are not what is moved.
     states = {_pattern(one.path) for one in program.inputs if one.role}
     named = {path: leaf for path, leaf in leaves.items() if _pattern(path) not in states}

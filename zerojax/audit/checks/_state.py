@@ -1,10 +1,11 @@
 """Checks of the states: where they live, in which dtype, whose buffers they take and give."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import jax
 
+from zerojax._tree import grouped
 from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, hint, some
 from zerojax.audit._match import key_of
@@ -59,7 +60,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
     stay = [kind for kind in ("parameter", "optimizer", "master") if not layout.partitions(kind)]
     cut = [one for one in judged if _excess(one) < 0 and one.kind in stay]
     stage, shards = layout.stage, layout.num_shards
-    for kind, group in _by_kind(whole):
+    for kind, group in grouped(whole, lambda one: one.kind).items():
         seen = sum(one.argument.shard_bytes for one in group)
         held = [(x.argument.shard_bytes, x.argument.shard_shape, x.shards[0]) for x in group]
         should = sum(math.prod(to) * (size // max(math.prod(of), 1)) for size, of, to in held)
@@ -70,7 +71,7 @@ def check_placement(evidence: Evidence) -> Iterator[Problem]:
             f"{list(group[0].argument.shard_shape)}",
             remedy=_PLACE[kind] + (hint(evidence, *_MAKERS) if kind in _OF_OPTIMIZER else ""),
         )
-    for kind, group in _by_kind(cut):
+    for kind, group in grouped(cut, lambda one: one.kind).items():
         yield Problem(
             where=f"{kind}: {_where(group)}",
             expected=f"whole leaves, as stage {stage} keeps them, the first {_shape(group[0])}",
@@ -98,7 +99,7 @@ def check_donation(evidence: Evidence) -> Iterator[Problem]:
     taken = {None, *evidence.module.aliases.values()}
     large = [x for x, _ in evidence.pairs if x.kind in STATES and x.elements >= evidence.floor]
     lost = [x for x in large if x.argument.number not in taken]
-    for kind, group in _by_kind(lost):
+    for kind, group in grouped(lost, lambda one: one.kind).items():
         seen, remedy = _lost(group)
         size = sum(one.argument.shard_bytes for one in group)
         yield Problem(
@@ -233,13 +234,6 @@ def _excess(one: Held) -> int:
     if seen in sizes:
         return 0
     return 1 if seen > min(sizes) else -1
-
-
-def _by_kind(group: Iterable[Held]) -> list[tuple[str, list[Held]]]:
-    kinds: dict[str, list[Held]] = {}
-    for one in group:
-        kinds.setdefault(one.kind, []).append(one)
-    return list(kinds.items())
 
 
 def _where(group: list[Held]) -> str:

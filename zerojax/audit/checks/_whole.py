@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from zerojax._tree import grouped
 from zerojax._types import Shape
 from zerojax.audit._arguments import shard_of
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint
@@ -157,12 +158,9 @@ def _whole_stacks(evidence: Evidence) -> list[Move]:
 
 def gathers_by_leaf(evidence: Evidence) -> dict[Key, list[Move]]:
     """Group the gathers of single leaves and layers by what they give."""
-    found: dict[Key, list[Move]] = {}
     stacks = _whole_stacks(evidence)
-    for move in _gathers(evidence):
-        if move.match.form in ("leaf", "layer") and move not in stacks:
-            found.setdefault(move.match.key, []).append(move)
-    return found
+    single = (move for move in _gathers(evidence) if move.match.form in ("leaf", "layer"))
+    return grouped((move for move in single if move not in stacks), lambda move: move.match.key)
 
 
 def _is_reduced(evidence: Evidence, match: Match) -> bool:

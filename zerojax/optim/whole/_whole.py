@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from zerojax._jaxpr import bind, depending, inputs_of, opened, run_bodies, run_equations
 from zerojax._traced import Traced
-from zerojax._types import Axes, PyTree
+from zerojax._tree import grouped
+from zerojax._types import PyTree
 from zerojax.layout import Layout, OptimizerLayout
 from zerojax.optim.whole._dims import has_matrices
 from zerojax.optim.whole._jobs import Job, Spread, compute_by_owners
@@ -58,12 +59,9 @@ class _Runner:
         return run_bodies(eqn, values, branch)
 
     def _whole(self, regions: Sequence[Region], values: dict[Any, Any]) -> dict[Any, Any]:
-        kinds: dict[Axes, dict[Any, list[Region]]] = {}
-        for region in regions:
-            alike = kinds.setdefault(region.axes, {})
-            alike.setdefault(self._kind(region, values), []).append(region)
         found: dict[Any, Any] = {}
-        for axes, groups in kinds.items():
+        for axes, cut_alike in grouped(regions, lambda region: region.axes).items():
+            groups = grouped(cut_alike, lambda region: self._kind(region, values))
             jobs = [self._job(alike, values) for alike in groups.values()]
             results = compute_by_owners(jobs, self._layout, axes)
             for alike, columns in zip(groups.values(), results, strict=True):
