@@ -84,29 +84,17 @@ def find_trees(leaves: Sequence[Argument], layout: Layout) -> dict[str, list[int
 
     Others may stand between them: running means, and what draws noise, in an nnx model.
     """
-    numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
+    numbers = {f"/{leaf.path}": number for number, leaf in enumerate(leaves)}
+    ends = ["" if own.path == "." else f"/{own.path}" for own in layout.leaves]
+    starts = [path.removesuffix(ends[0]) for path in numbers if path.endswith(ends[0])]
     found = {}
-    for leaf in leaves:
-        if (prefix := _prefix(leaf.path, layout.leaves[0].path)) is None:
-            continue
-        tree = []
-        for own in layout.leaves:
-            path = prefix if own.path == "." else f"{prefix}/{own.path}" if prefix else own.path
-            number = numbers.get(path)
-            if number is None or leaves[number].shape not in (own.shape, own.stored_shape):
-                break
-            tree.append(number)
-        else:
-            found[prefix] = tree
+    for start in starts:  # "/0/params" of "/0/params/down", where "down" is the first parameter
+        tree = [numbers[start + end] for end in ends if start + end in numbers]
+        pairs = zip(tree, layout.leaves, strict=False)
+        fits = (leaves[n].shape in (own.shape, own.stored_shape) for n, own in pairs)
+        if len(tree) == len(ends) and all(fits):
+            found[start[1:]] = tree
     return found
-
-
-def _prefix(path: str, of: str) -> str | None:
-    if of == ".":
-        return path
-    if path == of:
-        return ""
-    return path.removesuffix(f"/{of}") if path.endswith(f"/{of}") else None
 
 
 def _tree_kinds(
