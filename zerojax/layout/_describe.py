@@ -17,7 +17,7 @@ from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Precision, Recipe
 
-#: Columns of the table: the kind of tensor and the key under which its bytes are reported.
+#: The kinds of tensor, and the key under which the bytes of each are reported.
 KINDS: dict[Kind, str] = {
     "parameter": "parameters",
     "gradient": "gradients",
