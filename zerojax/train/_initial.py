@@ -73,11 +73,8 @@ class InitialState:
             shapes = jax.eval_shape(self._place, self.update.layout.shapes)
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.has_key else None
         shapes = dataclasses.replace(shapes, key=key, model_state=as_shapes(self.model_state))
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            shapes,
-            self.shardings,
-        )
+        place = self.shardings
+        return jax.tree.map(lambda x, at: x.update(sharding=at, weak_type=False), shapes, place)
 
     @cached_property
     def shardings(self) -> TrainState:

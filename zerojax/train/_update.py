@@ -13,7 +13,7 @@ import optax
 from zerojax._traced import Traced, run_update
 from zerojax._tree import floating_dtype, unwrapped
 from zerojax._types import PyTree
-from zerojax.collectives.forms import as_state, shard, store, uses_gloo, view
+from zerojax.collectives.forms import as_state, shard, shard_tree, store, uses_gloo, view
 from zerojax.collectives.gradients import wide
 from zerojax.layout import Layout, LeafLayout
 from zerojax.optim import OffloadedUpdate, hosted_leaves
@@ -151,10 +151,7 @@ class Update:
             clip_norm = math.inf
 
         def place(tree: PyTree) -> list[Any]:
-            found = layout.structure.flatten_up_to(tree)
-            if self.hosted:
-                return found
-            return [shard(x, leaf, layout) for x, leaf in zip(found, layout.leaves, strict=True)]
+            return layout.structure.flatten_up_to(tree if self.hosted else shard_tree(tree, layout))
 
         wide = unscaled(cast_floating(grads, precision.updated), before.loss_scale)
         params = layout.structure.unflatten(held)

@@ -1,7 +1,6 @@
 """The options of a step: the model, what is partitioned and how it is computed; and optimizers."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Container
 from typing import Literal
 
@@ -248,8 +247,7 @@ class BuiltStepOptions(StepOptions):
 
 def gpt_shapes(config: gpt.Config) -> PyTree:
     """Return the shapes of a GPT's parameters; starts no backend."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(functools.partial(gpt.init, config), key)
+    return jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
 
 
 def gpt_layout(config: gpt.Config, mesh: Mesh, stage: int) -> Layout:

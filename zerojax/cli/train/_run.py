@@ -29,7 +29,7 @@ from zerojax.cli.shared._command import Failure, Screen
 from zerojax.cli.shared._options import OPTIMIZERS, gpt_layout, make_schedule
 from zerojax.cli.train._options import TrainOptions
 from zerojax.data import load_corpus, make_batches
-from zerojax.layout import Layout, LeafLayout, make_mesh
+from zerojax.layout import Layout, make_mesh
 from zerojax.models import gpt
 from zerojax.train import TrainState, first_loss_scale, make_train_step
 
@@ -189,12 +189,8 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
 
 
 def _read_weights(path: Path, layout: Layout) -> PyTree:
-    def placed(leaf: LeafLayout) -> jax.ShapeDtypeStruct:
-        # What is cut without padding comes cut; the step's state is made of it.
-        spec = leaf.whole_spec if leaf.is_padded else leaf.shard_spec
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(spec))
-
-    like = layout.map_leaves(placed)
+    # What is cut without padding comes cut, as masters lie; the step's state is made of it.
+    like = jax.tree.map(lambda x, at: x.update(sharding=at), layout.shapes, layout.masters)
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
     found = _machine.find_checkpoint(path, Screen(quiet=jax.process_index() > 0))
