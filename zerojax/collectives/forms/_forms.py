@@ -135,7 +135,14 @@ def gather_weight(x: jax.Array, layout: Layout, leaf: Placed, dtype: Any = None)
 
 
 def scatter(x: jax.Array, layout: Layout, leaf: Placed) -> jax.Array:
-    """Sum what every device has, partial sums or a whole array, and keep its shard of the sum."""
+    """Sum what every device has, partial sums or a whole array, and keep its shard of the sum.
+
+    Of a gradient [512, 64] that is cut along dim 0, the partitioner is asked for, one by one:
+
+        P(), P("data")                  the whole sum, and its shards: a reduce-scatter
+        P("fsdp")                       shards alone, if the batch is cut along "replica" too
+        P("x"), barrier, P(("x", "y"))  on a torus, in two phases: along x, then the shards along y
+    """
     dim = leaf.dim
     kept = [d for d, size in enumerate(x.shape) if size > 1 or leaf.entries[d]]
     if dim in kept and len(kept) < x.ndim and layout.platform == "tpu":

@@ -227,6 +227,10 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     A lookup whose gradient is reduced in phases needs them, any use of a weight whose minor dim is
     cut, which the partitioner would gather between phases, and of one that is padded, or whose
     gradient is. Where the user cuts the padded dim too, padding would move rows between devices.
+
+        [1009, 64] over 8 along dim 0      padded: copies' gradients are made [8, 1016, 64] first
+        [1024, 64] over a torus, x then y  of a lookup in phases: copies; of a product: none
+        [64, 1024] the same, along dim 1   the minor dim in phases: copies for a product too
     """
     box = next(v for v in values if isinstance(v, Boxed))
     if box.dim is None or not waits_elementwise(box):

@@ -115,7 +115,19 @@ class Retracer:
         return (_own(layer) if self.shielded else layer)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Scan with boxed slices: layers are gathered inside the loop."""
+        """Scan with boxed slices: layers are gathered inside the loop.
+
+        Of a scan over `w:[4,8,8]`, cut along dim 1, whose turns also read all of a table
+        `e:[512,8]`, and a layer of `v:[4,8,8]` by `dynamic_index_in_dim(v, i)`:
+
+            w    a stack: its array goes in, and each turn boxes its slice [8,8], cut along dim 0
+            e    a constant: gathered once, before the first turn
+            v    a constant that is sliced: goes in boxed, and each turn opens its slice
+
+        Where something is gathered before the turns, the loop as a whole is rematerialised under a
+        policy that keeps all but that. jax would let this policy decide for rematerialised layers
+        within too, so that these are `shielded` from it.
+        """
         program = eqn.params["jaxpr"]
         consts, carry, stacks = _jaxpr.scan_split(eqn.params, values)
         consts = [v if self._meets(program, i) else _uncopied(v) for i, v in enumerate(consts)]
@@ -126,8 +138,7 @@ class Retracer:
         consts = [settled(v) if sliced else v for v, sliced in pairs]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
-        opens = zip(consts, is_sliced, strict=True)
-        regathers = any(isinstance(v, Boxed | _copies.Copied) and not sliced for v, sliced in opens)
+        regathers = not all(is_sliced)
         shielded = self.shielded or (regathers and self._gathers_again)
         inner = dataclasses.replace(self, looped=True, saved=False, shielded=shielded, layers={})
 
@@ -167,7 +178,7 @@ class Retracer:
         return parts > 1 and _copies.meets_examples(program, index, parts, self.from_batch)
 
     def _is_sliced(self, program: Any, index: int, value: Any) -> bool:
-        """Return whether the body of a loop reads slices of a constant, so that it stays boxed.
+        """Return whether a constant goes into a loop as it is: an array, or a box that is sliced.
 
         Of `h @ dynamic_index_in_dim(stack, i)` a layer is gathered, inside the loop.
         """
