@@ -22,7 +22,7 @@ _CALLED = re.compile(
 # branch_computations={%true.1, %false.2}
 _CALLED_LIST = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*)\}")
 # input_output_alias={ {0}: (0, {}, may-alias), {1, 2}: (5, {}, must-alias) }
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+),")
+_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+),")
 _RUN = ("calls", "to_apply", "body")
 _MOVES = having("moves")
 # Metadata of a kernel takes lines of its own: `... kernel_metadata={`, `"block_q":"128"`, `}}, ...`
@@ -157,14 +157,10 @@ class Module:
         return math.prod(map(int, counts))
 
     @cached_property
-    def aliases(self) -> dict[tuple[int, ...], int]:
-        """Map output indices to the parameter whose donated buffer they are written to."""
+    def aliases(self) -> frozenset[int]:
+        """Number the parameters whose donated buffers results are written to."""
         text = self.header.partition("input_output_alias={")[2]
-        text = text[: _closing(text, "{}")]
-        return {
-            tuple(int(i) for i in index.replace(" ", "").split(",") if i): int(number)
-            for index, number in _ALIAS.findall(text)
-        }
+        return frozenset(map(int, _ALIAS.findall(text[: _closing(text, "{}")])))
 
     def source(self, instruction: Instruction) -> str:
         """Return "file:line" of the user's code, or nothing where the text doesn't tell.

@@ -96,7 +96,7 @@ def note_undivided(evidence: Evidence) -> Iterator[str]:
 
 def check_donation(evidence: Evidence) -> Iterator[Problem]:
     """Check that a state gives its buffer to what replaces it."""
-    taken = {None, *evidence.module.aliases.values()}
+    taken = {None, *evidence.module.aliases}
     large = [x for x, _ in evidence.pairs if x.kind in STATES and x.elements >= evidence.floor]
     lost = [x for x in large if x.argument.number not in taken]
     for kind, group in grouped(lost, lambda one: one.kind).items():
