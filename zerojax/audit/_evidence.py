@@ -61,6 +61,13 @@ class Evidence:
     ) -> None:
         self.program, self.layout = program, layout
         self.has_recipe, self.recipe = recipe is not None, as_recipe(recipe)
+        #: the elements below which a tensor raises no problem
+        self.floor = max(layout.min_size, 2)
+        #: whether the backend has a reduce-scatter; a CPU's partitioner makes none
+        self.has_scatter = program.platform != "cpu"
+        is_cut = layout.partitions("parameter")
+        #: whether weights that a pass gathers are freed after their use
+        self.reshards_after_use = is_cut and not self.recipe.keeps_gathered(layout.kinds)
         self.module = module = hlo.parse_module(program.text)
         #: every argument leaf with its kind
         self.held = held = tuple(classify(program, layout, hlo.host_parameters(module)))
@@ -82,8 +89,19 @@ class Evidence:
         self.joins_examples = joins_examples
         #: every collective with its axes and its leaf
         self.moves = tuple(replace(x, judged=0.0) if self._is_joined(x) else x for x in moves)
+        self.ours = tuple(move for move in self.moves if move.is_ours)
+        #: what moves at least the floor's elements in a step, in all turns of its loops
+        self.large = tuple(move for move in self.ours if move.handled >= self.floor)
         #: lines with a collective that could not be read
         self.unread = found.unread
+        #: the elements per device of all leaves that the layout partitions, gathered
+        self.partitioned_elements = self.gathered_elements(range(len(layout.leaves)))
+        dtypes = ((one.parameter, one.argument.dtype) for one in self.states("parameter"))
+        #: by leaf of the layout, the bits of the dtype that its parameter is held in
+        self.parameter_bits = {leaf: item_bits(x) for leaf, x in dtypes if leaf is not None}
+        files = "\n".join(module.tables["FileNames"].values())
+        #: the parts of zerojax that the step was written with, as its source lines tell
+        self.tools = frozenset(tool for tool, file in TOOLS.items() if file in files)
 
     def _find_steps(self, records: Sequence[hlo.Collective]) -> Iterator[hlo.Loop]:
         """Visit the loops that give a large parameter its new value, and reduce in each turn.
@@ -115,31 +133,6 @@ class Evidence:
         around = len(move.record.loops) - (self.recipe.accumulate > 1)
         return self.joins_examples and not move.match.form and around <= 0
 
-    @property
-    def floor(self) -> int:
-        """Return the elements below which a tensor raises no problem."""
-        return max(self.layout.min_size, 2)
-
-    @property
-    def has_scatter(self) -> bool:
-        """Return whether the backend has a reduce-scatter; a CPU's partitioner makes none."""
-        return self.program.platform != "cpu"
-
-    @property
-    def reshards_after_use(self) -> bool:
-        """Return whether weights that a pass gathers are freed after their use."""
-        kinds = self.layout.kinds
-        return "parameter" in kinds and not self.recipe.keeps_gathered(kinds)
-
-    @cached_property
-    def ours(self) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.is_ours)
-
-    @cached_property
-    def large(self) -> tuple[Move, ...]:
-        """Return what moves at least the floor's elements in a step, in all turns of its loops."""
-        return tuple(move for move in self.ours if move.handled >= self.floor)
-
     @cached_property
     def instead(self) -> tuple[Move, ...]:
         """Return gathers of what lookups give back, less than to reduce their table's gradient."""
@@ -163,24 +156,13 @@ class Evidence:
         return any(one.kind in STATES for one, _ in self.pairs)
 
     @cached_property
-    def partitioned_elements(self) -> int:
-        """Count the elements per device of all leaves that the layout partitions, gathered."""
-        return self.gathered_elements(range(len(self.layout.leaves)))
-
-    @cached_property
     def theory(self) -> Theory:
-        frozen, untouched = self.frozen, self.untouched
-        return theory_of(self.layout, self.recipe, frozen=frozen, untouched=untouched)
-
-    @cached_property
-    def untouched(self) -> frozenset[int]:
-        """Return the frozen leaves whose parameter is handed on as it came: none is gathered."""
-
-        def is_handed_on(new: hlo.Value) -> bool:
+        def is_handed_on(new: hlo.Value) -> bool:  # as it came, and so not gathered
             found = hlo.source_of(self.module, new.frame, new.name)
             return found is not None and (found[1].opcode, found[0].parent) == ("parameter", None)
 
-        return frozenset(x for x in self.frozen if is_handed_on(self.updated[x]["parameter"]))
+        untouched = {x for x in self.frozen if is_handed_on(self.updated[x]["parameter"])}
+        return theory_of(self.layout, self.recipe, frozen=self.frozen, untouched=untouched)
 
     @cached_property
     def frozen(self) -> frozenset[int]:
@@ -221,12 +203,6 @@ class Evidence:
         return found
 
     @cached_property
-    def parameter_bits(self) -> dict[int, int]:
-        """Map leaves of the layout to the bits of the dtype that their parameter is held in."""
-        held = ((one.parameter, one.argument.dtype) for one in self.states("parameter"))
-        return {index: item_bits(dtype) for index, dtype in held if index is not None}
-
-    @cached_property
     def carries(self) -> tuple[hlo.Carry, ...]:
         return tuple(hlo.find_carries(self.module))
 
@@ -243,12 +219,6 @@ class Evidence:
         elif not (self.has_recipe and self.recipe.lookahead(kinds, self.program.platform)):
             remedy = "gather it while another layer computes (a train step with Recipe(prefetch=))"
         return schedule_of(self.program, self.module, records, devices, leaf_of, remedy)
-
-    @cached_property
-    def tools(self) -> frozenset[str]:
-        """Name the parts of zerojax that the step was written with, as its source lines tell."""
-        files = "\n".join(self.module.tables["FileNames"].values())
-        return frozenset(tool for tool, file in TOOLS.items() if file in files)
 
     def is_for(self, move: Move, name: str) -> bool:
         """Return whether a pattern finds a collective's name in JAX, or that of what reads it."""
