@@ -41,7 +41,7 @@ def write_back(
     stays as it is. `padded_are_whole`: new values of leaves that are padded are whole already.
     """
     olds, news = layout.structure.flatten_up_to(old), layout.structure.flatten_up_to(new)
-    out = list(olds)
+    out = dict(enumerate(olds))
     stacks: dict[int, list[int]] = {}
     groups, size = [list[int](), list[int](), list[int]()], 0
     for number, leaf in enumerate(layout.leaves):
@@ -57,8 +57,7 @@ def write_back(
             # SparseCores would gather all leaves at once, beside the old ones.
             before = {n: out[n] for n in groups[0]}
             news[number], before = jax.lax.optimization_barrier((news[number], before))
-            for n, x in before.items():
-                out[n] = x
+            out |= before
             size += num_bytes(leaf.shape, olds[number].dtype)
             groups[-1].append(number)
             if size >= TOGETHER:
@@ -68,9 +67,8 @@ def write_back(
         held, given = ([x[n] for n in numbers] for x in (olds, news))
         leaves = [layout.leaves[n] for n in numbers]
         written = _write_stack(held, given, leaves, layout, bucket_bytes)
-        for number, x in zip(numbers, written, strict=True):
-            out[number] = x
-    return layout.structure.unflatten(out)
+        out.update(zip(numbers, written, strict=True))
+    return layout.structure.unflatten(out.values())
 
 
 def widened(x: jax.Array, leaf: LeafLayout, layout: Layout) -> jax.Array:
