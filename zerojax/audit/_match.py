@@ -48,6 +48,10 @@ class Matcher:
         self._layout = layout
         self._match = functools.cache(self._first_match)
         self._others = [key_of(shape) for shape in others]
+        counts = [(leaf.shape, n) for leaf in layout.leaves for n in range(1, leaf.num_sliced + 1)]
+        heights = {size for shape, n in counts for size in (shape[n - 1], math.prod(shape[:n]))}
+        #: how high the stacks are, and one less: a loop that gathers ahead is shorter
+        self._heights = heights | {height - 1 for height in heights}
 
     def match(self, shape: Shape, trips: Sequence[int | None] = ()) -> Match:
         """Return what a tensor is, `UNMATCHED` where it is no part of a leaf.
@@ -76,16 +80,6 @@ class Matcher:
             if size < longer <= 2 * size:
                 found.append(match)
         return max(found, key=lambda match: math.prod(match.key))
-
-    @cached_property
-    def _heights(self) -> set[int | None]:
-        """Collect how high the stacks are, and one less: a loop that gathers ahead is shorter."""
-        heights: set[int | None] = set()
-        for leaf in self._layout.leaves:
-            for count in range(1, leaf.num_sliced + 1):
-                for height in (leaf.shape[count - 1], math.prod(leaf.shape[:count])):
-                    heights |= {height, height - 1}
-        return heights
 
     @cached_property
     def _forms(self) -> dict[str, dict[Key, Match]]:
