@@ -9,7 +9,7 @@ from rich.text import Text
 
 from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax.audit._arguments import STATES, Held, item_bits
-from zerojax.audit._evidence import Evidence, Problem, some
+from zerojax.audit._evidence import Evidence
 from zerojax.hlo import Result, find_host_moves, largest_results
 from zerojax.layout import KINDS
 
@@ -131,10 +131,6 @@ def _whole_bytes(one: Held, evidence: Evidence) -> float:
     return math.prod(shape) * item / own.own_parts
 
 
-#: More than this share above what the update has to move is a problem.
-TOLERANCE = 0.05
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostTraffic:
     """Count the bytes between one device and its host in a step."""
@@ -177,19 +173,3 @@ def _updated_theory(evidence: Evidence) -> int:
         each = gradient + own if has_masters else gradient + 2 * own
         bits += leaf.bytes_per_device("optimizer", dtype="uint8") * each
     return round(bits / 8)
-
-
-def check_host_traffic(evidence: Evidence) -> Iterator[Problem]:
-    """Check that the host's update takes gradients and gives parameters, and no more."""
-    traffic = traffic_of(evidence)
-    if not traffic.theory or traffic.updated <= traffic.theory * (1 + TOLERANCE):
-        return
-    computed = (m for m in find_host_moves(evidence.module) if m.is_computed)
-    yield Problem(
-        where=some([m.name for m in sorted(computed, key=lambda m: -(m.to_host + m.from_host))], 2),
-        expected=f"{traffic.theory:,} bytes per device: gradients to the host and parameters back",
-        seen=f"the update moves {traffic.updated:,} bytes between the device and the host, "
-        f"{traffic.updated / traffic.theory:.2f} times that",
-        remedy="send gradients and parameters in the parameters' dtype and keep masters and "
-        "optimizer states in the host's memory: Recipe(offload=True)",
-    )

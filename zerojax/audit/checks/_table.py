@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from zerojax.audit._evidence import Evidence, Problem
-from zerojax.audit._memory import check_host_traffic
 from zerojax.audit.checks import _batch, _dtype, _state, _traffic, _volume, _whole
 
 #: Every kind of problem and the function that looks for it.
@@ -29,7 +28,7 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
     "hoisted gather": _whole.check_hoisted,
     "kept gather": _whole.check_kept,
     "peak": _whole.check_peak,
-    "host traffic": check_host_traffic,
+    "host traffic": _traffic.check_host_traffic,
     "exposed": _traffic.check_exposed,
     "recompile": _state.check_recompile,
 }

@@ -4,14 +4,17 @@ import math
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, reducing, some
+from zerojax.audit._memory import traffic_of
 from zerojax.audit._traffic import REDUCTIONS
 from zerojax.audit.checks._volume import STAGED, is_too_much, of_joined, of_kernel, staged
-from zerojax.hlo import sum_moved
+from zerojax.hlo import find_host_moves, sum_moved
 
 #: The share of the parameters that may be shuffled: libtpu pads scatters between slices so.
 SHUFFLED = 0.02
 #: The share of a scheduled step for which it may wait.
 EXPOSED = 0.1
+#: The share above what the host's update has to move from which on it is too much.
+HOSTED = 0.05
 #: What to do where no gradient is reduced.
 ALONE = (
     "let each device compute its own examples: a loop over the batch (lax.map, lax.scan) gathers "
@@ -170,6 +173,22 @@ def check_exposed(evidence: Evidence) -> Iterator[Problem]:
         remedy="compile with the options that make these collectives asynchronous on "
         f"{schedule.hardware}, and move each layer's weights and gradients while another computes"
         f"{hint(evidence, 'make_train_step')}",
+    )
+
+
+def check_host_traffic(evidence: Evidence) -> Iterator[Problem]:
+    """Check that the host's update takes gradients and gives parameters, and no more."""
+    traffic = traffic_of(evidence)
+    if not traffic.theory or traffic.updated <= traffic.theory * (1 + HOSTED):
+        return
+    computed = (m for m in find_host_moves(evidence.module) if m.is_computed)
+    yield Problem(
+        where=some([m.name for m in sorted(computed, key=lambda m: -(m.to_host + m.from_host))], 2),
+        expected=f"{traffic.theory:,} bytes per device: gradients to the host and parameters back",
+        seen=f"the update moves {traffic.updated:,} bytes between the device and the host, "
+        f"{traffic.updated / traffic.theory:.2f} times that",
+        remedy="send gradients and parameters in the parameters' dtype and keep masters and "
+        "optimizer states in the host's memory: Recipe(offload=True)",
     )
 
 
