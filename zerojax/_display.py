@@ -76,9 +76,9 @@ def make_table(*columns: str, title: str | None = None, padding: int = 1) -> Tab
     return made
 
 
-def make_bar(end: float, size: float, begin: float = 0.0) -> Bar:
-    """Make the part of a bar from `begin` to `end`, of `size` in all."""
-    bar = Bar(size or 1.0, begin, min(end, size), width=BAR_WIDTH)
+def make_bar(part: float, size: float) -> Bar:
+    """Make the part of a bar of `size` in all."""
+    bar = Bar(size or 1.0, 0, min(part, size), width=BAR_WIDTH)
     bar.style = Style(color="blue")  # without a background, which a page has of its own
     return bar
 
