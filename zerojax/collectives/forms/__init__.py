@@ -10,6 +10,7 @@ from zerojax.collectives.forms._forms import (
     cut,
     gather_weight,
     num_blocks,
+    on_devices,
     scatter,
     shard,
     shard_spec,

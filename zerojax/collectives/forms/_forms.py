@@ -181,6 +181,12 @@ def uses_gloo(layout: Layout) -> bool:
     return layout.platform == "cpu" and len({d.process_index for d in layout.devices.flat}) > 1
 
 
+def on_devices(mesh: Any, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """Run a function on each device's parts, as `jax.shard_map` does, with the mesh set."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.shard_map(function, mesh=mesh, **how)(*args)
+
+
 class PerDevice:
     """Sums of what devices compute each for itself, under `shard_map` over the batch axes."""
 
@@ -202,10 +208,9 @@ class PerDevice:
         by_hand: frozenset[str] = frozenset(),
     ) -> Any:
         """Run a function once per device of the batch axes, and of the axes cut `by_hand` too."""
-        mesh, names = self._layout.phases.mesh, {*self.axes} | by_hand
+        names, mesh = {*self.axes} | by_hand, self._layout.phases.mesh
         how: Any = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": names}
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.shard_map(function, mesh=mesh, check_vma=False, **how)(*args)
+        return on_devices(mesh, function, *args, check_vma=False, **how)
 
     def dim_of(self, leaf: Placed) -> int | None:
         """Return the dim along which a leaf is summed straight into shards, or None."""

@@ -27,6 +27,7 @@ from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
 from zerojax._jaxpr import REMATERIALISED, bind_here, called, runs_in_place, variables, with_inner
+from zerojax.collectives.forms import on_devices
 from zerojax.collectives.gathers._boxed import Boxed, Opening, pad_rows
 from zerojax.collectives.gathers._structural import waits_elementwise
 from zerojax.layout import Layout
@@ -56,16 +57,9 @@ def is_apart(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
 
 def bind_apart(eqn: Any, values: Sequence[Any], layout: Layout) -> list[jax.Array]:
     """Let each device do an operation for its own examples."""
-    mesh, axes = layout.auto_mesh, layout.batch_axes
-    own = jax.shard_map(
-        lambda *xs: bind_here(eqn, xs),
-        mesh=mesh,
-        in_specs=P(axes),
-        out_specs=P(axes),
-        axis_names={*axes},
-    )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return own(*values)
+    spec, names = P(layout.batch_axes), {*layout.batch_axes}
+    how: Any = {"in_specs": spec, "out_specs": spec, "axis_names": names}
+    return on_devices(layout.auto_mesh, lambda *xs: bind_here(eqn, xs), *values, **how)
 
 
 def has_grouped(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
@@ -131,8 +125,6 @@ def bind_grouped(eqn: Any, values: Sequence[Any], opening: Opening) -> list[jax.
         return bind_here(eqn.replace(params=params), given)[0]
 
     *in_specs, out_specs = (P(*(s.get(d) or None for d in range(max(s) + 1))) for s in cut)
-    mesh = layout.auto_mesh
-    mapped = jax.shard_map(own, mesh=mesh, in_specs=(*in_specs,), out_specs=out_specs)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        out = mapped(x, kernel)
+    how: Any = {"in_specs": (*in_specs,), "out_specs": out_specs}
+    out = on_devices(layout.auto_mesh, own, x, kernel, **how)
     return [out if by_groups else jax.lax.slice_in_dim(out, 0, size, axis=rows)]

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._types import Axes, Shape
-from zerojax.collectives.forms import constrain
+from zerojax.collectives.forms import constrain, on_devices
 from zerojax.layout import Layout, as_spec
 
 #: The scope that names these all-to-alls in profiles and in the text of programs.
@@ -124,9 +124,8 @@ def compute_by_owners(jobs: Sequence[Job], layout: Layout, axes: Axes) -> list[l
         [constrain(s.pad(x), layout, s.spec) for s, x in zip(job.ins, job.values, strict=True)]
         for job in jobs
     ]
-    how: Any = {"mesh": mesh, "in_specs": (ins, P()), "out_specs": outs, "check_vma": False}
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        out = jax.shard_map(body, **how)(placed, [list(job.shared) for job in jobs])
+    how: Any = {"in_specs": (ins, P()), "out_specs": outs, "check_vma": False}
+    out = on_devices(mesh, body, placed, [list(job.shared) for job in jobs], **how)
     pairs = zip(jobs, out, strict=True)
     return [[s.unpad(x) for s, x in zip(job.outs, xs, strict=True)] for job, xs in pairs]
 
