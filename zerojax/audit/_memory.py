@@ -11,10 +11,10 @@ from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import Evidence
 from zerojax.hlo import Result, find_host_moves, largest_results
-from zerojax.layout import KINDS
+from zerojax.layout import PLURALS
 
 #: How kinds of argument are called in a report.
-NAMES: dict[str, str] = {**KINDS, "batch": "batch", "copy": "other", "other": "other"}
+NAMES: dict[str, str] = {**PLURALS, "batch": "batch", "copy": "other", "other": "other"}
 #: Columns of figures that have a theory.
 BESIDE = (">seen", ">theory", ">seen / theory")
 _HOST_ARGUMENTS = "host_argument_size_in_bytes"

@@ -1,6 +1,6 @@
 """Where every leaf lives: decided once, from shapes and a mesh, as plain data."""
 
-from zerojax.layout._describe import KINDS, Description
+from zerojax.layout._describe import PLURALS, Description
 from zerojax.layout._layout import MIN_SIZE, Layout, check_layout, make_layout
 from zerojax.layout._leaf import Entries, LeafLayout, Placed, Rule, as_entries, as_spec
 from zerojax.layout._mesh import check_axes, make_mesh

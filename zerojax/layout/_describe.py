@@ -17,8 +17,8 @@ from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Precision, Recipe
 
-#: The kinds of tensor, and the key under which the bytes of each are reported.
-KINDS: dict[Kind, str] = {
+#: The kinds of tensor, and how many of one are called: the key of their bytes in reports.
+PLURALS: dict[Kind, str] = {
     "parameter": "parameters",
     "gradient": "gradients",
     "master": "masters",
@@ -65,7 +65,7 @@ class Description(Shown):
     def kinds_table(self) -> Table:
         """Return the bytes of one device by kind, beside the stage's formula."""
         made = make_table("one device holds", ">B", ">by the formula", ">ratio", "share")
-        shown = [key for key in KINDS.values() if self.bytes[key] or self.theory[key]]
+        shown = [key for key in PLURALS.values() if self.bytes[key] or self.theory[key]]
         for key in (*shown, "total"):
             held, theory = self.bytes[key], self.theory[key]
             ratio = f"{held / theory:.3f}" if theory else ""
@@ -91,11 +91,11 @@ _Held = tuple[Kind, LeafLayout, Any]
 def describe(layout: TreeLayout, state: Any, recipe: Recipe, stored: bool) -> Description:
     """Count what every leaf takes on one device and compare it with the stage's formula."""
     rows: list[Row] = []
-    theory, padding = dict.fromkeys(KINDS.values(), 0), 0
+    theory, padding = dict.fromkeys(PLURALS.values(), 0), 0
     for path, held in _groups(layout, state, recipe.precision):
-        counted = dict.fromkeys(KINDS.values(), 0)
+        counted = dict.fromkeys(PLURALS.values(), 0)
         for kind, leaf, dtype in held:
-            key, is_stored = KINDS[kind], stored or kind != "parameter"
+            key, is_stored = PLURALS[kind], stored or kind != "parameter"
             size = leaf.bytes_per_device(kind, stored=is_stored, dtype=dtype)
             whole = leaf.whole_bytes(dtype)
             counted[key] += size
@@ -104,9 +104,9 @@ def describe(layout: TreeLayout, state: Any, recipe: Recipe, stored: bool) -> De
                 padding += size - whole // leaf.parts[kind]
         _, first, dtype = held[0]
         rows.append(Row(path, first.placed(dtype), counted, first.reason))
-    total = {key: sum(row.bytes[key] for row in rows) for key in KINDS.values()}
+    total = {key: sum(row.bytes[key] for row in rows) for key in PLURALS.values()}
     whole = theory["parameters"]
-    for kind, key in KINDS.items():
+    for kind, key in PLURALS.items():
         theory[key] //= layout.parts(kind)
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
