@@ -108,10 +108,10 @@ def resized(batch: PyTree, size: int) -> PyTree:
 def fold_keys(batch: PyTree, index: Any) -> PyTree:
     """Fold an index into the scalar PRNG keys of a batch, so that each part draws its own noise."""
     fold = jax.random.fold_in
-    return jax.tree.map(lambda x: fold(x, index) if is_key(x) else x, batch, is_leaf=is_whole)
+    return jax.tree.map(lambda x: fold(x, index) if is_own_key(x) else x, batch, is_leaf=is_whole)
 
 
-def is_key(x: Any) -> bool:
+def is_own_key(x: Any) -> bool:
     """Whether a node of a batch is a PRNG key, of which each device and microbatch gets its own."""
     return not is_whole(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0
 

@@ -51,7 +51,7 @@ def why_no_mean(
     def given(x: Any) -> Any:
         if _examples.is_whole(x):  # a key of it is the same on all devices
             return [Value() for _ in jax.tree.leaves(x)]
-        return Value(1) if _examples.has_examples(x) else Value(fresh=_examples.is_key(x))
+        return Value(1) if _examples.has_examples(x) else Value(fresh=_examples.is_own_key(x))
 
     few = max(_examples.num_examples(batch) or 0, 2)
     values = [
