@@ -74,7 +74,7 @@ def test_every_set_says_for_whom_whence_and_what_it_changes():
     for row in OPTIONS.values():
         assert asked <= set(row) <= asked | {"chips", "partitions", "sparse_cores"}
         assert set(row.get("chips", ())) <= set(HARDWARE)
-        assert all(isinstance(value, str) for value in row["options"].values())
+        assert all(isinstance(value, str | bool) for value in row["options"].values())
 
 
 @pytest.mark.parametrize("variable", _options._VARIABLES)

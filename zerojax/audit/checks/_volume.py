@@ -111,7 +111,7 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     if advice := _of_optimizer(evidence):
         return advice
     ways, roles = [reducing(evidence)], {move.role for move in offenders if move.match.leaves}
-    is_run = bool(roles & {"gather", "scatter", "sliced"})
+    is_run = bool(roles & {"scatter", "sliced"})
     if is_run and evidence.tools & {"make_train_step", "gather_where_used"}:
         ways.append(f"run a network that runs several times once, on {_JOINED}")
     if not ways[0] and evidence.reshards_after_use and "gather" in roles:

@@ -172,7 +172,7 @@ def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
     consts, start, stacks = _jaxpr.scan_split(eqn.params, values)
     num_carry, length, is_tpu = len(start), eqn.params["length"], turn.is_tpu
 
-    def inputs(count: Any, carry: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def inputs(count: Any, consts: Sequence[Any], carry: Sequence[Any]) -> tuple[Any, list[Any]]:
         index = length - 1 - count if eqn.params["reverse"] else count
         slices = [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacks]
         return index, [*consts, *carry, *slices]
@@ -180,14 +180,14 @@ def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
     def layer(count: Any, state: Any, following: list[Any]) -> Any:
         # Were the loop's results stacked by a scan, adding the last layer's would copy them all.
         carry, now, rows = state
-        index, given = inputs(count, carry)
+        index, given = inputs(count, held, carry)
         out, following = turn.compute(given, now, following)
         update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         return out[:num_carry], following, [*map(update, rows, out[num_carry:])]
 
     def one(state: Any, count: Any) -> tuple[Any, None]:
         count, state = in_turn((count, state))
-        following = turn.gather(inputs(count + 1, turn.counted(state[0]))[1])
+        following = turn.gather(inputs(count + 1, consts, turn.counted(state[0]))[1])
         return layer(count, state, following), None
 
     # What a layer computes and reduces is done before the next one starts.
@@ -196,9 +196,12 @@ def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
     # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
     empty = jax.lax.empty if is_tpu else jnp.zeros
     rows = [empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+    # Not before what the first layer waits for: the residuals of a scan in a layer would lie there
+    # while loops before it run.
+    held, start, rows = jax.lax.optimization_barrier((consts, start, rows))
     if turn.ends:
         start = [checkpoint_name(x, BACKWARD) for x in start]
-    state = (start, turn.gather(inputs(0, start)[1]), rows)
+    state = (start, turn.gather(inputs(0, consts, start)[1]), rows)
     # libtpu copies what a turn gathered into the place of the weights at hand. Two layers a turn
     # have two places; the barrier lets a gather wait until its place is free.
     unroll = max(eqn.params["unroll"], 2 if is_tpu else 1)
