@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import importlib.machinery
 import importlib.util
 import inspect
@@ -229,6 +230,13 @@ def test_every_public_docstring_says_what_is_taken():
     assert unsaid == []
 
 
+def test_the_docstring_of_a_plan_names_its_figures():
+    words = set(re.findall(r"\w+", zerojax.Plan.__doc__ or ""))
+    plan = zerojax.plan({"w": jnp.ones(8)}, optax.sgd(0.1), stage=0, num_devices=1, hardware="h100")
+    fields = [x.name for one in (plan.bytes, plan.time) for x in dataclasses.fields(one)]
+    assert [name for name in fields if name not in words] == []
+
+
 def test_every_public_docstring_says_what_is_refused():
     unsaid = [
         name
@@ -257,6 +265,51 @@ def test_every_public_docstring_says_shapes_and_units():
         if is_number and IS_MEASURED.search(name) and not UNITS.search(function.__doc__ or ""):
             unsaid.append(f"{name}: its unit")
     assert unsaid == []
+
+
+#: Where help() begins: what a program makes, and what it asks.
+STARTS = (
+    *("Checkpoints", "Layout", "Precision", "Recipe", "TrainState", "Workload"),
+    *("audit", "make_layout", "make_mesh", "make_train_step", "plan", "restore", "search_plans"),
+    "sharded",
+)
+
+
+@pytest.fixture
+def names(mesh8, tmp_path, monkeypatch):
+    """Give what the examples of docstrings begin from, and a folder to write to."""
+    monkeypatch.chdir(tmp_path)
+
+    def init(key):
+        return {"w": jax.random.normal(key, (512, 64))}
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch["x"] if isinstance(batch, dict) else batch) @ params["w"])
+
+    key, x = jax.random.key(0), jnp.ones((64, 512))
+    params, tx = init(key), optax.adamw(1e-3)
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+    step = zerojax.make_train_step(loss_fn, tx, layout)
+    state = step.init(params)
+    given = {"labels": x[:, 0], "class_weights": jnp.ones(10), "batch": x, "mesh": mesh8}
+    return {**vars(zerojax), **globals(), **locals(), **given}
+
+
+EXAMPLES = {
+    name: examples
+    for name, found in (*PUBLIC.items(), *FUNCTIONS.items())
+    if (examples := doctest.DocTestParser().get_examples(inspect.getdoc(found) or ""))
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_docstring_runs(name, names):
+    for example in EXAMPLES[name]:
+        exec(compile(example.source, name, "exec"), names)
+
+
+def test_help_shows_how_to_begin():
+    assert [name for name in STARTS if name not in EXAMPLES] == []
 
 
 def test_every_public_name_has_its_reference_and_an_example_that_runs():

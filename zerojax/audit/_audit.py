@@ -193,6 +193,9 @@ def audit(
 ) -> AuditReport:
     """Compare what a compiled step moves and keeps with what its layout and recipe ask for.
 
+    >>> compiled = step.lower(state, batch).compile()
+    >>> zerojax.audit(compiled, layout).raise_if_problems()
+
     Args:
         compiled: what `step.lower(...).compile()` returns, for any step: `make_train_step`'s or one
             that jit compiled from the user's own code; or a `Program` that was kept.

@@ -46,6 +46,10 @@ class Checkpoints:
     Saving goes on in the background, one at a time; leaving the `with` block waits for the last,
     and a program that ends without one, or `wait`, may lose it.
 
+    >>> with zerojax.Checkpoints("runs/one", keep=3) as checkpoints:
+    ...     checkpoints.save(int(state.step), state, layout, data={"next_batch": 7})
+    ...     restored = checkpoints.restore_latest(layout, step.abstract_state())
+
     Args:
         directory: the folder, which all processes see; made where it is missing. It is on a local
             or mounted file system: URLs such as "gs://bucket" are refused, here and everywhere.

@@ -42,6 +42,9 @@ def restore(
     was not saved is taken from `like`, where it has its values. Each device reads what it will
     hold, while one of the processes compares every file with its digest.
 
+    >>> zerojax.save("runs/best", state, layout)
+    >>> state = zerojax.restore("runs/best", layout, step.abstract_state())
+
     Args:
         directory: what `save` was given.
         layout: the placement of the result: leaves of `like` that name none go where it has the

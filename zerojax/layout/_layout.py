@@ -36,7 +36,12 @@ class Layout(Shown, TreeLayout):
 
     Trees of shardings are `params`, `grads`, `masters` and `opt_state(tx)`; `batch` is one. It
     prints as a table of parameters and gradients; `describe(tx)` adds the optimizer's states. An
-    optimizer is given bare or wrapped by `zerojax.sharded`.
+    optimizer is given bare or wrapped by `zerojax.sharded`. Methods that cut, pad, flatten or phase
+    leaves, and names such as `at_once` and `auto_mesh`, serve the package itself.
+
+    >>> layout = zerojax.make_layout(params, zerojax.make_mesh({"data": 8}), stage=2)
+    >>> print(layout.describe(optax.adam(1e-3)))
+    >>> params = jax.device_put(params, layout.params)
 
     Attributes:
         mesh: the mesh that the user gave, with devices or (`AbstractMesh`) without.

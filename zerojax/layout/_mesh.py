@@ -16,8 +16,10 @@ from zerojax.layout._torus import in_order
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
     """Make a mesh with Auto axes, over the first devices that there are or over those given.
 
+    >>> mesh = zerojax.make_mesh({"data": 4, "model": 2})
+
     Args:
-        axes: axis name to number of devices, most major first; `{"data": 4, "model": 2}`.
+        axes: axis name to number of devices, most major first.
         devices: devices to use; the default takes as many of `jax.devices()` as are needed.
 
     Raises:

@@ -47,6 +47,10 @@ def plan(
 ) -> Plan:
     """Plan a training step: bytes, volume and time per device, from shapes alone.
 
+    >>> shapes, tx = jax.eval_shape(init, key), optax.adamw(1e-3)
+    >>> load = zerojax.Workload(loss_fn=loss_fn, batch=batch)
+    >>> print(zerojax.plan(shapes, tx, stage=3, num_devices=8, hardware="h100", workload=load))
+
     Args:
         params: the parameters as arrays or shapes.
         tx: the optimizer; its real state is counted.
@@ -132,6 +136,11 @@ def search_plans(
     Goes through stages, shard groups (all devices, or those of a node or slice), model axes,
     rematerialisation, what the host keeps, whether gathered weights are kept, and microbatches. A
     family is one of each but the microbatches: its fastest microbatch that fits is a choice.
+
+    >>> load = zerojax.Workload(loss_fn=loss_fn, batch=batch)
+    >>> tx, shapes = optax.adamw(1e-3), jax.eval_shape(init, key)
+    >>> found = zerojax.search_plans(shapes, tx, num_devices=8, hardware="h100", workload=load)
+    >>> print(found[0])  # the fastest
 
     Args:
         params, tx, num_devices, hardware: as for `plan`.

@@ -57,10 +57,13 @@ class Plan(_display.Shown):
         hardware: the device.
         recipe: how the step is computed.
         count: examples in a device's microbatch; 0 where there is no loss.
-        bytes: of one device.
+        bytes: of one device: `parameters`, `gradients`, `optimizer` (the `masters` in it), `total`
+            (the peak), `host` (what the host keeps), `theory` (states by the stage's formula).
         volume_by_axes: elements that a device moves per step, over Psi, by mesh axes.
         flops: of products, per device and step.
-        time: of a step, in seconds.
+        time: seconds of a step: `step` (at least); `compute`, `memory`, `fast` and `slow` links and
+            `host` by themselves, the longest of which is `bound_by`; `busy` computing; `exposed`,
+            the links' without work beside it; `waiting` for the host's update.
     """
 
     stage: int

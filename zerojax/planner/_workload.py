@@ -21,6 +21,9 @@ class Workload:
 
     Without one, activations and products are not counted.
 
+    >>> batch = jax.ShapeDtypeStruct((64, 512), jnp.float32)  # of all devices together
+    >>> load = zerojax.Workload(loss_fn=loss_fn, batch=batch)
+
     Attributes:
         loss_fn: `loss_fn(params, batch)`.
         batch: arrays or shapes of the global batch: all devices and microbatches together.

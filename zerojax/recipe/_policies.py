@@ -53,6 +53,9 @@ class DynamicLossScale:
 class Precision:
     """Choose the dtypes of mixed-precision training (arXiv 1910.02054, section 3.1).
 
+    >>> precision = zerojax.Precision(params="bfloat16", master="float32")  # what "bf16" is
+    >>> recipe = zerojax.Recipe(precision=precision)
+
     Attributes:
         params: dtype of the parameters that the loss reads and that gathers move; None keeps the
             dtype that the model was initialised with.

@@ -19,6 +19,9 @@ class Recipe:
     Names are replaced by their policies, so that equal recipes compare equal:
     `Recipe(precision="bf16").precision` is a `Precision`.
 
+    >>> recipe = zerojax.Recipe(precision="bf16", accumulate=4, clip_norm=1.0)
+    >>> step = zerojax.make_train_step(loss_fn, optax.adamw(1e-3), layout, recipe)
+
     Attributes:
         precision: a `Precision`, or "fp32", "bf16", "fp16" (with fp32 masters; fp16 scales losses).
         accumulate: microbatches per step, whose losses and gradients are averaged.

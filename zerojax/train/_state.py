@@ -64,6 +64,9 @@ def hold(params: PyTree, layout: Layout) -> PyTree:
 class TrainState(Shown):
     """What a training step reads and writes.
 
+    >>> state = step.init(params)  # makes one, `step(state, batch)` the next
+    >>> weights = zerojax.unpad(state.params, step.layout)
+
     Attributes:
         step: int32 scalar, steps done, with those that a loss scale skipped.
         params: what the loss reads. Stages 0 to 2: logical leaves. Stage 3: stored leaves; where
