@@ -5,7 +5,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,14 @@ from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._checks import Loss, check_batch, check_placement, check_state, check_usable
+from zerojax.train._checks import (
+    Loss,
+    check_alone,
+    check_batch,
+    check_placement,
+    check_state,
+    check_usable,
+)
 from zerojax.train._initial import InitialState
 from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
@@ -87,7 +94,9 @@ class TrainStep(Shown):
         """Return the state as shapes with shardings; nothing is run."""
         return self._initial.abstract()
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(
+        self, state: TrainState, batch: PyTree, *more: Never
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Do one step.
 
         The state is donated: use the one that is returned. Metrics are scalars on every device:
@@ -104,14 +113,15 @@ class TrainStep(Shown):
                 marked `Whole` go to every device. A PRNG key (a scalar) is folded for each
                 microbatch, and for each device that computes its gradients alone, so that no two
                 examples draw the same noise.
+            more: nothing: several arrays are one batch, `(x, y)` say, or a dict.
 
         Raises:
             ValueError: the state is of another layout, recipe or optimizer, or the devices or the
                 microbatches don't divide the batch, or it is placed otherwise.
         """
-        return self._call("step", state, batch)
+        return self._call("step", state, batch, *more)
 
-    def evaluate(self, state: TrainState, batch: PyTree) -> Any:
+    def evaluate(self, state: TrainState, batch: PyTree, *more: Never) -> Any:
         """Compute the loss of logical parameters, a scalar on every device; nothing is changed.
 
         The arguments are those of a step; the batch is one, whatever the number of microbatches.
@@ -120,7 +130,7 @@ class TrainStep(Shown):
         Returns:
             The loss; with `has_aux`, `(loss, aux)`.
         """
-        return self._call("evaluate", state, batch)
+        return self._call("evaluate", state, batch, *more)
 
     def place(self, batch: PyTree) -> PyTree:
         """Make global arrays of the rows of a batch that this process has, for the step.
@@ -159,8 +169,9 @@ class TrainStep(Shown):
         check_state(state, self.abstract_state())
         return self._jitted("step", batch).lower(state, batch)
 
-    def audit(self, batch: PyTree, *, joins_examples: bool = False) -> AuditReport:
+    def audit(self, batch: PyTree, *more: Never, joins_examples: bool = False) -> AuditReport:
         """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
+        check_alone(more)
         at = self.layout.batch  # a part of what jax compiles for: what was run is not compiled anew
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
@@ -182,7 +193,8 @@ class TrainStep(Shown):
     def _parts(self) -> Any:
         return self.abstract_state()._parts()
 
-    def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
+    def _call(self, what: str, state: TrainState, batch: PyTree, *more: Never) -> Any:
+        check_alone(more)
         with _CALLING:
             check_usable(state, self.layout)
             jitted = self._jitted(what, batch)
