@@ -148,6 +148,8 @@ def test_a_state_says_its_step_and_what_became_of_it(results, step):
     seen = []
     jax.eval_shape(lambda state: seen.append(repr(state)), new)
     assert "shapes of a state" in seen[0]
+    pair = jax.tree.map(lambda x: jnp.stack([x, x]), new)  # as vmap over two seeds makes it
+    assert "step [1, 1]" in repr(pair)
 
 
 def test_a_state_counts_what_a_device_holds(results, step):

@@ -131,7 +131,7 @@ def _bytes_per_device(x: Any) -> int:
 def _count_of(step: Any) -> str:
     if not isinstance(step, jax.Array) or isinstance(step, Tracer):
         return "shapes of a state"
-    return "donated to a step" if step.is_deleted() else f"step {int(step)}"
+    return "donated to a step" if step.is_deleted() else f"step {step.tolist()}"
 
 
 def unpad(tree: PyTree, layout: Layout) -> PyTree:
