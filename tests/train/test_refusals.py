@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -84,6 +84,15 @@ def turned(state):
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), state)
 
 
+def make_on(num_devices):
+    return zerojax.make_train_step(loss_fn, TX, lay(2, num_devices))
+
+
+def within(mesh, call, **given):
+    with jax.set_mesh(mesh):
+        return call(**given)
+
+
 def without_jit():
     with jax.disable_jit():
         make().init(init)
@@ -120,6 +129,22 @@ MISUSES = {
     "devices in another order": (
         lambda: use(state=turned(make().init(init))),
         r"on the step.s 8 devices in another order.*jax.device_put\(state, step.shardings\)",
+    ),
+    "fewer devices": (
+        lambda: use(state=make_on(4).init(init)),
+        r"lies on {'data': 4}, and the step's devices are others, {'data': 8}: .*zerojax.restore\(",
+    ),
+    "a mesh of fewer devices, to begin": (
+        lambda: within(lay(2, 4).mesh, lambda: make().init(init)),
+        r"set_mesh has set {'data': 4}, .* step's, {'data': 8}: .*jax.set_mesh\(step.layout.mesh\)",
+    ),
+    "a mesh of fewer devices": (
+        lambda: within(lay(2, 4).mesh, use, state=make().init(init)),
+        "set_mesh has set {'data': 4}",
+    ),
+    "a mesh with Explicit axes": (
+        lambda: within(jax.make_mesh((8,), ("data",), (AxisType.Explicit,)), use),
+        "set_mesh has set {'data': 8}, whose devices or axes are not the step's",
     ),
     "without jit": (without_jit, r"disable_jit\(\) is on: debug the loss alone"),
     "layers ahead of whole weights": (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._examples import count_examples, example_leaves, map_batch, per_microbatch, unmarked
@@ -28,7 +28,7 @@ def check_usable(state: TrainState, layout: Layout) -> None:
         is_pair = isinstance(state, tuple)
         why = "a step returns (state, metrics)" if is_pair else "make one with step.init(params)"
         raise TypeError(f"{told}: {why}, and hand over all of it")
-    check_jit()
+    check_context(layout)
     if isinstance(state.step, Tracer):
         raise TypeError("a train step is compiled by itself: call it outside of jax.jit")
     if getattr(state.step, "is_deleted", bool)():  # one leaf tells for all
@@ -40,12 +40,32 @@ def check_usable(state: TrainState, layout: Layout) -> None:
         if {*found} == {*wanted} and found != wanted:
             told = f"the state lies on the step's {len(found)} devices in another order"
             raise ValueError(f"{told}: write jax.device_put(state, step.shardings)")
+        if {*found} != {*wanted}:
+            told = f"the state lies on {dict(mesh.shape)}, and the step's devices are others"
+            raise ValueError(
+                f"{told}, {dict(layout.mesh.shape)}: make one with step.init, or save it and write "
+                "zerojax.restore(folder, step.layout, step.abstract_state())"
+            )
 
 
-def check_jit() -> None:
+def check_context(layout: Layout) -> None:
+    """Refuse a step where jit is disabled, or a mesh is set that it can't use."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         told = "a train step is a compiled program, and jax.disable_jit() is on"
         raise RuntimeError(f"{told}: debug the loss alone under it, or a loop with zerojax.sharded")
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # within jit
+        return
+    if mesh.empty or mesh == layout.mesh:
+        return
+    is_explicit = AxisType.Explicit in (*mesh.axis_types, *layout.mesh.axis_types)
+    if is_explicit or [*mesh.devices.flat] != [*layout.devices.flat]:
+        told = f"jax.set_mesh has set {dict(mesh.shape)}, whose devices or axes are not"
+        raise ValueError(
+            f"{told} the step's, {dict(layout.mesh.shape)}: call the step outside of it, or within "
+            "jax.set_mesh(step.layout.mesh)"
+        )
 
 
 def check_state(state: TrainState, like: TrainState) -> None:

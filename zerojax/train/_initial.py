@@ -17,7 +17,7 @@ from zerojax._types import PyTree
 from zerojax.collectives.forms import auto_region, constrain, shard_tree, store
 from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY
-from zerojax.train._checks import check_jit, check_key, difference
+from zerojax.train._checks import check_context, check_key, difference
 from zerojax.train._processes import agree_on, place_whole
 from zerojax.train._state import TrainState, hold
 from zerojax.train._update import LossScale, Update, cast_floating, first_loss_scale
@@ -33,7 +33,7 @@ class InitialState:
 
     def make(self, given: PyTree, args: tuple[Any, ...], key: Any) -> TrainState:
         """Make the state from parameters, or from the function that returns them."""
-        check_jit()
+        check_context(self.update.layout)
         check_key(key, asked=self.has_key)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.model_state)):
             told = "make_train_step(model_state=) was given shapes, and a state starts from arrays"
