@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -63,13 +66,35 @@ def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
         ),
         ({"batch": shape()}, ["leading dim", "no array of the batch"]),
         ({"remat": "full", "loss_fn": lambda p, x: jnp.mean(x @ p["head"])}, ["what a layer is"]),
+        (
+            {"loss_fn": lambda p, x: (jnp.mean(x @ p["head"]), {})},
+            ["scalar, got tuple", "has_aux=T"],
+        ),
+        ({"loss_fn": lambda p, x, y: 0.0}, ["asks for 'y'", "key, step", "put it into the batch"]),
+        (
+            {"loss_fn": lambda p, x, model_state: (0.0, model_state)},
+            ["a plan does not hold", "partial(loss_fn, model_state=...), has_aux=True"],
+        ),
     ],
     ids=first_word,
 )
 def test_losses_and_batches_that_do_not_fit_are_refused_in_one_line(options, words):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises((TypeError, ValueError)) as caught:
         plan_mix(**options)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     for word in words:
         assert word in message
+
+
+def test_a_loss_that_asks_for_a_key_and_the_step_is_planned_as_one_that_has_them():
+    """As a train step gives them: by name, of what follows (params, batch)."""
+
+    def noisy(params, x, key, step):
+        kept = jax.random.bernoulli(key, 0.9, x.shape) * x
+        return jnp.mean(kept @ params["head"]) * jnp.minimum(step, 1)
+
+    bound = functools.partial(noisy, key=jax.random.key(0), step=jnp.int32(0))
+    asks, has = (plan_mix(loss_fn=loss) for loss in (noisy, bound))
+    assert asks.bytes.total == pytest.approx(has.bytes.total, rel=0.01)
+    assert asks.flops == has.flops > 0

@@ -10,8 +10,10 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zerojax._examples import count_examples, resized, unmarked
+from zerojax._loss import asked_of, read_loss
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
 from zerojax.memory import has_layers, rematerialised
@@ -108,7 +110,22 @@ class Trace:
         if not (sizes := [*count_examples(batch)]):
             raise ValueError("no array of the batch has a leading dim, which counts examples")
         self.num_examples, self.remat = sizes[0], remat
-        self._loss_fn = lambda params, batch: loss_fn(params, unmarked(batch))
+        asks = asked_of(loss_fn)
+        if "model_state" in asks:
+            told = (
+                "loss_fn asks for model_state, which a plan does not hold: bind it, as in Workload("
+            )
+            raise ValueError(
+                f"{told}loss_fn=functools.partial(loss_fn, model_state=...), has_aux=True)"
+            )
+
+        def loss(params: PyTree, batch: PyTree) -> Any:
+            given = {"key": jax.random.key(0), "step": jnp.zeros((), jnp.int32)}
+            out = loss_fn(params, unmarked(batch), **{name: given[name] for name in asks})
+            value, aux = read_loss(out, has_aux=has_aux, has_state=False)
+            return (value, aux) if has_aux else value
+
+        self._loss_fn = loss
         self._params = as_shapes(params, dtype)
         self._batch, self._has_aux = as_shapes(batch), has_aux
         if remat is not None and remat.recompute != "none" and not self.has_layers:

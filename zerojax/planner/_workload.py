@@ -25,7 +25,7 @@ class Workload:
     >>> load = zerojax.Workload(loss_fn=loss_fn, batch=batch)
 
     Attributes:
-        loss_fn: `loss_fn(params, batch)`.
+        loss_fn: `loss_fn(params, batch)`, which may ask for `key` and `step` too.
         batch: arrays or shapes of the global batch: all devices and microbatches together.
         has_aux: whether `loss_fn` returns more than the loss, as for `make_train_step`.
 

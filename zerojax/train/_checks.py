@@ -1,9 +1,7 @@
 """What a loss asks for, and what a step refuses: states, batches, and what a loss returns."""
 
 import dataclasses
-import functools
 import inspect
-import re
 import warnings
 from typing import Any
 
@@ -15,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._examples import count_examples, example_leaves, map_batch, per_microbatch, unmarked
+from zerojax._loss import parameters_of, read_loss
 from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Layout
@@ -181,17 +180,13 @@ def check_key(key: Any, *, asked: bool) -> None:
         )
 
 
-#: The parameters by which a loss asks for more than `loss_fn(params, batch)`.
-ASKABLE = ("key", "step", "model_state")
-
-
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """A loss of parameters, of what the step gives, and of the model's state."""
 
     function: LossFn  # the user's
     has_aux: bool  # whether it returns more than the loss
-    asks: tuple[str, ...]  # what it asks for, a part of `ASKABLE`
+    asks: tuple[str, ...]  # what it asks for, as `asked_of` says
 
     def __call__(
         self, params: PyTree, given: dict[str, Any], model_state: PyTree
@@ -201,7 +196,7 @@ class Loss:
         asked = {name: values[name] for name in self.asks}
         out = self.function(params, unmarked(given["batch"]), **asked)
         has_state = "model_state" in self.asks
-        loss, extra = _read(out, has_aux=self.has_aux, has_state=has_state)
+        loss, extra = read_loss(out, has_aux=self.has_aux, has_state=has_state)
         if not has_state:
             return loss, extra, None
         aux, new = extra if self.has_aux else (None, extra)
@@ -211,7 +206,7 @@ class Loss:
 
     def without_noise(self) -> "Loss":
         """Return the loss that does not ask for a key where it can do without one."""
-        parameters = _parameters(self.function) if "key" in self.asks else {}
+        parameters = parameters_of(self.function) if "key" in self.asks else {}
         if "key" not in parameters:
             return self
         if parameters["key"].default is inspect.Parameter.empty:
@@ -220,56 +215,3 @@ class Loss:
             warnings.warn(f"{told} here too; {remedy}", stacklevel=2)
             return self
         return dataclasses.replace(self, asks=tuple(name for name in self.asks if name != "key"))
-
-
-def make_loss(loss_fn: LossFn, *, has_aux: bool) -> Loss:
-    """Read off a function what it asks for: parameters after the first two, named as `ASKABLE`."""
-    names = _parameters(loss_fn)
-    for name, p in names.items():
-        is_open = p.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if p.default is inspect.Parameter.empty and name not in ASKABLE and not is_open:
-            raise TypeError(
-                f"loss_fn asks for {name!r}, which no step gives: beside (params, batch) it may "
-                f"name {', '.join(ASKABLE)}; put it into the batch, or bind it (functools.partial)"
-            )
-        is_key = re.fullmatch(r"(\w+_)?(key|rng|seed)s?", name)  # keypoints are none
-        if p.default is None and name not in ASKABLE and is_key:
-            told = f"loss_fn has a parameter {name!r}, which a step never fills: it stays None"
-            warnings.warn(f"{told}, so nothing is drawn; for noise call it `key`", stacklevel=3)
-    return Loss(loss_fn, has_aux, tuple(name for name in ASKABLE if name in names))
-
-
-def _parameters(loss_fn: LossFn) -> dict[str, inspect.Parameter]:
-    try:
-        found = inspect.signature(loss_fn).parameters
-    except (TypeError, ValueError):  # of a callable that does not say
-        return {}
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    first = [name for name, p in found.items() if p.kind in positional][:2]
-    bound = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
-    return {name: p for name, p in found.items() if name not in (*first, *bound)}
-
-
-def _read(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
-    more = "(aux, model_state)" if has_aux and has_state else "aux" if has_aux else "model_state"
-    if has_aux or has_state:
-        why = "with has_aux=True" if has_aux else "a loss that asks for model_state"
-        nested = not (has_aux and has_state) or (
-            isinstance(out, tuple) and isinstance(out[-1], tuple) and len(out[-1]) == 2
-        )
-        if not (isinstance(out, tuple) and len(out) == 2 and nested):
-            raise ValueError(f"{why}: loss_fn must return (loss, {more}), got {type(out).__name__}")
-    loss, extra = out if has_aux or has_state else (out, None)
-    if isinstance(loss, tuple | list | dict) or loss is None:
-        raise ValueError(
-            f"loss_fn must return a scalar, got {type(loss).__name__}; if it returns (loss, aux), "
-            "write make_train_step(..., has_aux=True)"
-        )
-    if jnp.shape(loss):
-        told = f"loss_fn must return a scalar, got shape {jnp.shape(loss)}: return the mean over it"
-        raise ValueError(told)
-    if isinstance(loss, float) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        got = f"the number {loss}" if isinstance(loss, float) else jnp.result_type(loss)
-        told = f"loss_fn must return a floating scalar, got {got}: compute it from the parameters"
-        raise ValueError(told)
-    return loss, jax.tree.map(jnp.asarray, extra)

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax._loss import asked_of
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe, as_recipe
-from zerojax.train._checks import check_trainable, make_loss
+from zerojax.train._checks import Loss, check_trainable
 from zerojax.train._step import TrainStep
 
 
@@ -56,7 +57,7 @@ def make_train_step(
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
     check_layout(layout, "make_train_step(loss_fn, tx, layout, recipe)")
     check_trainable(layout)
-    loss, recipe = make_loss(loss_fn, has_aux=has_aux), as_recipe(recipe)
+    loss, recipe = Loss(loss_fn, has_aux, asked_of(loss_fn)), as_recipe(recipe)
     asks = "model_state" in loss.asks
     if asks != (model_state is not None):
         raise ValueError(
