@@ -224,3 +224,14 @@ def test_equinox_gives_its_whole_model_to_update(mesh8, stage, explicit):
     summed: Any = zerojax.apply_updates(model, outside, layout)
     assert summed.activation is jnp.tanh
     np.testing.assert_allclose(summed.up, model.up + outside.up, rtol=1e-6)
+
+
+def test_what_flax_does_not_train_is_told_among_parameters(mesh8):
+    model = Module(nnx.Rngs(0))
+    told = "no gradient trains: norm/mean(/value)?, norm/var(/value)?; hand over what is trained"
+    with pytest.warns(UserWarning, match=told + r".*nnx.state\(model, nnx.Param\)"):
+        zerojax.make_layout(nnx.state(model), mesh8, stage=2)
+    zerojax.make_layout(nnx.state(model, nnx.Param), mesh8, stage=2)
+    variables = {"params": {"w": X}, "batch_stats": {"norm": {"mean": X[0]}}}
+    with pytest.warns(UserWarning, match=r"trains: batch_stats/norm/mean; .*variables\['params'\]"):
+        zerojax.make_layout(variables, mesh8, stage=2)

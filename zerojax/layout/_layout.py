@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from zerojax._arguments import is_whole_number
 from zerojax._display import Shown, decimal
-from zerojax._tree import leaves_by_path
+from zerojax._tree import leaves_by_path, path_name
 from zerojax._types import AnyMesh, PyTree
 from zerojax.layout import _mesh
 from zerojax.layout._describe import Description, describe
@@ -28,6 +29,10 @@ from zerojax.recipe import Recipe, as_recipe
 
 #: Leaves with fewer elements stay whole: a shard of them would be smaller than its message.
 MIN_SIZE = 1024
+_REMEDY = (
+    "hand over what is trained (equinox: eqx.filter(model, eqx.is_inexact_array); nnx: "
+    "nnx.state(model, nnx.Param); linen: variables['params'])"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -179,7 +184,23 @@ def make_layout(
     if layout.unmatched_rules:
         unmatched = [rule.path for rule in layout.unmatched_rules]
         warnings.warn(f"rules that matched no leaf: {unmatched}", stacklevel=2)
+    if untrained := _untrained(params, shapes):
+        more = f" and {len(untrained) - 3} more" if untrained[3:] else ""
+        told = f"the parameters hold what no gradient trains: {', '.join(untrained[:3])}{more}"
+        warnings.warn(f"{told}; {_REMEDY}, and the rest to the loss beside it", stacklevel=2)
     return layout
+
+
+def _untrained(params: PyTree, shapes: Mapping[str, Any]) -> list[str]:
+    """Name the leaves that have no gradient, and flax's running statistics."""
+
+    def is_statistic(node: Any) -> bool:
+        return type(node).__name__ == "BatchStat"  # nnx; linen's have a name at the top
+
+    pairs = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_statistic)[0]
+    kept = ("batch_stats/", *(f"{path_name(path)}/" for path, node in pairs if is_statistic(node)))
+    is_trained = {path: jnp.issubdtype(leaf.dtype, jnp.inexact) for path, leaf in shapes.items()}
+    return [path for path in shapes if not is_trained[path] or f"{path}/".startswith(kept)]
 
 
 def _check_choices(mesh: Any, rules: Any, min_size: Any) -> None:
@@ -229,8 +250,7 @@ def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf
     raise ValueError(
         f"leaf {name!r} of the parameters is a {type(leaf).__name__}, and arrays are expected; "
-        "hand over what is trained (equinox: eqx.filter(model, eqx.is_inexact_array); nnx: "
-        "nnx.state(model, nnx.Param))"
+        f"{_REMEDY}"
     )
 
 
