@@ -5,6 +5,7 @@ columns, and a notebook shows that text in colours that suit light and dark page
 """
 
 import io
+import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -81,6 +82,13 @@ def make_bar(part: float, size: float) -> Bar:
     bar = Bar(size or 1.0, 0, min(part, size), width=BAR_WIDTH)
     bar.style = Style(color="blue")  # without a background, which a page has of its own
     return bar
+
+
+def wrapped(*lines: str) -> str:
+    """Join the lines of an error, each of them wrapped for a terminal of 100 columns."""
+    wrapper = textwrap.TextWrapper(98, subsequent_indent=" " * 4, break_long_words=False)
+    wrapper.break_on_hyphens = False
+    return "\n".join(map(wrapper.fill, lines))
 
 
 class Unit(NamedTuple):

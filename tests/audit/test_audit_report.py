@@ -155,6 +155,6 @@ def test_a_report_prints_its_verdict_first(reports, broken):
 def test_a_problem_is_a_text_with_parts():
     parts = {"kind": "a", "where": "b", "expected": "c", "seen": "d", "remedy": "e"}
     problem = Problem(**parts)
-    assert str(problem) == "a: b: d; expected c\n  remedy: e"
+    assert str(problem) == "a: b\n  seen: d\n  expected: c\n  remedy: e"
     assert dataclasses.asdict(problem) == parts
     assert pickle.loads(pickle.dumps(problem)) == problem

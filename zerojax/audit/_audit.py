@@ -7,7 +7,7 @@ import jax
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._display import Shown, decimal, make_table
+from zerojax._display import Shown, decimal, make_table, wrapped
 from zerojax._quiet import uncollected
 from zerojax._tree import grouped
 from zerojax.audit._evidence import Evidence, Problem
@@ -180,7 +180,7 @@ class AuditError(Exception):
 
     def __init__(self, report: AuditReport) -> None:
         self.report = report
-        super().__init__("\n".join([report.verdict, *map(str, report.problems)]))
+        super().__init__("\n".join([wrapped(report.verdict), *map(str, report.problems)]))
 
 
 @uncollected()

@@ -9,6 +9,7 @@ from functools import cached_property
 from jax.sharding import AxisType
 
 from zerojax import hlo
+from zerojax._display import wrapped
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, returned_of
 from zerojax.audit._match import Matcher
 from zerojax.audit._origins import Origins, without_activations
@@ -42,12 +43,12 @@ class Problem:
     remedy: str  # what to do
 
     def __str__(self) -> str:
-        found = f"{self.kind}: {self.where}: {self.seen}; expected {self.expected}"
-        return f"{found}\n  remedy: {self.remedy}"
+        parts = (f"  {name}: {getattr(self, name)}" for name in ("seen", "expected", "remedy"))
+        return wrapped(f"{self.kind}: {self.where}", *parts)
 
     def __contains__(self, words: str) -> bool:
         """Whether its text has some words: `any("optimizer" in p for p in report.problems)`."""
-        return words in str(self)
+        return words in " ".join(str(self).split())
 
 
 class Evidence:
