@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from zerojax import models
 from zerojax.models import gpt
@@ -45,6 +46,17 @@ def test_models_import_nothing_from_zerojax():
             if isinstance(node, ast.ImportFrom):
                 assert not (node.module or "").startswith("zerojax"), path
                 assert node.level <= 1, f"{path} imports from above the models"
+
+
+@pytest.mark.parametrize("options", [{}, {"scan": False}, {"model_axis": "model"}], ids=str)
+def test_a_gpt_promotes_no_ranks(options):
+    """It trains where JAX_NUMPY_RANK_PROMOTION=raise is set."""
+    config = dataclasses.replace(SMALL, vocab_multiple=64, **options)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    with jax.numpy_rank_promotion("raise"), jax.set_mesh(mesh):
+        params = jax.eval_shape(functools.partial(gpt.init, config), KEY)
+        loss = jax.value_and_grad(functools.partial(gpt.loss, config))
+        assert jax.eval_shape(loss, params, tokens_of(config, 4, 9))[0].shape == ()
 
 
 @pytest.mark.parametrize("size", [10**8, 1.5e9, 7.5e9, 10**12, 10**15])

@@ -128,7 +128,7 @@ def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Ar
     embed = params["embed"].astype(dtype)
     # Each device looks among its own rows, and what it has not is summed up: asked for less than
     # the whole, the partitioner would gather the table.
-    x = cut(embed[tokens], config.model_axis) + params["positions"][:num_tokens].astype(dtype)
+    x = cut(embed[tokens], config.model_axis) + params["positions"][:num_tokens].astype(dtype)[None]
     x = _blocks(config, params["blocks"], x)  # [B, T, D]
     return cut(_norm(params["norm"], x), config.model_axis), embed
 
@@ -183,7 +183,7 @@ def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
 def _dense(params: Params, x: jax.Array, axis: str | None = None) -> jax.Array:
     """Multiply; of a weight cut by rows, the devices' sums are added before the bias is, once."""
     out = cut(x @ params["kernel"].astype(x.dtype), axis)
-    return out + params["bias"].astype(x.dtype)
+    return out + params["bias"].astype(x.dtype)[None, None]
 
 
 def _norm(params: Params, x: jax.Array) -> jax.Array:
@@ -192,7 +192,7 @@ def _norm(params: Params, x: jax.Array) -> jax.Array:
     variance = wide.var(-1, keepdims=True)
     normal = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
     scale, bias = params["scale"].astype(jnp.float32), params["bias"].astype(jnp.float32)
-    return (normal * scale + bias).astype(x.dtype)
+    return (normal * scale[None, None] + bias[None, None]).astype(x.dtype)
 
 
 def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
@@ -207,6 +207,6 @@ def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     if num_parts(config.model_axis) == 1:
         wanted = jnp.take_along_axis(logits, targets, axis=-1)[..., 0]
     else:  # each device looks among its own part of the vocabulary
-        own = targets == jnp.arange(config.vocab_rows)
+        own = targets == jnp.arange(config.vocab_rows)[None, None]
         wanted = jnp.where(own, logits, 0.0).sum(-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - wanted)
