@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+import zerojax
 from zerojax.aot._topology import GPU_CHIPS
 from zerojax.hardware import HARDWARE, Hardware, find_hardware
 
@@ -129,13 +130,16 @@ def test_hardware_of_ones_own_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ({"devices_per_chip": 2}, "v5p': chip_bandwidth must be a number above 0, got 0.0"),
-        ({"clock": -1.0}, "clock must be a number of at least 0, got -1.0"),
+        ({"devices_per_chip": 2}, "v5p': chip_bandwidth must be a finite number above 0, got 0.0"),
+        ({"clock": -1.0}, "clock must be a finite number of at least 0, got -1.0"),
         (
             {"launch_seconds": float("nan")},
-            "launch_seconds must be a number of at least 0, got nan",
+            "launch_seconds must be a finite number of at least 0, got nan",
         ),
-        ({"vector_memory": "96 MiB"}, "vector_memory must be a number of at least 0, got '96 MiB'"),
+        (
+            {"vector_memory": "96 MiB"},
+            "vector_memory must be a finite number of at least 0, got '96 MiB'",
+        ),
     ],
 )
 def test_figures_that_no_hardware_has_are_refused(figures, message):
@@ -154,6 +158,9 @@ def test_unknown_hardware_lists_those_known_nearest_first(name, first):
     assert sorted(listed) == sorted(HARDWARE)
     assert listed[0].startswith(first), listed
     assert "\n" not in str(caught.value)
+    remedy = str(caught.value).partition("zerojax.plan(hardware=")[2].removesuffix(")")
+    own = eval(remedy.replace("...", "24e9"), {"dataclasses": dataclasses, "zerojax": zerojax})
+    assert (own.name, own.memory) == (listed[0], 24e9)
 
 
 @pytest.mark.parametrize("name", [None, 7, "", ("h100",)])
@@ -198,7 +205,7 @@ def test_every_figure_is_checked(field):
         ({"platform": "cuda"}, "platform must be one of gpu, tpu, cpu, got 'cuda'"),
         ({"torus": 4}, "torus must be 0"),
         ({"torus": -1}, "torus must be 0"),
-        ({"hbm_share": 0}, "hbm_share must be a number above 0, got 0"),
+        ({"hbm_share": 0}, "hbm_share must be a finite number above 0, got 0"),
     ],
 )
 def test_figures_that_contradict_each_other_are_refused(changes, message):

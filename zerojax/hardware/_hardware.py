@@ -139,8 +139,9 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
         return HARDWARE[names[wanted]]
     near = difflib.get_close_matches(wanted.split(" ")[-1], names, n=len(names), cutoff=0)
     known = ", ".join(dict.fromkeys(names[name] for name in near))
-    told = f"{hardware!r} is no hardware that is known; those are, nearest first: {known}; describe"
-    raise ValueError(f"{told} others with a Hardware of your own")
+    told = f"{hardware!r} is no hardware that is known; those are, nearest first: {known}; for"
+    own = f"dataclasses.replace(zerojax.hardware.HARDWARE[{names[near[0]]!r}], memory=...)"
+    raise ValueError(f"{told} another write a program of zerojax.plan(hardware={own})")
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
