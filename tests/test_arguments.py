@@ -34,10 +34,12 @@ def test_amounts_may_have_fractions(value):
 
 @pytest.mark.parametrize("value", [-1, -0.5, *NO_NUMBERS])
 def test_what_is_no_amount_is_refused(value):
-    with pytest.raises(ValueError, match=r"^grad_bytes must be a number of at least 0, got "):
+    with pytest.raises(
+        ValueError, match=r"^grad_bytes must be a finite number of at least 0, got "
+    ):
         as_amount("grad_bytes", value)
 
 
 def test_zero_is_refused_where_nothing_is_no_answer():
-    with pytest.raises(ValueError, match=r"^memory must be a number above 0, got 0$"):
+    with pytest.raises(ValueError, match=r"^memory must be a finite number above 0, got 0$"):
         as_amount("memory", 0, above_zero=True)

@@ -24,7 +24,7 @@ def as_amount(name: str, value: Any, *, above_zero: bool = False) -> float:
     """Return a finite number of at least 0, or above it, as a float; else a ValueError names it."""
     if not _is_finite(value) or value < 0 or (above_zero and value == 0):
         least = "above 0" if above_zero else "of at least 0"
-        raise ValueError(f"{name} must be a number {least}, got {value!r}")
+        raise ValueError(f"{name} must be a finite number {least}, got {value!r}")
     return float(value)
 
 

@@ -60,6 +60,8 @@ SMALL = ["--context", "16", "--save-every", "3", *TEXT, *QUICK]
         ("--seed 4294967296", "--seed"),
         ("--out=", "'--out': the path is empty"),
         ("--warmup 200", "--warmup"),
+        ("--weight-decay inf", "--weight-decay must be a finite number of at least 0, got inf"),
+        ("--lr inf", "--lr must be a finite number"),
         ("--model zero-170b", "takes"),
         ("--out file.txt", "can't write to --out file.txt"),
         ("--out file.txt/below", "can't write to --out"),

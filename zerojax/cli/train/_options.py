@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from zerojax._arguments import as_amount
 from zerojax.cli.shared._command import option
 from zerojax.cli.shared._options import (
     DATA,
@@ -91,6 +92,8 @@ class TrainOptions(BuiltStepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, x in {"--lr": self.lr or 0.0, "--weight-decay": self.weight_decay}.items():
+            as_amount(name, x)
         if self.resume and "init" in self.given:
             raise ValueError("--init: a resumed run has its weights; leave it or --resume out")
         if self.profile and self.profile + 2 > self.steps:
