@@ -27,6 +27,10 @@ def collect():
     gc.collect()
 
 def run(*_, **__):
+    if when == "ending":
+        from zerojax.cli.train._signals import Signals
+        Signals(0).__enter__()
+        os.kill(os.getpid(), signal.SIGINT)
     collect()
     time.sleep(5)
     print("lost", file=sys.stderr)
@@ -45,12 +49,15 @@ sys.exit(__main__.main())
 """
 
 
-@pytest.mark.parametrize(("when", "status"), [("imports", -signal.SIGINT), ("afterwards", 130)])
-def test_ctrl_c_is_not_lost_before_a_run_has_begun(when, status):
+@pytest.mark.parametrize(
+    ("when", "status"), [("imports", -signal.SIGINT), ("afterwards", 130), ("ending", 130)]
+)
+def test_ctrl_c_is_not_lost_before_a_run_has_begun_and_while_it_ends(when, status):
     command = [sys.executable, "-c", PROGRAM, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     said = "zerojax: interrupted\n" if status == 130 else ""  # as shells call the other one too
-    assert (done.returncode, done.stderr) == (status, said)
+    first = "\nzerojax: ending after this step; Ctrl-C again ends at once\n" * (when == "ending")
+    assert (done.returncode, done.stderr) == (status, first + said)
 
 
 @pytest.mark.parametrize("arguments", ["['train.py', 'zerojax']", "[]"])

@@ -64,7 +64,10 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self.seen and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            before = self._before[
+                signal.Signals(number)
+            ]  # the command's own is not lost in the collector
+            (before if callable(before) else signal.default_int_handler)(number, frame)
         if number not in self.seen:  # a second SIGTERM changes nothing: the state is on its way
             self.seen.add(number)
             # Not through a stream, which may be in the middle of a write; a terminal may be gone.
