@@ -109,13 +109,6 @@ def _lies_otherwise(x: Any, wanted: NamedSharding) -> bool:
     return not x.sharding.is_equivalent_to(wanted, x.ndim)
 
 
-def check_alone(more: tuple[Any, ...]) -> None:
-    """Refuse what is handed over beside a batch."""
-    if more:
-        told = "a step, its evaluate and its audit take one batch, got further arguments: hand over"
-        raise TypeError(f"{told} (x, y), which loss_fn(params, batch) takes apart: x, y = batch")
-
-
 def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
     """Refuse what is no array, or no examples, or not divided by devices and microbatches."""
     for name, x in zip(*flatten_with_names(batch)[:2], strict=True):

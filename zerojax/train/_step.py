@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._display import Shown
-from zerojax._examples import map_batch, num_examples
+from zerojax._examples import check_alone, map_batch, num_examples
 from zerojax._quiet import uncollected
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
@@ -29,14 +29,7 @@ from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._checks import (
-    Loss,
-    check_alone,
-    check_batch,
-    check_placement,
-    check_state,
-    check_usable,
-)
+from zerojax.train._checks import Loss, check_batch, check_placement, check_state, check_usable
 from zerojax.train._initial import InitialState
 from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
