@@ -272,8 +272,10 @@ def test_what_the_recipe_chooses_holds_and_what_it_leaves_open_is_searched():
 def test_tables_hold_choices_and_front():
     limit = smallest_need("traced")[0] * 6 // 5
     choices = find("traced", memory_limit=limit, space=NARROW)
-    text = " ".join(str(choices).split())
-    assert f"fastest of {len(choices)} that fit" in text
+    lines = [line.rstrip() for line in str(choices).splitlines()]
+    text = " ".join(lines)
+    title = f"fastest of {len(choices)} that fit {choices.limit / 1e9:,.3f} GB"
+    assert f"{title} ({choices.limit:,.0f} B)" in lines, "on one line"
     assert "none is both faster and smaller" in text
 
 

@@ -73,11 +73,11 @@ class Choices(Shown):
         return f"{len(self)} {fit}, the fastest: {self[0]._summary}"
 
     def _parts(self) -> Iterator[Table | Text]:
-        fit = f"{len(self)} that fit {gigabytes(self.limit)} (kept: weights stay gathered)"
-        yield self._table(f"fastest of {fit}", self.plans)
+        yield self._table(f"fastest of {len(self)} that fit {gigabytes(self.limit)}", self.plans)
         yield self._table("Pareto front: none is both faster and smaller", self.pareto)
         yield Text("microbatch: how many x examples on a device; groups: copies of the N shards")
         yield Text("on the host: opt(imizer), act(ivations); Pa: cut over the model axis")
+        yield Text("kept: weights stay gathered until the backward pass has used them")
 
     def _table(self, title: str, plans: Sequence[Plan]) -> Table:
         rows = [_row(plan) for plan in plans[:_ROWS]]
