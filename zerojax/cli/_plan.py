@@ -158,7 +158,8 @@ def plan(options: PlanOptions) -> None:
         hardware, step = _show_question(asked, screen)
         if choices is not None:
             screen.show(choices)
-            drawn = {f"{rank}: stage {one.stage}": one for rank, one in enumerate(plans[:4], 1)}
+            ranks = enumerate(plans[:4], 1)  # as the rows of the table
+            drawn = {f"{rank}: stage {one.stage}\nN = {one.num_shards}": one for rank, one in ranks}
         else:
             _show_stages(plans, screen)
             drawn = {f"stage {one.stage}": one for one in plans}
