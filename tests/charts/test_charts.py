@@ -142,3 +142,14 @@ def test_a_search_shows_all_that_was_tried_its_front_and_the_limit():
     assert list(front.get_xdata()) == [1e3 * one.step_time for one in choices.pareto]
     assert len(set(limit.get_ydata())) == 1
     assert {"ms", "MB"} <= set(words(axes.figure).replace("(", " ").replace(")", " ").split())
+
+
+def test_a_long_title_is_wrapped_and_steps_are_whole_numbers():
+    """matplotlib itself would write it past the edges, and mark steps 0.25, 0.5 of a short run."""
+    lines = [{"step": step, "train_bits_per_byte": 8.0 - step} for step in range(3)]
+    figure = charts.training(lines, title="a step waits for its links " * 8)
+    figure.draw_without_rendering()
+    assert figure._suptitle is not None
+    title = figure._suptitle.get_window_extent()
+    assert 0 <= title.x0 < title.x1 <= figure.bbox.width
+    assert all(float(at).is_integer() for at in figure.axes[0].get_xticks())

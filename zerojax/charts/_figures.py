@@ -119,7 +119,7 @@ def make_figure(
         from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, wrap=True)
     drawings = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for axes in drawings:
         axes.spines[["top", "right"]].set_visible(False)
@@ -273,6 +273,7 @@ def training(metrics: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure
         steps, values = zip(*points, strict=True) if points else ((), ())
         axes.plot(steps, values, style, color=color, linewidth=1, markersize=4, label=label)
     axes.set(xlabel="step", ylabel="bits per byte")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
