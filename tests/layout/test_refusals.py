@@ -47,7 +47,7 @@ REFUSALS = {
     "an init function": (
         lambda: layout(lambda key: PARAMS),
         ValueError,
-        "leaf '.' .* is a function, and arrays",
+        r"leaf '.' .* is a function, and arrays .*; write jax.eval_shape\(init, key\) for",
     ),
     "text in parameters": (
         lambda: layout({"w": "text"}),

@@ -248,10 +248,9 @@ def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf
-    raise ValueError(
-        f"leaf {name!r} of the parameters is a {type(leaf).__name__}, and arrays are expected; "
-        f"{_REMEDY}"
-    )
+    told = f"leaf {name!r} of the parameters is a {type(leaf).__name__}, and arrays are expected"
+    of_init = "write jax.eval_shape(init, key) for the shapes of what it returns"
+    raise ValueError(f"{told}; {of_init if callable(leaf) and name == '.' else _REMEDY}")
 
 
 def _broadcast(specs: PyTree, params: PyTree) -> list[Any]:
