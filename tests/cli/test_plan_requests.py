@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.cli.plan_requests import TINY
+from zerojax import charts
 from zerojax.cli import main
 from zerojax.cli._plan import PlanOptions, PlanQuestion
 
@@ -28,6 +31,15 @@ def test_a_drawing_is_written(folder, capsys, asked):
     assert main(["plan", *asked.split(), "--plot", "a.png"]) == 0
     assert "wrote a.png" in capsys.readouterr().out
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_drawing_of_a_search_tells_the_shards_of_each_plan(monkeypatch):
+    figures = []
+    monkeypatch.setattr(charts, "write", lambda figure, path: figures.append(figure))
+    assert main(["plan", *"--model tiny --devices 8 --search --plot a.png".split()]) == 0
+    labels = [label.get_text() for label in figures[0].axes[0].get_xticklabels()]
+    assert len(labels) == 4
+    assert all(re.fullmatch(rf"{n}: stage \d\nN = \d", x) for n, x in enumerate(labels, 1)), labels
 
 
 # ------------------------------------------------------------------ other questions
