@@ -163,7 +163,10 @@ class TrainStep(Shown):
         return self._jitted("step", batch).lower(state, batch)
 
     def audit(self, batch: PyTree, *more: Never, joins_examples: bool = False) -> AuditReport:
-        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
+        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`.
+
+        More than one batch is a TypeError.
+        """
         check_alone(more)
         at = self.layout.batch  # a part of what jax compiles for: what was run is not compiled anew
 
