@@ -193,12 +193,16 @@ def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
     # What a layer computes and reduces is done before the next one starts.
     in_turn = jax.lax.optimization_barrier if is_tpu else lambda values: values
     # Zeros that a scan overwrites as a whole cost nothing; libtpu writes these, which lack a layer.
-    # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2).
-    empty = jax.lax.empty if is_tpu else jnp.zeros
-    rows = [empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
-    # Not before what the first layer waits for: the residuals of a scan in a layer would lie there
-    # while loops before it run.
-    held, start, rows = jax.lax.optimization_barrier((consts, start, rows))
+    # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2), and zeros are made of
+    # numbers that wait for what the first layer reads: those of a scan in a layer lay there while
+    # loops before it ran.
+    held, avals = consts, [var.aval for var in eqn.outvars[num_carry:]]
+    if is_tpu:
+        rows = [jax.lax.empty(x.shape, x.dtype) for x in avals]
+    else:
+        given = consts, start, [jnp.zeros((), x.dtype) for x in avals]
+        held, start, zeros = jax.lax.optimization_barrier(given)
+        rows = [*map(jax.lax.broadcast, zeros, (x.shape for x in avals))]
     if turn.ends:
         start = [checkpoint_name(x, BACKWARD) for x in start]
     state = (start, turn.gather(inputs(0, consts, start)[1]), rows)
