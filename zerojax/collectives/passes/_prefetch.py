@@ -117,10 +117,11 @@ class _Prefetch:
         if eqn.primitive.name == _jaxpr.REMATERIALISED:
             # As jax does it, so that the forward pass is not taken for what is computed again.
             program = _jaxpr.called(eqn)
-            if self.layers or any(jax.tree.leaves(eqn.params["prevent_cse"])):
+            prevents = any(jax.tree.leaves(eqn.params["prevent_cse"]))
+            if self.layers or prevents:
                 is_apart = self.layers and looped
                 alone = _gathered(program) if is_apart else [False] * len(values)
-                values = _held(values, alone)
+                values = _held(values, alone, self.is_tpu and not prevents and _is_use(program))
             return _jaxpr.run(program, values, step)
         if _jaxpr.runs_in_place(eqn):
             return _jaxpr.run(_jaxpr.called(eqn), values, step)
@@ -144,15 +145,26 @@ class _Prefetch:
         return _run_ahead(eqn, values, turn)
 
 
-def _held(values: list[Any], alone: Sequence[bool]) -> list[Any]:
-    """Put a barrier before values together, and before some alone.
+def _held(values: list[Any], alone: Sequence[bool], merges: bool) -> list[Any]:
+    """Put a barrier before values together, unless a product merges them, and before some alone.
 
     What gathers are made of, in loops, must not wait for what the loop carries. All else must: of
     two layers in a turn the first would be computed again before the second is done with.
     """
     hold, pairs = jax.lax.optimization_barrier, [*zip(values, alone, strict=True)]
-    rest = iter(hold([x for x, is_alone in pairs if not is_alone]))
+    others = [x for x, is_alone in pairs if not is_alone]
+    rest = iter(others if merges else hold(others))
     return [hold(x) if is_alone else next(rest) for x, is_alone in pairs]
+
+
+def _is_use(program: Any) -> bool:
+    """Whether a program gathers a weight again for the gradients of one product, of two factors.
+
+    Libtpu makes the factors within the products, and a bias's gradient. Behind a barrier they lie
+    in memory: a scan of 6 layers, not rematerialised, took 3.67 ms on v5p, and takes 3.14.
+    """
+    eqns = itertools.chain(*map(_jaxpr.with_inner, _jaxpr.opened(program)[0].eqns))
+    return sum(_jaxpr.num_products(eqn) > 0 for eqn in eqns) <= 2
 
 
 def _gathered(program: Any) -> list[bool]:
