@@ -1,0 +1,87 @@
+"""Prefetch in compiled programs: what it costs loops of kinds that are not rematerialised GPTs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from zerojax.aot import parse_topology, topology_mesh
+from zerojax.recipe import Recipe
+
+WIDTH, LAYERS, EXPERTS, TOKENS = 512, 3, 4, 2048
+
+
+@functools.cache
+def compiled(loss, target, **options):
+    """Compile a step of `loss` at stage 3 for a target, and audit it."""
+    devices = parse_topology(target).num_devices
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in loss.shapes.items()}
+    layout = zerojax.make_layout(shapes, topology_mesh(target, {"data": devices}), stage=3)
+    step = zerojax.make_train_step(
+        loss, optax.adam(1e-3), layout, Recipe(precision="bf16", **options)
+    )
+    batch = jax.ShapeDtypeStruct((devices * TOKENS, WIDTH), jnp.bfloat16)
+    return step.audit(batch), 2 * layout.layer_size
+
+
+def experts(params, x):
+    """Scan over experts, within layers that are rematerialised."""
+
+    def layer(h, weights):
+        def expert(total, w):
+            return total + jax.nn.gelu(h @ w["up"]) @ w["down"], None
+
+        return h + jax.lax.scan(expert, jnp.zeros_like(h), weights)[0], None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0].astype(jnp.float32) ** 2)
+
+
+experts.shapes = {
+    "up": (LAYERS, EXPERTS, WIDTH, 4 * WIDTH),
+    "down": (LAYERS, EXPERTS, 4 * WIDTH, WIDTH),
+}
+
+
+def normed(params, x):
+    """Scan over layers with a norm and biases, which keep all for their gradients."""
+
+    def layer(h, w):
+        y = jax.nn.standardize(h.astype(jnp.float32), -1).astype(h.dtype)
+        y = jax.nn.gelu(y @ w["up"] + w["bias"])
+        return h + y @ w["down"], None
+
+    return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+
+normed.shapes = {
+    "up": (LAYERS, WIDTH, 4 * WIDTH),
+    "bias": (LAYERS, 4 * WIDTH),
+    "down": (LAYERS, 4 * WIDTH, WIDTH),
+}
+
+
+@pytest.mark.aot("cuda")
+def test_stacks_of_a_scan_in_a_layer_begin_with_the_layer():
+    """They lay there, empty, while the layers before were computed: twice the bytes."""
+    plain, layer = compiled(experts, "h100:1x8", prefetch=0)
+    ahead, _ = compiled(experts, "h100:1x8")
+    assert ahead.memory.peak - plain.memory.peak <= layer
+    assert ahead.schedule.step_seconds < plain.schedule.step_seconds
+
+
+@pytest.mark.aot("libtpu")
+def test_products_keep_what_they_are_merged_with():
+    """Behind a barrier a bias's gradient, and what a product is made of, were read once more."""
+    plain, _ = compiled(normed, "v6e:2x4", prefetch=0)
+    ahead, _ = compiled(normed, "v6e:2x4")
+    assert ahead.schedule.work_seconds < 1.2 * plain.schedule.work_seconds
+
+
+@pytest.mark.aot("cuda")
+def test_states_on_the_host_do_not_make_collectives_wait():
+    here, _ = compiled(normed, "h100:1x8")
+    away, _ = compiled(normed, "h100:1x8", offload=True)
+    assert away.schedule.blocking_share < here.schedule.blocking_share + 0.2
