@@ -160,9 +160,8 @@ class _Order(Equations):
         of gradients the product counts if its result is smaller than its operands.
         """
         parts, outvars = layout.num_batch_parts, variables(self.jaxpr.outvars)
-        is_reduced = functools.partial(is_named, name=REDUCED)
-        ends = (self.maker(x, is_reduced) or self.maker(x, _adds_up) for x in outvars)
-        plain = {eqn for eqn in ends if eqn and not is_reduced(eqn) and eqn.outvars[0].aval.ndim}
+        ends = (self.maker(x, _is_reduced) or self.maker(x, _adds_up) for x in outvars)
+        plain = {eqn for eqn in ends if eqn and not _is_reduced(eqn) and eqn.outvars[0].aval.ndim}
         for x in outvars if layout.platform == "gpu" else ():  # libtpu keeps these in their place
             last = self.places.get(self.path_to(x)[0][-1], 0)
             terms = self.eqns[last].invars if self.eqns[last].primitive.name == "add_any" else ()
@@ -171,7 +170,7 @@ class _Order(Equations):
             plain.update(eqn for eqn in made if room <= max(y.aval.size for y in eqn.invars))
         size, groups, ready = 0.0, [[], [], []], []
         for at, eqn in enumerate(self.eqns):
-            if is_reduced(eqn) or eqn in plain:
+            if _is_reduced(eqn) or eqn in plain:
                 product = self.maker(eqn.outvars[0], num_products)
                 read = _bytes_of(product.invars) / parts if product else 0
                 made = _bytes_of(eqn.outvars)
@@ -186,8 +185,16 @@ class _Order(Equations):
                 ready = []
 
     def _latest(self, var: Any, end: int) -> Any:
-        """Return what is made of a gradient before a place: a barrier is for what others read."""
+        """Return what is made of a gradient before a place: a barrier is for what others read.
+
+        The sum of a stack that layers are added to has later gradients in it: of `s2 = add s1 g2`,
+        where g1 is in s1, it is s1.
+        """
+        made = self.places[var]
         while (reader := self.readers.get(var, end)) < end:
+            others = (self.maker(x, _is_reduced) for x in variables(self.eqns[reader].invars))
+            if any(x and self.places[x.outvars[0]] > made for x in others):
+                break
             var = self.eqns[reader].outvars[0]
         return var
 
@@ -242,6 +249,9 @@ def _cast(like: Sequence[Any], values: Iterable[Any]) -> list[Any]:
 
 def _bytes_of(found: Sequence[Any]) -> int:
     return sum(num_bytes(var.aval.shape, var.aval.dtype) for var in variables(found))
+
+
+_is_reduced = functools.partial(is_named, name=REDUCED)
 
 
 def _adds_up(eqn: Any) -> bool:
