@@ -115,7 +115,8 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     if is_run and evidence.tools & {"make_train_step", "gather_where_used"}:
         ways.append(f"run a network that runs several times once, on {_JOINED}")
     if not ways[0] and evidence.reshards_after_use and "gather" in roles:
-        ways.append("or gather once for all runs: reshard_after_forward=False")
+        once = "gather once for a network that runs several times: reshard_after_forward=False"
+        ways.append(f"or {once}" if is_run else once)
     if not evidence.tools & {"make_train_step", "sharded(tx, layout)"}:
         ways.append("wrap the outermost optimizer: sharded(tx, layout)")
     advice = "; ".join(filter(None, ways)) or "compute with weights where they are used alone"
@@ -129,7 +130,8 @@ def _of_optimizer(evidence: Evidence) -> str:
     parameters come by a `sharding_constraint`, or the barrier behind it (jax 0.12).
     """
     gathers = [move for move in evidence.large if move.role == "gather"]
-    found = [move for move in gathers if "jvp" not in move.record.op_name]
+    named = (move for move in gathers if move.record.op_name)  # not those that libtpu adds itself
+    found = [move for move in named if "jvp" not in move.record.op_name]
     updated = 0 if evidence.layout.partitions("parameter") else len(evidence.layout.leaves)
     new = sum(_theory(evidence, index, is_gather=True) for index in range(updated))
     excess = sum_moved(evidence.large, "judged") - evidence.theory.elements
