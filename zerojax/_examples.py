@@ -86,13 +86,6 @@ def count_examples(batch: PyTree) -> dict[int, str]:
     return first
 
 
-def check_alone(more: tuple[Any, ...]) -> None:
-    """Refuse what is handed over beside a batch."""
-    if more:
-        told = "a step, its evaluate and its audit take one batch, got further arguments: hand over"
-        raise TypeError(f"{told} (x, y), which loss_fn(params, batch) takes apart: x, y = batch")
-
-
 def per_microbatch(what: str, size: int, parts: int, count: int) -> int:
     """Divide examples among the parts of a mesh and `count` microbatches, or refuse to."""
     if size % (parts * count) or not size:

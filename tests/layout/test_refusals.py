@@ -187,11 +187,6 @@ REFUSALS = {
     "make_mesh of a name": (lambda: mesh("data"), TypeError, AXES + "'data'"),
     "make_mesh of pairs": (lambda: mesh([("data", 8)]), TypeError, AXES),
     "make_mesh of nothing": (lambda: mesh({}), TypeError, AXES + "{}"),
-    "make_mesh as jax's": (
-        lambda: zerojax.make_mesh((8,), ("data",)),
-        TypeError,
-        r"sizes with their names.*; write make_mesh\({'data': 8}, devices=devices\)",
-    ),
     "an axis without a name": (lambda: mesh({"": 8}), TypeError, AXES),
     "an axis that XLA can't read": (lambda: mesh({"\u2603": 8}), TypeError, AXES),
     "a size that is no number": (

@@ -153,12 +153,6 @@ MISUSES = {
         lambda: make(recipe=zerojax.Recipe(prefetch=0.5)),
         "prefetch=0.5 .* use stage 3, or leave it out",
     ),
-    "x and y": (
-        lambda: make()(make().init(init), X, X),
-        r"one batch.*hand over \(x, y\), which.*batch",
-    ),
-    "x and y to evaluate": (lambda: make().evaluate(make().init(init), X, X), "take one batch"),
-    "x and y to audit": (lambda: make().audit(X, X), "take one batch"),
     "donated, then a step": (lambda: donated("__call__"), "use the state that the step returned"),
     "donated, then evaluated": (
         lambda: donated("evaluate"),

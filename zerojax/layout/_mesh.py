@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Never
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -13,23 +13,19 @@ from zerojax._types import AnyMesh, Axes, Kind
 from zerojax.layout._torus import in_order
 
 
-def make_mesh(axes: Mapping[str, int], *names: Never, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
     """Make a mesh with Auto axes, over the first devices that there are or over those given.
 
     >>> mesh = zerojax.make_mesh({"data": 4, "model": 2})
 
     Args:
         axes: axis name to number of devices, most major first.
-        names: none; `axes` has them, other than in `jax.make_mesh`.
         devices: devices to use; the default takes as many of `jax.devices()` as are needed.
 
     Raises:
         TypeError: the axes are no mapping of names to sizes, or the devices no list of devices.
         ValueError: a size is not a positive whole number, or there are too few devices.
     """
-    if names:
-        told = "make_mesh takes sizes with their names, and devices by name; write"
-        raise TypeError(f"{told} make_mesh({{'data': 8}}, devices=devices)")
     check_axes(axes, "make_mesh")
     if isinstance(devices, str | int):
         told = "devices is a list of devices, as in make_mesh(axes, devices=jax.devices()[:4]), got"

@@ -5,14 +5,14 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, Never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._display import Shown
-from zerojax._examples import check_alone, map_batch, num_examples
+from zerojax._examples import map_batch, num_examples
 from zerojax._quiet import uncollected
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
@@ -87,9 +87,7 @@ class TrainStep(Shown):
         """Return the state as shapes with shardings; nothing is run."""
         return self._initial.abstract()
 
-    def __call__(
-        self, state: TrainState, batch: PyTree, *more: Never
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Do one step.
 
         The state is donated: use the one that is returned. Metrics are scalars on every device:
@@ -106,15 +104,14 @@ class TrainStep(Shown):
                 marked `Whole` go to every device. A PRNG key (a scalar) is folded for each
                 microbatch, and for each device that computes its gradients alone, so that no two
                 examples draw the same noise.
-            more: nothing: several arrays are one batch, `(x, y)` say, or a dict.
 
         Raises:
             ValueError: the state is of another layout, recipe or optimizer, or the devices or the
                 microbatches don't divide the batch, or it is placed otherwise.
         """
-        return self._call("step", state, batch, *more)
+        return self._call("step", state, batch)
 
-    def evaluate(self, state: TrainState, batch: PyTree, *more: Never) -> Any:
+    def evaluate(self, state: TrainState, batch: PyTree) -> Any:
         """Compute the loss of logical parameters, a scalar on every device; nothing is changed.
 
         The arguments are those of a step; the batch is one, whatever the number of microbatches.
@@ -123,7 +120,7 @@ class TrainStep(Shown):
         Returns:
             The loss; with `has_aux`, `(loss, aux)`.
         """
-        return self._call("evaluate", state, batch, *more)
+        return self._call("evaluate", state, batch)
 
     def place(self, batch: PyTree) -> PyTree:
         """Make global arrays of the rows of a batch that this process has, for the step.
@@ -162,12 +159,8 @@ class TrainStep(Shown):
         check_state(state, self.abstract_state())
         return self._jitted("step", batch).lower(state, batch)
 
-    def audit(self, batch: PyTree, *more: Never, joins_examples: bool = False) -> AuditReport:
-        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`.
-
-        More than one batch is a TypeError.
-        """
-        check_alone(more)
+    def audit(self, batch: PyTree, joins_examples: bool = False) -> AuditReport:
+        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
         at = self.layout.batch  # a part of what jax compiles for: what was run is not compiled anew
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
@@ -189,8 +182,7 @@ class TrainStep(Shown):
     def _parts(self) -> Any:
         return self.abstract_state()._parts()
 
-    def _call(self, what: str, state: TrainState, batch: PyTree, *more: Never) -> Any:
-        check_alone(more)
+    def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
         with _CALLING:
             check_usable(state, self.layout)
             jitted = self._jitted(what, batch)

@@ -64,9 +64,8 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self.seen and number == signal.SIGINT:
-            before = self._before[
-                signal.Signals(number)
-            ]  # the command's own is not lost in the collector
+            # Not raised here: in jax's collector of garbage it would be told, and lost.
+            before = self._before[signal.Signals(number)]
             (before if callable(before) else signal.default_int_handler)(number, frame)
         if number not in self.seen:  # a second SIGTERM changes nothing: the state is on its way
             self.seen.add(number)
