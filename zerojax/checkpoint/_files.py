@@ -59,13 +59,9 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"folder and copy it to {scheme[1]}:// when the save is done"
         )
     path = Path(text).expanduser().absolute()
-    if not is_utf8(str(path)):
-        raise ValueError(f"{str(path)!r} is not UTF-8, as orbax needs it; give another path")
+    if (name := str(path)) != name.encode(errors="ignore").decode():
+        raise ValueError(f"{name!r} is not UTF-8, as orbax needs it; give another path")
     return path
-
-
-def is_utf8(text: str) -> bool:
-    return text == text.encode(errors="ignore").decode()
 
 
 def sync(path: Path) -> None:
