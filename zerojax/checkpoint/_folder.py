@@ -121,8 +121,14 @@ class Checkpoints:
         step = check_step(step)
         path = self.directory / str(step)
         with together("save"):
-            if jax.process_index() == 0:
-                self._make_room(path)
+            if jax.process_index() == 0 and _is_saved(path):
+                if path not in self._damaged and path in self.steps().values():
+                    told = "go on from it (restore_latest), or give another folder"
+                    raise ValueError(f"{path} holds a checkpoint already; {told}")
+                aside = path.with_name(f"{path.name}.damaged")
+                while aside.exists():
+                    aside = aside.with_name(f"{aside.name}+")
+                path.rename(aside)
         self._damaged.discard(path)
         then = functools.partial(self._end_save, path)
         self._pending = start_save(
@@ -244,17 +250,6 @@ class Checkpoints:
     def steps(self) -> dict[int, Path]:
         """Find the checkpoints that seem whole, without reading their arrays, by step in order."""
         return find_checkpoints(self.directory)
-
-    def _make_room(self, path: Path) -> None:
-        if not _is_saved(path):
-            return
-        if path not in self._damaged and path in self.steps().values():
-            told = "go on from it (restore_latest), or give another folder"
-            raise ValueError(f"{path} holds a checkpoint already; {told}")
-        aside = path.with_name(f"{path.name}.damaged")
-        while aside.exists():
-            aside = aside.with_name(f"{aside.name}+")
-        path.rename(aside)
 
     def _end_save(self, saved: Path) -> None:
         """Remove old checkpoints, and what an earlier removal has left.
