@@ -163,7 +163,7 @@ class Checkpoints:
         copies.save(step, arrays)
         with together("save_local"):
             if jax.process_index() == 0:
-                described = self._described(step)
+                described = self.directory / LOCAL / str(step)
                 described.mkdir(parents=True, exist_ok=True)
                 more = {"fits": _fits(manifest, arrays), "metadata": manifest.metadata}
                 write_manifest(described, dataclasses.replace(manifest, metadata=more))
@@ -179,9 +179,6 @@ class Checkpoints:
             shared, more = self.directory / LOCAL / "orbax", {"replicator": self._replicator}
             self._copies = LocalCopies(self._local, shared, layout.mesh, arrays, **more)
         return self._copies
-
-    def _described(self, step: int) -> Path:
-        return self.directory / LOCAL / str(step)
 
     def wait(self) -> None:
         """Wait for the saves that are under way; raises what went wrong with them, once."""
@@ -236,7 +233,7 @@ class Checkpoints:
         step = copies.steps[-1]
         path = self._local / str(step)
         try:
-            manifest = read_agreed(self._described(step))
+            manifest = read_agreed(self.directory / LOCAL / str(step))
         except (ValueError, OSError) as error:
             passed_over[path] = str(error)
             return None
