@@ -40,14 +40,11 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
     differing = [fact for fact in names if len({told.get(fact) for told in every}) > 1]
     found = []
     for fact in [fact for fact in differing if fact != "program"] or differing:
-        texts = map(_unpacked, gather_texts(f"{name}: {fact}", _packed(facts.get(fact, ""))))
+        packed = base64.b64encode(zlib.compress(facts.get(fact, "").encode()))[:MOST_SENT]
+        texts = map(_unpacked, gather_texts(f"{name}: {fact}", packed.decode()))
         found.append(f"{fact}: {_difference(list(texts))}")
     if found:
         raise ProcessesDifferError(f"the processes differ before {name}: {'; '.join(found)}")
-
-
-def _packed(text: str) -> str:
-    return base64.b64encode(zlib.compress(text.encode()))[:MOST_SENT].decode()
 
 
 def _unpacked(packed: str) -> str:
