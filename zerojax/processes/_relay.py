@@ -30,7 +30,12 @@ def relay(coordinator: str, closed: Callable[[], object]) -> str:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if not near.at_eof():
                     closed()
-                    await _drained(near, tasks[0])
+                    # A task that waits when the process ends is destroyed, and Python prints that.
+                    tasks[0].cancel()
+                    await asyncio.wait(tasks[:1])
+                    with contextlib.suppress(OSError):
+                        while await near.read(1 << 16):
+                            pass  # the client's end stays open until the client closes it
 
     async def serve() -> None:
         async with await asyncio.start_server(connect, sock=server) as listening:
@@ -45,15 +50,3 @@ async def _pass(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
         while data := await source.read(1 << 16):
             target.write(data)
             await target.drain()
-
-
-async def _drained(near: asyncio.StreamReader, reads: asyncio.Task[None]) -> None:
-    """Keep the client's end open until the client closes it; nobody reads what it still says.
-
-    A task that still waits when the process ends is destroyed, and Python prints that.
-    """
-    reads.cancel()
-    await asyncio.wait([reads])
-    with contextlib.suppress(OSError):
-        while await near.read(1 << 16):
-            pass
