@@ -72,13 +72,12 @@ def restore(
 
 def read_agreed(root: Path) -> Manifest:
     """Read the manifest; raises on every process where one can't read it, or reads another."""
-    manifest, error = None, None
     try:
         manifest = read_manifest(root)
-    except (ValueError, OSError) as caught:
-        error = caught
-    _agree(root, [], error)
-    assert manifest is not None
+    except (ValueError, OSError) as error:
+        _agree(root, [], error)
+        raise
+    _agree(root, [])
     if len(set(gather_texts("restore", _files.digest_text(to_text(manifest))))) > 1:
         raise _files.DamagedCheckpointError(root, ["the processes read different manifests"])
     return manifest

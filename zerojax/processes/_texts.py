@@ -77,14 +77,12 @@ def _said(client: Any, root: str) -> dict[int, str]:
 @contextlib.contextmanager
 def together(name: str) -> Iterator[None]:
     """Run a block on all processes; where it fails on some, the others raise with their errors."""
-    error = None
     try:
         yield
-    except Exception as caught:  # noqa: BLE001  # raised when the others know
-        error = caught
-    told = gather_texts(name, "" if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
+    except Exception as error:
+        gather_texts(name, f"{type(error).__name__}: {error}")
+        raise  # when the others know
+    told = gather_texts(name, "")
     failed = [f"process {index} failed: {text}" for index, text in enumerate(told) if text]
     if failed:
         raise ProcessError("; ".join(failed))
