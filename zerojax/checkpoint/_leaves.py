@@ -230,24 +230,19 @@ def _stored(path: tuple[Any, ...], node: PyTree) -> dict[str, Shape]:
     return {path_name((*path, *step)): tuple(jnp.shape(x)) for step, x in pairs}
 
 
-def place_of(x: Any) -> jax.sharding.Sharding | None:
-    """Return the place that a leaf names.
-
-    jit moves what is not committed, such as a fresh `jnp.zeros`; what was read is committed.
-    """
-    return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
-
-
 def places(like: PyTree, layout: Layout) -> dict[str, jax.sharding.Sharding]:
     """Return where leaves go: to their own places, else to those of parameters or their states.
 
     What is no parameter's by its path goes to all devices; what is large of that is told.
     """
     leaves, unknown = leaves_by_path(like), {}
-    found = {path: place_of(x) or layout.sharding(P()) for path, x in leaves.items()}
+    found: dict[str, jax.sharding.Sharding] = {}
     states = tuple(f"{path}/" for path in named_tuples(like))
     for path, x in leaves.items():
-        if place_of(x) is not None or is_key(x):
+        # jit moves what is not committed, such as a fresh `jnp.zeros`; what was read is committed.
+        place = getattr(x, "sharding", None) if getattr(x, "committed", True) else None
+        found[path] = place or layout.sharding(P())
+        if place is not None or is_key(x):
             continue
         of_state: Kind = "optimizer" if path.startswith(states) else "parameter"
         kind, shape = KINDS.get(path.split("/")[0], of_state), jnp.shape(x)
