@@ -154,9 +154,7 @@ def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
 
 def check_placed(tree: PyTree, layout: Layout) -> None:
     """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not."""
-    for path, node in nodes(tree):
-        if layout.num_shards == 1 or not _is_train_state(node):
-            continue
+    for path, node in _train_states(nodes(tree)) if layout.num_shards > 1 else ():
         for name, kind in KINDS.items():
             below = leaves_by_path(unwrapped(getattr(node, name)))
             for step, x in below.items():
@@ -175,9 +173,7 @@ def check_placed(tree: PyTree, layout: Layout) -> None:
 
 def _as_train_states_say(below: Any, layout: Layout, known: dict[str, Shape]) -> dict[str, Shape]:
     """Add to what is known the leaves of every train state, of which none is in doubt."""
-    for path, node in below:
-        if not _is_train_state(node):
-            continue
+    for path, node in _train_states(below):
         known = _stored(path, node) | known
         for name in COPIES:
             copy = (*path, GetAttrKey(name)), unwrapped(getattr(node, name))
@@ -191,8 +187,8 @@ def _as_train_states_say(below: Any, layout: Layout, known: dict[str, Shape]) ->
     return known
 
 
-def _is_train_state(node: Any) -> bool:
-    return hasattr(node, "opt_state") and hasattr(node, "padded")
+def _train_states(below: Iterable[Node]) -> list[Node]:
+    return [x for x in below if hasattr(x[1], "opt_state") and hasattr(x[1], "padded")]
 
 
 def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoReturn:
