@@ -77,9 +77,12 @@ def _compare(
     for path, leaf in wanted.items():
         source = _source(path, leaf, saved, wanted)
         if source in saved:
-            sources[path] = source
+            sources[path], found = source, saved[source]
             is_kept = _other(path, *COPIES) in wanted
-            differences += _difference(path, leaf, source, saved[source], lossy=is_kept)
+            if found.shape != leaf.shape or not _may_cast(found.dtype, leaf.dtype, lossy=is_kept):
+                where = f"{path!r}" if source == path else f"{path!r} (from {source!r})"
+                ours, theirs = (f"{x.dtype}{list(x.shape)}" for x in (leaf, found))
+                differences.append(f"{where} is {theirs} in it, wanted {ours}")
         elif path not in fresh:
             missing.append(path)
     known = {*wanted, *sources.values(), *LOSS_SCALE_LEAVES}
@@ -104,16 +107,6 @@ def _other(path: str, part: str, other: str) -> str:
     """Return "masters/w" of "params/w", and "masters" of an array "params"; "" of another part."""
     first, slash, rest = path.partition("/")
     return f"{other}{slash}{rest}" if first == part else ""
-
-
-def _difference(
-    path: str, leaf: SavedLeaf, source: str, found: SavedLeaf, *, lossy: bool
-) -> list[str]:
-    if found.shape == leaf.shape and _may_cast(found.dtype, leaf.dtype, lossy=lossy):
-        return []
-    where = f"{path!r}" if source == path else f"{path!r} (from {source!r})"
-    ours, theirs = (f"{x.dtype}{list(x.shape)}" for x in (leaf, found))
-    return [f"{where} is {theirs} in it, wanted {ours}"]
 
 
 def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
