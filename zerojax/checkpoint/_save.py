@@ -127,7 +127,10 @@ def prepare(
         check_layout(layout, f"{name}(directory, state, layout)")
         given, state = state, placed_leaves(state, layout.sharding(P()))
         leaves = leaves_by_path(state)
-        number = _step_of(leaves) if step is None else check_step(step)
+        number = None if step is None else check_step(step)
+        if step is None and (found := leaves.get("step")) is not None:
+            is_number = not found.shape and jnp.issubdtype(found.dtype, jnp.integer)
+            number = int(found) if is_number else None
         manifest = describe(state, layout, tx, step=number, **told)
         text = to_text(manifest)  # refuses what is not JSON
         check_placed(given, layout)
@@ -228,13 +231,6 @@ def _sole_save(root: Path) -> Iterator[None]:
             if (root / UNFINISHED).exists():
                 remove(root / UNFINISHED)
             (root / ".lock").unlink(missing_ok=True)
-
-
-def _step_of(leaves: Mapping[str, jax.Array]) -> int | None:
-    found = leaves.get("step")
-    if found is None or found.shape or not jnp.issubdtype(found.dtype, jnp.integer):
-        return None
-    return int(found)
 
 
 def check_step(step: Any) -> int:
