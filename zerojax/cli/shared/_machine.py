@@ -77,8 +77,7 @@ def check_output(option: str, path: Path | None) -> None:
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
+        path.open("a").close()
         if not existed:
             path.unlink()
     except OSError as error:
