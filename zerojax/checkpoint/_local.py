@@ -39,12 +39,31 @@ class LocalCopies:
         folder.mkdir(parents=True, exist_ok=True)
         _initialize()
         if replicator:
+            from etils import epath
+            from orbax.checkpoint.checkpoint_managers import LatestN
+            from orbax.checkpoint.experimental.emergency import (
+                replicator_checkpoint_manager as replicated,
+            )
+
             self.steps = self._drop_parts()
-            self.manager = _replicator(folder, mesh)
+            more = replicated.ReplicatorCheckpointManagerOptions(preservation_policy=LatestN(2))
+            self.manager: Any = replicated.ReplicatorCheckpointManager(
+                epath.Path(folder), more, global_mesh=mesh
+            )
         else:
+            from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
+
             like = jax.ShapeDtypeStruct
             wanted = {k: like(x.shape, x.dtype, sharding=x.sharding) for k, x in arrays.items()}
-            self.manager = _emergency(folder, shared, mesh, wanted, axis)
+            options = emergency.CheckpointManagerOptions(
+                local=emergency.LocalCheckpointOptions(save_interval_steps=1),
+                # What is shared and kept is zerojax's own, which other meshes restore.
+                persistent=emergency.PersistentCheckpointOptions(should_save_fn=lambda *_: False),
+                replica_axis_index=axis,
+            )
+            self.manager = emergency.CheckpointManager(
+                folder, shared, mesh, wanted, options=options
+            )
             self.steps = sorted(self.manager.all_steps())
 
     def save(self, step: int, arrays: Arrays) -> None:
@@ -114,29 +133,3 @@ def _initialize() -> None:
     if not multihost.is_runtime_to_distributed_ids_initialized():
         multihost.initialize_runtime_to_distributed_ids()
     multihost.initialize_distributed_to_device_ids()
-
-
-def _emergency(folder: Path, shared: Path, mesh: Mesh, wanted: Arrays, axis: int) -> Any:
-    from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
-
-    return emergency.CheckpointManager(
-        folder,
-        shared,
-        mesh,
-        wanted,
-        options=emergency.CheckpointManagerOptions(
-            local=emergency.LocalCheckpointOptions(save_interval_steps=1),
-            # What is shared and kept is zerojax's own, which other meshes restore.
-            persistent=emergency.PersistentCheckpointOptions(should_save_fn=lambda *_: False),
-            replica_axis_index=axis,
-        ),
-    )
-
-
-def _replicator(folder: Path, mesh: Mesh) -> Any:
-    from etils import epath
-    from orbax.checkpoint.checkpoint_managers import LatestN
-    from orbax.checkpoint.experimental.emergency import replicator_checkpoint_manager as replicator
-
-    options = replicator.ReplicatorCheckpointManagerOptions(preservation_policy=LatestN(2))
-    return replicator.ReplicatorCheckpointManager(epath.Path(folder), options, global_mesh=mesh)
