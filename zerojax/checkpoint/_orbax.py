@@ -77,16 +77,15 @@ class Writing:
             self._handler.finalize(self._directory)
 
 
-def _make_handler(max_bytes: int | None = None) -> Any:
+def _make_handler(gigabytes_at_once: Any = None) -> Any:
     import orbax.checkpoint as ocp  # takes a second, which importing zerojax should not
 
-    at_once: Any = None if max_bytes is None else max_bytes / 1e9
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=True,
         use_zarr3=True,
         use_compression=False,
-        restore_concurrent_gb=at_once,
+        restore_concurrent_gb=gigabytes_at_once,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
     )
 
@@ -118,7 +117,7 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
             for name, x in some.items()
         }
         args = ocp.args.PyTreeRestore(some, restore_args=each, partial_restore=True)
-        with contextlib.closing(_make_handler(max_bytes)) as handler:
+        with contextlib.closing(_make_handler(max_bytes / 1e9)) as handler:
             found |= handler.restore(epath.Path(directory), args=args)
     return found
 
