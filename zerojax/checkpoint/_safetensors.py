@@ -30,7 +30,7 @@ from zerojax._types import PyTree
 from zerojax.checkpoint._files import local_path, sync
 from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, places, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest, verify
-from zerojax.checkpoint._verdict import check_leaves
+from zerojax.checkpoint._verdict import IncompatibleCheckpointError, compare_leaves
 from zerojax.layout import Layout
 
 SUFFIX = ".safetensors"
@@ -239,7 +239,8 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
         x, _, _ = tensors[name]
         dtype, size = x.dtype.name, num_bytes(x.shape, x.dtype)
         found[leaf] = SavedLeaf(shape=x.shape, stored_shape=x.shape, dtype=dtype, num_bytes=size)
-    check_leaves(found, wanted, path)
+    if lines := compare_leaves(found, wanted)[1]:
+        raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
 
     def read(keys: tuple[Any, ...], x: Any) -> jax.Array:
         """Read a tensor as shards; those of one place are read once, padding is zeros."""

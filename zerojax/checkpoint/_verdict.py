@@ -49,7 +49,7 @@ def find_sources(
     wanted = saved_leaves(like, layout, tx)
     given = {path for path, x in leaves_by_path(like).items() if isinstance(x, jax.Array)}
     fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
-    sources, lines = _compare(manifest.leaves, wanted, fresh, partial)
+    sources, lines = compare_leaves(manifest.leaves, wanted, fresh, partial)
     lines = _chain_difference(manifest, like, partial=partial) + lines
     if lines:
         remedy = (
@@ -64,15 +64,10 @@ def find_sources(
     return sources
 
 
-def check_leaves(found: Leaves, wanted: Leaves, path: Path) -> None:
-    _, lines = _compare(found, wanted)
-    if lines:
-        raise IncompatibleCheckpointError(path, lines, "does not hold the model's weights")
-
-
-def _compare(
+def compare_leaves(
     saved: Leaves, wanted: Leaves, fresh: Collection[str] = (), partial: bool = False
 ) -> tuple[dict[str, str], list[str]]:
+    """Return the saved leaf that each wanted one is read from, and lines of what does not fit."""
     sources, missing, differences = {}, [], []
     for path, leaf in wanted.items():
         source = _source(path, leaf, saved, wanted)
