@@ -146,26 +146,19 @@ def _place(path: str, leaf: Any, owner: Any, ways: list[Way], layout: TreeLayout
     if owner is not None:
         source = layout.leaves[owner]
         options = [_inherit(path, leaf, owner, way, layout) for way in ways]
-        if len({(x.entries, x.dim, x.stored_size) for x in options}) > 1:
-            found = " or ".join(sorted(str(x.shard_spec) for x in options))
-            raise _ambiguous(
-                path,
-                leaf,
-                f"it comes from parameter {source.path!r} {source.shape} and could live at {found}",
-            )
-        if options:
+        if not options:
+            why = f"made from {source.path!r} with dims of its own"
+            return _by_own_shape(path, leaf, layout, owner, why=why)
+        if len({(x.entries, x.dim, x.stored_size) for x in options}) == 1:
             return options[0]
-        why = f"made from {source.path!r} with dims of its own"
-        return _by_own_shape(path, leaf, layout, owner, why=why)
-    same = {(other.entries, other.dim) for other in layout.leaves if other.shape == leaf.shape}
-    if len(same) > 1 and layout.partitions("optimizer"):
+        found = " or ".join(sorted(str(x.shard_spec) for x in options))
+        why = f"it comes from parameter {source.path!r} {source.shape} and could live at {found}"
+    else:
+        same = {(other.entries, other.dim) for other in layout.leaves if other.shape == leaf.shape}
+        if len(same) <= 1 or not layout.partitions("optimizer"):
+            return _by_own_shape(path, leaf, layout)
         why = f"parameters of this shape live in {len(same)} different ways and its path names none"
-        raise _ambiguous(path, leaf, why)
-    return _by_own_shape(path, leaf, layout)
-
-
-def _ambiguous(path: str, leaf: Any, why: str) -> ValueError:
-    return ValueError(
+    raise ValueError(
         f"leaf {path!r} {leaf.shape} of the optimizer state is ambiguous: {why}; say which with a "
         f"rule: Rule(path={path!r}, kind='optimizer', dim=...), or whole=True in the place of dim"
     )
