@@ -140,13 +140,21 @@ def _read(module: Module, site: Site, line: Instruction) -> list[Collective] | N
 
 
 def _spell(module: Module, site: Site, line: Instruction, part: int | None) -> str:
+    """Name what an all-reduce does; one of values that are zero but for one part is a gather.
+
+    %zeros = bf16[4096] broadcast(%zero)
+    %placed = bf16[4096] dynamic-update-slice(%zeros, %own, %at)
+    %whole = bf16[4096] all-reduce(%placed)          the sum of parts is the whole
+    """
     if site.keeps_part:
         return _SCATTER_FUSION
     users = site.frame.computation.users.get(line.name, [])
     done = next((user.name for user in users if user.opcode.endswith("-done")), line.name)
     if is_sliced(module, site.frame, done, part):
         return "all-reduce + slice"
-    is_placed = _is_placed(module, site.frame, line.operands[part or 0])
+    frame, placed = source_of(module, site.frame, line.operands[part or 0]) or (site.frame, line)
+    is_placed = placed.opcode == "dynamic-update-slice"
+    is_placed = is_placed and is_zero(module, frame, placed.operands[0])
     return "all-reduce of parts" if is_placed else "all-reduce"
 
 
@@ -211,19 +219,6 @@ def _joined(module: Module, site: Site, line: Instruction) -> list[Tensor]:
     operands = [frame.computation.by_name.get(operand) for operand in joined.operands]
     parts = [Tensor(whole.dtype, operand.shapes[0].dims) for operand in operands if operand]
     return parts if sum(part.elements for part in parts) == whole.elements else []
-
-
-def _is_placed(module: Module, frame: Frame, name: str) -> bool:
-    """Return whether a value is zero but for the part that this device writes into it.
-
-    %zeros = bf16[4096] broadcast(%zero)
-    %placed = bf16[4096] dynamic-update-slice(%zeros, %own, %at)
-    %whole = bf16[4096] all-reduce(%placed)          a gather: the sum of parts is the whole
-    """
-    found = source_of(module, frame, name)
-    if found is None or found[1].opcode != "dynamic-update-slice":
-        return False
-    return is_zero(module, found[0], found[1].operands[0])
 
 
 def _sums(module: Module, frame: Frame, name: str) -> list[tuple[str, str, int]]:
