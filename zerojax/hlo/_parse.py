@@ -41,7 +41,14 @@ def parse_collectives(program: str | Module) -> Collectives:
         if (found := _read(module, site, line)) is not None:
             read.add((site.frame.computation.name, line.name))
             records += found
-    windows = _window_names(records)
+    # Permutes that stand in for a gather or scatter, within their loop and peeled off it.
+    names = {"ag": "windowed all-gather", "rs": "windowed reduce-scatter"}
+    windows = {
+        (record.op, record.op_name, record.elements): names[match[1]]
+        for record in records
+        for loop in record.loops
+        if record.op == "collective-permute" and (match := spelled.WINDOW.search(loop.body))
+    }
     for place, one in enumerate(records):
         spelling = windows.get((one.op, one.op_name, one.elements), one.spelling)
         is_added = (one.computation, one.name, one.part) in added
@@ -247,14 +254,3 @@ def _widen(tensor: Tensor, dim: int, size: int) -> Tensor:
     dims = list(tensor.dims)
     dims[dim] *= size
     return Tensor(tensor.dtype, tuple(dims))
-
-
-def _window_names(records: list[Collective]) -> dict[tuple[str, str, int], str]:
-    """Name permutes that stand in for a gather or scatter, within their loop and peeled off it."""
-    names = {"ag": "windowed all-gather", "rs": "windowed reduce-scatter"}
-    return {
-        (record.op, record.op_name, record.elements): names[match[1]]
-        for record in records
-        for loop in record.loops
-        if record.op == "collective-permute" and (match := spelled.WINDOW.search(loop.body))
-    }
