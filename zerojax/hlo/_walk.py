@@ -118,15 +118,12 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
     steps = {after - before for before, after in itertools.pairwise(apart)}
     if len(apart) < _TURNS or len(steps) > 1 or steps == {0}:
         return None
-    return _count(apart[0], steps.pop(), compare.attribute("direction"))
-
-
-def _count(apart: int, step: int, direction: str | None) -> int | None:
-    """Count the steps until a difference that grows by each no longer compares to 0 as it did."""
-    beyond = {"LT": 0, "GT": 0, "NE": 0, "LE": 1, "GE": -1}.get(direction or "")
-    if beyond is None or (direction == "NE" and apart % step):
+    # The steps until the difference no longer compares to 0 as it did.
+    direction, step = compare.attribute("direction") or "", steps.pop()
+    beyond = {"LT": 0, "GT": 0, "NE": 0, "LE": 1, "GE": -1}.get(direction)
+    if beyond is None or (direction == "NE" and apart[0] % step):
         return None
-    return max(0, math.ceil((beyond - apart) / step))
+    return max(0, math.ceil((beyond - apart[0]) / step))
 
 
 def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
