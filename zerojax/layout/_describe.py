@@ -12,7 +12,7 @@ from rich.text import Text
 from zerojax._display import Shown, decimal, make_bar, make_table
 from zerojax._tree import floating_dtype, grouped
 from zerojax._types import Kind
-from zerojax.layout._leaf import LeafLayout, Rule
+from zerojax.layout._leaf import LeafLayout
 from zerojax.layout._optimizer import OptimizerLayout
 from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Precision, Recipe
@@ -110,10 +110,21 @@ def describe(layout: TreeLayout, state: Any, recipe: Recipe, stored: bool) -> De
         theory[key] //= layout.parts(kind)
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
-    notes = _notes(layout, padding, state.unmatched_rules)
+    notes = []
+    small = [leaf for leaf in layout.leaves if leaf.dim is None]
+    if layout.kinds and small:
+        elements = sum(math.prod(leaf.shape) for leaf in small)
+        leaves = f"{len(small)} leaves stay" if small[1:] else "1 leaf stays"
+        notes.append(f"{leaves} whole, {elements:,} elements (reasons above)")
+    if padding:
+        notes.append(f"padding takes {padding:,} B per device")
+    if layout.torus_note:
+        notes.append(layout.torus_note)
+    unmatched = (*layout.unmatched_rules, *state.unmatched_rules)
+    notes += [f"rule {rule.path!r} of kind {rule.kind!r} matched no leaf" for rule in unmatched]
     if recipe.keeps_gathered(layout.kinds):
-        notes = (*notes, f"until the backward pass, gathered parameters take {whole:,} B beside")
-    return Description(layout.title, tuple(rows), total, theory, padding, notes)
+        notes.append(f"until the backward pass, gathered parameters take {whole:,} B beside")
+    return Description(layout.title, tuple(rows), total, theory, padding, tuple(notes))
 
 
 def _groups(
@@ -137,19 +148,3 @@ def _groups(
         names = ", ".join(x.path for _, x, _ in scalars[:3]) + (", ..." if scalars[3:] else "")
         count = f"{len(scalars)} scalar{'s' if scalars[1:] else ''}"
         yield f"optimizer: {count} ({names})", scalars
-
-
-def _notes(layout: TreeLayout, padding: int, of_optimizer: tuple[Rule, ...]) -> tuple[str, ...]:
-    notes = []
-    small = [leaf for leaf in layout.leaves if leaf.dim is None]
-    if layout.kinds and small:
-        elements = sum(math.prod(leaf.shape) for leaf in small)
-        leaves = f"{len(small)} leaves stay" if small[1:] else "1 leaf stays"
-        notes.append(f"{leaves} whole, {elements:,} elements (reasons above)")
-    if padding:
-        notes.append(f"padding takes {padding:,} B per device")
-    if layout.torus_note:
-        notes.append(layout.torus_note)
-    unmatched = (*layout.unmatched_rules, *of_optimizer)
-    notes += [f"rule {rule.path!r} of kind {rule.kind!r} matched no leaf" for rule in unmatched]
-    return tuple(notes)
