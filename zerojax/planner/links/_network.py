@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from zerojax._types import Axes, Shape
+from zerojax._types import Axes
 from zerojax.hardware import Hardware
 from zerojax.layout import DIMS, SubAxis, group_sub_axes
 
@@ -200,45 +200,43 @@ def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[S
     `shape` is chips along each dim, and devices of a chip; the product of `axes`, major first, is
     that of `shape`. Sub-axes come back major first.
     """
-    return _lay_whole((*shape,), axes) or _lay_parts(shape, axes)
+    sizes: dict[str, int] = dict(zip((*DIMS[: len(shape) - 1], DIMS[-1]), shape, strict=True))
+    return _lay_whole(sizes, axes) or _lay_parts(sizes, axes)
 
 
-def _lay_whole(shape: Shape, axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]] | None:
-    free = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
+def _lay_whole(
+    sizes: Mapping[str, int], axes: Mapping[str, int]
+) -> dict[str, tuple[SubAxis, ...]] | None:
+    free = [dim for dim in [*sizes][::-1] if sizes[dim] > 1]
     found: dict[str, tuple[SubAxis, ...]] = {}
     for axis, size in reversed(list(axes.items())):
         choices = (
             dims
             for count in range(len(free), -1, -1)
             for dims in itertools.combinations(free, count)
-            if math.prod(shape[dim] for dim in dims) == size
+            if math.prod(sizes[dim] for dim in dims) == size
         )
         dims = next(choices, None)
         if dims is None:
             return None
         free = [dim for dim in free if dim not in dims]
-        names = _names(shape)
-        found[axis] = tuple(SubAxis(axis, names[dim], shape[dim], 1) for dim in sorted(dims))
+        found[axis] = tuple(SubAxis(axis, dim, sizes[dim]) for dim in sorted(dims, key=DIMS.index))
     return {axis: found[axis] for axis in axes}
 
 
-def _names(shape: Sequence[int]) -> tuple[str, ...]:
-    return (*DIMS[: len(shape) - 1], DIMS[-1])
-
-
-def _lay_parts(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]]:
+def _lay_parts(sizes: Mapping[str, int], axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]]:
     """Assign each axis what divides it of what is left of each dim, minor axes first.
 
     The devices of a chip (the last dim) go first, then dims from the first on, as jax has it.
     """
-    taken = [1] * len(shape)
+    taken = dict.fromkeys(sizes, 1)
     found: dict[str, tuple[SubAxis, ...]] = {}
     for axis, size in reversed(list(axes.items())):
         pieces, left = [], size
-        for dim in (len(shape) - 1, *range(len(shape) - 1)):
-            part = math.gcd(left, shape[dim] // taken[dim])
+        for dim in (DIMS[-1], *[*sizes][:-1]):
+            part = math.gcd(left, sizes[dim] // taken[dim])
             if part > 1:
-                pieces.append(SubAxis(axis, _names(shape)[dim], part, taken[dim]))
+                pieces.append(SubAxis(axis, dim, part, taken[dim]))
                 taken[dim] *= part
                 left //= part
         found[axis] = tuple(sorted(pieces, key=lambda piece: DIMS.index(piece.dim)))
