@@ -112,11 +112,9 @@ class Trace:
         self.num_examples, self.remat = sizes[0], remat
         asks = asked_of(loss_fn)
         if "model_state" in asks:
-            told = (
-                "loss_fn asks for model_state, which a plan does not hold: bind it, as in Workload("
-            )
             raise ValueError(
-                f"{told}loss_fn=functools.partial(loss_fn, model_state=...), has_aux=True)"
+                "loss_fn asks for model_state, which a plan does not hold: bind it, as in Workload("
+                "loss_fn=functools.partial(loss_fn, model_state=...), has_aux=True)"
             )
 
         def loss(params: PyTree, batch: PyTree) -> Any:
