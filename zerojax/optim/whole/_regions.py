@@ -7,7 +7,7 @@ are a *region*: its inputs go to the devices that own whole matrices, its result
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,17 @@ class Region:
     def run(self, moved: Sequence[jax.Array], shared: Sequence[jax.Array]) -> list[jax.Array]:
         """Compute the results of some rows from their inputs, rows first."""
         known = dict(zip(self.shared, shared, strict=True))
-        step = self._step(moved[0].shape[0])
+
+        def step(eqn: Any, values: list[Any]) -> list[Any]:
+            name = eqn.primitive.name
+            if name in CALLS or name in ("scan", "cond"):
+                return run_bodies(eqn, values, lambda program, given: run(program, given, step))
+            dim = self.row_dim(eqn.outvars[0]) if name in _SIZES else None
+            if dim is not None:  # rows are others than those that it was traced with
+                sizes = list(eqn.params[_SIZES[name]])
+                sizes[dim] = len(moved[0])
+                eqn = eqn.replace(params={**eqn.params, _SIZES[name]: tuple(sizes)})
+            return bind_here(eqn, values)
 
         def compute(*rows: jax.Array) -> list[jax.Array]:
             given = {**known, **dict(zip(self.moved, rows, strict=True))}
@@ -75,22 +85,6 @@ class Region:
         ins, outs = ([self.row_dim(v) or 0 for v in x] for x in (self.moved, self.slice.outputs))
         out = compute(*(jnp.moveaxis(x, 0, dim) for x, dim in zip(moved, ins, strict=True)))
         return [jnp.moveaxis(x, dim, 0) for x, dim in zip(out, outs, strict=True)]
-
-    def _step(self, num_rows: int) -> Callable[[Any, list[Any]], list[Any]]:
-        """Return what runs an equation with another number of rows than it was traced with."""
-
-        def step(eqn: Any, values: list[Any]) -> list[Any]:
-            name = eqn.primitive.name
-            if name in CALLS or name in ("scan", "cond"):
-                return run_bodies(eqn, values, lambda program, given: run(program, given, step))
-            dim = self.row_dim(eqn.outvars[0]) if name in _SIZES else None
-            if dim is not None:
-                sizes = list(eqn.params[_SIZES[name]])
-                sizes[dim] = num_rows
-                eqn = eqn.replace(params={**eqn.params, _SIZES[name]: tuple(sizes)})
-            return bind_here(eqn, values)
-
-        return step
 
 
 class Regions:
