@@ -110,7 +110,8 @@ def compute_by_owners(jobs: Sequence[Job], layout: Layout, axes: Axes) -> list[l
         for slot in _slots(jobs, count):
             width = [p.each * _width(jobs[p.job].ins) for p in slot]
             parts = [sent[p.job][p.rows].reshape(-1, n) for p, n in zip(slot, width, strict=True)]
-            x = _stacked(parts, count)
+            x = jnp.concatenate([jnp.pad(x, [(0, 0), (0, max(width) - x.shape[1])]) for x in parts])
+            x = jnp.pad(x, [(0, count - len(x)), (0, 0)])
             if not isinstance(mesh, AbstractMesh) and layout.platform == "cpu":
                 x = jax.lax.optimization_barrier(x)  # XLA splits it into rows, and may fail
             done = _swapped(_computed(_swapped(x, axes), slot, jobs, shared, axes), axes)
@@ -190,12 +191,6 @@ def _computed(
 def _swapped(x: jax.Array, axes: Axes) -> jax.Array:
     with jax.named_scope(OWNERS):
         return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-
-
-def _stacked(parts: Sequence[jax.Array], count: int) -> jax.Array:
-    width = max(x.shape[1] for x in parts)
-    x = jnp.concatenate([jnp.pad(x, [(0, 0), (0, width - x.shape[1])]) for x in parts])
-    return jnp.pad(x, [(0, count - len(x)), (0, 0)])
 
 
 def _width(spreads: Sequence[Spread]) -> int:
