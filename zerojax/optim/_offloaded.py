@@ -158,9 +158,12 @@ class OffloadedUpdate:
 
         def compute(*given: Any) -> list[Any]:
             def step(eqn: Any, operands: list[Any]) -> list[Any]:
-                if is_typed and is_fill(eqn):
-                    return [_fill(operands[0], given[anchor], eqn.outvars[0].aval)]
-                return bind(eqn, operands)
+                if not is_typed or not is_fill(eqn):
+                    return bind(eqn, operands)
+                dtype = eqn.outvars[0].aval.dtype
+                nothing = jnp.logical_and(given[anchor] != 0, False).astype(dtype)
+                add = jax.lax.bitwise_or if dtype == jnp.bool_ else jax.lax.add
+                return [add(nothing, jnp.asarray(operands[0], dtype))]
 
             return part.slice.run(given, step)
 
@@ -177,9 +180,3 @@ def _mixes(does: str) -> ValueError:
         f"optimizer {does}: use one that computes every element for itself, such as Adam (what it "
         "computes of gradients alone, as a norm, may span leaves), or no Recipe(offload=True)"
     )
-
-
-def _fill(number: Any, like: jax.Array, aval: Any) -> jax.Array:
-    nothing = jnp.logical_and(like != 0, False).astype(aval.dtype)
-    add = jax.lax.bitwise_or if aval.dtype == jnp.bool_ else jax.lax.add
-    return add(nothing, jnp.asarray(number, aval.dtype))
