@@ -309,7 +309,5 @@ def _subtrees(path: str) -> list[str]:
 
 def _is_stack(shapes: Sequence[Shape]) -> bool:
     ndims = [len(shape) for shape in shapes]
-    if min(ndims) != 2 or max(ndims) == 2:
-        return False
-    sizes = {shape[0] for shape in shapes}
-    return len(sizes) == 1 and max(sizes) > 1
+    is_mixed = min(ndims) == 2 < max(ndims)
+    return is_mixed and len({shape[0] for shape in shapes}) == 1 < shapes[0][0]
