@@ -68,7 +68,11 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
         alive = [0] * len(lines)
         for at, line in enumerate(lines):
             if (name, line.name) in sizes:
-                for later in range(at, _end(module, frame, place, line.name) + 1):
+                # Until its last use, under other names and in tuples too. Of what a barrier leaves,
+                #   %t = (f32[8], f32[8]) tuple(%a, %b);  %c = f32[8] get-tuple-element(%t), index=1
+                # the second uses %b, and %a ends with the first.
+                uses = uses_of(module, Value(frame, line.name, None), through=_NAMES, into=())
+                for later in range(at, max([at, *(place[x.instruction.name] for x in uses)]) + 1):
                     alive[later] += sizes[name, line.name]
             called = [callee for _, callee in line.called if callee in module.computations]
             if line.opcode in SCHEDULED:
@@ -90,19 +94,6 @@ def operand_of(record: Collective) -> str:
     while name in lines and lines[name].opcode in _VIEWS:
         (name,) = lines[name].operands
     return name
-
-
-def _end(module: Module, frame: Frame, place: Mapping[str, int], name: str) -> int:
-    """Return the line that uses a result last, under other names and within tuples too.
-
-    A barrier leaves such lines behind: of
-
-    %t = (f32[8], f32[8]) tuple(%a, %b);  %c = f32[8] get-tuple-element(%t), index=1
-
-    the second uses %b, and %a ends with the first.
-    """
-    uses = uses_of(module, Value(frame, name, None), through=_NAMES, into=())
-    return max([place[name], *(place[use.instruction.name] for use in uses)])
 
 
 _STAYS = having("stays")
