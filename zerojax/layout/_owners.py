@@ -38,18 +38,11 @@ def find_owners(tx: optax.GradientTransformation, shapes: Any, state: Any) -> li
     except Exception:  # noqa: BLE001
         marked = ()
     held, wanted = ([(x.shape, x.dtype) for x in jax.tree.leaves(of)] for of in (marked, state))
-    if held != wanted:
-        return _owners_by_placeholder(tx, tree, state)
-    owners: list[int | None] = []
-    for node in jax.tree.leaves(marked, is_leaf=is_numbered):
-        owners += [node.number if is_numbered(node) else None] * len(jax.tree.leaves(node))
-    return owners
-
-
-def _owners_by_placeholder(
-    tx: optax.GradientTransformation, tree: Any, state: Any
-) -> list[int | None]:
-    """Ask optax which parameter each leaf of the state was made from."""
+    if held == wanted:
+        owners: list[int | None] = []
+        for node in jax.tree.leaves(marked, is_leaf=is_numbered):
+            owners += [node.number if is_numbered(node) else None] * len(jax.tree.leaves(node))
+        return owners
 
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
@@ -67,10 +60,10 @@ def _owners_by_placeholder(
     # without an owner are placed by their own shape or refused as ambiguous.
     except Exception:  # noqa: BLE001
         marked = ()
-    owners = jax.tree.leaves(marked)
-    if len(owners) != (count := len(jax.tree.leaves(state))):
-        return [None] * count
-    return [owner if isinstance(owner, int) and owner >= 0 else None for owner in owners]
+    found = jax.tree.leaves(marked)
+    if len(found) != len(wanted):
+        return [None] * len(wanted)
+    return [owner if isinstance(owner, int) and owner >= 0 else None for owner in found]
 
 
 def find_ways(
