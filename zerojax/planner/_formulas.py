@@ -94,10 +94,8 @@ def theory_of(
     per_step = recipe.accumulate if recipe.reduction(kinds) == "each" else 1
     passes = 1 if recipe.keeps_gathered(kinds) else 2  # for which weights are gathered
     gathers = passes * recipe.accumulate if "parameter" in kinds else int("optimizer" in kinds)
-    gathered: dict[Axes, float] = {}
-    scattered: dict[Axes, float] = {}
-    summed: dict[Axes, float] = {}
-    reduced, times = (scattered, 1) if scatters else (summed, 2)
+    found = Theory({}, {}, {}, gathers, per_step)
+    reduced, times = (found.scattered, 1) if scatters else (found.summed, 2)
     ring = functools.cache(lambda axes: ring_share(layout.num_parts(axes)))
 
     def add(to: dict[Axes, float], axes: Axes, elements: float) -> None:
@@ -111,7 +109,7 @@ def theory_of(
         batch = tuple(axis for axis in layout.batch_axes if axis not in own)
         whole = math.prod(layout.local_shape(leaf, leaf.shape))
         if leaf.dim is None:
-            add(summed, batch, 2 * reductions * whole)
+            add(found.summed, batch, 2 * reductions * whole)
             continue
         stored = math.prod(layout.local_shape(leaf, leaf.stored_shape))
         # Parameters are gathered along the first axes for the loss. Along the further ones, which
@@ -120,7 +118,7 @@ def theory_of(
         is_new = index not in untouched
         for number, axes in enumerate(layout.groups):
             is_read = "parameter" in kinds and not number
-            add(gathered, axes, (gathers if is_read else min(gathers, is_new)) * part)
+            add(found.gathered, axes, (gathers if is_read else min(gathers, is_new)) * part)
             part /= layout.num_parts(axes)
         # Along an axis that does not cut the batch, every device has the same gradient: nothing
         # moves. Over batch axes beyond the gradient's own, the shard is all-reduced.
@@ -129,5 +127,6 @@ def theory_of(
             cut = tuple(axis for axis in axes if axis in batch and axis in own_axes)
             add(reduced, cut, times * reductions * part)
             part /= layout.num_parts(cut)
-        add(summed, tuple(axis for axis in batch if axis not in own_axes), 2 * reductions * part)
-    return Theory(gathered, scattered, summed, gathers, per_step)
+        left = tuple(axis for axis in batch if axis not in own_axes)
+        add(found.summed, left, 2 * reductions * part)
+    return found
