@@ -329,11 +329,9 @@ class TreeLayout:
         return leaves
 
     def _shardings(self, kind: Kind) -> PyTree:
-        def place(leaf: LeafLayout) -> NamedSharding:
-            spec = leaf.whole_spec if leaf.is_padded else leaf.spec(kind)
-            return self.sharding(spec, len(leaf.shape))
-
-        return self.map_leaves(place)
+        specs = (x.whole_spec if x.is_padded else x.spec(kind) for x in self.leaves)
+        placed = map(self.sharding, specs, (len(x.shape) for x in self.leaves))
+        return self.structure.unflatten(placed)
 
 
 def _numbered(path: str) -> list[tuple[str, str]]:
