@@ -54,11 +54,10 @@ class Dims:
         self.owners[var] = self.owners.get(var, frozenset()).union(owners)
 
     def labels(self, atom: Any) -> Labels:
-        if not _jaxpr.is_variable(atom) or atom not in self._labels:
-            labels = self.fresh(len(atom.aval.shape))
-            if not _jaxpr.is_variable(atom):
-                return labels
-            self.give(atom, labels)
+        if not _jaxpr.is_variable(atom):
+            return self.fresh(len(atom.aval.shape))
+        if atom not in self._labels:
+            self.give(atom, self.fresh(len(atom.aval.shape)))
         return tuple(map(self.find, self._labels[atom]))
 
     def find(self, label: int) -> int:
