@@ -23,12 +23,19 @@ TOGETHER = "gradients and activations, partly in weights' buffers"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar of parts, one on top of the other."""
+    """A bar of parts, one on top of the other.
 
-    parts: Mapping[str, float]  # bytes, or elements per parameter, by name
-    label: str = ""  # what stands above it; empty for the size of its parts
-    theory: float | None = None  # the height of a dashed line; None for none
-    fits: bool = True  # False writes the label in red
+    Attributes:
+        parts: bytes, or elements per parameter, by name.
+        label: what stands above it; empty for the size of its parts.
+        theory: the height of a dashed line; None for none.
+        fits: False writes the label in red.
+    """
+
+    parts: Mapping[str, float]
+    label: str = ""
+    theory: float | None = None
+    fits: bool = True
 
     @property
     def top(self) -> float:
