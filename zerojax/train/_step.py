@@ -159,7 +159,7 @@ class TrainStep(Shown):
         check_state(state, self.abstract_state())
         return self._jitted("step", batch).lower(state, batch)
 
-    def audit(self, batch: PyTree, joins_examples: bool = False) -> AuditReport:
+    def audit(self, batch: PyTree, *, joins_examples: bool = False) -> AuditReport:
         """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
         at = self.layout.batch  # a part of what jax compiles for: what was run is not compiled anew
 
