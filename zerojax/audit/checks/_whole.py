@@ -41,7 +41,8 @@ def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
         f"the sum from shards{hint(evidence, 'make_train_step', 'gather_where_used')}"
     )
     if evidence.recipe.reduction(evidence.layout.kinds) == "once":
-        remedy = "Recipe(reduce='each') sums into shards; a whole sum is the memory of stage 1"
+        told = "Recipe(reduce='each') sums into shards, and reduces each use of a weight by itself"
+        remedy = f"{told}; a whole sum is the memory of stage 1"
     yield Problem(
         where=f"{evidence.paths(i for i, _ in found)}: {largest.loop} ({largest.op_name})",
         expected=f"shards of gradients, 1 / {evidence.layout.num_shards} of each on a device, as "
