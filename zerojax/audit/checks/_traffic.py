@@ -111,15 +111,15 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
         if not group:
             continue
         largest = max(group, key=lambda move: move.moved)
+        joined = of_joined(evidence, group)
         yield Problem(
             where=describe_move(largest),
             expected="a tensor that is a parameter, a gradient, or a layer or part of one",
             seen=f"an activation is {verb}: {len(group)} tensor(s) that no leaf of the layout "
             f"looks like, {sum_moved(group, 'moved'):,.0f} elements per device",
             remedy=of_kernel(evidence, group)
-            or of_joined(evidence, group)
-            or "constrain the activation to layout.batch where it is made, and the weight it "
-            "meets to P(), so that the partitioner moves the weight"
+            or f"{joined and joined + '; '}constrain the activation to layout.batch where it is "
+            "made, and the weight it meets to P(), so that the partitioner moves the weight"
             f"{hint(evidence, 'make_train_step', 'gather_where_used')}; {once and once + '; '}if "
             "the loss joins examples, as a contrastive one does, audit with joins_examples=True",
         )

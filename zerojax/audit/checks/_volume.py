@@ -156,7 +156,8 @@ def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
 def of_joined(evidence: Evidence, moves: Iterable[Move]) -> str:
     """Say what to do where a loss puts one batch behind another: examples change their devices."""
     is_joined = any(evidence.is_for(move, r"jvp\(.*/concatenate$") for move in moves)
-    return f"join inputs so that no example changes its device: {_JOINED}" if is_joined else ""
+    told = "where one batch stands behind another, join them so that no example changes its device"
+    return f"{told}: {_JOINED}" if is_joined else ""
 
 
 def staged(evidence: Evidence, sliced: Sequence[Move], otherwise: str) -> str:
