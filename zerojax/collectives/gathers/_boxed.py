@@ -207,19 +207,22 @@ class Opening:
         def unpadded(x: jax.Array) -> jax.Array:
             return jax.lax.slice(x, [0] * x.ndim, shape) if padding else x
 
-        @jax.custom_vjp
-        def whole(x: jax.Array) -> jax.Array:
+        def gathered(x: jax.Array) -> jax.Array:
             if self.gathers and dim is not None:
                 x = pad_rows(x.astype(stored), dim, padding)
                 x = unpadded(gather_weight(x, self.layout, like, self.gather_dtype))
-            return checkpoint_name(x.astype(stored).astype(wide), GATHERED)
+            x = x.astype(stored).astype(wide)
+            return checkpoint_name(x, GATHERED) if self.gathers else x
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
             cotangent = pad_rows(cotangent.astype(wide), dim, padding)
             cotangent = unpadded(scatter(cotangent, self.layout, like))
             return (checkpoint_name(cotangent.astype(source), REDUCED),)
 
-        whole.defvjp(lambda x: (whole(x), None), backward)
+        whole = jax.custom_vjp(gathered)
+        # Below stage 3 the weight itself: a loop would stack a copy of it for its backward pass.
+        forward = whole if self.gathers else gathered
+        whole.defvjp(lambda x: (forward(x), None), backward)
         return boxed.replayed(whole(boxed.source), self.open_and_bind)
 
     def open_and_bind(self, eqn: Any, values: list[Any]) -> list[Any]:

@@ -138,8 +138,8 @@ class Retracer:
         consts = [settled(v) if sliced else v for v, sliced in pairs]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
-        regathers = not all(is_sliced)
-        shielded = self.shielded or (regathers and self._gathers_again)
+        regathers = self._gathers_again and not all(is_sliced)
+        shielded = self.shielded or regathers
         inner = dataclasses.replace(self, looped=True, saved=False, shielded=shielded, layers={})
 
         def body(values: list[Any]) -> list[Any]:
@@ -248,12 +248,16 @@ class Retracer:
     def _gathers_again(self) -> bool:
         return self.opening.gathers and not self.saved
 
+    @property
+    def _widens_again(self) -> bool:  # else a loop would stack wide weights
+        return self.looped and not self.saved and self.opening.reduce_dtype is not None
+
     def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
         """Make a function gather again for its backward pass, where it is not rematerialised.
 
         Where gathered weights are kept, what is made of them is not.
         """
-        if not self._gathers_again:
+        if not (self._gathers_again or self._widens_again):
             return use
         policy = wrap_policy(policy, keeps=True) if self.opening.keeps else policy
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
