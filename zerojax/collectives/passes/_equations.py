@@ -8,10 +8,11 @@ it runs beside the program's own equations or in their place. Of
 the path to `b` is `b`, `w`; before the product `_order` plants a barrier that hands on `h` and `c`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zerojax._jaxpr import bind, inputs_of, opened, run_equations, variables
+from zerojax._tree import num_bytes
 from zerojax.collectives.gathers import makes_gathered
 
 #: The name of what a backward loop starts with.
@@ -83,3 +84,8 @@ def is_barrier(eqn: Any) -> bool:
 def is_named(eqn: Any, name: str) -> bool:
     """Whether an equation gives its result a name: `REDUCED`, a gradient that has been reduced."""
     return eqn.primitive.name == "name" and eqn.params["name"] == name
+
+
+def bytes_of(found: Iterable[Any]) -> int:
+    """Add up the bytes of values."""
+    return sum(num_bytes(var.aval.shape, var.aval.dtype) for var in variables(found))

@@ -32,12 +32,12 @@ from typing import Any
 import jax
 
 from zerojax._jaxpr import bind, num_products, num_summed, variables, with_inner
-from zerojax._tree import num_bytes
 from zerojax.collectives.gathers import REDUCED
 from zerojax.collectives.passes._equations import (
     BACKWARD,
     Equations,
     Planted,
+    bytes_of,
     is_barrier,
     is_gather,
     is_named,
@@ -163,7 +163,8 @@ class _Order(Equations):
         ends = (self.maker(x, _is_reduced) or self.maker(x, _adds_up) for x in outvars)
         plain = {eqn for eqn in ends if eqn and not _is_reduced(eqn) and eqn.outvars[0].aval.ndim}
         for x in outvars if layout.platform == "gpu" else ():  # libtpu keeps these in their place
-            last = self.places.get(self.path_to(x)[0][-1], 0)
+            *_, first = self.path_to(x)[0] or [None]  # none of what is made of a weight: an average
+            last = self.places.get(first, 0)
             terms = self.eqns[last].invars if self.eqns[last].primitive.name == "add_any" else ()
             made = filter(None, (self.maker(y, num_products) for y in variables(terms)))
             room = 2 * parts * x.aval.size
@@ -172,8 +173,8 @@ class _Order(Equations):
         for at, eqn in enumerate(self.eqns):
             if _is_reduced(eqn) or eqn in plain:
                 product = self.maker(eqn.outvars[0], num_products)
-                read = _bytes_of(product.invars) / parts if product else 0
-                made = _bytes_of(eqn.outvars)
+                read = bytes_of(product.invars) / parts if product else 0
+                made = bytes_of(eqn.outvars)
                 if is_turn and read <= made:
                     continue
                 groups[-1] += eqn.outvars
@@ -245,10 +246,6 @@ class _Order(Equations):
 def _cast(like: Sequence[Any], values: Iterable[Any]) -> list[Any]:
     dtypes = [var.aval.dtype for var in like]
     return [x if x.dtype == t else x.astype(t) for x, t in zip(values, dtypes, strict=True)]
-
-
-def _bytes_of(found: Sequence[Any]) -> int:
-    return sum(num_bytes(var.aval.shape, var.aval.dtype) for var in variables(found))
 
 
 _is_reduced = functools.partial(is_named, name=REDUCED)

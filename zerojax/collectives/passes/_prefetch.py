@@ -20,7 +20,6 @@ each waited for the others. Barriers end the gathers, the last where most of the
 so that the last reductions have the links for themselves. Lists of layers have an order (`_order`).
 """
 
-import bisect
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -32,12 +31,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
 from zerojax import _jaxpr
-from zerojax._tree import as_shapes, num_bytes
+from zerojax._tree import as_shapes
 from zerojax.collectives.forms import uses_gloo
-from zerojax.collectives.gathers import REDUCED
-from zerojax.collectives.passes._equations import BACKWARD, Equations, is_gather, is_named
+from zerojax.collectives.passes._equations import BACKWARD, is_gather
 from zerojax.collectives.passes._joined import joined
 from zerojax.collectives.passes._order import run_in_order
+from zerojax.collectives.passes._turn import Turn
 from zerojax.layout import Layout
 
 
@@ -77,8 +76,8 @@ def prefetched(
         results, num_tied = run_in_order(in_place, leaves, layout, ahead, most)
         if layers and not (runner.num_ahead or num_tied or runner.late):
             told(NO_LAYERS)
-        for where in dict.fromkeys(runner.late) if layers else ():
-            told(LATE.format(where))
+        for reason in dict.fromkeys(runner.late) if layers else ():
+            told(reason)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
@@ -93,6 +92,11 @@ LATE = (
     "computes, computed with it, or read in a branch; scan over the stack, index it with the "
     "loop's counter, or choose between results instead of weights"
 )
+KEEPS = (
+    "not gathered ahead (Recipe.prefetch) in the forward pass: the loop at {} keeps more for its "
+    "backward pass than it gathers, and libtpu would copy that; rematerialise its layer "
+    "(jax.checkpoint)"
+)
 
 
 #: What XLA combines on a GPU: the default of `xla_gpu_reduce_scatter_combine_threshold_bytes`.
@@ -105,6 +109,8 @@ class _Prefetch:
         self.is_tpu = layout.platform == "tpu"
         self.parts = layout.num_batch_parts if self.is_tpu and not layout.offloads else 0
         self.num_ahead, self.late = 0, list[str]()
+        #: variables that are made of constants alone, such as masks
+        self.fixed = set[Any]()
 
     def in_place(self, program: Any, args: Sequence[Any], *, looped: bool) -> Any:
         """Return a program, of a loop's body or outside of loops, with its calls in place."""
@@ -113,6 +119,8 @@ class _Prefetch:
         return joined(traced, self.layout, self.bound)
 
     def _step(self, eqn: Any, values: list[Any], *, looped: bool) -> Sequence[Any]:
+        if self.fixed.issuperset(_jaxpr.variables(eqn.invars)):
+            self.fixed.update(eqn.outvars)
         step = functools.partial(self._step, looped=looped)
         if eqn.primitive.name == _jaxpr.REMATERIALISED:
             # As jax does it, so that the forward pass is not taken for what is computed again.
@@ -121,7 +129,7 @@ class _Prefetch:
             if self.layers or prevents:
                 is_apart = self.layers and looped
                 alone = _gathered(program) if is_apart else [False] * len(values)
-                values = _held(values, alone, self.is_tpu and not prevents and _is_use(program))
+                values = _held(values, alone, not prevents and _is_use(program))
             return _jaxpr.run(program, values, step)
         if _jaxpr.runs_in_place(eqn):
             return _jaxpr.run(_jaxpr.called(eqn), values, step)
@@ -133,16 +141,20 @@ class _Prefetch:
         program = eqn.params["jaxpr"]
         inputs = as_shapes([var.aval for var in _jaxpr.opened(program)[0].invars])
         body = self.in_place(program, inputs, looped=True)
-        turn = _Turn(body, eqn.params, self.layers, self.parts, self.is_tpu)
-        self.late += [source_info_util.summarize(gather.source_info) for gather in turn.late]
+        turn = Turn(body, eqn.params, self.layers, self.parts, self.is_tpu)
+        summarize = source_info_util.summarize
+        self.late += [LATE.format(summarize(gather.source_info)) for gather in turn.late]
         # Of a stack in the host's memory only a scan's own buffer is never on the device.
         hosted = any(var.aval.memory_space == jax.memory.Space.Host for var in eqn.outvars)
-        if not turn.gathers or eqn.params["length"] < 2 or hosted:
+        keeps = self.is_tpu and turn.keeps(self.layout.num_batch_parts)
+        self.late += [KEEPS.format(summarize(eqn.source_info))] * keeps
+        if not turn.gathers or eqn.params["length"] < 2 or hosted or keeps:
             most = self.waiting if turn.reduces else 0
             ordered = functools.partial(run_in_order, body, layout=self.layout, is_turn=True)
             return _jaxpr.run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
         self.num_ahead += 1
-        return _run_ahead(eqn, values, turn)
+        fixed = [self.fixed.issuperset(_jaxpr.variables([x])) for x in eqn.invars]
+        return _run_ahead(eqn, values, turn, fixed)
 
 
 def _held(values: list[Any], alone: Sequence[bool], merges: bool) -> list[Any]:
@@ -180,7 +192,7 @@ def _gathered(program: Any) -> list[bool]:
     return [var in wanted for var in jaxpr.invars]
 
 
-def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
+def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool]) -> list[Any]:
     consts, start, stacks = _jaxpr.scan_split(eqn.params, values)
     num_carry, length, is_tpu = len(start), eqn.params["length"], turn.is_tpu
 
@@ -212,8 +224,10 @@ def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
     if is_tpu:
         rows = [jax.lax.empty(x.shape, x.dtype) for x in avals]
     else:
-        given = consts, start, [jnp.zeros((), x.dtype) for x in avals]
-        held, start, zeros = jax.lax.optimization_barrier(given)
+        varying = [None if is_fixed else x for x, is_fixed in zip(consts, fixed, strict=False)]
+        given = varying, start, [jnp.zeros((), x.dtype) for x in avals]
+        varying, start, zeros = jax.lax.optimization_barrier(given)
+        held = [x if y is None else y for x, y in zip(consts, varying, strict=True)]
         rows = [*map(jax.lax.broadcast, zeros, (x.shape for x in avals))]
     if turn.ends:
         start = [checkpoint_name(x, BACKWARD) for x in start]
@@ -226,119 +240,3 @@ def _run_ahead(eqn: Any, values: list[Any], turn: "_Turn") -> list[Any]:
     # libtpu starts a reduction as late as it can: without the barrier those of the last layer stood
     # at the end of the step, where no product is left that they could be merged with.
     return in_turn([*carry, *rows]) if turn.ends else [*carry, *rows]
-
-
-#: Of a backward layer with what it computes again. Compiled for h100:1x8 and v5p:2x2x2, a GPT and
-#: an MLP expose the same from 0.7 to 0.8; at 0.5 and 0.9 the ends of loops wait again.
-COMPUTED = 0.75
-
-#: The share of that arithmetic that runs beside a reduction before products wait for it (v5e).
-MERGED = 0.12
-
-
-class _Turn(Equations):
-    """A turn of a loop, cut where weights come out of their gathers."""
-
-    def __init__(self, body: Any, params: Any, layers: float, parts: int, is_tpu: bool) -> None:
-        """Choose what is gathered ahead, of `layers` by bytes.
-
-        `parts` are those of the batch, where reductions run within products (no SparseCores).
-        """
-        super().__init__(body)
-        self.parts, self.is_tpu = parts, is_tpu
-        _, self.carried, sliced = _jaxpr.scan_split(params, self.jaxpr.invars)
-        #: which carried values only count turns
-        self.counters = {*filter(self._is_counter, self.carried)}
-        self.reduces = any(is_named(eqn, REDUCED) for eqn in self.eqns)
-        self.pure = [eqn for eqn in self.eqns if not eqn.effects]
-        called_back = {var for eqn in self.eqns if eqn.effects for var in eqn.outvars}
-        computed = _jaxpr.depending(self.eqns, {*self.carried} - self.counters | called_back)
-        own = _jaxpr.depending(self.eqns, [*self.counters, *sliced])
-        gathers = [eqn for eqn in self.eqns if is_gather(eqn)]
-        #: the equations that gather what only this turn knows
-        self.late = [eqn for eqn in gathers if not computed.isdisjoint(eqn.outvars)]
-        branches = (eqn for eqn in self.eqns if eqn.primitive.name == "cond")
-        self.late += [x for x in branches if any(map(is_gather, _jaxpr.with_inner(x)))]
-        early = [x for x in gathers if x not in self.late and own.issuperset(x.outvars)]
-        sizes = [num_bytes(x.shape, x.dtype) for x in (eqn.outvars[0].aval for eqn in early)]
-        bound, done = layers * sum(sizes), 0
-        #: those that gather what the next turn uses, and the product before which each ends
-        self.gathers = list[Any]()
-        for eqn, size in zip(early, sizes, strict=True):
-            if done + size <= bound or done < bound / 8:
-                self.gathers.append(eqn)
-            done += size
-        self.ends = self._ends() if self.reduces else []
-
-    def _is_counter(self, var: Any) -> bool:
-        """Whether a turn counts a carried value on: `out = add var 1`."""
-        out = self.jaxpr.outvars[self.carried.index(var)]
-        sums = (eqn for eqn in self.eqns if eqn.primitive.name in ("add", "sub"))
-        return any(eqn.outvars[0] is out and _jaxpr.variables(eqn.invars) == [var] for eqn in sums)
-
-    def _ends(self) -> list[Any]:
-        """Return before which product each gather of a backward layer ends."""
-        products = [(eqn, work) for eqn in self.eqns if (work := _jaxpr.num_products(eqn))]
-        done = [*itertools.accumulate(work for _, work in products)]
-        moved = [*itertools.accumulate(eqn.outvars[0].aval.size for eqn in self.gathers)]
-        most = COMPUTED * (done[-1] if done else 0)
-        parts = (most * (1 if self.is_tpu else size / moved[-1]) for size in moved if done)
-        return [products[bisect.bisect_left(done, part)][0] for part in parts]
-
-    def counted(self, carry: Sequence[Any]) -> list[Any]:
-        """Advance the loop's counters among the carried values; leave the others as they are."""
-        pairs = zip(self.carried, self.jaxpr.outvars, strict=False)
-        wanted = [out if var in self.counters else var for var, out in pairs]
-        given = dict(zip(self.carried, carry, strict=True))
-        return _jaxpr.run_equations(_needed(self.pure, wanted), given, wanted)
-
-    def gather(self, given: Sequence[Any]) -> list[Any]:
-        wanted = [eqn.outvars[0] for eqn in self.gathers]
-        inputs = _jaxpr.inputs_of(self.program, given)
-        return _jaxpr.run_equations(_needed(self.pure, wanted), inputs, wanted)
-
-    def compute(
-        self, given: Sequence[Any], gathered: Sequence[Any], following: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Compute a layer with its gathered weights; return also the next one's."""
-        made = {eqn.outvars[0]: x for eqn, x in zip(self.gathers, gathered, strict=True)}
-        rest = [eqn for eqn in self.eqns if made.keys().isdisjoint(eqn.outvars)]
-        lag = MERGED * sum(map(_jaxpr.num_products, self.eqns)) if self.parts else 0
-        reduced, done = list[tuple[float, Any]](), 0.0  # gradients, behind how much arithmetic
-
-        def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
-            nonlocal done
-            ahead = [i for i, end in enumerate(self.ends) if end is eqn and following]
-            waits = _jaxpr.num_products(eqn) if self.parts else len(self.ends) - 1 in ahead
-            due = [x for at, x in reduced if waits and at + lag <= done]
-            del reduced[: len(due)]
-            if due or ahead:
-                given = values, [following[i] for i in ahead], due
-                values, ended, _ = jax.lax.optimization_barrier(given)
-                for i, x in zip(ahead, ended, strict=True):
-                    following[i] = x
-            done += _jaxpr.num_products(eqn)
-            results = _jaxpr.bind(eqn, values)
-            if is_named(eqn, REDUCED) and (not self.parts or self._is_small(eqn)):
-                reduced.append((done, results[0]))
-            return results
-
-        wanted, inputs = self.jaxpr.outvars, _jaxpr.inputs_of(self.program, given) | made
-        return _jaxpr.run_equations(_needed(rest, wanted), inputs, wanted, step), following
-
-    def _is_small(self, eqn: Any) -> bool:
-        """Whether a gradient takes, whole, at most half the room of what its product reads."""
-        while eqn and not _jaxpr.num_products(eqn):
-            at = self.places.get(next(iter(_jaxpr.variables(eqn.invars)), None))
-            eqn = None if at is None else self.eqns[at]
-        room = max(x.aval.size for x in eqn.invars) if eqn else 0
-        return room > 0 and 2 * self.parts * eqn.outvars[0].aval.size <= room
-
-
-def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    live, found = set(_jaxpr.variables(wanted)), []
-    for eqn in reversed(eqns):
-        if eqn.effects or not live.isdisjoint(eqn.outvars):
-            found.append(eqn)
-            live.update(_jaxpr.variables(eqn.invars))
-    return found[::-1]
