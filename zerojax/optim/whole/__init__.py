@@ -2,4 +2,4 @@
 
 from zerojax.optim.whole._dims import has_matrices
 from zerojax.optim.whole._jobs import OWNERS
-from zerojax.optim.whole._whole import update_whole
+from zerojax.optim.whole._regions import update_whole

@@ -6,6 +6,7 @@ are a *region*: its inputs go to the devices that own whole matrices, its result
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,14 +14,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._jaxpr import CALLS, bind_here, depending, run, run_bodies, variables, with_inner
+from zerojax import _jaxpr
+from zerojax._jaxpr import depending, variables
 from zerojax._traced import Slice, Traced
-from zerojax._types import Axes, Shape
+from zerojax._tree import grouped
+from zerojax._types import Axes, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout, as_entries
-from zerojax.optim.whole._dims import SHARED, Dims
+from zerojax.optim.whole._dims import SHARED, Dims, has_matrices
+from zerojax.optim.whole._jobs import Job, Spread, compute_by_owners
 
 #: Of operations that say sizes, the parameter that says them.
 _SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
+
+
+def update_whole(
+    traced: Traced, args: tuple[PyTree, ...], placed: OptimizerLayout, layout: Layout
+) -> tuple[PyTree, PyTree]:
+    """Run an update; what of it needs whole matrices runs on devices that own them.
+
+    It is traced as `update(grads, state, params, extra)` of logical leaves, as shards.
+    """
+    if not layout.partitions("optimizer") or not has_matrices(traced.eqns):
+        return traced.run(*args)
+    values = _jaxpr.inputs_of(traced.program, jax.tree.leaves(args))
+    regions = Regions(traced, placed, layout)
+    return traced.out_tree.unflatten(regions.run(traced.eqns, values, traced.outputs))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,14 +85,14 @@ class Region:
 
         def step(eqn: Any, values: list[Any]) -> list[Any]:
             name = eqn.primitive.name
-            if name in CALLS or name in ("scan", "cond"):
-                return run_bodies(eqn, values, lambda program, given: run(program, given, step))
+            if name in _jaxpr.CALLS or name in ("scan", "cond"):
+                return _jaxpr.run_bodies(eqn, values, functools.partial(_jaxpr.run, step=step))
             dim = self.row_dim(eqn.outvars[0]) if name in _SIZES else None
             if dim is not None:  # rows are others than those that it was traced with
                 sizes = list(eqn.params[_SIZES[name]])
                 sizes[dim] = len(moved[0])
                 eqn = eqn.replace(params={**eqn.params, _SIZES[name]: tuple(sizes)})
-            return bind_here(eqn, values)
+            return _jaxpr.bind_here(eqn, values)
 
         def compute(*rows: jax.Array) -> list[jax.Array]:
             given = {**known, **dict(zip(self.moved, rows, strict=True))}
@@ -88,17 +106,14 @@ class Region:
 
 
 class Regions:
-    """Finds what of an update needs whole matrices of leaves that are cut.
+    """Finds what of an update needs whole matrices of leaves that are cut, and runs it.
 
     Example: of Muon's update of a stack `[12, 768, 3072]`, cut along dim 1, one region of 12 rows.
-
-    Attributes:
-        dims: the labels of the dims of its values.
     """
 
     def __init__(self, traced: Traced, placed: OptimizerLayout, layout: Layout) -> None:
         """Read an update of logical leaves: gradients, state and maybe parameters, then others."""
-        self.dims = Dims()
+        self._dims = Dims()
         labels: dict[int, tuple[int, ...]] = {}
         names: list[tuple[int, Axes]] = []
         numbers = {id(leaf): number for number, leaf in enumerate(layout.leaves)}
@@ -109,15 +124,79 @@ class Regions:
         for var, leaf in (*ins, *zip(traced.outputs, updated, strict=False)):
             if not variables([var]) or var.aval.shape != leaf.shape:
                 continue
-            own = labels.setdefault(id(leaf), self.dims.fresh(len(leaf.shape)))
+            own = labels.setdefault(id(leaf), self._dims.fresh(len(leaf.shape)))
             owner = numbers.get(id(leaf), leaf.parameter)
-            self.dims.give(var, own, () if owner is None else (owner,))
+            self._dims.give(var, own, () if owner is None else (owner,))
             names += zip(own, as_entries(leaf.shard_spec, len(leaf.shape)), strict=True)
-        self.dims.read(traced.eqns)
+        self._dims.read(traced.eqns)
         self._layout = layout
-        self._names = {self.dims.find(label): axes for label, axes in names[::-1] if axes}
+        self._names = {self._dims.find(label): axes for label, axes in names[::-1] if axes}
 
-    def find(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Region]:
+    def run(self, eqns: Sequence[Any], values: dict[Any, Any], outputs: Sequence[Any]) -> list[Any]:
+        """Run equations: those before the regions, these together, and those after them."""
+        regions = self._find(eqns, outputs)
+        own = {id(eqn) for region in regions for eqn in region.slice.eqns}
+        rest = [eqn for eqn in eqns if id(eqn) not in own]
+        late = depending(rest, [var for region in regions for var in region.slice.outputs])
+        first = [eqn for eqn in rest if late.isdisjoint(eqn.outvars)]
+        last = [eqn for eqn in rest if not late.isdisjoint(eqn.outvars)]
+        made = [var for eqn in first for var in eqn.outvars]
+        found = _jaxpr.run_equations(first, values, made, self._step)
+        values = values | dict(zip(made, found, strict=True))
+        values |= self._whole(regions, values)
+        return _jaxpr.run_equations(last, values, outputs, self._step)
+
+    def _step(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name != "cond" or not self._dims.met(eqn):
+            return _jaxpr.bind(eqn, values)
+
+        def branch(program: Any, given: Sequence[Any]) -> list[Any]:
+            jaxpr, _ = _jaxpr.opened(program)
+            return self.run(jaxpr.eqns, _jaxpr.inputs_of(program, given), jaxpr.outvars)
+
+        return _jaxpr.run_bodies(eqn, values, branch)
+
+    def _whole(self, regions: Sequence[Region], values: dict[Any, Any]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for axes, cut_alike in grouped(regions, lambda region: region.axes).items():
+            groups = grouped(cut_alike, lambda region: self._kind(region, values))
+            jobs = [self._job(alike, values) for alike in groups.values()]
+            results = compute_by_owners(jobs, self._layout, axes)
+            for alike, columns in zip(groups.values(), results, strict=True):
+                first = 0
+                for region in alike:
+                    rows = slice(first, first + region.num_rows)
+                    first = rows.stop
+                    for var, x in zip(region.slice.outputs, columns, strict=True):
+                        found[var] = _rows_back(x[rows], region, var)
+        return found
+
+    def _job(self, alike: Sequence[Region], values: dict[Any, Any]) -> Job:
+        one = alike[0]
+        rows = ([_rows_first(values[v], region, v) for v in region.moved] for region in alike)
+        return Job(
+            run=one.run,
+            ins=tuple(self._spread(one, var) for var in one.moved),
+            outs=tuple(self._spread(one, var) for var in one.slice.outputs),
+            values=tuple(jnp.concatenate(column) for column in zip(*rows, strict=True)),
+            shared=tuple(values[var] for var in one.shared),
+        )
+
+    def _spread(self, region: Region, var: Any) -> Spread:
+        sizes, pairs = self._layout.mesh.shape, zip(region.axes, region.cuts(var), strict=True)
+        cuts = tuple((axis, sizes[axis], dim) for axis, dim in pairs)
+        return Spread(region.row_shape(var) or (1,), var.aval.dtype, cuts)
+
+    def _kind(self, region: Region, values: dict[Any, Any]) -> Any:
+        """Return what regions have in common whose rows may be computed together."""
+        rows = [jax.ShapeDtypeStruct((1, *region.row_shape(v)), v.aval.dtype) for v in region.moved]
+        shared = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in region.shared]
+        traced = jax.make_jaxpr(region.run)(rows, shared)
+        spreads = [self._spread(region, v) for v in (*region.moved, *region.slice.outputs)]
+        same = [values[var] for var in region.shared]
+        return str(traced), tuple(map(id, (*traced.consts, *same))), tuple(spreads)
+
+    def _find(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Region]:
         """Return at most one region per parameter, of some equations and their results.
 
         An update that joins several leaves in its products is left as it is, and so is one whose
@@ -133,9 +212,9 @@ class Regions:
         found = []
         for owner, numbers in owned.items():
             between = self._between(eqns, numbers)
-            met = set[int]().union(*(self.dims.met(eqns[n]) for n in between))
+            met = set[int]().union(*(self._dims.met(eqns[n]) for n in between))
             cut = any({*self._names.get(label, ())} & {*self._layout.axis} for label in met)
-            inner = (x.primitive.name for n in between for x in with_inner(eqns[n]))
+            inner = (x.primitive.name for n in between for x in _jaxpr.with_inner(eqns[n]))
             cut = cut and "shard_map" not in inner  # the user's can't stand in that of the owners
             if cut and all(self._owners(eqns[n]) == {owner} for n in between):
                 found += self._regions(owner, [eqns[n] for n in between], readers, {*between})
@@ -143,11 +222,11 @@ class Regions:
         return [region for region in found if late.isdisjoint(region.slice.inputs)]
 
     def _owners(self, eqn: Any) -> set[int]:
-        owners = self.dims.owners
+        owners = self._dims.owners
         return {x for var in variables(eqn.invars) for x in owners.get(var, ())} - {SHARED}
 
     def _between(self, eqns: Sequence[Any], numbers: Sequence[int]) -> list[int]:
-        seeds = [n for n in numbers if self.dims.met(eqns[n])]
+        seeds = [n for n in numbers if self._dims.met(eqns[n])]
         behind = depending([eqns[n] for n in numbers], [x for n in seeds for x in eqns[n].outvars])
         ahead, between = {var for n in seeds for var in variables(eqns[n].invars)}, set(seeds)
         for number in reversed(numbers):
@@ -165,29 +244,41 @@ class Regions:
         inputs = tuple(var for var in read if var not in {*made})
         results = tuple(var for var in made if readers.get(var, numbers) - numbers)
         part = Slice(inputs, tuple(eqns), results)
-        owned = [var for var in inputs if self.dims.owners.get(var, {SHARED}) - {SHARED}]
+        owned = [var for var in inputs if self._dims.owners.get(var, {SHARED}) - {SHARED}]
         rows = self._rows(part, owned)
-        moved = [v for v in inputs if rows in self.dims.labels(v)] if rows is not None else owned
+        moved = [v for v in inputs if rows in self._dims.labels(v)] if rows is not None else owned
         dtypes = {var.aval.dtype for var in (*moved, *results)}
         # What moves together is moved in the widest dtype, which must hold them all.
         alike = len(dtypes) == 1 or all(jnp.issubdtype(x, jnp.floating) for x in dtypes)
         if moved and results and alike:
             entries = self._layout.leaves[owner].entries
             axes = (*(name for names in entries for name in names), *self._layout.axis)
-            yield Region(owner, part, self.dims, axes, self._names, rows, tuple(moved))
+            yield Region(owner, part, self._dims, axes, self._names, rows, tuple(moved))
 
     def _rows(self, part: Slice, owned: Sequence[Any]) -> int | None:
         """Return the label whose rows no equation mixes, of several the one of most rows."""
         moved = [var for var in owned if math.prod(var.aval.shape) > 1]
         if not moved:
             return None
-        mixed = self.dims.mixed(part.eqns)
-        found = set.intersection(*({*self.dims.labels(v)} - mixed for v in (*moved, *part.outputs)))
+        mixed, labels_of = self._dims.mixed(part.eqns), self._dims.labels
+        found = set.intersection(*({*labels_of(v)} - mixed for v in (*moved, *part.outputs)))
         sizes: dict[int, set[int]] = {label: set() for label in found}
         for var in (*part.inputs, *(var for eqn in part.eqns for var in eqn.outvars)):
-            labels = self.dims.labels(var)
+            labels = labels_of(var)
             for label, size in zip(labels, var.aval.shape, strict=True):
                 if label in sizes:
                     sizes[label].add(size if labels.count(label) == 1 else 0)
         counts = {label: min(x) for label, x in sizes.items() if len(x) == 1 and min(x)}
         return max(counts, key=counts.__getitem__, default=None)
+
+
+def _rows_first(x: jax.Array, region: Region, var: Any) -> jax.Array:
+    dim = region.row_dim(var)
+    x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
+    return x.reshape(len(x), *(region.row_shape(var) or (1,)))
+
+
+def _rows_back(x: jax.Array, region: Region, var: Any) -> jax.Array:
+    dim = region.row_dim(var)
+    x = x.reshape(len(x), *region.row_shape(var))
+    return x[0] if dim is None else jnp.moveaxis(x, 0, dim)
