@@ -35,7 +35,7 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a collective that goes along some torus dims, or through a switch, at once."""
+    """A part of a collective that goes along some torus dims at once."""
 
     num_devices: int  # devices that take part
     bandwidth: float  # bytes/s that each of them receives
@@ -74,13 +74,13 @@ class Network:
         a reduce-scatter and a gather, and on a torus needs no phases, as nothing does on
         SparseCores. `num_bytes` is S, the whole tensor.
         """
-        phases = self.phases(axes, "all-reduce" if self.hardware.sparse_cores else collective)
         within = math.prod(self.within[name] for name in axes)
         across = math.prod(self.across[name] for name in axes)
         slow = self.hardware.slow_bandwidth
         if self.torus:
             fast, left = 0.0, 1.0
-            for phase in phases:
+            kind = "all-reduce" if self.hardware.sparse_cores else collective
+            for phase in self.phases(axes, kind):
                 fast += left * (1 - 1 / phase.num_devices) / phase.bandwidth
                 left /= phase.num_devices
             rate = Seconds(fast, left * (1 - 1 / across) / slow)
@@ -93,15 +93,12 @@ class Network:
         return (rate * 2 if collective == "all-reduce" else rate) * num_bytes
 
     def phases(self, axes: Axes, collective: Collective = "all-gather") -> tuple[Phase, ...]:
-        """Return the phases of a collective within a domain, in a reduction's order.
+        """Return the phases of a collective on a torus, in a reduction's order.
 
-        On a torus they are those of `layout.find_phases`: gathers and reduce-scatters span as many
+        They are those of `layout.find_phases`: gathers and reduce-scatters span as many
         dims at once as `Hardware.span` allows, all-reduces all of them. Over several slices zerojax
         leaves the order to the compiler, which is taken to do the same.
         """
-        if not self.torus:
-            n = math.prod(self.within[name] for name in axes)
-            return (Phase(n, self.hardware.link_bandwidth),) if n > 1 else ()
         sub_axes = [sub_axis for name in axes for sub_axis in self._sub_axes[name]]
         is_whole = collective == "all-reduce"
         groups = [sub_axes] if is_whole else group_sub_axes(self.hardware, sub_axes)
