@@ -27,8 +27,6 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions(_command.CommandOptions):
-    """What `zerojax check` was asked for."""
-
     steps: Path = _command.argument("FILE")
     """A Python file with marked steps, the only one of its folder; zerojax.lock lies beside it."""
     accept: bool = _command.option(False)

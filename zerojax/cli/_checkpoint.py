@@ -27,16 +27,12 @@ checkpoint = typer.Typer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(_command.CommandOptions):
-    """Which checkpoint."""
-
     directory: Path = _command.argument("DIR")
     """A checkpoint, or a run's folder, of which the newest whole one is meant."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions(CheckpointOptions):
-    """What `zerojax checkpoint export` was asked for."""
-
     out: Path = _command.argument("OUT.safetensors")
     """The file to write."""
     part: str | None = _command.option(None, metavar="PATH", show_default="the parameters")

@@ -30,8 +30,6 @@ CLIP_NORM = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileOptions(BuiltStepOptions):
-    """What `zerojax compile` was asked for; None leaves a choice to it."""
-
     model: str = option("gpt2-small", metavar="NAME", panel=MODEL)
     topology: str = option(..., metavar="NAME", panel=HARDWARE)
     """Nodes x GPUs (h100:1x8, a100:4x8; also h200, b200), TPU chips along each dim of the torus
@@ -73,7 +71,6 @@ class CompileRequest:
 
 
 def read_requests(options: CompileOptions) -> list[CompileRequest]:
-    """Check what was asked, and return a request for each stage."""
     topology = parse_topology(options.topology)
     mesh = topology_mesh(options.topology, options.mesh_axes(topology.num_devices))
     memory = find_hardware(topology.chip).memory

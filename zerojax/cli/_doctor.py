@@ -88,7 +88,6 @@ def describe_devices(devices: Sequence[Any]) -> str:
 
 
 def try_step(devices: Sequence[Any], show: Callable[[str, str], None]) -> None:
-    """Take a step of a small model in bf16, audit it, save the state and restore it."""
     mesh = zerojax.make_mesh({"data": len(devices)}, devices=[*devices])
     init, key = functools.partial(gpt.init, MODEL), jax.random.key(0)
     layout = zerojax.make_layout(jax.eval_shape(init, key), mesh, stage=STAGE)

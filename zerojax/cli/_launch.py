@@ -22,8 +22,6 @@ HERE = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions(CommandOptions):
-    """What `zerojax launch` was asked for."""
-
     processes: int = option(2, "-n", "--processes", min=1)
     """Processes to start."""
     words: tuple[str, ...] = argument("train|PROGRAM.py", several=True)

@@ -27,8 +27,6 @@ from zerojax.planner import Choices, Placement, Plan, Space, Workload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(_options.StepOptions):
-    """What `zerojax plan` was asked for; None leaves a choice to it."""
-
     params: float | None = option(None, min=1e7, max=1e15, metavar="COUNT", panel=_options.MODEL)
     """A number of parameters, 7.5e9, in the place of a model: a GPT of about that size."""
     hardware: str = option("h100", help=", ".join(KNOWN), metavar="NAME", panel=_options.HARDWARE)
