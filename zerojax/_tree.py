@@ -68,15 +68,12 @@ def flatten_with_names(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     """Return the leaves by path; a ValueError where two read alike: `{"a/b": x, "a": {"b": y}}`."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    found = {path_name(path): leaf for path, leaf in pairs}
-    if len(found) < len(pairs):
-        alike: dict[str, list[str]] = {}
-        for path, _ in pairs:
-            alike.setdefault(path_name(path), []).append(jax.tree_util.keystr(path))
-        name, (one, other) = next((name, keys[:2]) for name, keys in alike.items() if keys[1:])
-        raise ValueError(f"two leaves have the path {name!r}: {one} and {other}; rename one")
-    return found
+    named = grouped(jax.tree_util.tree_flatten_with_path(tree)[0], lambda pair: path_name(pair[0]))
+    for name, alike in named.items():
+        if alike[1:]:
+            one, other = (jax.tree_util.keystr(path) for path, _ in alike[:2])
+            raise ValueError(f"two leaves have the path {name!r}: {one} and {other}; rename one")
+    return {name: leaf for name, ((_, leaf),) in named.items()}
 
 
 def leaves_like(tree: PyTree, structure: TreeDef, *, within: bool = False) -> list[Any]:

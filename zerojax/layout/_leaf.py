@@ -22,14 +22,10 @@ class Placed(Protocol):
     """What says how an array is cut: a `LeafLayout`, or a parameter on its way to its use."""
 
     @property
-    def entries(self) -> Entries:
-        """The user's own mesh axes per dim."""
-        ...
+    def entries(self) -> Entries: ...  # the user's own mesh axes per dim
 
     @property
-    def dim(self) -> int | None:
-        """The dim that ZeRO cuts; None where there is none."""
-        ...
+    def dim(self) -> int | None: ...  # that ZeRO cuts; None where there is none
 
 
 class Cut(NamedTuple):
