@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 from zerojax.hardware import HARDWARE, find_hardware
 from zerojax.layout import in_order
 from zerojax.layout._torus import find_phases, read_sub_axes
-from zerojax.planner.links._network import Network, Phase, Seconds, gather_time
+from zerojax.planner._links import Network, Phase, Seconds, gather_time
 
 S = 2e9  # bytes of the tensor that is gathered
 L = 1.8e11  # v5p, v6e: bytes/s along one dim

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zerojax.hardware import HARDWARE
 from zerojax.layout import DIMS, SubAxis
-from zerojax.planner.links._network import lay_axes, torus_shape
+from zerojax.planner._links import lay_axes, torus_shape
 
 
 @pytest.mark.parametrize("name", [name for name, one in HARDWARE.items() if one.torus])

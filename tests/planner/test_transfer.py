@@ -11,7 +11,7 @@ import pytest
 from zerojax.hardware import HARDWARE
 from zerojax.layout import DIMS
 from zerojax.planner import Interconnect
-from zerojax.planner.links import Network
+from zerojax.planner._links import Network
 
 SIZE = 1e9
 

@@ -25,8 +25,7 @@ MENUS = ["zerojax", *(f"zerojax.{name}" for name in ROOMS)]
 #: Rooms within rooms that have a door.
 INNER = [
     *(f"zerojax.collectives.{name}" for name in "forms gathers gradients passes".split()),
-    *("zerojax.audit.checks", "zerojax.optim.whole"),
-    *("zerojax.planner.links", "zerojax.planner.traced"),
+    *("zerojax.audit.checks", "zerojax.optim.whole", "zerojax.planner.traced"),
 ]
 #: Packages that users import most of; of the others, what stands there as `X as X`.
 USERS = ["zerojax"] + [f"zerojax.{room}" for room in "charts cli data models".split()]

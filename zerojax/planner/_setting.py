@@ -16,9 +16,9 @@ from zerojax.collectives.forms import BLOCK, TOGETHER
 from zerojax.hardware import Hardware
 from zerojax.layout import Description, Layout, fills_tiles, make_layout
 from zerojax.planner._formulas import Theory, theory_of
+from zerojax.planner._links import Network
 from zerojax.planner._update import Matrices, matrices_of
 from zerojax.planner._workload import DATA, MODEL, REPLICA, Devices, Model, Placement
-from zerojax.planner.links import Network
 from zerojax.planner.traced import HeldLeaf, Sharing
 from zerojax.recipe import LAYER_INPUT, Recipe
 

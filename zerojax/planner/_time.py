@@ -18,9 +18,9 @@ from typing import Any
 
 from zerojax._types import Axes
 from zerojax.planner._demand import Demand
+from zerojax.planner._links import Collective, Seconds
 from zerojax.planner._setting import Setting
 from zerojax.planner._workload import MODEL
-from zerojax.planner.links import Collective, Seconds
 from zerojax.planner.traced import Work
 
 #: What a step waits for, in words, by the fields of `StepTime`.
