@@ -16,7 +16,7 @@ from zerojax.checkpoint import read_manifest
 from zerojax.cli import _compile, main
 from zerojax.cli.shared._options import BuiltStepOptions as options
 from zerojax.cli.train._options import TrainOptions
-from zerojax.memory import _host
+from zerojax.memory import _remat
 from zerojax.models import _gpt_config, gpt
 from zerojax.recipe import LAYER_INPUT, RematPolicy
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, capfd, command, aske
 @pytest.mark.parametrize("command", [TRAIN, COMPILE], ids=["train", "compile"])
 @pytest.mark.parametrize("asked", ["--offload optimizer", "--offload activations"])
 def test_a_backend_without_memory_of_the_hosts_is_refused(monkeypatch, capfd, command, asked):
-    monkeypatch.setattr(_host, "memory_kinds", lambda device: ("device",))
+    monkeypatch.setattr(_remat, "memory_kinds", lambda device: ("device",))
     assert main([*command, *asked.split()]) == 2
     out, err = capfd.readouterr()
     assert "'pinned_host' memory, and the backend 'cpu' of this mesh (cpu) has none" in err

@@ -14,7 +14,7 @@ import pytest
 import zerojax
 from zerojax.audit import Program
 from zerojax.hlo import find_host_moves, parse_module
-from zerojax.memory import _host
+from zerojax.memory import _remat
 from zerojax.models import gpt
 
 WIDTH, NUM_LAYERS, NUM_STEPS = 64, 3, 3
@@ -107,7 +107,7 @@ def test_a_mesh_with_explicit_axes_is_offloaded_too():
 
 
 def test_a_backend_without_host_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(_host, "memory_kinds", lambda _: ("device",))
+    monkeypatch.setattr(_remat, "memory_kinds", lambda _: ("device",))
     with pytest.raises(ValueError, match=r"'pinned_host'.*backend 'cpu'.*only device") as caught:
         train(OPTIMIZERS["adamw"], 2, offload=True)
     assert "Recipe(offload=True)" in str(caught.value)

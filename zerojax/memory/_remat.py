@@ -10,13 +10,13 @@ Source: arXiv 1910.02054, section 6.1 (Pa, Pa+cpu).
 import difflib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from zerojax import _jaxpr
-from zerojax.memory._host import check_host_memory
+from zerojax._types import platform_of
 from zerojax.memory._inputs import check_axis, cut_input, mesh_parts, whole, whole_gradient
 from zerojax.recipe import HOST_MEMORY, LAYER_INPUT, Remat, RematPolicy, as_remat
 
@@ -77,6 +77,22 @@ NO_LAYERS = (
     "saved; scan over the layers, or hand each to jax.checkpoint: "
     "x = jax.checkpoint(layer)(layer_params, x). Recipe(remat='dots') needs no layers"
 )
+
+
+def check_host_memory(asked: str, devices: Iterable[Any]) -> None:
+    """Refuse what needs the host's memory on devices that have none."""
+    device = next(iter(devices))
+    kinds = memory_kinds(device)
+    # The description of a GPU that you don't have names no memory; real ones and compilers have.
+    if HOST_MEMORY in kinds or (not kinds and platform_of(device) == "gpu"):
+        return
+    others = ", only " * bool(kinds) + ", ".join(kinds)
+    told = f"{asked} needs {HOST_MEMORY!r} memory, and the backend {device.platform!r} of this mesh"
+    raise ValueError(f"{told} ({device.device_kind}) has none{others}; leave the offload out")
+
+
+def memory_kinds(device: Any) -> tuple[str, ...]:
+    return tuple(memory.kind for memory in device.addressable_memories())
 
 
 def check_policy(policy: RematPolicy, mesh: Any) -> None:
