@@ -281,9 +281,7 @@ def choose_cut(
 def stacked_from_shapes(shapes: Mapping[str, Shape]) -> list[int]:
     """Count the leading layer dims of each leaf, 0 or 1, from shapes by path alone.
 
-    A model that scans over its layers stacks their weights along a leading dim. Cutting that dim
-    would give whole layers to single devices: a layer's gradient would be reduced to one owner
-    instead of being reduce-scattered, and its weights broadcast from one.
+    A model that scans over its layers stacks their weights along a leading dim.
 
     A subtree counts as stacked when all of its leaves share their leading size and vectors as well
     as matrices are among them, as in a stack of layers with norms or biases: `[L, D]` beside
