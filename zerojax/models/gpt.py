@@ -4,8 +4,9 @@ Shapes: B batch, T tokens, D width, H heads, V vocabulary, C context, L layers. 
 every leaf of `params["blocks"]` is stacked on dim 0, [L, ...]; with `scan=False` it is a list of L
 trees. The columns of `qkv` lie head by head, [H, 3, D/H]: equal parts of them are whole heads.
 
-With a `model_axis`, `specs` says how parameters are cut over it, as Megatron-LM does, and
-activations are placed where a mesh with that axis is set: by `jax.set_mesh` or a step of zerojax.
+With a `model_axis`, `specs` says how parameters are cut over it, as Megatron-LM does. Constraints
+place activations where a mesh is set that has the axis with type Auto, by `jax.set_mesh` or a step
+of zerojax; elsewhere they say nothing, so that the same model runs on one device.
 """
 
 import functools
@@ -15,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ._gpt_config import PRESETS, Config, check_parts, of_size, preset
-from ._megatron import cut, num_parts
 
 __all__ = [
     "PRESETS",
@@ -60,7 +61,9 @@ def specs(config: Config) -> Params:
     """Return the PartitionSpecs of the parameters over `model_axis`, for `make_layout(specs=)`.
 
     `qkv` and `up` are cut by columns, `proj` and `down` by rows, `embed` by rows of the vocabulary;
-    norms, positions and the biases of rows are whole.
+    norms, positions and the biases of rows are whole. So what lies between the products of a pair,
+    heads or hidden units, is a device's own, one sum over the axis ends the pair, and the residual
+    stream between pairs is whole on every device.
 
     Source: arXiv 1909.08053, section 3.
     """
@@ -106,6 +109,23 @@ def _normal(key: jax.Array, rows: int, columns: int, scale: float) -> jax.Array:
     return scale * jax.random.normal(key, (rows, columns), jnp.float32)
 
 
+def _num_parts(axis: str | None) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return mesh.shape[axis] if (axis, AxisType.Auto) in types else 1
+
+
+def _cut(x: jax.Array, axis: str | None, dim: int | None = None) -> jax.Array:
+    """Cut heads, hidden units or the vocabulary along an axis; without a dim [B, ...] is whole."""
+    if _num_parts(axis) == 1:
+        return x
+    entries: list[Any] = [None] * x.ndim
+    if dim is not None:
+        entries[dim] = axis
+    # Which device has which examples is not the model's to say.
+    return jax.lax.with_sharding_constraint(x, P(P.UNCONSTRAINED, *entries[1:]))
+
+
 def apply(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     """Return fp32 logits [B, T, V] for tokens [B, T]; row t predicts the token at t + 1.
 
@@ -119,7 +139,7 @@ def apply(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
 
 def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return what the head multiplies: features [B, T, D] and the embedding [V, D]."""
-    check_parts(config, num_parts(config.model_axis))
+    check_parts(config, _num_parts(config.model_axis))
     num_tokens = tokens.shape[1]
     if num_tokens > config.context:
         told = f"gpt: {num_tokens} tokens do not fit a context of {config.context};"
@@ -128,15 +148,16 @@ def _features(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Ar
     embed = params["embed"].astype(dtype)
     # Each device looks among its own rows, and what it has not is summed up: asked for less than
     # the whole, the partitioner would gather the table.
-    x = cut(embed[tokens], config.model_axis) + params["positions"][:num_tokens].astype(dtype)[None]
+    x = _cut(embed[tokens], config.model_axis)
+    x = x + params["positions"][:num_tokens].astype(dtype)[None]
     x = _blocks(config, params["blocks"], x)  # [B, T, D]
-    return cut(_norm(params["norm"], x), config.model_axis), embed
+    return _cut(_norm(params["norm"], x), config.model_axis), embed
 
 
 def _logits(config: Config, x: jax.Array, embed: jax.Array) -> jax.Array:
     # The product in `dtype`, then the cast: asking the product itself for fp32 makes its transpose
     # multiply fp32 by `dtype`, for which compilers widen (and may gather) the embedding in fp32.
-    logits = cut(jnp.einsum("btd,vd->btv", x, embed), config.model_axis, -1).astype(jnp.float32)
+    logits = _cut(jnp.einsum("btd,vd->btv", x, embed), config.model_axis, -1).astype(jnp.float32)
     if config.vocab_rows == config.vocab_size:
         return logits
     return jnp.where(jnp.arange(config.vocab_rows) < config.vocab_size, logits, -jnp.inf)
@@ -167,22 +188,22 @@ def _block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     axis = config.model_axis
     batch, num_tokens, width = x.shape
     heads = (batch, num_tokens, config.num_heads, 3 * width // config.num_heads)
-    qkv = _dense(layer["qkv"], cut(_norm(layer["norm_1"], x), axis))  # [B, T, 3D]
-    qkv = cut(qkv.reshape(heads), axis, 2)  # [B, T, H, 3D/H]
+    qkv = _dense(layer["qkv"], _cut(_norm(layer["norm_1"], x), axis))  # [B, T, 3D]
+    qkv = _cut(qkv.reshape(heads), axis, 2)  # [B, T, H, 3D/H]
     # Recomputed for the layer's backward pass, the scores [B, H, T, T] would wait there until the
     # feed-forward part is done; they are computed once more instead.
     attend = jax.checkpoint(_attend) if config.remat else _attend
     attended = attend(*jnp.split(qkv, 3, axis=-1))  # [B, T, H, D/H]
-    attended = checkpoint_name(cut(attended.reshape(x.shape), axis, -1), "attention")
+    attended = checkpoint_name(_cut(attended.reshape(x.shape), axis, -1), "attention")
     x = x + _dense(layer["proj"], attended, axis)
-    hidden = _dense(layer["up"], cut(_norm(layer["norm_2"], x), axis))  # [B, T, 4D]
-    hidden = checkpoint_name(cut(hidden, axis, -1), "hidden")
+    hidden = _dense(layer["up"], _cut(_norm(layer["norm_2"], x), axis))  # [B, T, 4D]
+    hidden = checkpoint_name(_cut(hidden, axis, -1), "hidden")
     return x + _dense(layer["down"], jax.nn.gelu(hidden, approximate=True), axis)
 
 
 def _dense(params: Params, x: jax.Array, axis: str | None = None) -> jax.Array:
     """Multiply; of a weight cut by rows, the devices' sums are added before the bias is, once."""
-    out = cut(x @ params["kernel"].astype(x.dtype), axis)
+    out = _cut(x @ params["kernel"].astype(x.dtype), axis)
     return out + params["bias"].astype(x.dtype)[None, None]
 
 
@@ -204,7 +225,7 @@ def loss(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     x, embed = _features(config, params, tokens[:, :-1])
     targets = tokens[:, 1:, None]  # [B, T, 1]
     logits = _logits(config, x, embed)  # [B, T, V]
-    if num_parts(config.model_axis) == 1:
+    if _num_parts(config.model_axis) == 1:
         wanted = jnp.take_along_axis(logits, targets, axis=-1)[..., 0]
     else:  # each device looks among its own part of the vocabulary
         own = targets == jnp.arange(config.vocab_rows)[None, None]
