@@ -57,7 +57,6 @@ def unmarked(batch: PyTree) -> PyTree:
 
 
 def example_leaves(batch: PyTree) -> list[tuple[str, Any]]:
-    """List the arrays that hold examples, with their paths."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_whole)
     return [(path_name(path), x) for path, x in pairs if has_examples(x)]
 

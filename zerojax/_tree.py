@@ -61,7 +61,6 @@ def parameter_ends(path: str, params: Collection[str], beside: Collection[str]) 
 
 
 def flatten_with_names(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
-    """Flatten a tree into leaf paths, leaves and its structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [path_name(path) for path, _ in pairs], [leaf for _, leaf in pairs], structure
 

@@ -41,7 +41,6 @@ class DoesNotFit(RuntimeError):
     message: str = ""  # the compiler's own words
 
     def __str__(self) -> str:
-        """Describe in one line by how much a program does not fit."""
         needed, available = self.needed, self.available
         if needed is None or available is None:
             return f"does not fit the memory of a device: {self.message}"
@@ -66,7 +65,6 @@ def _find(key: str) -> Program | DoesNotFit | None:
 
 
 def _keep(key: str, answer: Program | DoesNotFit) -> None:
-    """Keep an answer; warn where that can't be."""
     held = answer.to_json() if isinstance(answer, Program) else dataclasses.asdict(answer)
     path = _path(key)
     try:

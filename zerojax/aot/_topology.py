@@ -34,7 +34,6 @@ _TARGET_CONFIG = _FILES.joinpath("target_config.pbtxt").read_text(encoding="utf-
 
 
 def gpu_target_config(chip: str) -> str:
-    """Return a GPU as the text of XLA's GpuTargetConfigProto."""
     figures, hardware = GPU_CHIPS[chip], find_hardware(chip)
     capability: str = figures["compute_capability"]
     major, minor = capability.removesuffix("a").split(".")

@@ -14,11 +14,11 @@ from zerojax.hlo._walk import Loop, num_runs
 
 Groups = tuple[tuple[int, ...], ...]
 
-# {{0,1},{2,3}}
+# {{0,1},{2,3}}; {} is all devices
 _LIST = re.compile(r"\{(?:\{[\d,\s]*\}(?:,\s*\{[\d,\s]*\})*)?\}")
 # [2,4]<=[4,2]T(1,0): 0 to 7 as 4 x 2, transposed, as two groups of four; of device_ids, [4,2]T(1,0)
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}
+# mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}")
 
 
@@ -94,7 +94,6 @@ class Collective:
 
     @property
     def moved_bytes(self) -> float:
-        """Count the bytes that a device sends in a step."""
         return self.moved_elements * self.item_bits / 8
 
 
@@ -126,11 +125,7 @@ def sum_moved(records: Iterable[Any], name: str = "moved_elements", depth: int =
 
 @lru_cache(maxsize=4096)
 def parse_groups(text: str, num_devices: int) -> Groups | None:
-    """Read the value of `replica_groups=` in any of its spellings, or return None.
-
-    The spellings: `{{0,1},{2,3}}`, `{}` (all devices), the iota `[2,4]<=[4,2]T(1,0)`, and mesh axes
-    `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}`.
-    """
+    """Read the value of `replica_groups=` in any of its spellings, or return None."""
     if (groups := parse_pairs(text)) is not None:
         return groups or (tuple(range(num_devices)),)
     if (match := _IOTA.match(text)) and match[1]:

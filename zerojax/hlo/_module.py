@@ -260,7 +260,6 @@ def _in_place(lines: list[Instruction], known: dict[str, Computation]) -> list[I
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Read one line of a computation, or return None where it is not an instruction."""
     match = _INSTRUCTION.match(line)
     if match is None:
         return None

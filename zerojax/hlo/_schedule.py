@@ -1,8 +1,4 @@
-"""What a scheduled program does, in its order, and what each instruction costs.
-
-It lists work, loops, and where collectives begin and end. A cost is the compiler's own estimate, or
-an instruction's products and bytes.
-"""
+"""What a scheduled program does, in its order, and what each instruction costs."""
 
 import math
 import re

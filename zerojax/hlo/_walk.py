@@ -1,8 +1,4 @@
-"""What a program runs, and where: in which loops, how often, in which branches and fusions.
-
-GPUs and CPUs print how often a loop runs; of a TPU its condition and body show it. So does what a
-loop carries from turn to turn and adds to, or writes layer by layer.
-"""
+"""What a program runs, and where: in which loops, how often, in which branches and fusions."""
 
 import itertools
 import math

@@ -131,7 +131,6 @@ PRECISIONS: MappingProxyType[str, Precision] = MappingProxyType(
 
 
 def as_precision(precision: Precision | str) -> Precision:
-    """Return the precision of a name, or the `Precision` itself."""
     found = PRECISIONS.get(precision) if isinstance(precision, str) else precision
     if not isinstance(found, Precision):
         told = f"precision must be one of {', '.join(PRECISIONS)}, or a Precision"

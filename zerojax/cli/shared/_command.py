@@ -1,8 +1,4 @@
-"""A command of one dataclass: its fields are the options, their docstrings the help; how it prints.
-
-What reads a request raises ValueError or OSError where the user asked for what can't be done, in
-one line with the remedy; `refusing` ends the command with it.
-"""
+"""A command of one dataclass: fields are options, their docstrings the help; how it prints."""
 
 import ast
 import dataclasses
@@ -37,7 +33,7 @@ class Failure(Exception):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn errors about what the user asked for into one line.
+    """Turn errors about what the user asked for, which have the remedy, into one line.
 
     Wrap only what reads the request: a ValueError of training is a bug and keeps its traceback.
     """
