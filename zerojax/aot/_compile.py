@@ -18,9 +18,6 @@ from zerojax._quiet import quiet_stderr
 from zerojax.aot._plugin import version_of
 from zerojax.audit import Program
 
-#: Names the folder in the place of the user's cache folder.
-VARIABLE = "ZEROJAX_CACHE"
-
 #: What decides how a step is traced and compiled.
 _PACKAGES = (
     "jax", "jaxlib", "libtpu", "optax", "numpy", "jax-cuda12-plugin", "jax-cuda12-pjrt",
@@ -79,7 +76,7 @@ def _keep(key: str, answer: Program | DoesNotFit) -> None:
 
 
 def _path(key: str) -> Path:
-    if named := os.environ.get(VARIABLE):
+    if named := os.environ.get("ZEROJAX_CACHE"):
         return Path(named).expanduser() / f"{key}.json.gz"
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     base = base if base.is_absolute() else Path("~/.cache").expanduser()

@@ -21,7 +21,6 @@ from zerojax.hardware import find_hardware
 from zerojax.hlo import parse_module
 from zerojax.lock import CheckedStep, StepRecord, compare, find_steps, read_lock, write_lock
 
-LOCK = "zerojax.lock"
 Result = TypeVar("Result")
 
 
@@ -54,7 +53,7 @@ def check(options: CheckOptions) -> None:
     ```
     """
     screen = _command.Screen(width=100)
-    path, lock_path = options.steps, options.steps.parent / LOCK
+    path, lock_path = options.steps, options.steps.parent / "zerojax.lock"
     with _command.refusing():
         _keep_to_cpu(path)
         steps = _told(lambda: find_steps(path), path)

@@ -24,9 +24,6 @@ from zerojax.layout import STAGES
 from zerojax.models import gpt
 from zerojax.train import make_train_step
 
-#: The clipping of a step; it moves no byte.
-CLIP_NORM = 1.0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileOptions(BuiltStepOptions):
@@ -59,7 +56,7 @@ class CompileRequest:
         self.num_examples = options.examples(mesh.shape["data"])  # of all devices and microbatches
         loss: Any = functools.partial(gpt.loss, self.config)
         tx = options.unscheduled(self.config.width)
-        recipe = options.recipe(CLIP_NORM)
+        recipe = options.recipe(clip_norm=1.0)  # which moves no byte
         self.layout = gpt_layout(self.config, mesh, stage)
         self.step = make_train_step(loss, tx, self.layout, recipe)
         self.theory = self.layout.describe(tx, recipe).theory["total"]

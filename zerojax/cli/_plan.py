@@ -112,10 +112,6 @@ class PlanQuestion:
         return planner.search_plans(space=space, **self._given)
 
 
-#: Columns where there is no terminal to say how many: those of the widest table.
-WIDTH = 132
-
-
 @command
 def plan(options: PlanOptions) -> None:
     r"""Plan a training step: bytes, volume and time, before anything runs.
@@ -148,7 +144,7 @@ def plan(options: PlanOptions) -> None:
         jax.config.update("jax_platforms", "cpu")  # shapes need no accelerator
     with refusing():
         asked = PlanQuestion(options)
-    screen = Screen(width=WIDTH, quiet=options.json)
+    screen = Screen(width=132, quiet=options.json)  # that of the widest table
     with screen.console:  # all at once: `| grep -q` may stop listening
         with refusing():
             choices = asked.search() if options.search else None

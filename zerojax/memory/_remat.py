@@ -71,14 +71,6 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
     return [num_consts <= number < last and flag for number, flag in enumerate(flags)]
 
 
-#: Said of a loss whose layers nobody can tell.
-NO_LAYERS = (
-    "Recipe(remat='full'): the loss has no layers that can be told apart, so that nothing would be "
-    "saved; scan over the layers, or hand each to jax.checkpoint: "
-    "x = jax.checkpoint(layer)(layer_params, x). Recipe(remat='dots') needs no layers"
-)
-
-
 def check_host_memory(asked: str, devices: Iterable[Any]) -> None:
     """Refuse what needs the host's memory on devices that have none."""
     device = next(iter(devices))
@@ -134,7 +126,11 @@ def rematerialised(
         runner = _Runner(chosen)
         if chosen.recompute != "none" and not has_layers(traced):
             if is_loss and chosen.recompute == "full" and not (chosen.keep or chosen.offload):
-                raise ValueError(NO_LAYERS)
+                raise ValueError(
+                    "Recipe(remat='full'): the loss has no layers that can be told apart, so that "
+                    "nothing would be saved; scan over the layers, or hand each to jax.checkpoint: "
+                    "x = jax.checkpoint(layer)(layer_params, x). Recipe(remat='dots') needs none"
+                )
             result = runner.layer(traced, moving)(flat)
         else:
             result = runner.run(traced, flat, moving)
