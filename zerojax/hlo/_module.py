@@ -135,11 +135,9 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """Hold a parsed program: its header, computations, and the lines that were not understood."""
-
     header: str
     computations: dict[str, Computation]
-    unread: tuple[str, ...]
+    unread: tuple[str, ...]  # lines that were not understood
     tables: dict[str, dict[int, str]]
 
     @property

@@ -32,8 +32,6 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Hold a place in the program."""
-
     frame: Frame  # the computation, and what calls it
     loops: tuple[Loop, ...] = ()  # those around it, outermost first
     branches: tuple[tuple[str, int], ...] = ()  # (conditional, branch) around it, outermost first
