@@ -199,7 +199,7 @@ def _read(module: Module, site: Site) -> Iterator[Operation]:
             source=module.source(line),
             cost=cost if cost.cycles or not held else Cost(),  # moving is not computing
             begins=begins,
-            ends=_ends(module, line, begins, held, started),
+            ends=_ends(module, line, bool(begins), held, started),
             times=1 if count is None else count,
             bodies=tuple(body for one in inner if (body := tuple(_read(module, one)))),
         )
@@ -218,11 +218,7 @@ def _collectives(module: Module, computation: Computation, line: Instruction) ->
 
 
 def _ends(
-    module: Module,
-    line: Instruction,
-    begins: Sequence[Key],
-    held: Sequence[Held],
-    started: dict[str, str],
+    module: Module, line: Instruction, begins: bool, held: Sequence[Held], started: dict[str, str]
 ) -> str:
     """Return which operation's collectives a line waits for; notes in `started` what it starts."""
     callee = module.callee(line) if line.opcode == "fusion" else None
