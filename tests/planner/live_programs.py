@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from zerojax.planner import Workload
 from zerojax.planner._demand import Trace
 from zerojax.planner.traced import HeldLeaf, Sharing, lifetimes_of, peak_of
 from zerojax.planner.traced._reader import read_operations
@@ -42,9 +43,13 @@ def handmade(function, params, *batch):
     return read_operations(trace(2), trace(4), (2, 4))
 
 
+def trace_of(loss, params, batch, *, remat=None, **options):
+    return Trace(Workload(loss_fn=loss, batch=batch, **options), params, remat=remat)
+
+
 def peak(loss, params, batch, examples, platform="cpu", stage=0, *, frees=False, **options):
     """Give the bytes of the peak; `loss` is a loss, or a program that was made by hand."""
-    program = Trace(loss, params, batch).operations if callable(loss) else loss
+    program = trace_of(loss, params, batch).operations if callable(loss) else loss
     leaves = leaves_of(params, stage, options.pop("parts", 1))
     given = {"frees": frees, "accumulate": options.pop("accumulate", 1)}
     lifetimes = lifetimes_of(program, len(leaves), platform)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape
+from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak, shape, trace_of
 from zerojax.models import gpt
-from zerojax.planner._demand import Trace
 from zerojax.planner.traced import Sharing, lifetimes_of, peak_of
 from zerojax.planner.traced._operations import BACKENDS
 from zerojax.planner.traced._split import is_padded, num_parts
@@ -306,7 +305,7 @@ def model(**options):
     config = gpt.Config(num_layers=4, width=64, num_heads=2, vocab_size=128, context=32, **options)
     params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
     batch = shape(4, config.context + 1, dtype=jnp.int32)
-    return params, Trace(functools.partial(gpt.loss, config), params, batch).operations
+    return params, trace_of(functools.partial(gpt.loss, config), params, batch).operations
 
 
 @pytest.mark.parametrize("scan", [True, False])

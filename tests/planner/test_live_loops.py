@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.planner.live_programs import WIDE, N, handmade, peak, shape
-from zerojax.planner._demand import Trace
+from tests.planner.live_programs import WIDE, N, handmade, peak, shape, trace_of
 from zerojax.planner.traced import Sharing, checkpoint_bytes, lifetimes_of
 
 
@@ -54,7 +53,7 @@ def test_checkpoints_that_are_partitioned_are_cut_by_the_model_axis():
     whole, cut = (layers_peak(6, **options, partitions=partitions) for partitions in (False, True))
     assert whole - cut == 6 * A / 2
     params = shape(6, WIDE, WIDE)
-    program = Trace(layers, params, shape(4, WIDE)).operations
+    program = trace_of(layers, params, shape(4, WIDE)).operations
     lifetimes = lifetimes_of(program, 1, "cpu")
     for partitions, parts in ((False, 1), (True, 2)):
         sharing = Sharing(model_axis=2, partitions=partitions)

@@ -11,10 +11,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 from tests import mlp
-from tests.planner.live_programs import shape
+from tests.planner.live_programs import shape, trace_of
 from zerojax._jaxpr import CALLS
 from zerojax.models import gpt
-from zerojax.planner._demand import Trace
 from zerojax.planner.traced._operations import Line
 from zerojax.planner.traced._reader import read_operations
 
@@ -32,7 +31,7 @@ def read(function, *args, batches=(2, 4)):
 
 
 def program_of(loss, params, batch, **options):
-    return Trace(loss, params, batch, **options).operations
+    return trace_of(loss, params, batch, **options).operations
 
 
 def gpt_program(examples, **options):
@@ -313,7 +312,7 @@ def test_scanned_layers_hand_on_what_they_carry():
     ids=["a branch", "unrolled", "each example with each", "a batch by number"],
 )
 def test_a_loss_that_is_another_program_for_another_batch_is_refused(loss, why):
-    trace = Trace(loss, shape(5, 5), shape(4, 5))
+    trace = trace_of(loss, shape(5, 5), shape(4, 5))
     with pytest.raises(ValueError, match=why) as caught:
         _ = trace.operations
     assert len(str(caught.value).splitlines()) == 1
@@ -328,7 +327,7 @@ def test_a_loss_is_traced_for_multiples_of_its_batch_alone():
 
     assert program_of(loss, shape(5, 5), shape(12, 5)).ops
     assert all(size % 12 == 0 for size in seen)
-    Trace(lambda w, x: (x @ w).sum(), shape(5, 5), shape(1, 5)).operations  # noqa: B018
+    trace_of(lambda w, x: (x @ w).sum(), shape(5, 5), shape(1, 5)).operations  # noqa: B018
 
 
 def test_a_loss_is_planned_as_it_is_now():
@@ -341,7 +340,7 @@ def test_a_loss_is_planned_as_it_is_now():
         return jnp.mean(batch)
 
     def num_products():
-        ops = Trace(loss, {"w": shape(8, 8)}, shape(16, 8)).operations.ops
+        ops = trace_of(loss, {"w": shape(8, 8)}, shape(16, 8)).operations.ops
         return sum(op.flops.at(16) > 0 for op in ops)
 
     before = num_products()

@@ -11,10 +11,9 @@ import pytest
 
 from tests import mlp
 from tests.planner import live_programs
-from tests.planner.live_programs import shape
+from tests.planner.live_programs import shape, trace_of
 from zerojax import rematerialised
 from zerojax.models import gpt
-from zerojax.planner._demand import Trace
 from zerojax.planner.traced import lifetimes_of
 from zerojax.recipe import as_remat
 
@@ -92,7 +91,7 @@ def kept_bytes(loss, params, batch):
 
 def stacked_bytes(loss, params, batch, remat):
     """Count what scans stack for the backward pass, as a plan does, for the batch as it is."""
-    trace = Trace(loss, params, batch, remat=as_remat(remat))
+    trace = trace_of(loss, params, batch, remat=as_remat(remat))
     lifetimes = lifetimes_of(trace.operations, len(jax.tree.leaves(params)), "gpu")
     return live_programs.stacked_bytes(lifetimes, trace.num_examples)
 
@@ -195,5 +194,5 @@ def test_a_loss_without_layers_can_only_keep_everything(remat):
         return jnp.tanh(x @ w).sum()
 
     with pytest.raises(ValueError, match="needs to know what a layer is"):
-        Trace(loss, shape(4, 4), shape(2, 4), remat=as_remat(remat))
-    assert Trace(loss, shape(4, 4), shape(2, 4), remat=as_remat("none")).operations.ops
+        trace_of(loss, shape(4, 4), shape(2, 4), remat=as_remat(remat))
+    assert trace_of(loss, shape(4, 4), shape(2, 4), remat=as_remat("none")).operations.ops

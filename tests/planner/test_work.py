@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.planner.live_programs import handmade, leaves_of, shape
+from tests.planner.live_programs import handmade, leaves_of, shape, trace_of
 from zerojax.hardware import find_hardware
-from zerojax.planner._demand import Trace
 from zerojax.planner.traced import Work, lifetimes_of, work_of
 
 ONE = dataclasses.replace(find_hardware("h100"), flops=1.0, flops_fp32=1.0, hbm_bandwidth=1.0)
@@ -22,7 +21,7 @@ def test_work_is_the_longer_of_products_and_traffic_of_each_operation():
     def loss(w, x):
         return jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, length=7)[0].sum()
 
-    lifetimes = lifetimes_of(Trace(loss, params, batch).operations, 1, "cpu")
+    lifetimes = lifetimes_of(trace_of(loss, params, batch).operations, 1, "cpu")
 
     def work(**rates):
         return work_of(lifetimes, leaves_of(params), 4, dataclasses.replace(ONE, **rates))
@@ -48,7 +47,7 @@ def test_a_lookup_reads_rows_and_not_the_table():
     def loss(table, ids):
         return jnp.sin(table[ids]).sum()
 
-    program = Trace(loss, table, shape(4, dtype=jnp.int32)).operations
+    program = trace_of(loss, table, shape(4, dtype=jnp.int32)).operations
     found = work_of(lifetimes_of(program, 1, "gpu"), leaves_of(table), 4, ONE)
     # The gradient is a table of zeros, read and written where rows are added; the weights are not
     # read whole.

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from zerojax._examples import count_examples, resized, unmarked
 from zerojax._loss import asked_of, read_loss
 from zerojax._tree import as_shapes
-from zerojax._types import LossFn, PyTree
+from zerojax._types import PyTree
 from zerojax.memory import has_layers, rematerialised
 from zerojax.planner import traced
 from zerojax.planner._formulas import ring_share
 from zerojax.planner._setting import Setting
-from zerojax.planner._workload import Model
+from zerojax.planner._workload import Model, Workload
 from zerojax.recipe import RematPolicy
 
 
@@ -31,17 +31,9 @@ class Demand:
     """
 
     def __init__(self, model: Model) -> None:
-        """Check that batch and remat suit the loss."""
         load, recipe, self.trace, self.num_examples = model.workload, model.recipe, None, 0
         if load.loss_fn is not None:
-            self.trace = trace = Trace(
-                load.loss_fn,
-                model.params,
-                load.batch,
-                dtype=recipe.precision.params,
-                remat=recipe.remat,
-                has_aux=load.has_aux,
-            )
+            self.trace = trace = Trace(load, model.params, recipe.precision.params, recipe.remat)
             self.num_examples = trace.num_examples
             self._lifetimes = functools.cache(
                 lambda *key: traced.lifetimes_of(trace.operations, *key)
@@ -97,17 +89,11 @@ class Trace:
     """The gradient of a loss as operations on shapes, for the batch's `num_examples`."""
 
     def __init__(
-        self,
-        loss_fn: LossFn,
-        params: PyTree,
-        batch: PyTree,
-        *,
-        dtype: Any = None,
-        remat: RematPolicy | None = None,
-        has_aux: bool = False,
+        self, load: Workload, params: PyTree, dtype: Any = None, remat: RematPolicy | None = None
     ) -> None:
         """Check that batch and remat suit the loss; `dtype` is that of the parameters it reads."""
-        if not (sizes := [*count_examples(batch)]):
+        loss_fn: Any = load.loss_fn
+        if not (sizes := [*count_examples(load.batch)]):
             raise ValueError("no array of the batch has a leading dim, which counts examples")
         self.num_examples, self.remat = sizes[0], remat
         asks = asked_of(loss_fn)
@@ -120,12 +106,12 @@ class Trace:
         def loss(params: PyTree, batch: PyTree) -> Any:
             given = {"key": jax.random.key(0), "step": jnp.zeros((), jnp.int32)}
             out = loss_fn(params, unmarked(batch), **{name: given[name] for name in asks})
-            value, aux = read_loss(out, has_aux=has_aux, has_state=False)
-            return (value, aux) if has_aux else value
+            value, aux = read_loss(out, has_aux=load.has_aux, has_state=False)
+            return (value, aux) if load.has_aux else value
 
         self._loss_fn = loss
         self._params = as_shapes(params, dtype)
-        self._batch, self._has_aux = as_shapes(batch), has_aux
+        self._batch, self._has_aux = as_shapes(load.batch), load.has_aux
         if remat is not None and remat.recompute != "none" and not self.has_layers:
             told = f"remat={remat.recompute!r} needs to know what a layer is: scan over the layers,"
             raise ValueError(f"{told} or wrap one in jax.checkpoint")
