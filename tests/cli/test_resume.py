@@ -156,6 +156,30 @@ def test_a_run_starts_from_weights_that_are_given(folder, capsys):
     assert "no folder nothing" in capsys.readouterr().err
 
 
+def test_another_model_of_the_same_shapes_is_refused(folder, capsys):
+    """Heads change no shape, and a run with sizes of its own takes nothing else from --model."""
+    sizes = ["--layers", "1", "--width", "32", *SMALL]
+    asked = ["--steps", "1", "--save-every", "1", "--heads", "2", *sizes]
+    assert main(["train", *asked, "--out", "run"]) == 0
+    told = "was trained with 2 heads, and this model has {}; give --heads 2\n"
+    for given, message in {
+        "--resume --heads 4 --out run": "the checkpoint " + told.format(4),
+        "--resume --model gpt2-small --out run": (
+            "--model gpt2-small: the checkpoint has states of tiny; leave it out\n"
+        ),
+        "--init run --heads 8 --out other": "--init: run " + told.format(8),
+        "--init run --out other": "--init: run " + told.format(4),  # those of tiny
+    }.items():
+        capsys.readouterr()
+        assert main(["train", "--steps", "2", *sizes, *given.split()]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+    assert main(["train", "--resume", "--heads", "2", "--model", "tiny", "--out", "run"]) == 0
+    asked = ["--steps", "1", "--heads", "2", *sizes]
+    assert main(["train", "--init", "run", "--out", "other", *asked]) == 0
+
+
 @pytest.mark.parametrize(("evaluation", "step"), [(1, 1), (2, 2)])
 def test_a_signal_during_an_evaluation_saves_as_well(folder, monkeypatch, evaluation, step):
     """The first is before the first step, and the last after the last one."""

@@ -114,10 +114,23 @@ class TrainOptions(BuiltStepOptions):
 
     def taking_up(self, kept: dict[str, Any]) -> "TrainOptions":
         """Take the options of an earlier run, apart from those that were given now."""
-        if kept.get("optimizer", self.optimizer) != self.optimizer and "optimizer" in self.given:
-            told = f"--optimizer {self.optimizer}: the checkpoint has states of {kept['optimizer']}"
-            raise ValueError(f"{told}; leave it out, or start a run from the weights with --init")
+        for name in ("optimizer", "model"):
+            ours, was = getattr(self, name), kept.get(name)
+            if name in self.given and was not in (None, ours):
+                told = f"--{name} {ours}: the checkpoint has states of {was}; leave it out"
+                remedy = ", or start a run from the weights with --init" * (name == "optimizer")
+                raise ValueError(told + remedy)
         open_ = self.kept().keys() - self.given
         taken = {name: x for name, x in kept.items() if name in open_}
         taken = {name: tuple(x) if isinstance(x, list) else x for name, x in taken.items()}
-        return dataclasses.replace(self, **taken)
+        resumed = dataclasses.replace(self, **taken)
+        resumed.check_heads(kept, "the checkpoint")
+        return resumed
+
+    def check_heads(self, kept: dict[str, Any], where: str) -> None:
+        """Refuse weights that were trained with other heads, which no shape tells."""
+        models = (kept.get("model", self.model), kept.get("heads")), (self.model, self.heads)
+        was, ours = (heads or gpt.preset(model).num_heads for model, heads in models)
+        if was != ours:
+            told = f"{where} was trained with {was} heads, and this model has {ours}"
+            raise ValueError(f"{told}; give --heads {was}")

@@ -117,7 +117,7 @@ class TrainRun:
                 raise ValueError(f"{told}; remove it to go on from an older one") from error
             return restored.state, restored
         if options.init is not None:
-            return self.step.init(_read_weights(options.init, self.layout)), None
+            return self.step.init(_read_weights(options, options.init, self.layout)), None
         init = functools.partial(gpt.init, self.config)
         return self.step.init(init, jax.random.key(options.seed)), None
 
@@ -188,10 +188,13 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
     return options.taking_up(manifest.metadata["options"]), path
 
 
-def _read_weights(path: Path, layout: Layout) -> PyTree:
+def _read_weights(options: TrainOptions, path: Path, layout: Layout) -> PyTree:
     # What is cut without padding comes cut, as masters lie; the step's state is made of it.
     like = jax.tree.map(lambda x, at: x.update(sharding=at), layout.shapes, layout.masters)
     if path.exists() and is_safetensors(path):
         return import_safetensors(path, layout, like)
     found = _machine.find_checkpoint(path, Screen(quiet=jax.process_index() > 0))
-    return restore(found, layout, {"params": like}, partial=True)["params"]
+    weights = restore(found, layout, {"params": like}, partial=True)["params"]
+    if isinstance(kept := read_manifest(found).metadata.get("options"), dict):
+        options.check_heads(kept, f"--init: {path}")
+    return weights
