@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -50,6 +51,14 @@ def donated(method):
     state = step.init(init)
     step(state, X)
     return use(step, state, method=method)
+
+
+def shared(method, part):
+    """Use a state that has a part of one that was donated."""
+    step = make()
+    best = step.init(init)
+    state, _ = step(best, X)
+    return use(step, dataclasses.replace(state, **{part: getattr(best, part)}), method=method)
 
 
 def untrained(leaf):
@@ -159,6 +168,14 @@ MISUSES = {
         "use the state that the step returned",
     ),
     "donated, then lowered": (lambda: donated("lower"), "use the state that the step returned"),
+    "weights that were donated": (
+        lambda: shared("__call__", "params"),
+        r"earlier step, 'params/w' at least; .*as a copy: jax.tree.map\(jnp.copy, state\)",
+    ),
+    "moments that were donated, to evaluate": (
+        lambda: shared("evaluate", "opt_state"),
+        "earlier step, 'opt_state/0/count' at least",
+    ),
     "another stage": (
         lambda: use(make(stage=3)),
         r"params/w is placed as .* make it with this step",
