@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import sys
 import time
@@ -286,7 +287,12 @@ def waits(folder):
             raise RuntimeError("the corpus is gone")
         if what == "leave":
             return
-        time.sleep(10 if what == "slow" else 600)
+        if what == "fork":
+            if not (forked := os.fork()):
+                sys.exit()
+            assert os.waitpid(forked, 0)[1] == 0
+        else:
+            time.sleep(10 if what == "slow" else 600)
     multihost_utils.sync_global_devices("a step")
 
 

@@ -20,6 +20,7 @@ FAULTS = {
     "an error": ("raise 1", None, "process 1 failed: RuntimeError: the corpus is gone"),
     "an error of the coordinator": ("raise 0", None, "process 0 failed: RuntimeError: the corpus"),
     "killed": ("sleep 1", signal.SIGKILL, "process 1 gave no sign of life for 6 s"),
+    "terminated": ("sleep 1", signal.SIGTERM, "process 1 gave no sign of life for 6 s"),
     "stopped": ("sleep 1", signal.SIGSTOP, "process 1 gave no sign of life for 6 s"),
     "the coordinator killed": ("sleep 0", signal.SIGKILL, "process 0, the coordinator, is gone"),
     "the coordinator stopped": ("sleep 0", signal.SIGSTOP, "process 0, the coordinator, did not"),
@@ -57,8 +58,10 @@ def test_processes_find_each_other_on_a_cluster(tmp_path, cluster):
     assert end(started, 200) == [0] * COUNT, logs(tmp_path)
 
 
-def test_a_process_that_is_slow_is_waited_for(tmp_path):
-    (tmp_path / "fault").write_text("slow 1")
+@pytest.mark.parametrize("what", ["slow 1", "fork 1"])
+def test_a_process_that_is_slow_is_waited_for(tmp_path, what):
+    """One that waits for a process that it has forked, too, which ends as Python does."""
+    (tmp_path / "fault").write_text(what)
     started = start(child.__file__, tmp_path, "waits", PATIENCE)
     assert end(started, 100) == [0] * COUNT, logs(tmp_path)
 

@@ -48,6 +48,7 @@ def initialize(
 
     It is `jax.distributed.initialize`, after which all processes end when one does: killed, stopped
     or out of the network it is missed after `patience` seconds, and an error is told at once.
+    SIGTERM ends a process without a handler of its own: jax's preemption service is turned off.
     Without arguments the others are those of `zerojax launch`, or jax finds them by itself: under
     Slurm and Open MPI, in Kubernetes (GKE) and on TPU pods. Where it finds none, and with
     `num_processes=1`, this process is alone.
@@ -78,6 +79,8 @@ def initialize(
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
     found = _meet(given, listens, wait)
+    # It would take SIGTERM, and end nothing; a process that has no handler of its own ends.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             *found,
@@ -101,8 +104,22 @@ def initialize(
     if (count := connection().num_processes) > 1:
         _watches.append(_Watch(patience))
         atexit.register(leave)  # before jax's own end, which waits longer and says less
+        if hasattr(os, "register_at_fork"):  # Windows has none
+            os.register_at_fork(after_in_child=_part_fork)
         sys.excepthook = _end_on_exception
     return count
+
+
+def _part_fork() -> None:
+    """Part a forked process from the run, which does not end with it."""
+    _watches.clear()
+    atexit.register(_end_fork)  # before jax's own end, which tells the others, crashes or hangs
+
+
+def _end_fork() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(hasattr(sys, "last_value")))  # an exception was told; no handler sees a status
 
 
 InitializeArgs = tuple[str | None, int | None, int | None]

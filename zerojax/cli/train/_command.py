@@ -74,8 +74,6 @@ def train(options: TrainOptions) -> None:
 
 
 def _connect(options: TrainOptions) -> int:
-    # jax would take SIGTERM, and end nothing; a run that is set up ends as any other process.
-    jax.config.update("jax_enable_preemption_service", False)
     places = options.coordinator, options.num_processes, options.process_id
     if places == (None, None, None) and has_started():  # called from Python, in a notebook say
         return jax.process_count()
