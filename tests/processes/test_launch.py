@@ -200,3 +200,29 @@ def test_launch_starts_programs_of_ones_own(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = sorted(line for line in done.stdout.splitlines() if "process" in line)
     assert found == [f"[{i}] process {i} of 2 ['--steps', '3']" for i in (0, 1)]
+
+
+def test_what_a_signal_does_not_end_is_killed(tmp_path):
+    """With what it has started, which would hold its pipe open."""
+    program = tmp_path / "own.py"
+    program.write_text(
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('ready')\n"
+        "time.sleep(600)\n"
+    )
+    start = (
+        "import sys; from zerojax.cli import _launch, main; "
+        f"_launch.LAST = 1.0; sys.exit(main(['launch', '-n', '1', {str(program)!r}]))"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", start], **pipes) as launch:
+        try:
+            assert launch.stdout.readline() == "[0] ready\n"
+            launch.terminate()
+            told = launch.communicate(timeout=30)[1]
+        finally:
+            launch.kill()
+    assert launch.returncode == 128 + signal.SIGKILL
+    assert told == "zerojax: killed what has not ended 1 s after a signal\n"

@@ -17,6 +17,8 @@ from zerojax.processes import LAUNCHED
 
 #: Seconds that processes have to end by themselves when one has failed.
 GRACE = 10.0
+#: And when they were sent a signal, after which they may save.
+LAST = 60.0
 HERE = "127.0.0.1"
 
 
@@ -70,23 +72,35 @@ def launch(options: LaunchOptions) -> None:
         status = _wait(started)
     finally:
         for process in started:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # what it has started holds its pipe
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if status:
         raise Failure("", status)
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all processes, for GRACE seconds after the first failure; return its status."""
+    """Wait for all processes, so long after the first failure or signal; return its status."""
+    signalled = list[float]()
+
+    def forward(number: int, _: object) -> None:
+        signalled.append(time.monotonic())
+        for process in started:
+            process.send_signal(number)
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: [x.send_signal(number) for x in started])
+        signal.signal(number, forward)
     for each in enumerate(started):
         threading.Thread(target=_print, args=each).start()
     failed, until = None, float("inf")
     while None in (codes := [process.poll() for process in started]) and time.monotonic() < until:
         if failed is None and any(codes):
             failed, until = next(filter(None, codes)), time.monotonic() + GRACE
+        until = min([until, *(then + LAST for then in signalled)])
         time.sleep(0.05)
+    if failed is None and None in codes:
+        sys.stderr.write(f"zerojax: killed what has not ended {LAST:.0f} s after a signal\n")
+        return 128 + signal.SIGKILL
     status = failed or next(filter(None, codes), 0)
     if status < 0:
         name = signal.Signals(-status).name
