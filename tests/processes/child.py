@@ -46,9 +46,9 @@ def batch(step, rows=ROWS):
     return {"x": x, "table": zerojax.Whole(TABLE)}
 
 
-def make_step(stage=2, *, tx=None, recipe=None, loss_fn=loss, axes=None):
+def make_step(stage=2, *, tx=None, recipe=None, loss_fn=loss, axes=None, order=1):
     """Make a step over four devices; an axis `host` has copies of what `data` partitions."""
-    devices = jax.devices()[:4]
+    devices = jax.devices()[:4][::order]
     mesh = zerojax.make_mesh(axes or {"data": 4}, devices=devices)
     layout = zerojax.make_layout(
         jax.eval_shape(init, jax.random.key(0)),
@@ -148,6 +148,7 @@ WAYS = {
     "precision": lambda other: go(recipe=zerojax.Recipe(precision="bf16" if other else "fp32")),
     "stage": lambda other: go(stage=3 if other else 2),
     "mesh": lambda other: go(axes={"model": 2, "data": 2} if other else {"data": 2, "model": 2}),
+    "order": lambda other: go(order=-1 if other else 1),
     "loss": lambda other: go(loss_fn=(lambda p, x: 2 * loss(p, x)) if other else loss),
     "code": lambda other: go(loss_fn=(lambda p, x: jnp.abs(loss(p, x))) if other else loss),
     "copies": lambda other: drifted(other=other),

@@ -15,12 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import zerojax
 from tests.cli.running import QUICK, enter
 from tests.processes.starting import free_port
 from zerojax.checkpoint import Checkpoints, verify
 from zerojax.cli import _launch, main
 from zerojax.cli.shared._command import Failure
 from zerojax.cli.train._run import sole_run
+from zerojax.processes import LAUNCHED
 
 LAUNCH = [sys.executable, "-m", "zerojax", "launch", "-n", "2", "train"]
 MODEL = ["--data", "../text.txt", "--context", "32", "--batch-size", "8", *QUICK]
@@ -200,6 +202,14 @@ def test_launch_starts_programs_of_ones_own(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = sorted(line for line in done.stdout.splitlines() if "process" in line)
     assert found == [f"[{i}] process {i} of 2 ['--steps', '3']" for i in (0, 1)]
+
+
+def test_a_program_that_was_launched_and_is_alone_is_told_so(monkeypatch):
+    monkeypatch.setenv(LAUNCHED, "127.0.0.1:1 2 1")
+    with pytest.warns(UserWarning, match=r"process 1 of 2, and it works alone: call .*initialize"):
+        zerojax.make_mesh({"data": 2})
+    monkeypatch.setenv(LAUNCHED, "127.0.0.1:1 1 0")
+    zerojax.make_mesh({"data": 2})
 
 
 def test_what_a_signal_does_not_end_is_killed(tmp_path):

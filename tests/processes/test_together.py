@@ -25,6 +25,7 @@ NAMED = {
     "precision": ("recipe", '"params": null', '"params": "bfloat16"'),
     "stage": ("layout", "stage 2 over", "stage 3 over"),
     "mesh": ("layout", "{'data': 2, 'model': 2}", "{'model': 2, 'data': 2}"),
+    "order": ("layout", "devices [0, 1, ", "devices ["),
     "loss": ("program", "dense<1.000000e+00>", "dense<2.000000e+00>"),
     "code": ("program", "stablehlo.abs"),
     "copies": ("leaf 'state/params/b'", "checksum"),

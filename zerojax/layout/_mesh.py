@@ -2,6 +2,8 @@
 
 import functools
 import math
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from zerojax._arguments import is_whole_number
 from zerojax._types import AnyMesh, Axes, Kind
 from zerojax.layout._torus import in_order
+from zerojax.processes import LAUNCHED
 
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
@@ -42,6 +45,10 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         )
     if len(set(found)) != wanted:
         raise ValueError(f"devices= has a device more than once: {found}")
+    _, count, index = os.environ.get(LAUNCHED, "- 1 0").split()  # `initialize` takes it away
+    if int(count) > jax.process_count() == 1:
+        told = f"zerojax launch started this as process {index} of {count}, and it works alone:"
+        warnings.warn(f"{told} call zerojax.processes.initialize() first of all", stacklevel=2)
     types = (AxisType.Auto,) * len(axes)
     return in_order(jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=found))
 

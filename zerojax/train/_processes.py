@@ -49,6 +49,7 @@ def _plan(layout: Layout, recipe: Recipe, state: TrainState) -> dict[str, str]:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     leaves = [f"{x.path}: {x.dtype}{list(x.shape)} cut as {x.shard_spec}" for x in layout.leaves]
     placed = [f"stage {layout.stage} over {layout.axes}", f"mesh {dict(layout.mesh.shape)}"]
+    placed.append(f"devices {[device.id for device in layout.devices.flat]}")  # in the mesh's order
     return {
         "versions": "\n".join([f"zerojax {__version__}", *versions]),
         "layout": "\n".join(placed + leaves),
