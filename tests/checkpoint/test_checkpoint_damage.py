@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -164,6 +167,41 @@ def test_processes_compare_whole_manifests(tmp_path, saved, monkeypatch):
         _restore.read_agreed(tmp_path / "2")
     digests = [*filter(None, told)]
     assert len({*digests}) == len(digests) == 4
+
+
+FULL = """
+import resource, sys, jax.numpy as jnp, numpy as np, zerojax
+w = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((600, 1024), np.float32))}
+layout = zerojax.make_layout(w, zerojax.make_mesh({"data": 1}), stage=2)
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # Python ignores SIGXFSZ
+try:
+    with zerojax.Checkpoints(sys.argv[1]) as checkpoints:
+        checkpoints.save(1, w, layout)
+        raise KeyError("the loop's own")
+except KeyError as error:
+    print(*error.__notes__)
+try:
+    zerojax.save(sys.argv[1] + "/2", w, layout)
+except OSError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+zerojax.save(sys.argv[1] + "/3", w, layout)
+"""
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_disk_told_once(tmp_path):
+    """And no other error is lost for it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    told = [f"[Errno 27] File too large: '{tmp_path}/{step}'" for step in (1, 2)]
+    assert done.stdout == f"zerojax: a save failed too: {told[0]}\n{told[1]}\n"
+    assert verify(tmp_path / "3").step is None
 
 
 def test_copies_are_closed_though_a_save_failed(tmp_path, monkeypatch):

@@ -106,6 +106,27 @@ def test_leaves_too_many_are_left_by_a_call_that_is_named(tmp_path):
             checkpoints.restore_latest(layout, {"params": state.params})
 
 
+def test_parameters_alone_are_restored_by_a_call_that_is_named(tmp_path):
+    layout, state = make(1)
+    save(tmp_path / "1", state, layout)
+    call = (
+        f"or leave leaves in it: zerojax.restore({str(tmp_path / '1')!r}, layout, "
+        "{'params': like}, partial=True): "
+    )
+    for partial in (False, True):
+        with pytest.raises(IncompatibleCheckpointError, match=re.escape(call)):
+            restore(tmp_path / "1", layout, state.params, partial=partial)
+    back = restore(tmp_path / "1", layout, {"params": state.params}, partial=True)
+    assert jnp.array_equal(back["params"]["w"], state.params["w"])
+
+
+def test_a_layout_in_the_place_of_shapes_is_refused(tmp_path):
+    layout, state = make(1)
+    save(tmp_path / "1", state, layout)
+    with pytest.raises(TypeError, match=r"leaf '\.' of like is a Layout; give a tree of arrays"):
+        Checkpoints(tmp_path).restore_latest(layout, layout)
+
+
 def test_swapped_arguments_are_named_without_their_values(tmp_path):
     layout, state = make(1)
     arguments: Any = (state, 1, layout)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zerojax
@@ -116,6 +117,17 @@ def test_keys_that_json_would_make_texts_of_are_refused(tmp_path, layout, told):
     with pytest.raises(TypeError, match=r"has the key \d, and keys of JSON are texts; give pairs"):
         save(tmp_path / "here", {"w": jnp.ones(3)}, layout, **told)
     assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("state", [None, {}, {"params": []}])
+def test_a_state_without_leaves_is_refused_and_the_last_checkpoint_stays(tmp_path, layout, state):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"w": jnp.ones(8193)}, layout).wait()
+    with pytest.raises(ValueError, match="has no leaf; give the tree to save"):
+        checkpoints.save(2, state, layout)
+    assert [*checkpoints.steps()] == [1]
+    checkpoints.save(3, optax.sgd(1.0).init({}), layout).wait()  # of an optimizer without a state
+    assert [*checkpoints.steps()] == [3]
 
 
 def test_what_is_no_tree_of_arrays_is_refused(tmp_path, layout):

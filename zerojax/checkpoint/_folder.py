@@ -94,9 +94,13 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.wait()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"zerojax: a save failed too: {failed}")
         finally:
             if self._copies is not None:
                 self._copies.manager.close()

@@ -7,6 +7,7 @@ long as writing (docs/benchmarks.md).
 import asyncio
 import contextlib
 import importlib
+import logging
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ import jax
 from zerojax._extras import extra
 from zerojax._tree import num_bytes
 
+#: The name of the arrays while they are written.
+UNFINISHED = "arrays.unfinished"
 #: Bytes of a chunk: the least that is read of a leaf, the most beyond what a device needs.
 CHUNK_BYTES = 16 << 20
 #: Replicas share the writing of a leaf where each has so much to write; a slice costs a copy.
@@ -49,6 +52,11 @@ def check_dtypes(arrays: Mapping[str, jax.Array]) -> None:
             ) from None
 
 
+def _untold(record: logging.LogRecord) -> bool:
+    """Tell no log of what a save raises; threads of orbax write a traceback each."""
+    return UNFINISHED not in record.getMessage()
+
+
 class Writing:
     """A flat dict of arrays on its way to a folder that is there; all processes make one.
 
@@ -61,6 +69,8 @@ class Writing:
 
         self._directory, self._handler = epath.Path(directory), _make_handler()
         self._futures: Any = ()
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_untold)
         if arrays:  # orbax takes no empty tree, as the state of a stateless optimizer is one
             each = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
             args = ocp.args.PyTreeSave(arrays, save_args=each)

@@ -40,7 +40,8 @@ def restore(
     values are equal to the bit: masters come from parameters of their dtype, parameters from the
     masters that they are a cast of, and wider dtypes hold what narrower ones did. A loss scale that
     was not saved is taken from `like`, where it has its values. Each device reads what it will
-    hold, while one of the processes compares every file with its digest.
+    hold, while one of the processes compares every file with its digest. Optimizers are told apart
+    by their states: those of adam restore into adamax, yogi and radam, which have the same.
 
     >>> zerojax.save("runs/best", state, layout)
     >>> state = zerojax.restore("runs/best", layout, step.abstract_state())
@@ -63,10 +64,6 @@ def restore(
     """
     require_orbax()
     check_layout(layout, "restore(directory, layout, like)")
-    for path, x in leaves_by_path(like).items():
-        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            told = f"leaf {path!r} of like is a {type(x).__name__}; give a tree of arrays or shapes"
-            raise TypeError(f"{told}, as step.abstract_state() returns")
     return read_state(_files.local_path(directory), layout, like, tx, partial=partial)[1]
 
 
@@ -87,6 +84,10 @@ def read_state(
     root: Path, layout: Layout, like: PyTree, tx: Optimizer, *, partial: bool = False
 ) -> tuple[Manifest, PyTree]:
     """Read what `restore` does, and the manifest with it."""
+    for path, x in leaves_by_path(like).items():
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            told = f"leaf {path!r} of like is a {type(x).__name__}; give a tree of arrays or shapes"
+            raise TypeError(f"{told}, as step.abstract_state() returns")
     manifest = read_agreed(root)
     sources = find_sources(manifest, layout, like, root, tx, partial=partial)
     _agree(root, _files.wrong_sizes(root, manifest.files).values())

@@ -7,6 +7,7 @@ import datetime as dt
 import json
 import operator
 import os
+import re
 import sys
 import threading
 import weakref
@@ -24,12 +25,10 @@ from zerojax._types import PyTree
 from zerojax.checkpoint._files import REMOVED, FileDigest, digest_files, local_path, remove, sync
 from zerojax.checkpoint._leaves import check_placed, optimizer_nodes, placed_leaves, saved_leaves
 from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, to_text, write_manifest
-from zerojax.checkpoint._orbax import Writing, check_dtypes, require_orbax
+from zerojax.checkpoint._orbax import UNFINISHED, Writing, check_dtypes, require_orbax
 from zerojax.layout import Layout, check_layout
 from zerojax.processes import agree, check_copies, gather_texts, together
 
-#: The name of the arrays while they are written.
-UNFINISHED = f"{ARRAYS}.unfinished"
 _unwaited: weakref.WeakSet["PendingSave"] = weakref.WeakSet()
 
 
@@ -81,7 +80,9 @@ class PendingSave:
         try:
             self._finish()
         except BaseException as error:  # noqa: BLE001  # raised by wait()
-            self._error = error
+            code = re.search(r"os_error_code='(\d+)'", str(error))  # which tensorstore tells
+            told = code and OSError(int(code[1]), os.strerror(int(code[1])), str(self.path))
+            self._error = told or error
 
 
 def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
@@ -132,6 +133,8 @@ def prepare(
             is_number = not found.shape and jnp.issubdtype(found.dtype, jnp.integer)
             number = int(found) if is_number else None
         manifest = describe(state, layout, tx, step=number, **told)
+        if not leaves and not manifest.optimizer:
+            raise ValueError(f"the state is {given!r}, and has no leaf; give the tree to save")
         text = to_text(manifest)  # refuses what is not JSON
         check_placed(given, layout)
         arrays = {
@@ -277,8 +280,9 @@ def save(
         metadata: what else to keep, fit for JSON.
 
     Raises:
-        ValueError: the directory holds a checkpoint already or another save writes one there, two
-            leaves have the same path, or a train state was made under another layout.
+        ValueError: the directory holds a checkpoint already or another save writes one there, there
+            is no leaf, two have the same path, or a train state was made under another layout.
+        OSError: the disk is full, or can't be written to.
         TypeError: `data` or `metadata` is not fit for JSON, or a leaf is no array.
     """
     start_save(directory, state, layout, tx=tx, step=step, data=data, metadata=metadata).wait()

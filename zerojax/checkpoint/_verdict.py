@@ -16,6 +16,7 @@ from zerojax._types import PyTree
 from zerojax.checkpoint._leaves import (
     COPIES,
     LOSS_SCALE_LEAVES,
+    PARAMS,
     Optimizer,
     SavedLeaf,
     optimizer_nodes,
@@ -57,8 +58,11 @@ def find_sources(
             f"this run (stage {layout.stage}, mesh {dict(layout.mesh.shape)}); use the model, "
             "optimizer and precision that it was saved with"
         )
-        if any(line.endswith(UNWANTED) for line in lines):
-            call = f"zerojax.restore({str(root)!r}, layout, like, partial=True)"
+        lost = wanted.keys() - sources.keys() - fresh
+        is_bare = lost and all(f"{PARAMS}{path}" in manifest.leaves for path in lost)
+        if is_bare or any(line.endswith(UNWANTED) for line in lines):
+            asked = "{'params': like}" if is_bare else "like"
+            call = f"zerojax.restore({str(root)!r}, layout, {asked}, partial=True)"
             remedy += f", or leave leaves in it: {call}"
         raise IncompatibleCheckpointError(root, lines, remedy)
     return sources

@@ -25,8 +25,6 @@ from zerojax.processes import ProcessError, agree, has_started, initialize, leav
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
 #: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
 QUEUED_STEPS = 2
-#: Characters of an error that is long because it has gone through several libraries.
-MOST_TOLD = 300
 
 
 @command
@@ -280,8 +278,7 @@ class _Training:
             yield
         except (ValueError, OSError, ProcessError) as error:
             told = self.signals.unwritten + "can't save a checkpoint: "
-            why = " ".join(str(error).split())  # what went wrong stands last, behind long paths
-            told += why if len(why) <= MOST_TOLD else f"... {why[-MOST_TOLD:]}"
+            told += " ".join(str(error).split())
             raise Failure(
                 f"{told}; mend that, and go on with --resume from an earlier one, if there is one",
                 status=1,
