@@ -161,14 +161,14 @@ def test_another_model_of_the_same_shapes_is_refused(folder, capsys):
     sizes = ["--layers", "1", "--width", "32", *SMALL]
     asked = ["--steps", "1", "--save-every", "1", "--heads", "2", *sizes]
     assert main(["train", *asked, "--out", "run"]) == 0
-    told = "was trained with 2 heads, and this model has {}; give --heads 2\n"
+    told = "--init: run has 2 heads, this model {}; give --heads 2\n"
     for given, message in {
-        "--resume --heads 4 --out run": "the checkpoint " + told.format(4),
+        "--resume --heads 4 --out run": "--heads 4: the checkpoint has states of 2; leave it out\n",
         "--resume --model gpt2-small --out run": (
             "--model gpt2-small: the checkpoint has states of tiny; leave it out\n"
         ),
-        "--init run --heads 8 --out other": "--init: run " + told.format(8),
-        "--init run --out other": "--init: run " + told.format(4),  # those of tiny
+        "--init run --heads 8 --out other": told.format(8),
+        "--init run --out other": told.format(4),  # those of tiny
     }.items():
         capsys.readouterr()
         assert main(["train", "--steps", "2", *sizes, *given.split()]) == 2

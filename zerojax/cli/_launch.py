@@ -15,10 +15,9 @@ from pathlib import Path
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option
 from zerojax.processes import LAUNCHED
 
-#: Seconds that processes have to end by themselves when one has failed.
-GRACE = 10.0
-#: And when they were sent a signal, after which they may save.
-LAST = 60.0
+#: Seconds that processes have to end by themselves when one has failed; and after a signal, which
+#: may have them save.
+GRACE, LAST = 10.0, 60.0
 HERE = "127.0.0.1"
 
 
@@ -81,26 +80,20 @@ def launch(options: LaunchOptions) -> None:
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all processes, so long after the first failure or signal; return its status."""
-    signalled = list[float]()
-
-    def forward(number: int, _: object) -> None:
-        signalled.append(time.monotonic())
-        for process in started:
-            process.send_signal(number)
-
+    failed, until, signals = None, float("inf"), list[int]()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, forward)
+        signal.signal(number, lambda number, _: signals.append(number))
     for each in enumerate(started):
         threading.Thread(target=_print, args=each).start()
-    failed, until = None, float("inf")
     while None in (codes := [process.poll() for process in started]) and time.monotonic() < until:
         if failed is None and any(codes):
             failed, until = next(filter(None, codes)), time.monotonic() + GRACE
-        until = min([until, *(then + LAST for then in signalled)])
+        if signals:
+            number, until = signals.pop(0), min(until, time.monotonic() + LAST)
+            _ = [process.send_signal(number) for process in started]
         time.sleep(0.05)
     if failed is None and None in codes:
-        sys.stderr.write(f"zerojax: killed what has not ended {LAST:.0f} s after a signal\n")
-        return 128 + signal.SIGKILL
+        raise Failure(f"killed {LAST:.0f} s after a signal", 128 + signal.SIGKILL)
     status = failed or next(filter(None, codes), 0)
     if status < 0:
         name = signal.Signals(-status).name

@@ -45,10 +45,9 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         )
     if len(set(found)) != wanted:
         raise ValueError(f"devices= has a device more than once: {found}")
-    _, count, index = os.environ.get(LAUNCHED, "- 1 0").split()  # `initialize` takes it away
-    if int(count) > jax.process_count() == 1:
-        told = f"zerojax launch started this as process {index} of {count}, and it works alone:"
-        warnings.warn(f"{told} call zerojax.processes.initialize() first of all", stacklevel=2)
+    if LAUNCHED in os.environ and jax.process_count() == 1:  # `initialize` takes it away
+        told = "zerojax launch started this, and it works alone: call"
+        warnings.warn(f"{told} zerojax.processes.initialize() before anything else", stacklevel=2)
     types = (AxisType.Auto,) * len(axes)
     return in_order(jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=found))
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from zerojax._arguments import as_amount
 from zerojax.processes._meeting import meet
 from zerojax.processes._relay import relay
 from zerojax.processes._texts import ProcessError, connection, gather_texts
@@ -48,7 +49,7 @@ def initialize(
 
     It is `jax.distributed.initialize`, after which all processes end when one does: killed, stopped
     or out of the network it is missed after `patience` seconds, and an error is told at once.
-    SIGTERM ends a process without a handler of its own: jax's preemption service is turned off.
+    SIGTERM ends a process that has no handler: jax's preemption service, which takes it, is off.
     Without arguments the others are those of `zerojax launch`, or jax finds them by itself: under
     Slurm and Open MPI, in Kubernetes (GKE) and on TPU pods. Where it finds none, and with
     `num_processes=1`, this process is alone.
@@ -64,22 +65,24 @@ def initialize(
         The number of processes.
 
     Raises:
-        ValueError: some of the three are missing, and can't be found, or the id is too large.
+        ValueError: some of the three are missing, and can't be found, or are no such numbers.
         ProcessError: the processes did not find each other; those that did not start are named.
     """
     given = coordinator, num_processes, process_id
     if given == (None, None, None) and (told := os.environ.pop(LAUNCHED, "").split()):
         given = coordinator, num_processes, _ = told[0], int(told[1]), int(told[2])
+    numbers = {"num_processes": num_processes or 1, "process_id": process_id or 0}
+    for name, x in (numbers | {"patience": patience, "wait": wait}).items():
+        as_amount(name, x)
     if num_processes == 1:
         return 1
-    port = "0" if coordinator is None else coordinator.rpartition(":")[2]
-    if not port.isdecimal() or int(port) > 65535:
+    host, _, port = ("found:0" if coordinator is None else str(coordinator)).rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"the coordinator is {coordinator!r}; give HOST:PORT")
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
     found = _meet(given, listens, wait)
-    # It would take SIGTERM, and end nothing; a process that has no handler of its own ends.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -104,22 +107,17 @@ def initialize(
     if (count := connection().num_processes) > 1:
         _watches.append(_Watch(patience))
         atexit.register(leave)  # before jax's own end, which waits longer and says less
-        if hasattr(os, "register_at_fork"):  # Windows has none
-            os.register_at_fork(after_in_child=_part_fork)
+        getattr(os, "register_at_fork", dict)(after_in_child=_part_fork)  # Windows has none
         sys.excepthook = _end_on_exception
     return count
 
 
 def _part_fork() -> None:
-    """Part a forked process from the run, which does not end with it."""
+    """Part a forked process from the run: jax's own end would tell the others, crash or hang."""
     _watches.clear()
-    atexit.register(_end_fork)  # before jax's own end, which tells the others, crashes or hangs
-
-
-def _end_fork() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(hasattr(sys, "last_value")))  # an exception was told; no handler sees a status
+    flush = sys.stdout.flush, sys.stderr.flush
+    # No handler learns the status of `sys.exit`: it is 0, and 1 after an exception.
+    atexit.register(lambda: [*(f() for f in flush), os._exit(int(hasattr(sys, "last_value")))])
 
 
 InitializeArgs = tuple[str | None, int | None, int | None]

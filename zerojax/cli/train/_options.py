@@ -114,7 +114,8 @@ class TrainOptions(BuiltStepOptions):
 
     def taking_up(self, kept: dict[str, Any]) -> "TrainOptions":
         """Take the options of an earlier run, apart from those that were given now."""
-        for name in ("optimizer", "model"):
+        kept = kept | {"heads": self.heads_of(kept)}
+        for name in ("optimizer", "model", "heads"):
             ours, was = getattr(self, name), kept.get(name)
             if name in self.given and was not in (None, ours):
                 told = f"--{name} {ours}: the checkpoint has states of {was}; leave it out"
@@ -123,14 +124,8 @@ class TrainOptions(BuiltStepOptions):
         open_ = self.kept().keys() - self.given
         taken = {name: x for name, x in kept.items() if name in open_}
         taken = {name: tuple(x) if isinstance(x, list) else x for name, x in taken.items()}
-        resumed = dataclasses.replace(self, **taken)
-        resumed.check_heads(kept, "the checkpoint")
-        return resumed
+        return dataclasses.replace(self, **taken)
 
-    def check_heads(self, kept: dict[str, Any], where: str) -> None:
-        """Refuse weights that were trained with other heads, which no shape tells."""
-        models = (kept.get("model", self.model), kept.get("heads")), (self.model, self.heads)
-        was, ours = (heads or gpt.preset(model).num_heads for model, heads in models)
-        if was != ours:
-            told = f"{where} was trained with {was} heads, and this model has {ours}"
-            raise ValueError(f"{told}; give --heads {was}")
+    def heads_of(self, kept: dict[str, Any]) -> int:
+        """Return the heads that an earlier run had, which no shape tells."""
+        return kept.get("heads") or gpt.preset(kept.get("model", self.model)).num_heads

@@ -195,6 +195,8 @@ def _read_weights(options: TrainOptions, path: Path, layout: Layout) -> PyTree:
         return import_safetensors(path, layout, like)
     found = _machine.find_checkpoint(path, Screen(quiet=jax.process_index() > 0))
     weights = restore(found, layout, {"params": like}, partial=True)["params"]
-    if isinstance(kept := read_manifest(found).metadata.get("options"), dict):
-        options.check_heads(kept, f"--init: {path}")
+    kept = read_manifest(found).metadata.get("options")
+    was, ours = options.heads_of(kept or options.kept()), options.chosen_model.num_heads
+    if was != ours:
+        raise ValueError(f"--init: {path} has {was} heads, this model {ours}; give --heads {was}")
     return weights
