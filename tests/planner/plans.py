@@ -35,9 +35,9 @@ def nouns(**options):
     return options
 
 
-def plan_shapes(params=SHAPES, **options):
+def plan_shapes(params=SHAPES, tx=TX, **options):
     given = {"stage": 1, "num_devices": 8, "hardware": "h100", "precision": "bf16"} | options
-    return plan(params, TX, **nouns(**given))
+    return plan(params, tx, **nouns(**given))
 
 
 def mix(params, x):

@@ -42,7 +42,21 @@ def test_those_that_do_not_start_are_named_to_all_others(here, missing):
     assert start(here) == [told] * len(here)
 
 
-@pytest.mark.parametrize("coordinator", ["here", "127.0.0.1:", "127.0.0.1:99999"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_processes": "2"}, "num_processes must be a finite number of at least 0, got '2'"),
+        ({"process_id": True}, "process_id must be a finite number of at least 0, got True"),
+        ({"patience": "50"}, "patience must be a finite number of at least 0, got '50'"),
+        ({"wait": -1}, "wait must be a finite number of at least 0, got -1"),
+    ],
+)
+def test_what_is_no_number_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        initialize("127.0.0.1:1", **{"num_processes": 2, "process_id": 0, **options})
+
+
+@pytest.mark.parametrize("coordinator", ["here", "127.0.0.1:", "127.0.0.1:99999", "1234", 1234])
 def test_a_coordinator_without_a_port_is_refused(coordinator):
     with pytest.raises(ValueError, match="give HOST:PORT"):
         initialize(coordinator, 2, 0)

@@ -170,12 +170,13 @@ MISUSES = {
     "donated, then lowered": (lambda: donated("lower"), "use the state that the step returned"),
     "weights that were donated": (
         lambda: shared("__call__", "params"),
-        r"earlier step, 'params/w' at least; .*as a copy: jax.tree.map\(jnp.copy, state\)",
+        r"earlier step, 'params/w' at least: use .*, or a copy: jax.tree.map\(jnp.copy, state\)",
     ),
     "moments that were donated, to evaluate": (
         lambda: shared("evaluate", "opt_state"),
         "earlier step, 'opt_state/0/count' at least",
     ),
+    "text to audit": (lambda: make().audit("x"), "batch leaf '.' is a str; a step takes arrays"),
     "another stage": (
         lambda: use(make(stage=3)),
         r"params/w is placed as .* make it with this step",

@@ -10,7 +10,7 @@ import optax
 from zerojax._arguments import as_count, as_given
 from zerojax._tree import as_shapes
 from zerojax._types import LossFn, PyTree
-from zerojax.layout import MIN_SIZE, Rule
+from zerojax.layout import MIN_SIZE, Rule, as_transformation
 from zerojax.planner._update import multiplies
 from zerojax.recipe import Recipe, as_recipe
 
@@ -67,6 +67,7 @@ def read_model(
     if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
         told = "params must be a pytree of arrays or shapes; zerojax.model_state_bytes counts the"
         raise ValueError(f"{told} states of a number")
+    tx = as_transformation(tx)
     return Model(params, tx, as_recipe(recipe), load, multiplies(tx, as_shapes(params)))
 
 

@@ -33,9 +33,8 @@ def check_usable(state: TrainState, layout: Layout) -> None:
     donated = [getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)]
     if any(donated):
         path = flatten_with_names(state)[0][donated.index(True)]
-        told = f"the state was donated to an earlier step, {path!r} at least"
-        remedy = "use the state that the step returned, and keep what you go back to as a copy"
-        raise ValueError(f"{told}; {remedy}: jax.tree.map(jnp.copy, state)")
+        told = f"the state was donated to an earlier step, {path!r} at least: use the state that"
+        raise ValueError(f"{told} the step returned, or a copy: jax.tree.map(jnp.copy, state)")
     mesh = getattr(getattr(state.step, "sharding", None), "mesh", layout.mesh)
     if mesh != layout.mesh and isinstance(mesh, Mesh):
         found, wanted = [*mesh.devices.flat], [*layout.devices.flat]

@@ -161,6 +161,7 @@ class TrainStep(Shown):
 
     def audit(self, batch: PyTree, *, joins_examples: bool = False) -> AuditReport:
         """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
+        check_batch(batch, self.layout, self.recipe.accumulate)
         at = self.layout.batch  # a part of what jax compiles for: what was run is not compiled anew
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
