@@ -243,7 +243,7 @@ def test_a_batch_that_lies_otherwise_is_refused_with_the_remedy(mesh8):
     with pytest.raises(ValueError, match="has 0 examples"):
         step(state, batch()[:0])
     step(state, batch())
-    with pytest.raises(ValueError, match="donated to an earlier step, .step. at least: use the"):
+    with pytest.raises(ValueError, match="donated to an earlier step, 'step' at least: use the"):
         step(state, batch())
 
 

@@ -72,8 +72,7 @@ def initialize(
     if given == (None, None, None) and (told := os.environ.pop(LAUNCHED, "").split()):
         given = coordinator, num_processes, _ = told[0], int(told[1]), int(told[2])
     numbers = {"num_processes": num_processes or 1, "process_id": process_id or 0}
-    for name, x in (numbers | {"patience": patience, "wait": wait}).items():
-        as_amount(name, x)
+    _ = [as_amount(*x) for x in (numbers | {"patience": patience, "wait": wait}).items()]
     if num_processes == 1:
         return 1
     host, _, port = ("found:0" if coordinator is None else str(coordinator)).rpartition(":")
@@ -83,7 +82,6 @@ def initialize(
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
     late = int(2 * patience)
     found = _meet(given, listens, wait)
-    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             *found,
@@ -107,7 +105,6 @@ def initialize(
     if (count := connection().num_processes) > 1:
         _watches.append(_Watch(patience))
         atexit.register(leave)  # before jax's own end, which waits longer and says less
-        getattr(os, "register_at_fork", dict)(after_in_child=_part_fork)  # Windows has none
         sys.excepthook = _end_on_exception
     return count
 
@@ -128,6 +125,7 @@ def _meet(given: InitializeArgs, listens: str | None, wait: float) -> Initialize
 
     if has_started():
         return given  # which jax refuses
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
     find = ClusterEnv.auto_detect_unset_distributed_params
     address, count, index, _ = find(*given, None, None, int(wait))
     if address is None or count is None or index is None:
@@ -148,6 +146,7 @@ class _Watch:
         self.is_over, self.remedy = threading.Event(), ""
         self._answered = time.monotonic()
         self._signs: dict[int, tuple[str, float]] = {}  # the last of each process, and since when
+        getattr(os, "register_at_fork", dict)(after_in_child=_part_fork)  # Windows has none
         for run in (self._exchange, self._miss_coordinator):
             threading.Thread(target=run, name="zerojax watch", daemon=True).start()
 

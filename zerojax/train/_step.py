@@ -160,7 +160,11 @@ class TrainStep(Shown):
         return self._jitted("step", batch).lower(state, batch)
 
     def audit(self, batch: PyTree, *, joins_examples: bool = False) -> AuditReport:
-        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`."""
+        """Compile the step for a batch, of arrays or shapes, and audit it; see `zerojax.audit`.
+
+        Raises:
+            ValueError: the devices or the microbatches don't divide the batch.
+        """
         check_batch(batch, self.layout, self.recipe.accumulate)
         at = self.layout.batch  # a part of what jax compiles for: what was run is not compiled anew
 
