@@ -152,14 +152,15 @@ def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
 def read_often(program: Any) -> set[Any]:
     """Return the variables of a program, and of all that it holds, that several equations read.
 
-    A call reads a variable as often as the program that it holds does.
+    A call reads a variable as often as the program that it holds does, but a rematerialised one
+    once: what is made of a variable for several uses is made within, or it would be kept.
     """
     found, once = set[Any](), set[Any]()
     for eqn in opened(program)[0].eqns:
         own = set(variables(eqn.invars))
         for inner in core.jaxprs_in_params(eqn.params):
             found |= read_often(inner)
-            if called(eqn) is not None:
+            if called(eqn) is not None and eqn.primitive.name != REMATERIALISED:
                 pairs = zip(inner.invars, eqn.invars, strict=False)
                 found |= own & {x for var, x in pairs if is_variable(x) and var in found}
         found |= own & once

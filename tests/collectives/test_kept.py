@@ -135,12 +135,34 @@ def test_no_weight_is_kept_for_a_shard_map_of_the_user_s_own(scan, mesh8):
     report.raise_if_problems()
 
 
+def stacks_of(loss, layout, **options):
+    """Return the shapes of the weights of three layers, and of what the forward loop stacks."""
+    params = {"w": jnp.ones((3, 16, 64), jnp.bfloat16), "v": jnp.ones((3, 64, 16), jnp.bfloat16)}
+    run = jax.grad(gather_where_used(loss, layout(params), **options))
+    traced = jax.make_jaxpr(run)(params, jnp.ones((32, 16), jnp.bfloat16))
+    forward = next(eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
+    return {x.shape for x in params.values()}, {var.aval.shape for var in forward.outvars}
+
+
+def test_a_weight_that_a_rematerialised_layer_reads_twice_is_kept_in_no_other_dtype(mesh8):
+    """Its uses add up gradients in fp32; the weight in fp32 was stacked for them, uncut on GPUs."""
+
+    def loss(params, x):
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["w"]) @ p["v"] + jnp.tanh(2 * x @ p["w"]) @ p["v"], None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    make = functools.partial(zerojax.make_layout, mesh=mesh8, stage=3, min_size=1)
+    weights, stacked = stacks_of(loss, make)
+    assert stacked.isdisjoint(weights)
+
+
 @pytest.mark.parametrize("reduce", [None, jnp.float32], ids=["narrow", "wide"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_below_stage_3_a_loop_keeps_no_copy_of_its_weights(stage, reduce, mesh8):
     """A slice of a stack that the backward pass reads again is no residual: jax takes the stack."""
-    params = {"w": jnp.ones((3, 16, 64), jnp.bfloat16), "v": jnp.ones((3, 64, 16), jnp.bfloat16)}
-    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+    make = functools.partial(zerojax.make_layout, mesh=mesh8, stage=stage, min_size=1)
 
     def loss(params, x):
         def layer(x, p):
@@ -148,11 +170,8 @@ def test_below_stage_3_a_loop_keeps_no_copy_of_its_weights(stage, reduce, mesh8)
 
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
-    run = jax.grad(gather_where_used(loss, layout, reduce_dtype=reduce))
-    traced = jax.make_jaxpr(run)(params, jnp.ones((32, 16), jnp.bfloat16))
-    forward = next(eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
-    stacked = {var.aval.shape for var in forward.outvars}
-    assert stacked.isdisjoint(x.shape for x in params.values())
+    weights, stacked = stacks_of(loss, make, reduce_dtype=reduce)
+    assert stacked.isdisjoint(weights)
 
 
 def test_a_table_that_a_loop_looks_tokens_up_in_is_no_stack(mesh8):

@@ -90,7 +90,8 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
             failed, until = next(filter(None, codes)), time.monotonic() + GRACE
         if signals:
             number, until = signals.pop(0), min(until, time.monotonic() + LAST)
-            _ = [process.send_signal(number) for process in started]
+            for process in started:
+                process.send_signal(number)
         time.sleep(0.05)
     if failed is None and None in codes:
         raise Failure(f"killed {LAST:.0f} s after a signal", 128 + signal.SIGKILL)
