@@ -160,13 +160,15 @@ class Opening:
         """Replicate an operand or the result of `w / norm(w)` below stage 3, in the shape of `w`.
 
         The partitioner would cut them as their gradients are cut, and gather norms or quotients.
+        So it would the mask of `where(abs(w) > 1, w, 0)`, and `tanh(w)`.
         """
-        is_float = jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)
-        if self.gathers or like.dim is None or not is_float or self.widens(x.dtype):
+        if self.gathers or like.dim is None or jnp.ndim(x) == 0 or self.widens(x.dtype):
             return x
         boxed = dataclasses.replace(like, value=jnp.broadcast_to(x, like.value.shape))
         whole = as_spec(like.entries)
-        return self._placing(lambda x: constrain(x, self.layout, whole), boxed)(boxed.value)
+        place = functools.partial(constrain, layout=self.layout, spec=whole)
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        return (self._placing(place, boxed) if is_float else place)(boxed.value)
 
     def _placing(self, place: Callable[[Any], Any], boxed: Boxed) -> Callable[[Any], Any]:
         """Let gradients of what is placed become shards, where a constraint would gather them."""

@@ -14,6 +14,7 @@ right whatever it is; the rules here say which of them need no other device's pa
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -122,10 +123,12 @@ def _on_shards(
         if is_alone and (widens or first.recorded):
             return None
         operands, like = opening.settled(values), dataclasses.replace(first, recorded=(), wide=None)
-        if not is_alone and eqn.primitive.name != "custom_vjp_call":  # its rule counts on shapes
-            operands = [opening.uncut(x, like) for x in operands]
-        (out,) = bind(eqn, operands)
-        out = out if is_alone else opening.uncut(out, like)
+        run = functools.partial(bind, eqn)
+        if eqn.primitive.name != "custom_vjp_call":  # its rule counts on shapes
+            operands = [x if is_alone else opening.uncut(x, like) for x in operands]
+            if is_alone and not opening.gathers:  # tanh keeps its result: that would lie cut
+                run = jax.checkpoint(run, prevent_cse=False)
+        out = opening.uncut(run(operands)[0], like)
         return [opening.placed(dataclasses.replace(like, value=out))]
     if not others and all(var.aval.shape == () for var in eqn.outvars):
         return bind(eqn, opening.settled(values))
