@@ -158,6 +158,36 @@ def test_a_line_search_calls_back_with_logical_parameters(mesh8):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("optimizer", ["lbfgs", "sam"])
+def test_functions_are_called_under_the_explicit_axes_of_what_they_hold(optimizer, stage, compiled):
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices()[:8])
+    params, x = {"w": jnp.eye(16) / 2}, jax.random.normal(jax.random.key(1), (16, 16))
+    layout = zerojax.make_layout(params, mesh, stage=stage, min_size=1)
+    plain = optax.lbfgs()
+    if optimizer == "sam":
+        plain = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+
+    def run(tx, loss, params, x):
+        def step(params, state, x):
+            value, grads = jax.jit(jax.value_and_grad(loss))(params, x)
+            asked = {"value": value, "grad": grads, "value_fn": lambda p: loss(p, x)}
+            if optimizer == "sam":
+                asked = {"grad_fn": lambda p, _: jax.grad(loss)(p, x)}
+            return tx.update(grads, state, params, **asked)[0]
+
+        return (jax.jit(step) if compiled else step)(params, tx.init(params), x)
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"] - x) ** 2)
+
+    gathered = zerojax.gather_where_used(loss_fn, layout)
+    placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
+    got = run(zerojax.sharded(plain, layout), gathered, *placed)
+    np.testing.assert_allclose(got["w"], run(plain, loss_fn, params, x)["w"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_texts_and_flags_choose_within_an_update(mesh8, compiled):
     """As with optax alone: `if` takes them. The same ones are traced once."""
     traced = []

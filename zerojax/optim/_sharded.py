@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 
 from zerojax._quiet import uncollected
 from zerojax._traced import Traced
@@ -18,6 +19,7 @@ from zerojax.collectives.forms import (
     auto_region,
     constrain,
     cut,
+    is_explicit,
     shard,
     shard_tree,
     store,
@@ -166,6 +168,17 @@ def _as_gradients(tree: PyTree, layout: Layout) -> PyTree:
     return layout.structure.unflatten(leaves)
 
 
+def _under_explicit(function: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """Run a function that an optimizer is handed under Explicit axes, as what it closes over."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        alike = [jax.tree.structure(x) == layout.structure for x in args]
+        spec = (layout.params if x else layout.sharding(P()) for x in alike)
+        return jax.sharding.explicit_axes(function, in_sharding=(*spec,))(*args, **named)
+
+    return call
+
+
 def _is_static(x: Any) -> bool:
     return callable(x) or isinstance(x, str | bool)
 
@@ -185,6 +198,9 @@ def _update(
     arrays: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     placed = state_layout(tx, layout, layout.shapes if params is None else params)
+    if any(map(is_explicit, jax.tree.leaves(updates))):
+        handed = functools.partial(_under_explicit, layout=layout)
+        static = jax.tree.map(lambda x: handed(x) if callable(x) else x, static)
 
     def call(grads: PyTree, state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
         return tx.update(grads, state, params, **arrays, **static)

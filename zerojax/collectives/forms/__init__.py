@@ -9,6 +9,7 @@ from zerojax.collectives.forms._forms import (
     constrain,
     cut,
     gather_weight,
+    is_explicit,
     num_blocks,
     on_devices,
     scatter,

@@ -71,7 +71,7 @@ def auto_region(function: Callable[..., Any], layout: Layout, out_specs: Any) ->
         return isinstance(node, P)
 
     def call(*args: Any) -> Any:
-        if not any(map(_is_explicit, jax.tree.leaves(args))):
+        if not any(map(is_explicit, jax.tree.leaves(args))):
             return function(*args)
         specs = out_specs
         if not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
@@ -88,7 +88,7 @@ def auto_region(function: Callable[..., Any], layout: Layout, out_specs: Any) ->
     return call
 
 
-def _is_explicit(x: Any) -> bool:
+def is_explicit(x: Any) -> bool:
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
 
