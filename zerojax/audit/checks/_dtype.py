@@ -25,15 +25,21 @@ def check_dtype(evidence: Evidence) -> Iterator[Problem]:
             seen=f"{largest.record.dtype} moved where {bits} bits would do: {moved:,.0f} B in "
             f"{len(found)} gather(s), of which {saved:,.0f} B are needless",
             remedy="cast to the parameters' dtype before the gather, with an optimization_barrier "
-            "between them (Precision(params=jnp.bfloat16) does so)",
+            "between them (Precision(params=jnp.bfloat16) does so)"
+            if evidence.recipe.precision.params is None
+            else "let the loss use the weight as it comes (no weight.astype(jnp.float32)), or "
+            "cast it where it is whole",
         )
     leaves, sums = evidence.layout.leaves, [x for x in evidence.large if x.role in REDUCTIONS]
-    # Sums of the size of a vector may be statistics of the batch, which BatchNorm computes in fp32.
+    # Sums of the size of a vector may be statistics of the batch, which BatchNorm computes in fp32,
+    # and so may those of what is carried beside the states, where no backward pass makes them.
+    carried = {one.elements for one in evidence.states("other")}
     wide = [
         move
         for move in sums
         if 0 < _own_bits(evidence, move) < move.record.item_bits
         and any(len(leaves[i].shape) - leaves[i].stacked > 1 for i in move.match.leaves)
+        and (move.record.elements not in carried or "transpose(" in move.record.op_name)
     ]
     if _is_relevant(evidence, wide) and not _may_reduce_wide(evidence):
         largest = max(wide, key=lambda move: move.moved)

@@ -144,13 +144,16 @@ def _of_optimizer(evidence: Evidence) -> str:
     return f"{advice}: {', '.join(others)} needs others" if others else ""
 
 
-def of_kernel(evidence: Evidence, moves: Iterable[Move]) -> str:
-    """Say what to do where all examples are gathered for a Pallas kernel, which XLA can't cut."""
-    if not any(evidence.is_for(move, "pallas_call") for move in moves):
-        return ""
+def of_kernel(evidence: Evidence, moves: Sequence[Move]) -> str:
+    """Say what to do where all examples are gathered for what XLA can't cut, as a Pallas kernel."""
     spec = f"P{evidence.layout.batch_axes}"
-    wrapped = f"jax.shard_map(kernel, in_specs={spec}, out_specs={spec}, check_vma=False)"
-    return f"let each device run the kernel for its own examples: {wrapped}"
+    ways = {  # columns of right-hand sides hold the examples of jax.vmap too
+        "pallas_call": f"kernel, in_specs={spec}, out_specs={spec}, check_vma=False",
+        "triangular_solve": f"solve, in_specs=(P(), {spec}), out_specs={spec}",
+    }
+    found = (x for name, x in ways.items() if any(evidence.is_for(m, name) for m in moves))
+    how = next(found, "")
+    return how and f"let each device compute its own examples: jax.shard_map({how})"
 
 
 def of_joined(evidence: Evidence, moves: Iterable[Move]) -> str:

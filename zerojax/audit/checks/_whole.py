@@ -41,7 +41,7 @@ def check_accumulator(evidence: Evidence) -> Iterator[Problem]:
         f"the sum from shards{hint(evidence, 'make_train_step', 'gather_where_used')}"
     )
     if evidence.recipe.reduction(evidence.layout.kinds) == "once":
-        told = "Recipe(reduce='each') sums into shards, and reduces each use of a weight by itself"
+        told = "keep it where Recipe(reduce='each') moves too much, which sums each use into shards"
         remedy = f"{told}; a whole sum is the memory of stage 1"
     yield Problem(
         where=f"{evidence.paths(i for i, _ in found)}: {largest.loop} ({largest.op_name})",
