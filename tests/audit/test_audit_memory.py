@@ -56,7 +56,7 @@ def test_whole_sums_at_stage_2_are_caught(make, tree):
     assert "a sum over microbatches holds whole gradients" in problem.seen
     whole = 4 * 2 * WIDTH * HIDDEN * (LAYERS if tree == "stack" else 1)
     assert int(problem.seen.split(": ")[1].split(" B")[0].replace(",", "")) >= whole
-    assert "reduce='each'" in problem.remedy
+    assert "keep it where Recipe(reduce='each') moves too much" in problem.remedy  # no way back
 
 
 @pytest.mark.parametrize("early", [True, False])
