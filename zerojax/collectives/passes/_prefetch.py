@@ -129,7 +129,7 @@ class _Prefetch:
             if self.layers or prevents:
                 is_apart = self.layers and looped
                 alone = _gathered(program) if is_apart else [False] * len(values)
-                values = _held(values, alone, not prevents and _is_use(program))
+                values = _held(values, alone, self.is_tpu and not prevents and _is_use(program))
             return _jaxpr.run(program, values, step)
         if _jaxpr.runs_in_place(eqn):
             return _jaxpr.run(_jaxpr.called(eqn), values, step)
