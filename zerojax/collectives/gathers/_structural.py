@@ -123,12 +123,15 @@ def _on_shards(
         if is_alone and (widens or first.recorded):
             return None
         operands, like = opening.settled(values), dataclasses.replace(first, recorded=(), wide=None)
-        run = functools.partial(bind, eqn)
-        if eqn.primitive.name != "custom_vjp_call":  # its rule counts on shapes
-            operands = [x if is_alone else opening.uncut(x, like) for x in operands]
-            if is_alone and not opening.gathers:  # tanh keeps its result: that would lie cut
-                run = jax.checkpoint(run, prevent_cse=False)
-        out = opening.uncut(run(operands)[0], like)
+        run, is_rule = functools.partial(bind, eqn), eqn.primitive.name == "custom_vjp_call"
+        # tanh keeps its result: that would lie cut. A CPU would gather those of penalties instead.
+        again = is_alone and not opening.gathers and opening.layout.platform != "cpu"
+        if not (is_alone or is_rule):  # a rule counts on shapes
+            operands = [opening.uncut(x, like) for x in operands]
+        (out,) = (jax.checkpoint(run, prevent_cse=False) if again and not is_rule else run)(
+            operands
+        )
+        out = opening.uncut(out, like) if again or not is_alone else out
         return [opening.placed(dataclasses.replace(like, value=out))]
     if not others and all(var.aval.shape == () for var in eqn.outvars):
         return bind(eqn, opening.settled(values))
