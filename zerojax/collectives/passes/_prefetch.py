@@ -238,5 +238,8 @@ def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool]) -
     state, _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
     carry, _, rows = layer(length - 1, in_turn(state), [])
     # libtpu starts a reduction as late as it can: without the barrier those of the last layer stood
-    # at the end of the step, where no product is left that they could be merged with.
-    return in_turn([*carry, *rows]) if turn.ends else [*carry, *rows]
+    # at the end of the step, where no product is left that they could be merged with. Of stacks XLA
+    # reads a slice before the last layer is written on GPUs, and so kept both.
+    if turn.ends:
+        return in_turn([*carry, *rows])
+    return [*carry, *(rows if is_tpu else jax.lax.optimization_barrier(rows))]
