@@ -221,3 +221,21 @@ def test_a_loop_over_the_batch_computes_all_of_it_on_each_device(mesh8, stage):
     assert reports[1].problems == ()
     (told,) = [x for x in reports[0].problems if x.kind == "reduce-scatter"]
     assert "jax.vmap" in told.remedy
+
+
+@pytest.mark.parametrize("form", ["side by side", "stacked", "of two sizes"])
+def test_gradients_of_weights_that_a_loss_joins_are_no_activation(mesh8, form):
+    """They are reduced together, [64, 192] for three of [64, 64]."""
+    wide = 128 if form == "of two sizes" else 64
+    layout = zerojax.make_layout(
+        shapes_of({"q": (64, wide), "k": (64, 64), "v": (64, 64)}), mesh8, stage=3
+    )
+
+    def loss(params, x):
+        h, weights = jnp.tanh(x), [*params.values()]
+        if form == "stacked":
+            return jnp.mean(jnp.einsum("bw,nwh->nbh", h, jnp.stack(weights)) ** 2)
+        return jnp.mean((h @ jnp.concatenate(weights, 1)) ** 2)
+
+    report = zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(BATCH)
+    assert report.problems == ()

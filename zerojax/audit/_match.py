@@ -81,6 +81,22 @@ class Matcher:
                 found.append(match)
         return max(found, key=lambda match: math.prod(match.key))
 
+    def joins(self, shape: Shape) -> bool:
+        """Return whether dims are those of leaves or layers side by side, or stacked.
+
+        [512, 1536] may be three of [512, 512], which a loss joins to multiply them at once.
+        """
+        key, sums = key_of(shape), dict[int, set[int]]()
+        for match in (x for form in FORMS[:2] for x in self._forms[form].values()):
+            rest = [*(Counter(key) - Counter(match.key)).elements()]
+            if len(key) == len(match.key) + 1 and rest and rest[0] <= len(match.leaves):
+                return True
+            longer, size = difference(key, match.key)
+            for _ in match.leaves if longer < 2**63 else ():
+                found = sums.setdefault(longer, {0})
+                found |= {x + size for x in found if x + size <= longer}
+        return any(longer in found for longer, found in sums.items())
+
     @cached_property
     def _forms(self) -> dict[str, dict[Key, Match]]:
         leaves: dict[tuple[str, Key], list[int]] = {}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, hint, reducing, some
+from zerojax.audit._match import Matcher
 from zerojax.audit._memory import traffic_of
 from zerojax.audit._traffic import REDUCTIONS
 from zerojax.audit.checks._volume import STAGED, is_too_much, of_joined, of_kernel, staged
@@ -101,6 +102,9 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     of_weights = evidence.origins.is_of_weights
     gathered = [move for move in gathered if not of_weights(move.record.operand)]
     reduced = [move for move in strange if move.role in REDUCTIONS]
+    if not is_too_much(evidence):  # gradients of weights that the loss has joined
+        joins = Matcher(evidence.layout).joins
+        reduced = [move for move in reduced if not joins(move.record.shape)]
     least = SHARE * _local_elements(evidence)
     heavy = sum_moved(reduced, "judged") >= least
     few = all(move.record.elements < evidence.floor for move in gathered)
