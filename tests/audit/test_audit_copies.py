@@ -64,6 +64,29 @@ def test_an_average_gives_its_buffer_to_the_next_one(make):
         assert all("donate_argnums=0" in p.remedy for p in report.problems)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_the_pair_that_lookahead_steps_is_of_parameters(make, stage):
+    """As docs/optimizers.md has it, lookahead stands around the wrapped optimizer."""
+    layout = make(stage)
+    tx = optax.lookahead(zerojax.sharded(TX, layout), sync_period=2, slow_step_size=0.5)
+    pair = optax.LookaheadParams(layout.shapes, layout.shapes)
+    at = optax.LookaheadParams(layout.params, layout.masters)
+
+    def step(pair, state, x):
+        grads = jax.grad(zerojax.gather_where_used(pair_loss, layout))(pair.fast, x)
+        updates, state = tx.update(grads, state, pair)
+        return optax.apply_updates(pair, updates), state
+
+    state = jax.eval_shape(tx.init, pair)
+    places = (at, optax.LookaheadState(layout.opt_state(TX), layout.sharding(P())))
+    jitted = jax.jit(
+        step, in_shardings=(*places, layout.batch), out_shardings=places, donate_argnums=(0, 1)
+    )
+    report = audit(jitted.lower(pair, state, X).compile(), layout)
+    # Below stage 3 weights that are set back to the slow ones are gathered once more.
+    assert {problem.kind for problem in report.problems} <= {"volume"}
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("params", [None, jnp.bfloat16])
 @pytest.mark.parametrize("stage", range(4))

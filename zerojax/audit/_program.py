@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
 from zerojax._plain import made
@@ -240,7 +241,8 @@ def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
 
 def _is_optimizer_state(node: Any) -> bool:
     if _is_named_tuple(node):
-        return type(node).__module__.split(".")[0] == "optax"
+        is_state = not isinstance(node, optax.LookaheadParams)  # a pair of parameters
+        return is_state and type(node).__module__.split(".")[0] == "optax"
     # A chain is a plain tuple; states of a user's own transformation stand in it beside optax's.
     chained = type(node) is tuple and bool(node) and all(map(_is_named_tuple, node))
     return chained and any(map(_is_optimizer_state, node))
