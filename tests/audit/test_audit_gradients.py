@@ -239,3 +239,19 @@ def test_gradients_of_weights_that_a_loss_joins_are_no_activation(mesh8, form):
 
     report = zerojax.make_train_step(loss, optax.adam(1e-3), layout).audit(BATCH)
     assert report.problems == ()
+
+
+def test_a_loss_with_a_state_is_not_told_to_reduce_once(mesh8):
+    """Recipe(reduce='once') refuses it: each device would make a state of its own."""
+    layout = zerojax.make_layout(shapes_of({"a": (64, 256), "b": (256, 64)}), mesh8, stage=2)
+    state = shapes_of({"sums": (512, 64)})
+
+    def loss(params, x, model_state):
+        z = jnp.tanh(x @ params["a"]) @ params["b"]
+        at = jnp.argmax(jax.lax.stop_gradient(z @ model_state["sums"].T), -1)
+        sums = jnp.zeros((512, 64)).at[at].add(jax.lax.stop_gradient(z))
+        return jnp.mean((z - x) ** 2), {"sums": model_state["sums"] + sums}
+
+    step = zerojax.make_train_step(loss, optax.adam(1e-3), layout, model_state=state)
+    problem = only(step.audit(BATCH), "volume")
+    assert "reduce='once'" not in problem.remedy

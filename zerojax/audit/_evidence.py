@@ -283,7 +283,10 @@ def reducing(evidence: Evidence) -> str:
     """Advise a step whose loss the partitioner divides to reduce each gradient once."""
     layout, whole = evidence.layout, not evidence.layout.partitions("parameter")
     if "make_train_step" in evidence.tools:
-        if not whole or evidence.recipe.reduce == "once" or evidence.joins_examples:
+        paths = (one.argument.path.split("/") for one in evidence.held)
+        refused = any("model_state" in path for path in paths)  # each device would have its own
+        refused |= evidence.recipe.reduce == "once" or evidence.joins_examples
+        if refused or not whole:
             return ""
         told = "of a mean over examples, have each device add up its gradients, and hold them whole"
         return f"{told}: Recipe(reduce='once')"
