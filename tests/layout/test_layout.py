@@ -164,6 +164,19 @@ def test_specs_stay_and_zero_takes_another_axis():
     assert {leaf.whole_spec for leaf in prefix.leaves} == {P()}
 
 
+@pytest.mark.parametrize(
+    "specs", [P("model"), {"a": P("model")}, {"a": {"bias": None, "weight": P("model")}}]
+)
+def test_specs_stay_with_their_leaves_where_parameters_hold_none(specs):
+    params = {"a": {"bias": None, **shapes(weight=(8, 8))}, "b": None, **shapes(c=(8, 16))}
+    if isinstance(specs, dict):
+        specs |= {"b": None, "c": P(None, "model")}
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    layout = zerojax.make_layout(params, mesh, stage=1, specs=specs, min_size=0)
+    last = ((), ("model",)) if isinstance(specs, dict) else (("model",), ())
+    assert [leaf.entries for leaf in layout.leaves] == [(("model",), ()), last]
+
+
 def test_several_axes_partition_together():
     mesh = zerojax.make_mesh({"replica": 2, "fsdp": 4})
     layout = zerojax.make_layout(shapes(w=(64, 64)), mesh, stage=3, axis=("replica", "fsdp"))

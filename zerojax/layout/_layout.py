@@ -264,7 +264,7 @@ def _broadcast(specs: PyTree, params: PyTree) -> list[Any]:
             "specs do not have the structure of the parameters, or a prefix of it: "
             f"{str(error).splitlines()[0]}; write one PartitionSpec (or None) per leaf or subtree"
         ) from None
-    return jax.tree.leaves(full, is_leaf=is_spec)
+    return jax.tree.structure(params).flatten_up_to(full)  # None that parameters hold is no leaf
 
 
 def _user_entries(mesh: AnyMesh, name: str, spec: Any, leaf: jax.ShapeDtypeStruct) -> Entries:
