@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,54 @@ def test_a_leaf_that_is_not_on_the_devices_of_the_mesh_is_named(tmp_path, replic
     arrays = {"a": array(P("data")), "b": array(P(), "pinned_host")}
     with pytest.raises(ValueError, match=r"leaf 'b' lies on .*pinned_host"):
         LocalCopies(tmp_path, tmp_path, MESH, arrays, replicator=replicator)
+
+
+class Copies:
+    """Hold copies as several hosts do."""
+
+    held: ClassVar[dict] = {}
+
+    def __init__(self, *_, **__):
+        self.steps, self.passed_over, self.manager = sorted(self.held), {}, self
+
+    def save(self, step, arrays):
+        self.held[step] = dict(arrays)
+        self.steps.append(step)
+
+    def restore(self, step, _):
+        return self.held[step]
+
+    def close(self):
+        pass
+
+    wait_until_finished = close
+
+
+@pytest.mark.parametrize("wrong", ["cut short", "damaged"])
+def test_a_save_that_is_not_whole_hides_no_newer_copy(tmp_path, monkeypatch, wrong):
+    monkeypatch.setattr("zerojax.checkpoint._folder.LocalCopies", Copies)
+    monkeypatch.setattr(Copies, "held", {})
+    axes = {"axis": "data", "batch_axes": ("host", "data")}
+    layout = zerojax.make_layout({"w": jnp.ones((8, 8))}, MESH, stage=3, **axes)
+
+    def state(step):
+        return {"w": jnp.full((8, 8), float(step), device=layout.sharding(P("data")))}
+
+    asked = {"local": tmp_path / "own"}
+    with zerojax.Checkpoints(tmp_path / "run", **asked) as checkpoints:
+        checkpoints.save(100, state(100), layout)
+        checkpoints.save_local(190, state(190), layout)
+        checkpoints.save(200, state(200), layout)
+    if wrong == "cut short":
+        (tmp_path / "run" / "200" / "checkpoint.json").unlink()
+    else:
+        for held in (tmp_path / "run" / "200" / "arrays" / "d").iterdir():
+            held.write_bytes(bytes(held.stat().st_size))
+    with zerojax.Checkpoints(tmp_path / "run", **asked) as checkpoints:
+        found = checkpoints.restore_latest(layout, state(0))
+    assert found.path == tmp_path / "own" / "190"
+    assert [path.name for path in found.passed_over] == ["200"]
+    assert (found.state["w"] == 190).all()
 
 
 class Device:

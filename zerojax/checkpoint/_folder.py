@@ -153,7 +153,7 @@ class Checkpoints:
 
         It takes what writing to the host takes, so it can be done every few steps. A run that
         starts again on the same mesh goes on from it (`restore_latest`) where `save` has nothing
-        newer. Orbax writes and reads it, without digests.
+        newer that is whole. Orbax writes and reads it, without digests.
 
         Raises:
             ValueError: there is no `local`, no other host holds a copy of some leaf, or the folders
@@ -206,9 +206,11 @@ class Checkpoints:
         passed_over: dict[Path, str] = {}
         names = " ".join(path.name for path in _folders(self.directory).values())
         named = gather_texts("restore", names)[0].split()  # as the first process sees them
-        if restored := self._restore_local(layout, like, int([-1, *named][-1]), passed_over):
-            return restored
-        for name in reversed(named):
+        for name in reversed(["-1", *named]):
+            if restored := self._restore_local(layout, like, int(name), passed_over):
+                return restored
+            if name == "-1":
+                break
             path = self.directory / name
             try:
                 manifest, state = read_state(path, layout, like, self._tx)
