@@ -27,6 +27,7 @@ from zerojax.checkpoint import (
     start_save,
     verify,
 )
+from zerojax.checkpoint._safetensors import write_safetensors
 
 
 @pytest.fixture
@@ -223,6 +224,18 @@ def test_a_list_of_weights_goes_out_and_comes_back(tmp_path, layout):
     out = export_safetensors(tmp_path / "list", tmp_path / "list.safetensors")
     back = import_safetensors(out, layout, weights)
     assert [float(x[0]) for x in back] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_leaves_that_are_one_tensor_by_name_are_refused(tmp_path, layout):
+    twice = {"a.b": jnp.zeros(3), "a": {"b": jnp.zeros(3)}}
+    save(tmp_path / "twice", {"params": twice}, layout)
+    one = tmp_path / "one.safetensors"
+    said = r"leaves '(a.b)' and '(?!\1)a.b' are one tensor by name; rename the one that has a dot"
+    with pytest.raises(ValueError, match=said):
+        export_safetensors(tmp_path / "twice", one)
+    write_safetensors(one, twice := {"a.b": twice["a.b"]}, twice.__getitem__)
+    with pytest.raises(ValueError, match=said):
+        import_safetensors(one, layout, {**twice, "a": {"b": twice["a.b"]}})
 
 
 STUCK = """

@@ -15,7 +15,7 @@ Source: https://github.com/huggingface/safetensors, section Format.
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +184,7 @@ def export_safetensors(
     endings = _endings(manifest, part, root)
     verify(root)
 
-    held = {ending.replace("/", "."): leaf for leaf, ending in endings.items()}
-    if len(held) < len(endings):
-        raise ValueError(f"{root}: two leaves are one tensor by name; rename one that has a dot")
+    held = dict(zip(_tensor_names(endings.values(), root), endings, strict=True))
     leaves = {name: manifest.leaves[leaf] for name, leaf in held.items()}
     write_safetensors(
         path,
@@ -194,6 +192,15 @@ def export_safetensors(
         lambda name: read_leaf(root, manifest, held[name]),
     )
     return path
+
+
+def _tensor_names(leaves: Iterable[str], path: Path) -> list[str]:
+    owners: dict[str, str] = {}
+    for leaf in leaves:
+        if (other := owners.setdefault(leaf.replace("/", "."), leaf)) != leaf:
+            told = f"leaves {other!r} and {leaf!r} are one tensor by name"
+            raise ValueError(f"{path}: {told}; rename the one that has a dot")
+    return list(owners)
 
 
 def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]:
@@ -227,12 +234,13 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
         FileNotFoundError: there is no such file.
         IncompatibleCheckpointError: tensors are missing, left over, of another shape or of a wider
             dtype; nothing has been read then.
-        ValueError: a file is damaged.
+        ValueError: a file is damaged, or two leaves are one tensor by name.
     """
     path = local_path(path)
     tensors = find_tensors(path)
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
-    names = {leaf: x for leaf in wanted if (x := leaf.replace("/", ".")) in tensors}
+    named = zip(wanted, _tensor_names(wanted, path), strict=True)
+    names = {leaf: name for leaf, name in named if name in tensors}
     names |= {name.replace(".", "/"): name for name in sorted(tensors.keys() - names.values())}
     found = {}
     for leaf, name in names.items():
