@@ -35,13 +35,14 @@ from zerojax.train import TrainState, first_loss_scale, make_train_step
 
 
 def held_out_batches(
-    text: np.ndarray, context: int, num_windows: int, batch_size: int
+    text: np.ndarray, context: int, num_windows: int, batch_size: int, vocab_size: int
 ) -> np.ndarray:  # [batches, B, T + 1]
     """Cut fixed stretches of held-out text into whole batches of a step.
 
     What is left over is not looked at; where they are too few for one batch some come again.
     """
-    windows = make_batches(text, context=context, batch_size=1, num_epochs=1)
+    given = {"context": context, "vocab_size": vocab_size}
+    windows = make_batches(text, batch_size=1, num_epochs=1, **given)
     rows = np.concatenate(list(itertools.islice(windows, num_windows)))
     return np.resize(rows, (max(1, len(rows) // batch_size), batch_size, context + 1))
 
@@ -88,8 +89,8 @@ class TrainRun:
             process_count=count,
             vocab_size=self.config.vocab_size,
         )
-        held_out = self.corpus.held_out, context, options.eval_windows, self.batch_size
-        self.held_out = held_out_batches(*held_out)[:, index::count]
+        asked = context, options.eval_windows, self.batch_size, self.config.vocab_size
+        self.held_out = held_out_batches(self.corpus.held_out, *asked)[:, index::count]
         if jax.process_index() == 0:
             _machine.check_output("--out", options.out / "metrics.jsonl")
         self.checkpoint = checkpoint
