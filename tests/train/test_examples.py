@@ -91,6 +91,15 @@ def test_aux_whose_examples_are_not_its_rows_is_refused(mesh8):
         metrics(mesh8, loss, X, (2, 2, None), has_aux=True)
 
 
+def test_aux_that_loses_the_dim_of_a_single_example_is_refused(mesh8):
+    def loss(params, batch):
+        rows = batch @ params["w"]
+        return jnp.mean(rows), {"rows": rows, "means": rows.mean(-1).squeeze()}
+
+    with pytest.raises(ValueError, match=r"'means' is \[\] for 1 .* \[2\] for 2: return it with"):
+        metrics(mesh8, loss, X, (2, 4, "once"), has_aux=True)
+
+
 def weighted(params, batch):
     errors = jnp.mean((batch["x"] @ params["w"] - batch["x"]) ** 2, -1)
     return jnp.mean(batch["table"]["weights"][batch["labels"]] * errors)

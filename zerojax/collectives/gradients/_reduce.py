@@ -103,7 +103,7 @@ def row_leaves(
         jax.eval_shape(lambda batch: loss_fn(params, batch, carried)[1][1], larger)
     )
     for name, x, y in zip(names, leaves, twice, strict=True):
-        if x.shape != y.shape and (x.shape[0], *x.shape[1:]) != (size, *y.shape[1:]):
+        if x.shape != y.shape and x.shape != (size, *y.shape[1:]):
             raise ValueError(
                 f"aux leaf {name!r} is {list(x.shape)} for {size} examples and {list(y.shape)} for "
                 f"{2 * size}: return it with one row per example, as [examples, ...]"
