@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -64,3 +65,10 @@ def test_options_that_are_given_hold_in_a_search():
             ("optimizer",),
             2,
         )
+    axis = {"model_axis": 4, "batch_size": 2, "accumulate": 1, "stage": 1}  # what holds may be 1
+    asked = PlanOptions(model="tiny", devices=8, search=True, given=frozenset(axis), **axis)
+    assert {(x.model_axis, x.count) for x in PlanQuestion(asked).search().tried} == {(4, 1)}
+    asked = dataclasses.replace(asked, batch_size=8, given=asked.given - {"accumulate"})
+    assert {x.recipe.accumulate for x in PlanQuestion(asked).search().tried} > {1}
+    asked = dataclasses.replace(asked, given=frozenset(axis))
+    assert {x.recipe.accumulate for x in PlanQuestion(asked).search().tried} == {1}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.planner import plans
 from tests.planner.plans import ODD, TRACED, TX, first_word, nouns, odd_batch
-from zerojax import plan, search_plans
+from zerojax import Precision, plan, search_plans
 from zerojax.planner import Space
 
 SOURCES = {"traced": TRACED, "nothing": {"params": ODD}}
@@ -29,6 +29,7 @@ def everything(source):
 
 #: Without those stages that differ least: under a tight limit every microbatch is planned.
 NARROW = Space(stages=(0, 3))
+ONE_BYTE = Precision(params=jnp.bfloat16, gather="int8")
 
 
 @functools.cache
@@ -220,6 +221,7 @@ def test_a_batch_that_no_mesh_divides_is_refused():
         ({"space": Space(model_axes=(3,))}, ["model_axis=3"]),
         ({"space": Space(model_axes=(1,), num_shards=(3,))}, ["num_shards=3"]),
         ({"space": Space(num_shards=(0,))}, ["num_shards", "0"]),
+        ({"space": Space(microbatches=(0,))}, ["microbatches", "0"]),
         ({"batch": None}, ["loss_fn and batch: one"]),
         ({"accumulate": 5}, ["batch of 48 examples", "accumulate=5", "another accumulate"]),
     ],
@@ -234,7 +236,7 @@ def test_options_that_can_t_be_meant_are_refused_in_one_line(options, words):
         assert word in message
 
 
-@pytest.mark.parametrize("given", [{"stages": ()}, {"stages": 2}, {"model_axes": ()}])
+@pytest.mark.parametrize("given", [{"stages": ()}, {"stages": 2}, {"microbatches": ()}])
 def test_a_space_that_lists_nothing_is_refused(given):
     (name,) = given
     with pytest.raises(ValueError, match=rf"Space\.{name} lists what is tried, at least one"):
@@ -264,6 +266,11 @@ def test_what_the_recipe_chooses_holds_and_what_it_leaves_open_is_searched():
     }
     once = find("traced", reduce="once", remat="full", space=Space(model_axes=(1,)))
     assert {(one.stage, one.recipe.reduce) for one in once} == {(n, "once") for n in range(3)}
+    for counts in ((1,), (3, 1)):
+        space = Space(model_axes=(1,), microbatches=counts, stages=(2,), offload=False)
+        assert {x.recipe.accumulate for x in find("traced", space=space).tried} == {*counts}
+    narrow = find("traced", precision=ONE_BYTE, space=Space(model_axes=(1,)))
+    assert {one.stage for one in narrow} == {3}
 
 
 # ------------------------------------------------------------------ what it says
@@ -280,7 +287,12 @@ def test_tables_hold_choices_and_front():
 
 
 @pytest.mark.parametrize(
-    ("stage", "option"), [(2, {"reshard_after_forward": False}), (3, {"reduce": "once"})]
+    ("stage", "option"),
+    [
+        (2, {"reshard_after_forward": False}),
+        (3, {"reduce": "once"}),
+        (1, {"precision": ONE_BYTE}),
+    ],
 )
 def test_a_recipe_that_no_stage_takes_is_refused_by_its_name(stage, option):
     with pytest.raises(ValueError, match=rf"none of the stages \({stage},\) takes") as caught:

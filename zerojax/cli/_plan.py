@@ -81,9 +81,8 @@ class PlanQuestion:
                 raise ValueError(f"{told} that a program has of {chip.name}; give less")
             self.hardware = dataclasses.replace(chip, memory=round(limit * 1e9))
         self.config = config = options.chosen_model
-        # A search cuts no layer before it starts.
-        groups = max(1, options.devices // (1 if options.search else options.model_axis))
-        self.num_examples = options.examples(groups)
+        # A search tries other model axes where none is given, which is 1.
+        self.num_examples = options.examples(max(1, options.devices // options.model_axis))
         batch = jax.ShapeDtypeStruct((self.num_examples, config.context + 1), jnp.int32)
         #: what a plan and a search are asked alike
         self._given: dict[str, Any] = {
@@ -108,6 +107,7 @@ class PlanQuestion:
             stages=options.stages,
             num_shards=None if options.shards is None else (options.shards,),
             model_axes=None if free else (options.model_axis,),
+            microbatches=(options.accumulate,) if "accumulate" in options.given else None,
         )
         return planner.search_plans(space=space, **self._given)
 

@@ -21,6 +21,7 @@ class Space:
         stages: ZeRO stages.
         num_shards: sizes of the shard group; None is all devices, and those of a node or slice.
         model_axes: sizes of the model axis; None is 1, 2, 4, ... up to a node's devices.
+        microbatches: numbers of microbatches; None is the recipe's if it has several, else all.
         offload: whether the host may keep states, or activations too, if the recipe leaves it open.
 
     Raises:
@@ -30,10 +31,11 @@ class Space:
     stages: Sequence[int] = (0, 1, 2, 3)
     num_shards: Sequence[int] | None = None
     model_axes: Sequence[int] | None = None
+    microbatches: Sequence[int] | None = None
     offload: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("stages", "num_shards", "model_axes"):
+        for name in ("stages", "num_shards", "model_axes", "microbatches"):
             given = getattr(self, name)
             is_open = given is None and name != "stages"
             if not is_open and (not isinstance(given, Collection) or not len(given)):

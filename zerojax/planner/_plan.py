@@ -171,6 +171,8 @@ class _Search:
     ) -> None:
         self.model, self.recipe, self.space = model, model.recipe, space
         self.num_devices, self.hardware, self.limit = num_devices, hardware, limit
+        given = space.microbatches or [self.recipe.accumulate][self.recipe.accumulate == 1 :]
+        self.counts = sorted(as_count("microbatches", count) for count in given)  # none: all
         self._placed = functools.cache(self._place)
         self._traced = functools.cache(lambda one: Demand(dataclasses.replace(model, recipe=one)))
         self.any = self._demand(self.recipe)
@@ -182,15 +184,16 @@ class _Search:
         if meshes and not asked:
             raise ValueError(
                 f"none of the stages {tuple(self.space.stages)} takes {self.recipe}: "
-                "reshard_after_forward=False is for stage 3, reduce='once' for those below; give "
-                "other stages, or leave that to the search"
+                "reshard_after_forward=False and gather= are for stage 3, reduce='once' for those "
+                "below; give other stages, or leave that to the search"
             )
         families = [list(self._microbatches(*one)) for one in asked]
         tried = tuple(itertools.chain.from_iterable(families))
         if not tried:
+            counts = " or ".join(map(str, self.counts or [1]))
             raise ValueError(
                 f"no mesh that was to be tried divides the batch of {self.num_examples} examples "
-                f"into accumulate={self.recipe.accumulate} microbatches of whole ones; give "
+                f"into accumulate={counts} microbatches of whole ones; give "
                 "another accumulate, a batch that the devices divide, or other sizes of the axes"
             )
         fitting = [[plan for plan in one if plan.fits_within(self.limit)] for one in families]
@@ -233,12 +236,8 @@ class _Search:
         open_ways = itertools.product(self.space.stages, reshards, self._remats(), offloads)
         for stage, reshard, remat, (offload, moves) in open_ways:
             kinds = STAGES[check_stage(stage)]
-            if not reshard and "parameter" not in kinds:
-                continue  # weights are whole
             if not kinds and devices.num_replicas > 1:
                 continue  # without shards a shard group is nothing
-            if "parameter" in kinds and self.recipe.reduce == "once":
-                continue  # no gradient is ever whole
             if remat is not None and remat.partition is not None and devices.model_axis == 1:
                 continue  # over one device nothing is cut
             if moves:
@@ -249,7 +248,8 @@ class _Search:
             recipe = dataclasses.replace(self.recipe, remat=remat, offload=offload)
             recipe = dataclasses.replace(recipe, reshard_after_forward=reshard, prefetch=ahead)
             check_recipe(recipe, devices.model_axis)
-            yield stage, recipe
+            if recipe.fits(kinds):
+                yield stage, recipe
 
     def _remats(self) -> Sequence[RematPolicy | None]:
         """List what is computed again, where that is left open all that the model knows; and Pa."""
@@ -263,9 +263,9 @@ class _Search:
         placed = self._placed(devices, stage, recipe.reshard_after_forward)
         demand = self._demand(recipe)
         whole, beyond = self.num_examples // devices.num_batch_parts, False
-        given, counts = self.recipe.accumulate, range(1, min(whole, _MOST) + 1)
-        splits = [count for count in counts if whole % count == 0 and given in (1, count)]
-        for accumulate in splits if whole else [given]:  # else there is no loss
+        counts = self.counts or range(1, min(whole, _MOST) + 1)
+        splits = [count for count in counts if whole % count == 0]
+        for accumulate in splits if whole else [self.recipe.accumulate]:  # else there is no loss
             one = dataclasses.replace(recipe, accumulate=accumulate)
             plan = estimate(dataclasses.replace(placed, recipe=one), demand, whole // accumulate)
             yield plan

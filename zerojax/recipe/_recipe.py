@@ -147,12 +147,10 @@ class Recipe:
         Raises:
             ValueError: `precision.gather` is set where parameters are not partitioned.
         """
-        if self.precision.gather is not None and "parameter" not in kinds:
-            raise ValueError(
-                f"Precision(gather={self.precision.gather.name!r}) is of weights that are gathered "
-                "for the loss, and here each device has them whole; use stage 3, or leave it out"
-            )
-        return self.precision.gather
+        if (dtype := self.precision.gather) is not None:
+            told = f"Precision(gather={dtype.name!r}) is of weights that are gathered for the loss"
+            _check_gathered(told, kinds)
+        return dtype
 
     def keeps_gathered(self, kinds: Collection[Kind]) -> bool:
         """Return whether what the forward pass gathers is kept for the backward pass.
@@ -160,11 +158,9 @@ class Recipe:
         Raises:
             ValueError: `reshard_after_forward` is False where parameters are not partitioned.
         """
-        if not self.reshard_after_forward and "parameter" not in kinds:
-            raise ValueError(
-                "reshard_after_forward=False keeps what the forward pass has gathered of weights, "
-                "and here each device has them whole; use stage 3, or leave it out"
-            )
+        if not self.reshard_after_forward:
+            told = "reshard_after_forward=False keeps what the forward pass has gathered of weights"
+            _check_gathered(told, kinds)
         return not self.reshard_after_forward
 
     def lookahead(self, kinds: Collection[Kind], platform: str) -> float:
@@ -176,14 +172,19 @@ class Recipe:
         Raises:
             ValueError: `prefetch` is set where parameters are not partitioned.
         """
-        is_whole = "parameter" not in kinds
-        if self.prefetch and is_whole:
-            raise ValueError(
-                f"prefetch={self.prefetch} is of weights that are gathered layer by layer, and "
-                "here each device has them whole; use stage 3, or leave it out"
-            )
-        default = 0 if is_whole or platform == "cpu" else 0.5
+        if self.prefetch:
+            told = f"prefetch={self.prefetch} is of weights that are gathered layer by layer"
+            _check_gathered(told, kinds)
+        default = 0 if "parameter" not in kinds or platform == "cpu" else 0.5
         return default if self.prefetch is None else self.prefetch
+
+    def fits(self, kinds: Collection[Kind]) -> bool:
+        """Return whether none of the choices above is refused."""
+        try:
+            self.reduction(kinds), self.gather_dtype(kinds), self.keeps_gathered(kinds)
+            return self.lookahead(kinds, "") >= 0
+        except ValueError:
+            return False
 
     @property
     def skips(self) -> bool:
@@ -223,6 +224,12 @@ class Recipe:
                 except TypeError as error:
                     raise ValueError(f"{name} of a recipe: {error}") from None
         return cls(**given)
+
+
+def _check_gathered(told: str, kinds: Collection[Kind]) -> None:
+    if "parameter" not in kinds:
+        remedy = "and here each device has them whole; use stage 3, or leave it out"
+        raise ValueError(f"{told}, {remedy}")
 
 
 def as_recipe(recipe: Recipe | None) -> Recipe:
