@@ -81,6 +81,16 @@ def test_a_step_is_accepted_then_checked_and_a_change_is_told(steps, capsys):
     assert "argument: 0: expected spec P('data',), bytes 2,048, seen spec P(), bytes 16,384" in out
     assert "plain @ cpu:8 differs from the lock file" in err
     assert "audited" not in err
+    assert "accepted with" not in out
+    versions = {"jax": "0.1", "jaxlib": "0.2"}
+    held = json.loads(lock.read_text())
+    for one in held["steps"].values():
+        one["versions"] = versions
+    lock.write_text(json.dumps(held))
+    assert main(["check", "steps.py"]) == 1
+    out = capsys.readouterr().out
+    told = f"accepted with jax 0.1 jaxlib 0.2, compiled now with jax {jax.__version__} jaxlib "
+    assert out.count("accepted with") == out.count(told) == 1, "of the step that differs"
     assert main(["check", "steps.py", "--accept"]) == 0
     assert main(["check", "steps.py"]) == 0
 

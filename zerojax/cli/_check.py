@@ -163,6 +163,9 @@ def _show(name: str, old: StepRecord | None, record: StepRecord, screen: Any) ->
     found = compare(old, record)
     for one in found:
         screen.show(Text(f"  {one}", style="green" if one.grows is False else "red"))
+    if found and record.versions != old.versions:
+        was, now = (" ".join(map(" ".join, x.versions.items())) for x in (old, record))
+        screen.say(f"  accepted with {was}, compiled now with {now}")
     if not found:
         screen.say("  as the lock file says")
     return ["differs from the lock file"] if found else []

@@ -53,7 +53,7 @@ class Moved:
 class StepRecord:
     """What a compiled step holds and moves on one device."""
 
-    versions: Mapping[str, str]  # of what compiled it
+    versions: Mapping[str, str]  # of what compiled it, told where a step differs
     mesh: Mapping[str, int]  # its axes and their sizes, those of one device left out
     leaves: Mapping[str, Leaf]  # arguments by path, layer numbers written as *
     # collectives by what they do: "all-gather bf16[1024,4096] over data"
