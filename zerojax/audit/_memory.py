@@ -114,9 +114,9 @@ def _theory(evidence: Evidence) -> dict[str, int]:
     theory = {}
     for kind in STATES[:3]:
         whole = sum(_whole_bytes(x, evidence) for x in evidence.states(kind) if not x.on_host)
-        theory[NAMES[kind]] = round(whole / layout.parts(kind))  # type: ignore[arg-type]
+        theory[NAMES[kind]] = layout.by_formula(kind, whole)  # type: ignore[arg-type]
     whole = sum(_whole_bytes(one, evidence) for one in evidence.states("parameter"))
-    theory["gradients"] = round(whole / layout.parts("gradient"))
+    theory["gradients"] = layout.by_formula("gradient", whole)
     theory["gathered"] = round(whole) if evidence.recipe.keeps_gathered(layout.kinds) else 0
     theory["total"] = sum(theory.values())
     return theory

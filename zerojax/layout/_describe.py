@@ -107,7 +107,7 @@ def describe(layout: TreeLayout, state: Any, recipe: Recipe, stored: bool) -> De
     total = {key: sum(row.bytes[key] for row in rows) for key in PLURALS.values()}
     whole = theory["parameters"]
     for kind, key in PLURALS.items():
-        theory[key] //= layout.parts(kind)
+        theory[key] = layout.by_formula(kind, theory[key])
     for counted in (total, theory):
         counted["total"] = sum(counted.values())
     notes = []

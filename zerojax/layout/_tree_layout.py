@@ -87,15 +87,9 @@ class TreeLayout:
         self, shape: Shape, entries: Entries, *, stacked: int = 0, wanted: int | None = None
     ) -> tuple[Cut | None, str]:
         """Choose how a leaf is cut; None where it stays whole; and say why. See `choose_cut`."""
-        return choose_cut(
-            shape,
-            tuple(map(self.num_parts, entries)),
-            self.num_shards,
-            min_size=self.min_size,
-            stacked=stacked,
-            wanted=wanted,
-            in_steps=self._reduces_in_steps,
-        )
+        parts, asked = tuple(map(self.num_parts, entries)), {"stacked": stacked, "wanted": wanted}
+        held: Any = {"min_size": self.min_size, "in_steps": self._reduces_in_steps}
+        return choose_cut(shape, parts, self.num_shards, **held, **asked)
 
     @cached_property
     def _reduces_in_steps(self) -> bool:
@@ -119,15 +113,8 @@ class TreeLayout:
             axes = {kind: self.axes[kind] for kind in kinds}
             parts = {kind: self.num_parts(names) for kind, names in axes.items()}
             fields |= {"dim": cut.dim, "stored_size": cut.stored_size, "axes": axes, "parts": parts}
-        return LeafLayout(
-            path=path,
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            reason=reason,
-            entries=entries,
-            own_parts=math.prod(map(self.num_parts, entries)),
-            **fields,
-        )
+        fields |= {"entries": entries, "own_parts": math.prod(map(self.num_parts, entries))}
+        return LeafLayout(path=path, shape=leaf.shape, dtype=leaf.dtype, reason=reason, **fields)
 
     def local_shape(self, leaf: LeafLayout, shape: Shape) -> Shape:
         """Return the part of a leaf that the user's own axes leave to a device."""
@@ -219,6 +206,10 @@ class TreeLayout:
     def parts(self, kind: Kind) -> int:
         """Count the parts that the stage cuts a kind of tensor into: 1 where it stays whole."""
         return self.num_parts(self.axes[kind]) if self.partitions(kind) else 1
+
+    def by_formula(self, kind: Kind, whole: float) -> int:
+        """Return what a device holds of whole bytes by the stage's formula, whole / N."""
+        return round(whole / self.parts(kind))
 
     @cached_property
     def layers(self) -> tuple[tuple[LeafLayout, ...], ...]:
