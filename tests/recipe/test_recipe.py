@@ -132,6 +132,11 @@ def test_once_is_refused_where_parameters_are_partitioned():
 @pytest.mark.parametrize("kinds", [(), ("optimizer", "gradient")])
 def test_weights_that_are_whole_can_not_be_kept_gathered(kinds):
     assert not Recipe().keeps_gathered(kinds)
+    assert Recipe(reduce="once", prefetch=0).fits(kinds)
+    assert not Recipe(reduce="once").fits((*kinds, "parameter"))
+    gather = zerojax.Precision(gather="int8")
+    for chosen in ({"prefetch": 1}, {"reshard_after_forward": False}, {"precision": gather}):
+        assert Recipe(**chosen).fits((*kinds, "parameter")) > Recipe(**chosen).fits(kinds)
     assert Recipe(reshard_after_forward=False).keeps_gathered((*kinds, "parameter"))
     with pytest.raises(ValueError, match="has them whole; use stage 3"):
         Recipe(reshard_after_forward=False).keeps_gathered(kinds)

@@ -127,10 +127,8 @@ class Recipe:
         """Return when gradients are summed over devices, where these kinds are partitioned.
 
         The default is "once" for several microbatches where gradients stay whole (stages 0 and 1),
-        else "each". `kinds` are `Layout.kinds`, here and below.
-
-        Raises:
-            ValueError: `reduce` is "once" where parameters are partitioned.
+        else "each". `kinds` are `Layout.kinds`, here and below; a ValueError refuses a choice that
+        is for other stages.
         """
         if self.reduce == "once" and "parameter" in kinds:
             raise ValueError(
@@ -142,22 +140,14 @@ class Recipe:
         return self.reduce
 
     def gather_dtype(self, kinds: Collection[Kind]) -> Any:
-        """Return the dtype of one byte in which weights are gathered, or None.
-
-        Raises:
-            ValueError: `precision.gather` is set where parameters are not partitioned.
-        """
+        """Return the dtype of one byte in which weights are gathered, or None."""
         if (dtype := self.precision.gather) is not None:
             told = f"Precision(gather={dtype.name!r}) is of weights that are gathered for the loss"
             _check_gathered(told, kinds)
         return dtype
 
     def keeps_gathered(self, kinds: Collection[Kind]) -> bool:
-        """Return whether what the forward pass gathers is kept for the backward pass.
-
-        Raises:
-            ValueError: `reshard_after_forward` is False where parameters are not partitioned.
-        """
+        """Return whether what the forward pass gathers is kept for the backward pass."""
         if not self.reshard_after_forward:
             told = "reshard_after_forward=False keeps what the forward pass has gathered of weights"
             _check_gathered(told, kinds)
@@ -168,9 +158,6 @@ class Recipe:
 
         Where parameters are partitioned by default half a layer, which costs less time and memory
         than a whole one (docs/benchmarks.md); on a CPU, where all wait, nothing.
-
-        Raises:
-            ValueError: `prefetch` is set where parameters are not partitioned.
         """
         if self.prefetch:
             told = f"prefetch={self.prefetch} is of weights that are gathered layer by layer"
@@ -179,12 +166,10 @@ class Recipe:
         return default if self.prefetch is None else self.prefetch
 
     def fits(self, kinds: Collection[Kind]) -> bool:
-        """Return whether none of the choices above is refused."""
-        try:
-            self.reduction(kinds), self.gather_dtype(kinds), self.keeps_gathered(kinds)
-            return self.lookahead(kinds, "") >= 0
-        except ValueError:
-            return False
+        """Return whether none of the choices above is refused where these kinds are partitioned."""
+        if "parameter" in kinds:
+            return self.reduce != "once"
+        return self.reshard_after_forward and not self.prefetch and self.precision.gather is None
 
     @property
     def skips(self) -> bool:
