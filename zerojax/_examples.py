@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax._tree import path_name
+from zerojax._tree import is_key, path_name
 from zerojax._types import PyTree
 
 
@@ -112,7 +112,7 @@ def fold_keys(batch: PyTree, index: Any) -> PyTree:
 
 def is_own_key(x: Any) -> bool:
     """Whether a node of a batch is a PRNG key, of which each device and microbatch gets its own."""
-    return not is_whole(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0
+    return not is_whole(x) and is_key(x) and x.ndim == 0
 
 
 def microbatch(batch: PyTree, index: Any, count: int) -> PyTree:

@@ -120,10 +120,12 @@ def _unboxed(name: str) -> str:
 def named_tuples(tree: PyTree) -> dict[str, str]:
     """Return path and type of every NamedTuple in a tree, which the states of optax are made of."""
     return {
-        path_name(path): type(node).__name__
-        for path, node in nodes(tree)
-        if isinstance(node, tuple) and hasattr(node, "_fields")
+        path_name(path): type(node).__name__ for path, node in nodes(tree) if is_named_tuple(node)
     }
+
+
+def is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def nodes(tree: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -135,10 +137,14 @@ def nodes(tree: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
             yield from nodes(child, (*path, *step))
 
 
+def is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def num_bytes(shape: Shape, dtype: Any) -> int:
     """Count the bytes of an array; PRNG keys count as the integers that hold them."""
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return math.prod(shape) * (dtype if is_key else jnp.dtype(dtype)).itemsize
+    is_of_keys = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return math.prod(shape) * (dtype if is_of_keys else jnp.dtype(dtype)).itemsize
 
 
 def floating_dtype(own: Any, wanted: Any) -> Any:

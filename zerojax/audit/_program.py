@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from zerojax._plain import made
-from zerojax._tree import num_bytes, path_name
+from zerojax._tree import is_named_tuple, num_bytes, path_name
 from zerojax._types import Shape, platform_of
 from zerojax.audit._allocations import allocated_bytes
 from zerojax.audit._paths import flatten_with_paths
@@ -240,16 +240,12 @@ def _entry_numbers(compiled: Any, num_leaves: int) -> list[int | None]:
 
 
 def _is_optimizer_state(node: Any) -> bool:
-    if _is_named_tuple(node):
+    if is_named_tuple(node):
         is_state = not isinstance(node, optax.LookaheadParams)  # a pair of parameters
         return is_state and type(node).__module__.split(".")[0] == "optax"
     # A chain is a plain tuple; states of a user's own transformation stand in it beside optax's.
-    chained = type(node) is tuple and bool(node) and all(map(_is_named_tuple, node))
+    chained = type(node) is tuple and bool(node) and all(map(is_named_tuple, node))
     return chained and any(map(_is_optimizer_state, node))
-
-
-def _is_named_tuple(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def _statistics(compiled: jax.stages.Compiled, platform: str) -> dict[str, int]:

@@ -26,7 +26,16 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
 from zerojax._display import decimal
-from zerojax._tree import leaves_by_path, named_tuples, nodes, num_bytes, path_name, unwrapped
+from zerojax._tree import (
+    is_key,
+    is_named_tuple,
+    leaves_by_path,
+    named_tuples,
+    nodes,
+    num_bytes,
+    path_name,
+    unwrapped,
+)
 from zerojax._types import Kind, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout, optimizer_leaves
 
@@ -128,7 +137,7 @@ def logical_shapes(tree: PyTree, layout: Layout, tx: Optimizer = None) -> dict[s
     below = list(nodes(tree))
     of_tx = {} if tx is None else _like(below, layout.optimizer(tx))
     known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
-    tuples = tuple(f"{path_name(path)}/" for path, node in below if hasattr(node, "_fields"))
+    tuples = tuple(f"{path_name(path)}/" for path, node in below if is_named_tuple(node))
     leaves = leaves_by_path(tree)
     for name, x in leaves.items():
         is_optax = name.startswith(tuples)
@@ -204,10 +213,6 @@ def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoRetu
             wanted = leaf and f"{leaf.shape}, stored {leaf.stored_shape}"
             raise ValueError(f"leaf {name!r}: state {shape}, layout {wanted}; {REMEDY}")
     raise ValueError(f"{root!r} is another tree than the layout's; {REMEDY}")
-
-
-def is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _like(below: Sequence[Node], placed: Layout | OptimizerLayout) -> dict[str, Shape]:

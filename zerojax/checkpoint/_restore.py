@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._tree import leaves_by_path
+from zerojax._tree import is_key, leaves_by_path
 from zerojax._types import PyTree
 from zerojax.checkpoint import _files
-from zerojax.checkpoint._leaves import Optimizer, dtype_of, is_key, places
+from zerojax.checkpoint._leaves import Optimizer, dtype_of, places
 from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest, to_text
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._tree import as_shapes, leaves_like, named_tuples, path_name
+from zerojax._tree import as_shapes, is_key, leaves_like, named_tuples, path_name
 from zerojax._types import PyTree, Shape, TreeDef
 from zerojax.layout._leaf import Cut, LeafLayout, Rule
 from zerojax.layout._stages import STATES
@@ -192,9 +192,8 @@ def _by_own_shape(
     rule: Rule | None = None,
     why: str = "belongs to no parameter",
 ) -> LeafLayout:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    is_ruled = rule is not None and rule.whole
-    if is_key or not layout.partitions("optimizer") or is_ruled or math.prod(leaf.shape) <= 1:
+    is_whole = is_key(leaf) or (rule is not None and rule.whole)
+    if is_whole or not layout.partitions("optimizer") or math.prod(leaf.shape) <= 1:
         return layout.placed(path, leaf, f"whole: {why}", parameter=owner)
     stacked = rule.stacked_of(path, leaf.shape) if rule else 0
     wanted = rule and rule.dim_of(path, leaf.shape, stacked)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import leaves_by_path
+from zerojax._tree import is_key, leaves_by_path
 from zerojax._types import AnyMesh, PyTree
 from zerojax.processes._texts import ProcessesDifferError, connection, gather_texts
 
@@ -41,15 +41,13 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
     found = []
     for fact in [fact for fact in differing if fact != "program"] or differing:
         packed = base64.b64encode(zlib.compress(facts.get(fact, "").encode()))[:MOST_SENT]
-        texts = map(_unpacked, gather_texts(f"{name}: {fact}", packed.decode()))
-        found.append(f"{fact}: {_difference(list(texts))}")
+        cut = (
+            text[: len(text) // 4 * 4] for text in gather_texts(f"{name}: {fact}", packed.decode())
+        )
+        every = (zlib.decompressobj().decompress(base64.b64decode(text)) for text in cut)
+        found.append(f"{fact}: {_difference([text.decode(errors='replace') for text in every])}")
     if found:
         raise ProcessesDifferError(f"the processes differ before {name}: {'; '.join(found)}")
-
-
-def _unpacked(packed: str) -> str:
-    data = base64.b64decode(packed[: len(packed) // 4 * 4])
-    return zlib.decompressobj().decompress(data).decode(errors="replace")
 
 
 def _difference(texts: Sequence[str]) -> str:
@@ -113,7 +111,7 @@ def _compare(mesh: Mesh, specs: tuple[P, ...], *leaves: jax.Array) -> tuple[jax.
 
 def _checksum(x: jax.Array) -> jax.Array:
     """Add up the bits of an array in uint32, each element mixed with its place (as MurmurHash)."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])

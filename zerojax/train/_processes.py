@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax._examples import map_batch
-from zerojax._tree import leaves_by_path, named_tuples
+from zerojax._tree import is_key, leaves_by_path, named_tuples
 from zerojax._types import PyTree
 from zerojax._version import __version__
 from zerojax.layout import Layout
@@ -63,8 +63,7 @@ def _values(tree: PyTree) -> str:
     for path, x in leaves_by_path(tree).items():
         line = f"{path}: {jnp.result_type(x)}{list(jnp.shape(x))}"
         if not isinstance(x, jax.ShapeDtypeStruct) and getattr(x, "is_fully_addressable", True):
-            is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
-            data = np.asarray(jax.random.key_data(x) if is_key else x)
+            data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
             few = data.size <= 8
             line += f" = {data.tolist()}" if few else f", CRC-32 {zlib.crc32(data.tobytes()):08x}"
         lines.append(line)
@@ -116,7 +115,7 @@ def place_whole(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _placed(x: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+    if is_key(x):
         data = jax.random.key_data(x)
         placed = _placed(data, sharding, (*shape, *data.shape[len(shape) :]))
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x))
