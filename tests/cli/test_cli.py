@@ -260,6 +260,9 @@ def test_an_update_that_overflows_is_not_saved_over_what_is_whole(folder, capsys
     assert list(find_checkpoints(folder / "run/checkpoints")) == [2]
 
 
+CUT = {"context": 8, "batch_size": 16}
+
+
 @pytest.mark.parametrize(("asked", "looked_at"), [(21, 16), (40, 32), (3, 3)])
 def test_an_evaluation_is_the_mean_over_whole_batches_of_windows(mesh8, asked, looked_at):
     config = gpt.Config(num_layers=1, width=20, num_heads=2, vocab_size=257, context=8)
@@ -273,7 +276,7 @@ def test_an_evaluation_is_the_mean_over_whole_batches_of_windows(mesh8, asked, l
         layout = zerojax.make_layout(jax.eval_shape(init, key), mesh8, stage=stage, min_size=8)
         assert any(leaf.is_padded for leaf in layout.leaves)
         step = zerojax.make_train_step(loss, optax.sgd(1.0), layout)
-        state, batches = step.init(init, key), held_out_batches(text, 8, asked, 16, 257)
+        state, batches = step.init(init, key), held_out_batches(text, asked, **CUT, vocab_size=257)
         found = [float(step.evaluate(state, step.place(rows))) for rows in batches]
         assert np.mean(found) == pytest.approx(want, rel=1e-5)
 
@@ -281,7 +284,7 @@ def test_an_evaluation_is_the_mean_over_whole_batches_of_windows(mesh8, asked, l
 def test_a_held_out_token_outside_the_vocabulary_is_refused():
     text = np.frombuffer(prose(4000), np.uint8)
     with pytest.raises(ValueError, match=r"the data have token \d+, the vocabulary 16 tokens"):
-        held_out_batches(text, 8, 3, 16, 16)
+        held_out_batches(text, 3, **CUT, vocab_size=16)
 
 
 def test_every_optimizer_is_made_for_the_model():

@@ -31,13 +31,8 @@ def make_schedule(rate: float | None, warmup: int, steps: int, width: int) -> op
         rate = BASE_RATE * BASE_WIDTH / width
     if not warmup < steps:
         raise ValueError(f"--warmup {warmup} leaves none of --steps {steps}; give a smaller warmup")
-    return optax.warmup_cosine_decay_schedule(
-        init_value=rate / (warmup + 1),  # not 0, which would waste the first step
-        peak_value=rate,
-        warmup_steps=warmup,
-        decay_steps=steps,
-        end_value=rate / 10,
-    )
+    first = rate / (warmup + 1)  # not 0, which would waste the first step
+    return optax.warmup_cosine_decay_schedule(first, rate, warmup, steps, end_value=rate / 10)
 
 
 def _decayed(params: PyTree, names: Container[str] = DECAYED) -> PyTree:

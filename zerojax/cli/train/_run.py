@@ -35,14 +35,14 @@ from zerojax.train import TrainState, first_loss_scale, make_train_step
 
 
 def held_out_batches(
-    text: np.ndarray, context: int, num_windows: int, batch_size: int, vocab_size: int
+    text: np.ndarray, num_windows: int, *, context: int, batch_size: int, vocab_size: int
 ) -> np.ndarray:  # [batches, B, T + 1]
     """Cut fixed stretches of held-out text into whole batches of a step.
 
     What is left over is not looked at; where they are too few for one batch some come again.
     """
-    given = {"context": context, "vocab_size": vocab_size}
-    windows = make_batches(text, batch_size=1, num_epochs=1, **given)
+    one = {"context": context, "batch_size": 1, "vocab_size": vocab_size}
+    windows = make_batches(text, num_epochs=1, **one)
     rows = np.concatenate(list(itertools.islice(windows, num_windows)))
     return np.resize(rows, (max(1, len(rows) // batch_size), batch_size, context + 1))
 
@@ -57,8 +57,8 @@ class TrainRun:
     def __init__(self, options: TrainOptions, checkpoint: Path | None, num_processes: int) -> None:
         found = _machine.find_devices(options.devices, num_processes)
         axes = options.mesh_axes(len(found))
-        self.config = options.chosen_model
-        context, width = self.config.context, self.config.width
+        self.config = config = options.chosen_model
+        context, width = config.context, config.width
         self.warmup = options.steps // 10 if options.warmup is None else options.warmup
         schedule = make_schedule(options.lr, self.warmup, options.steps, width)
         tx = OPTIMIZERS[options.optimizer](schedule, options.weight_decay)
@@ -80,17 +80,11 @@ class TrainRun:
         self.step = make_train_step(loss_fn, tx, self.layout, recipe)
         self.rate = jax.jit(schedule)
         index, count = self.step.batch_part
-        self.batches = make_batches(
-            self.corpus.train,
-            context=context,
-            batch_size=self.batch_size,
-            seed=options.seed,
-            process_index=index,
-            process_count=count,
-            vocab_size=self.config.vocab_size,
-        )
-        asked = context, options.eval_windows, self.batch_size, self.config.vocab_size
-        self.held_out = held_out_batches(self.corpus.held_out, *asked)[:, index::count]
+        cut = {"context": context, "batch_size": self.batch_size, "vocab_size": config.vocab_size}
+        own = {"seed": options.seed, "process_index": index, "process_count": count}
+        self.batches = make_batches(self.corpus.train, **cut, **own)
+        held_out = held_out_batches(self.corpus.held_out, options.eval_windows, **cut)
+        self.held_out = held_out[:, index::count]
         if jax.process_index() == 0:
             _machine.check_output("--out", options.out / "metrics.jsonl")
         self.checkpoint = checkpoint
