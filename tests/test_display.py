@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import re
 
@@ -13,6 +14,7 @@ from rich.text import Text
 
 import zerojax
 from zerojax._display import Shown, make_bar, make_table
+from zerojax.hlo._memory import Result
 
 PARAMS = {"down": jnp.ones((128, 64)), "up": jnp.ones((64, 128))}
 X = jnp.ones((32, 64))
@@ -167,6 +169,28 @@ def test_what_the_host_keeps_is_told_apart(mesh8):
     assert f"{held['parameters'] / 1e3:,.1f} kB, " in repr(state)
     assert re.search(r"^ opt_state on the host +\d", str(state), re.MULTILINE)
     assert re.search(r"^ params +\d", str(state), re.MULTILINE)
+
+
+def test_a_number_is_never_cut_unseen(results):
+    """Texts give way; where numbers alone are too wide, an ellipsis says so."""
+    shape = "f32[128, 512], 3 x f32[512, 128, 4096]"
+    one = Result(name="fusion" * 12, shape=shape, bytes=88_096_768)
+    text = str(dataclasses.replace(results["MemoryReport"], largest=(one,)))
+    (row,) = [line for line in text.splitlines() if "f32[128, 512], 3" in line]
+    assert row.endswith("88,096,768")
+    assert row.count("…") >= 1
+
+    class Numbers(Shown):
+        _summary = "numbers"
+
+        def _parts(self):
+            table = make_table(*[">of a size"] * 6)
+            table.add_row(*["1,234,567,890,123"] * 6)
+            yield table
+
+    cells = [cell for cell in str(Numbers()).split() if cell.startswith("1,")]
+    assert len(cells) == 6
+    assert all(len(cell) == len("1,234,567,890,123") or cell.endswith("…") for cell in cells)
 
 
 def test_html_is_escaped_and_suits_dark_pages():

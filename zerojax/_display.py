@@ -7,7 +7,7 @@ columns, and a notebook shows that text in colours that suit light and dark page
 import io
 import textwrap
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.bar import Bar
@@ -60,20 +60,13 @@ class Shown:
 
 def make_table(*columns: str, title: str | None = None, padding: int = 1) -> Table:
     """Make a table without rows; `>peak` is a column of numbers with the name peak."""
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, padding),
-        collapse_padding=True,
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-    )
+    titles: Any = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
+    sides: Any = {"pad_edge": False, "padding": (0, padding), "collapse_padding": True}
+    made = Table(title=title, box=box.SIMPLE_HEAD, **titles, **sides)
     for name in columns:
-        is_number = name.startswith(">")
-        justify = "right" if is_number else "left"
-        made.add_column(name.removeprefix(">"), justify=justify, no_wrap=is_number, overflow="fold")
+        numeric = name.startswith(">")
+        justify, overflow = ("right", "ellipsis") if numeric else ("left", "fold")
+        made.add_column(name.removeprefix(">"), justify=justify, no_wrap=numeric, overflow=overflow)
     return made
 
 

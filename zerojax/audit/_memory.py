@@ -74,10 +74,9 @@ class MemoryReport(Shown):
                 table.add_row(name, f"{count:,}")
         yield table
         table = make_table("what", "of", ">B", title="largest results (some share a buffer)")
-        for column in table.columns[:2]:
-            column.no_wrap, column.overflow = True, "ellipsis"
         for one in self.largest[:3]:
-            table.add_row(Text(one.shape), Text(one.name), f"{one.bytes:,}")
+            words = (Text(x, no_wrap=True, overflow="ellipsis") for x in (one.shape, one.name))
+            table.add_row(*words, f"{one.bytes:,}")
         yield table
 
 
