@@ -104,7 +104,10 @@ def test_a_loop_waits_in_each_of_its_turns():
     for times in (0, 1, 2, 5):
         clock = run(loop(times, *turn))
         assert (clock.exposed, clock.work, clock.now) == (2.0 * times, times, 3.0 * times)
-    assert run(loop(4, loop(5, *turn))).exposed == 40.0
+    nested = run(loop(4, loop(5, *turn)), work("y", 7))
+    assert nested.exposed == 40.0
+    (tally,) = nested.tallies.values()
+    assert tally.runs[-1][1] < tally.until == 60.0, "all turns, of which two of each are kept"
     # What is issued before the loop moves beside its first turns.
     clock = run(gather("b"), loop(5, work("x", 1)), done("b"))
     assert clock.exposed == 0.0
@@ -216,4 +219,5 @@ def test_the_table_fits_80_columns(target):
     console.print(schedule_table(schedule))
     text = console.export_text()
     assert "not measured" in text
+    assert re.search(r"a step of [\d.]+ ms waits for its links for [\d.]+ ms \(", text)
     assert "exposed ms" in text

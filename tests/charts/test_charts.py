@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from tests.audit.test_audit_schedule import evidence_of
 from zerojax import charts
 from zerojax._display import duration
 from zerojax.audit import audit
+from zerojax.charts import _figures
 from zerojax.charts._figures import TOO_MUCH
 
 PARAMS = {
@@ -68,7 +71,7 @@ def test_plans_are_drawn_beside_each_other(plans, tmp_path):
     assert heights(left) == pytest.approx([one.bytes.total / 1e6 for one in plans.values()])
     assert heights(right) == pytest.approx([one.volume for one in plans.values()])
     assert [tick.get_text() for tick in left.get_xticklabels()] == [f"stage {n}" for n in range(4)]
-    assert left.get_ylabel() == "MB per device"
+    assert left.get_ylabel() == "MB per device, which has 84,943 MB"
     assert right.get_ylabel() == "elements per parameter"
     for said in ("a title", "activations and buffers", "by the theory", "along data", " ms"):
         assert said in words(figure)
@@ -112,13 +115,55 @@ def test_a_schedule_is_drawn_as_it_was_clocked():
     evidence = evidence_of("h100")
     report = audit(evidence.program, evidence.layout)
     (axes,) = charts.schedule(report).axes
-    lanes = report.schedule.collectives
-    assert len(axes.get_yticks()) == len(lanes)
-    runs = [run for one in lanes for run in one.runs]
+    found = report.schedule.collectives
+    lanes = {(one.op, one.leaves) for one in found}
+    assert len(axes.get_yticks()) == len(lanes) < len(found), "one of a leaf has one line"
+    assert "3 of 3 collectives" in words(axes.figure)
+    assert axes.get_xlim() == pytest.approx((0, 1e3 * report.schedule.step_seconds))
+    runs = [run for one in found for run in one.runs]
     seen = {(round(bar.get_x(), 6), round(bar.get_width(), 6)) for bar in axes.patches}
     assert {(round(1e3 * a, 6), round(1e3 * (b - a), 6)) for a, b, _ in runs} <= seen
+    loops = {(one.runs[0][0], one.until) for one in found}
+    assert {(round(1e3 * a, 6), round(1e3 * (b - a), 6)) for a, b in loops} <= seen
+    assert all(one.until > one.runs[-1][1] for one in found), "turns that are not drawn"
     assert all(waits <= end - begin + 1e-12 for begin, end, waits in runs)
     assert "the device waits" in words(axes.figure)
+
+
+def test_a_schedule_leaves_out_what_is_waited_for_least(monkeypatch):
+    monkeypatch.setattr(_figures, "LANES", 1)
+    evidence = evidence_of("h100")
+    report = audit(evidence.program, evidence.layout)
+    figure = charts.schedule(report, title="mine")
+    waits = collections.Counter()
+    for one in report.schedule.collectives:
+        waits[one.op] += one.exposed_seconds
+    ((most, seconds),) = waits.most_common(1)
+    (label,) = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert label.startswith(f"{most} of ")
+    assert label.endswith(f": waits {1e3 * seconds:.2f} ms")
+    assert re.search(r"mine; [12] of 3 collectives", words(figure))
+
+
+def test_a_part_has_one_shade_in_all_pictures_and_a_row_where_it_can_be_seen():
+    states = {"parameters": 40.0, "optimizer": 60.0}
+    alone = charts.Bar(parts={"optimizer": 60.0, "batch and the rest": 0.1, "mine": 5.0})
+    pictures = [charts.compare({"a": charts.Bar(parts=states)}), charts.compare({"a": alone})]
+    shades = [
+        {box.get_label(): box.patches[0].get_facecolor() for box in one.axes[0].containers}
+        for one in pictures
+    ]
+    assert shades[0]["optimizer"] == shades[1]["optimizer"] != shades[0]["parameters"]
+    assert shades[1]["mine"] != shades[1]["optimizer"]
+    assert "batch and the rest" not in shades[1], "below 1% of the bar"
+
+
+def test_one_panel_has_one_title():
+    bar = {"a": charts.Bar(parts={"parameters": 40.0})}
+    figure = charts.compare(bar, title="a title", available=80.0)
+    assert figure._suptitle is not None
+    assert (figure._suptitle.get_text(), figure.axes[0].get_title()) == ("a title", "")
+    assert charts.compare(bar).axes[0].get_title() == "one device's memory"
 
 
 def test_a_program_of_a_cpu_has_no_schedule_to_draw(mesh8):

@@ -39,6 +39,7 @@ class Tally:
     most: float = 0.0  # seconds of the largest operation beside it, or its bytes or cycles
     # when links begin and are through, and how long the device waits: each run, two turns of a loop
     runs: list[tuple[float, float, float]] = field(default_factory=list)
+    until: float = 0.0  # when the last of all its runs is through
 
 
 @dataclass
@@ -79,7 +80,10 @@ class Clock:
         if loop.times > 1:
             before = self.now
             self.run(body, times * (loop.times - 1))
-            self.now += (self.now - before) * (loop.times - 2)
+            later = (self.now - before) * (loop.times - 2)
+            self.now += later
+            for tally in self.tallies.values():
+                tally.until += later * (tally.until > before)
 
     def _length(self, operations: Sequence[Operation]) -> float:
         return sum(
@@ -113,6 +117,7 @@ class Clock:
         tally, start, arrives = self.flying.pop(name)
         waits = max(arrives - self.now, 0.0)
         tally.runs.append((start, arrives, waits))
+        tally.until = arrives
         self.now += waits
         self.exposed += waits * times
         tally.exposed += waits * times
@@ -135,6 +140,7 @@ class ScheduledCollective:
     # when its links begin, when they are through, and for how long the device waits, of each run in
     # seconds from the step's beginning; of a loop's the first two turns
     runs: tuple[tuple[float, float, float], ...] = field(repr=False)
+    until: float = field(repr=False)  # when the last of all its runs is through
     remedy: str  # what may hide it; empty where nothing is exposed
 
 
@@ -167,8 +173,7 @@ class ScheduleReport:
     @property
     def blocking_share(self) -> float:
         """Return the part of the moved bytes that nothing was scheduled beside."""
-        total = sum(one.moved_bytes for one in self.collectives)
-        return self.blocking_bytes / total if total else 0.0
+        return self.blocking_bytes / (sum(one.moved_bytes for one in self.collectives) or 1)
 
     @property
     def summary(self) -> str:
@@ -176,9 +181,9 @@ class ScheduleReport:
         again = len(self.rematerialised)
         kept = f"; the compiler rematerialised {again} instructions" if again else ""
         return (
-            f"{self.blocking_share:.1%} of moved bytes block; a step of "
-            f"{self.step_seconds * 1e3:.2f} ms waits for {self.exposed_seconds * 1e3:.2f} ms "
-            f"({self.exposed_share:.1%}); bound by {self.bound_by}{kept}"
+            f"a step of {self.step_seconds * 1e3:.2f} ms waits for its links for "
+            f"{self.exposed_seconds * 1e3:.2f} ms ({self.exposed_share:.1%}); "
+            f"bound by {self.bound_by}{kept}"
         )
 
 
@@ -266,5 +271,6 @@ def _collective(
         link_seconds=tally.links,
         exposed_seconds=tally.exposed,
         runs=tuple(tally.runs),
+        until=tally.until,
         remedy=remedy,
     )

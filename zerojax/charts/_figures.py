@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from zerojax._display import DECIMAL, decimal, duration, unit_for
 from zerojax._extras import extra
+from zerojax._tree import grouped
 from zerojax.audit import AuditReport, ScheduledCollective
 from zerojax.layout import Description
 from zerojax.planner import Choices, Plan
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Where gradients take the buffers of weights that are done, they are not told from activations.
 TOGETHER = "gradients and activations, partly in weights' buffers"
+BUFFERS, TEMPORARIES = "activations and buffers", "gradients, activations"
+KEPT, REST = "gradients kept", "batch and the rest"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,14 +59,12 @@ def bytes_of(held: Holding) -> Bar:
     if isinstance(held, Bar):
         return held
     if isinstance(held, Description):
-        parts = {kind: held.bytes[kind] for kind in KINDS}
-        return Bar(parts=parts, theory=held.theory["total"])
+        return Bar(parts={kind: held.bytes[kind] for kind in KINDS}, theory=held.theory["total"])
     if isinstance(held, AuditReport):
         memory = held.memory
         parts = {name: getattr(memory, name) for name in ("parameters", "masters", "optimizer")}
-        parts["gradients kept"] = memory.gradients
-        parts["batch and the rest"] = memory.batch + memory.other + memory.outputs
-        parts["gradients, activations"] = memory.temporaries
+        parts |= {KEPT: memory.gradients, TEMPORARIES: memory.temporaries}
+        parts[REST] = memory.batch + memory.other + memory.outputs
         return Bar(parts=parts, theory=memory.theory["total"])
     if not isinstance(held, Plan):
         told = f"a plan, an audit report or a description is drawn, got {type(held).__name__}; of a"
@@ -71,7 +75,7 @@ def bytes_of(held: Holding) -> Bar:
     if size.total < size.states:
         parts[TOGETHER] = size.total - sum(parts.values())
     else:
-        parts |= {"gradients": size.gradients, "activations and buffers": size.activations}
+        parts |= {"gradients": size.gradients, BUFFERS: size.activations}
     label = f"{decimal(sum(parts.values()))}\nhost {decimal(size.host)}" if size.host else ""
     return Bar(parts=parts, label=label, theory=size.theory, fits=held.fits)
 
@@ -92,10 +96,12 @@ def volume_of(held: Holding) -> Bar | None:
 #: From dark to light, then hatched ones, so that a grey print tells them apart as well.
 SOLID = ("#16324f", "#3c6e9e", "#7fadd1", "#bcd5e8")
 HATCHED = ("#e0a044", "#b3705a", "#c9c9c9", "#6e8b57", "#7d6a94")
-SHADES = SOLID + HATCHED
-PLAIN, STRONG, TOO_MUCH = "#88aacc", "#16324f", "#b3243b"
-#: Half of a bar, and how far the line of its theory reaches beyond it.
-HALF, BEYOND = 0.31, 0.06
+#: A part has one shade in all pictures; parts of other names take those that are not in use.
+PARTS = (*KINDS, BUFFERS, TOGETHER, REST, TEMPORARIES, KEPT)
+SHADES: Mapping[str, str] = dict(zip(PARTS, SOLID + HATCHED, strict=True))
+FAINT, PLAIN, STRONG, TOO_MUCH = "#e3ebf3", "#88aacc", "#16324f", "#b3243b"
+#: Half of a bar, and of the line of its theory.
+HALF, REACH = 0.31, 0.37
 #: The height of the axes in that of the highest bar, which has a label above it.
 ROOM = 1.16
 #: On white, so that a line behind a label does not strike it through.
@@ -135,19 +141,20 @@ def draw_bars(
     """
     places, bottoms = range(len(bars)), [0.0] * len(bars)
     names = dict.fromkeys(name for bar in bars.values() for name in bar.parts)
-    for number, name in enumerate(names):
+    free = itertools.cycle([*(SHADES[name] for name in SHADES if name not in names), PLAIN])
+    seen = 0.01 * max(bar.top for bar in bars.values()) / unit  # less has no row in the legend
+    for name in names:
         sizes = [bar.parts.get(name, 0) / unit for bar in bars.values()]
-        look = {"color": SHADES[number % len(SHADES)], "edgecolor": "white", "linewidth": 0.5}
-        look["label"] = name if any(sizes) else "_"  # no row in the legend
-        look["hatch"] = "///" if number >= len(SOLID) else ""
+        shade = SHADES.get(name) or next(free)
+        look = {"color": shade, "edgecolor": "white", "linewidth": 0.5}
+        look["label"] = name if max(sizes) > seen else "_"
+        look["hatch"] = "///" if shade in HATCHED else ""
         axes.bar(places, sizes, 2 * HALF, bottom=bottoms, **look)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    half = HALF + BEYOND
-    lines = [(at, bar.theory / unit) for at, bar in enumerate(bars.values()) if bar.theory]
-    if lines:
-        starts, ends, heights = zip(*((at - half, at + half, y) for at, y in lines), strict=True)
+    if lines := [(at, bar.theory / unit) for at, bar in enumerate(bars.values()) if bar.theory]:
+        at, heights = np.array(lines).T
         dashed: dict[str, Any] = {"color": "#222222", "linestyles": (0, (3, 2)), "linewidth": 1.3}
-        axes.hlines(heights, starts, ends, zorder=4, label="by the theory", **dashed)
+        axes.hlines(heights, at - REACH, at + REACH, zorder=4, label="by the theory", **dashed)
     for at, bar in enumerate(bars.values()):
         style = {"color": "black" if bar.fits else TOO_MUCH, "fontweight": "bold", **ABOVE}
         style["fontsize"] = max(6, min(10, 36 / len(bars)))  # else neighbours touch
@@ -162,7 +169,7 @@ def draw_bars(
 HEADROOM = 2.5
 #: Collectives that a schedule shows, and the marks of the stages.
 LANES, MARKS = 12, "osD^"
-_LEGENDS = ("outside lower left", "outside lower right")
+LEGEND: Any = {"ncols": 3, "frameon": False, "fontsize": "small"}
 
 
 def compare(
@@ -187,11 +194,13 @@ def compare(
     widths, inches = ((6, 4), 11) if moved else ((1,), 6.5)
     figure, drawings = make_figure(title, (inches, 5.2), widths)
     _draw_memory(drawings[0], results, available)
+    if title and not moved:
+        drawings[0].set_title("")
     for axes in drawings[1:]:
         axes.set(title="moved by one device in a step", ylabel="elements per parameter")
         draw_bars(axes, moved)
-    for axes, place in zip(drawings, _LEGENDS, strict=False):
-        look: Any = {"loc": place, "ncols": 3, "frameon": False, "fontsize": "small"}
+    for axes, side in zip(drawings, ("left", "right"), strict=False):
+        look = LEGEND | {"loc": f"outside lower {side}"}
         figure.legend(*axes.get_legend_handles_labels(), **look)
     return figure
 
@@ -199,7 +208,8 @@ def compare(
 def schedule(report: AuditReport, *, title: str = "") -> Figure:
     """Draw when each collective keeps links busy, as scheduled, and when the device waits for it.
 
-    Of a loop the first two turns are drawn; later ones are like the second.
+    Those of one kind and leaf share a line, and lines that the device waits for longest are drawn.
+    Of a loop there are two turns, on a pale bar that reaches to its last.
 
     Args:
         report: of a step that was compiled for a TPU or GPU.
@@ -208,28 +218,34 @@ def schedule(report: AuditReport, *, title: str = "") -> Figure:
     Raises:
         ValueError: the report has no schedule: that of a CPU's program, or of an unknown chip.
     """
-    if report.schedule is None:
+    if (found := report.schedule) is None:
         raise ValueError(
             "the report has no schedule, as of a program for a CPU; compile the step for a TPU or "
             "GPU, for instance on zerojax.topology_mesh('v5p:2x2x2', {'data': 8})"
         )
-    lanes = [one for one in report.schedule.collectives if one.runs]
-    lanes = sorted(lanes, key=lambda one: -one.link_seconds)[:LANES]
-    lanes.sort(key=lambda one: one.runs[0])
-    figure, (axes,) = make_figure(title or report.schedule.summary, (10, 1.6 + 0.42 * len(lanes)))
-    for at, one in enumerate(lanes):
-        for begin, end, waits in one.runs:
-            bar = {"y": at, "height": 0.7, "edgecolor": "white", "linewidth": 0.3}
-            axes.barh(left=1e3 * begin, width=1e3 * (end - begin), color=PLAIN, **bar)
-            exposed = {"left": 1e3 * (end - waits), "width": 1e3 * waits, "hatch": "////"}
-            axes.barh(color=TOO_MUCH, **exposed, **bar)
-    axes.barh(0, 0, color=PLAIN, label="links are busy")
-    axes.barh(0, 0, color=TOO_MUCH, hatch="////", edgecolor="white", label="the device waits")
-    axes.set_yticks(range(len(lanes)), [_lane(one) for one in lanes], fontsize="small")
+    collectives = [one for one in found.collectives if one.runs]
+    lanes = grouped(collectives, _lane)
+    waits = {name: 1e3 * sum(x.exposed_seconds for x in lane) for name, lane in lanes.items()}
+    names = sorted(waits, key=lambda name: -waits[name])[:LANES]
+    names.sort(key=lambda name: min(one.runs[0] for one in lanes[name]))
+    drawn = [(at, one) for at, name in enumerate(names) for one in lanes[name]]
+    title = f"{title or found.summary}; {len(drawn)} of {len(collectives)} collectives"
+    figure, (axes,) = make_figure(title, (10, 1.6 + 0.36 * len(names)))
+    for at, one in drawn:
+        begins, ends, waited = 1e3 * np.array(one.runs).T
+        whole, loop = 1e3 * one.until - begins[0], "a loop, with two of its turns"
+        axes.barh(at, whole, 0.7, begins[0], color=FAINT, zorder=0, label=loop)
+        busy: Any = {"color": PLAIN, "edgecolor": PLAIN, "label": "links are busy"}
+        axes.barh(at, ends - begins, 0.7, begins, **busy)
+        axes.barh(at, waited, 0.7, ends - waited, color=TOO_MUCH, label="the device waits")
+    axes.set_yticks(range(len(names)), [f"{x}: waits {waits[x]:.2f} ms" for x in names])
     axes.invert_yaxis()
-    axes.set_xlabel(f"ms from the beginning of a step on {report.schedule.hardware}, scheduled")
+    axes.set_xlabel(f"ms of a step on {found.hardware}, scheduled")
+    axes.set_xlim(0, 1e3 * found.step_seconds)
+    axes.tick_params(axis="y", labelsize="small")
     axes.grid(axis="x", alpha=0.25)
-    figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize="small")
+    rows = (x[:3] for x in axes.get_legend_handles_labels())
+    figure.legend(*rows, loc="outside lower right", **LEGEND)
     return figure
 
 
@@ -242,12 +258,16 @@ def pareto(choices: Choices, *, title: str = "") -> Figure:
     """
     figure, (axes,) = make_figure(title, (8, 5))
     unit = unit_for(max(one.bytes.total for one in choices.tried), DECIMAL)
+
+    def points(plans: Iterable[Plan]) -> Any:
+        return zip(*((1e3 * x.step_time, x.bytes.total / unit.size) for x in plans), strict=True)
+
     for mark, stage in zip(MARKS, sorted({one.stage for one in choices.tried}), strict=False):
-        points = [_point(one, unit.size) for one in choices.tried if one.stage == stage]
+        plans = [one for one in choices.tried if one.stage == stage]
         look = {"s": 26, "marker": mark, "color": PLAIN, "edgecolor": STRONG, "linewidth": 0.5}
-        axes.scatter(*zip(*points, strict=True), label=f"stage {stage}", **look)
-    if front := [_point(one, unit.size) for one in choices.pareto]:
-        axes.plot(*zip(*front, strict=True), "-", color=STRONG, label="none is faster and smaller")
+        axes.scatter(*points(plans), label=f"stage {stage}", **look)
+    if front := choices.pareto:
+        axes.plot(*points(front), "-", color=STRONG, label="none is faster and smaller")
     axes.axhline(choices.limit / unit.size, color=TOO_MUCH, linestyle="--", label="the limit")
     axes.set(xlabel="time of a step, at least (ms)", ylabel=f"peak of a device ({unit.name})")
     axes.set_yscale("log")
@@ -272,9 +292,8 @@ def training(metrics: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure
         points = [point for point in found if point[1] is not None]
         steps, values = zip(*points, strict=True) if points else ((), ())
         axes.plot(steps, values, style, color=color, linewidth=1, markersize=4, label=label)
-    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
@@ -291,8 +310,8 @@ def _draw_memory(axes: Axes, found: Mapping[str, Holding], available: float | No
             bars[name] = dataclasses.replace(bar, fits=fits)
     highest = max(bar.top for bar in bars.values())
     unit = unit_for(highest, DECIMAL)
-    of = f", of {unit.words(available)}" if available else ""
-    axes.set(title=f"one device's memory{of}", ylabel=f"{unit.name} per device")
+    of = f", which has {unit.words(available)}" if available else ""
+    axes.set(title="one device's memory", ylabel=f"{unit.name} per device{of}")
     draw_bars(axes, bars, unit.size, unit.words)
     if 0 < available <= HEADROOM * highest:
         line: dict[str, Any] = {"color": TOO_MUCH, "linewidth": 1.3, "zorder": 0}
@@ -300,12 +319,7 @@ def _draw_memory(axes: Axes, found: Mapping[str, Holding], available: float | No
         axes.set_ylim(0, ROOM * max(highest, available) / unit.size)
 
 
-def _point(one: Plan, unit: float) -> tuple[float, float]:
-    return 1e3 * one.step_time, one.bytes.total / unit
-
-
 def _lane(one: ScheduledCollective) -> str:
-    times = "".join(f" x {count}" for count in one.trips if count and count > 1)
     leaf = one.leaves[0] if one.leaves else "no leaf"
     more = f", {len(one.leaves) - 1} more" if one.leaves[1:] else ""
-    return f"{one.op} of {leaf}{more}{times}"
+    return f"{one.op} of {leaf}{more}"
