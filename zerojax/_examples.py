@@ -89,7 +89,8 @@ def per_microbatch(what: str, size: int, parts: int, count: int) -> int:
     """Divide examples among the parts of a mesh and `count` microbatches, or refuse to."""
     if size % (parts * count) or not size:
         told = f"{what} has {size} example{'' if size == 1 else 's'}, and needs a multiple of"
-        raise ValueError(f"{told} {parts * count}: devices times microbatches, {parts} x {count}")
+        told += f" {parts * count}: devices times microbatches, {parts} x {count}"
+        raise ValueError(f"{told}; pad it with examples that the loss gives no weight, or cut it")
     return size // (parts * count)
 
 

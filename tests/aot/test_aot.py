@@ -116,7 +116,9 @@ def test_chip_figures_are_plausible():
 def test_a_missing_libtpu_names_the_pip_command(monkeypatch):
     monkeypatch.setattr(plugin, "version_of", lambda package: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(MissingCompiler, match=r'pip install "jax\[tpu\]==[\d.]+"'):
+    with pytest.raises(
+        MissingCompiler, match=r'"\.\[aot\]", else pip install "jax\[tpu\]==[\d.]+"'
+    ):
         topology_mesh("v6e:2x4", {"data": 8})
 
 

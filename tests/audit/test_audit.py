@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,6 +50,15 @@ def replicated(make, whole):
 
 
 # ------------------------------------------------------------------ nothing wrong
+
+
+def test_on_one_device_the_verdict_says_that_nothing_is_sharded():
+    mesh = zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    layout = zerojax.make_layout({"w": jnp.ones((64, 64))}, mesh, stage=3)
+    step = zerojax.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(0.1), layout)
+    verdict = step.audit(jnp.ones((8, 64))).verdict
+    assert verdict.startswith("clean: ZeRO stage 3 over data (N = 1)")
+    assert verdict.endswith("with N = 1 nothing is sharded")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -204,6 +204,11 @@ REFUSALS = {
         TypeError,
         r"devices=jax.devices\(\)\[:4\].*, got 4",
     ),
+    "more devices than there are, by their list": (
+        lambda: mesh({"data": 16}, devices=jax.devices()[:16]),
+        ValueError,
+        r"takes 16 devices, and devices= has 8; make a smaller mesh, or .*device_count=16",
+    ),
     "other devices than the mesh takes": (
         lambda: mesh({"data": 4}, devices=jax.devices()),
         ValueError,

@@ -62,7 +62,7 @@ def gpu_devices(target_config: str, num_nodes: int, gpus_per_node: int) -> list[
 def require_libtpu() -> None:
     """Check that the libtpu that jax pins is here; of another one, programs can't be read."""
     pin = _pinned("libtpu")
-    remedy = f'pip install "jax[tpu]=={jax.__version__}"'
+    remedy = f'in a clone pip install ".[aot]", else pip install "jax[tpu]=={jax.__version__}"'
     installed = version_of("libtpu")
     if installed is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise MissingCompiler(f"Compiling for TPUs needs libtpu {pin} (no TPU): {remedy}")
@@ -75,7 +75,8 @@ def require_libtpu() -> None:
 
 def require_cuda() -> str:
     """Check that the CUDA plugin that belongs to this jax is here; return its module's name."""
-    remedy = f'pip install "jax[cuda12-local]=={jax.__version__}" nvidia-cuda-nvcc-cu12'
+    local = f'"jax[cuda12-local]=={jax.__version__}" nvidia-cuda-nvcc-cu12'
+    remedy = f'in a clone pip install ".[aot]", else pip install {local}'
     modules = [name for name in _CUDA_MODULES if _has_module("jax_plugins", name)]
     has_nvcc = any(_has_module("nvidia", name) for name in _NVCC_MODULES)
     has_nvcc = has_nvcc or "CUDA_ROOT" in os.environ or shutil.which("ptxas") is not None

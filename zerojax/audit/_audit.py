@@ -221,11 +221,12 @@ def audit(
     evidence = Evidence(program, layout, recipe, joins_examples=joins_examples)
     psi = max(layout.num_params, 1)
     axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
+    alone = "; with N = 1 nothing is sharded" * (layout.num_shards == 1)
     names = ("moved", "judged", "padding")
     volume, judged, padding = (sum_moved(evidence.ours, name) / psi for name in names)
     return AuditReport(
         title=f"ZeRO stage {layout.stage} over {layout.over} on {program.platform}, mesh {axes}; "
-        f"{layout.num_params:,} parameters",
+        f"{layout.num_params:,} parameters{alone}",
         volume=volume,
         judged_volume=judged,
         padding_volume=padding,

@@ -99,8 +99,7 @@ def try_step(devices: Sequence[Any], show: Callable[[str, str], None]) -> None:
     state = step.init(init, key)
     compiled = step.lower(state, batch).compile()
     state, metrics = compiled(state, batch)
-    loss = float(metrics["loss"])
-    if not math.isfinite(loss):
+    if not math.isfinite(loss := float(metrics["loss"])):
         remedy = "try JAX_PLATFORMS=cpu; if it passes there, the accelerator or driver is faulty"
         raise Failure(f"the loss is {loss}; {remedy}", 1)
     held = f"{layout.num_params:,} parameters over N = {len(devices)}"

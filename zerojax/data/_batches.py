@@ -19,8 +19,7 @@ class BatchIterator(Iterator[np.ndarray]):
     """
 
     def __init__(self, batches: Any, identity: dict[str, int]) -> None:
-        self._batches = batches
-        self._identity = identity
+        self._batches, self._identity = batches, identity
 
     def __next__(self) -> np.ndarray:
         return next(self._batches)
@@ -102,11 +101,7 @@ def make_batches(
     if isinstance(tokens, np.memmap) and tokens.size > 512 * _PART:
         rows = tokens[: tokens.size // _PART * _PART].reshape(-1, _PART)
         seen = np.append(rows[:: len(rows) // 256], tokens[-_PART:])
-    identity = {
-        "num_tokens": tokens.size,
-        "text_digest": zlib.crc32(np.ascontiguousarray(seen).data),
-        "context": context,
-        "batch_size": batch_size,
-        "seed": seed,
-    }
+    digest = zlib.crc32(np.ascontiguousarray(seen).data)
+    identity = {"num_tokens": tokens.size, "text_digest": digest, "context": context}
+    identity |= {"batch_size": batch_size, "seed": seed}
     return BatchIterator(iter(dataset.to_iter_dataset(options)), identity)

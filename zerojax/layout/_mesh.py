@@ -36,10 +36,11 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
     wanted = math.prod(axes.values())
     found = jax.devices()[:wanted] if devices is None else list(devices)
     if len(found) != wanted:
-        where, remedy = "devices=", f"hand over that many, as in devices=jax.devices()[:{wanted}]"
-        if devices is None:
+        where = "jax.devices()" if devices is None else "devices="
+        remedy = f"hand over that many, as in devices=jax.devices()[:{wanted}]"
+        if devices is None or len(jax.devices()) < wanted:
             flag = f"--xla_force_host_platform_device_count={wanted}"
-            where, remedy = "jax.devices()", f"on a CPU set XLA_FLAGS={flag} before jax starts"
+            remedy = f"make a smaller mesh, or on a CPU set XLA_FLAGS={flag} before jax starts"
         raise ValueError(
             f"the mesh {dict(axes)} takes {wanted} devices, and {where} has {len(found)}; {remedy}"
         )
