@@ -150,7 +150,7 @@ def check_pod(text):
     for target in targets:
         assert re.search(rf"^{target}: (planned only|clean: ZeRO stage 3)", text, re.MULTILINE)
         assert re.search(rf"^{target} +planned .* 2\.625 ", text, re.MULTILINE)
-    fits = re.findall(r"^stage (\d): .* GB, (fits|does not fit)$", text, re.MULTILINE)
+    fits = re.findall(r"^stage (\d): .* GiB, (fits|does not fit)$", text, re.MULTILINE)
     assert [stage for stage, verdict in fits if verdict == "fits"] == ["3"]
 
 
