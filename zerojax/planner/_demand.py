@@ -50,10 +50,10 @@ class Demand:
     def peak(self, given: Setting, count: int) -> float:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
         if self.trace is None:
-            return sum(leaf.held + leaf.kept + leaf.gradient for leaf in given.leaves)
+            return sum(leaf.held + leaf.kept + leaf.gradient for leaf in given.traced)
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         options = {"frees": given.frees, "accumulate": given.recipe.accumulate}
-        return self._peaks(lifetimes, given.leaves, count, sharing=given.sharing, **options)
+        return self._peaks(lifetimes, given.traced, count, sharing=given.sharing, **options)
 
     def work(self, given: Setting, count: int) -> traced.Work:
         """Count products and traffic with the device's memory; without a loss three reads."""
@@ -61,7 +61,7 @@ class Demand:
             return traced.Work.of(0.0, 3 * sum(x.gathered for x in given.leaves), given.hardware)
         lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
         parts = given.sharing.model_axis
-        return self._works(lifetimes, given.leaves, count, given.hardware, model_axis=parts)
+        return self._works(lifetimes, given.traced, count, given.hardware, model_axis=parts)
 
     def checkpoints(self, given: Setting, count: int) -> float:
         if self.trace is None or not given.sharing.offloads:

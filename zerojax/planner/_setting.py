@@ -70,6 +70,13 @@ class Setting:
         return is_last and not laid_elsewhere
 
     @cached_property
+    def traced(self) -> tuple[HeldLeaf, ...]:
+        """What each parameter takes in a microbatch: its gradient whole, where it stays a device's."""
+        if self.recipe.reduction(self.layout.kinds) == "each":
+            return self.leaves
+        return tuple(dataclasses.replace(leaf, gradient=leaf.gathered) for leaf in self.leaves)
+
+    @cached_property
     def theory(self) -> Theory:
         scatters = self.network.hardware.platform != "cpu"
         return theory_of(self.layout, self.recipe, scatters=scatters)
@@ -146,6 +153,12 @@ class Setting:
         if self.theory.reductions == 1:
             return sum(leaf.whole_bytes(dtype) for leaf, dtype in held)
         return sum(leaf.bytes_per_device("optimizer", dtype=dtype) for leaf, dtype in held)
+
+    @property
+    def sum_bytes(self) -> float:
+        """The running sum's traffic: zeros, what each microbatch adds to it, and the mean."""
+        times, added = self.recipe.accumulate, sum(leaf.gradient for leaf in self.traced)
+        return self.sums * (1 + 2 * times + 2) + times * added if self.sums else 0.0
 
 
 def place(

@@ -61,7 +61,8 @@ def step_time(given: Setting, demand: Demand, count: int) -> StepTime:
     work = demand.work(given, count).times(times)
     whole = given.matrices
     products = Work.of(whole.flops, 0.0, one, is_wide=whole.is_wide)
-    update = Work.total([products, Work.of(0.0, given.update_bytes, one)])
+    moved = given.update_bytes + given.sum_bytes
+    update = Work.total([products, Work.of(0.0, moved, one)])
     kinds = [kind for kind in ("parameter", "optimizer") if given.layout.partitions(kind)]
     kind = "ahead" if given.sharing.ahead else [*kinds, "nothing"][0]
     common = OVERLAP["sparse_cores" if given.network.hardware.sparse_cores else one.platform]
