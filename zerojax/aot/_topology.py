@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from zerojax.aot._plugin import gpu_devices, tpu_devices
 from zerojax.hardware import HARDWARE, Hardware, find_hardware
-from zerojax.layout import check_axes, in_order
+from zerojax.layout import check_axes, in_order, place_along
 
 _FILES = resources.files("zerojax.aot")
 #: What XLA asks of a GPU beside what the planner knows of it; see chips.toml.
@@ -142,9 +142,4 @@ def _place_tpu(topology: Topology, shape: tuple[int, ...]) -> np.ndarray:
             left //= outer[-1]
         inner = [size // slices for size, slices in zip(shape, outer, strict=True)]
         place = functools.partial(mesh_utils.create_hybrid_device_mesh, inner, outer)
-    for split in (False, True):  # an axis on whole torus dims first, then on parts of them
-        try:
-            return place(devices, allow_split_physical_axes=split)
-        except (NotImplementedError, ValueError):
-            continue  # this shape doesn't lie along this torus so
-    return np.array(devices).reshape(shape)
+    return place_along(place, devices, shape)

@@ -9,9 +9,9 @@ from zerojax.layout._stages import STAGES, check_stage
 from zerojax.layout._torus import (
     DIMS,
     Phases,
-    SubAxis,
     fills_tiles,
-    group_sub_axes,
+    find_phases,
     in_order,
+    place_along,
     scattered_size,
 )

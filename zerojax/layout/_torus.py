@@ -13,7 +13,7 @@ off the coordinates that TPU devices carry, present or absent alike.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,6 @@ class SubAxis:
     axis: str  # the mesh axis
     dim: str  # the torus dim, of `DIMS`
     size: int  # devices along it
-    stride: int = 1  # places along the dim from one to the next, where a plan asks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,6 +127,18 @@ def find_phases(mesh: AnyMesh, axes: Axes, *further: Axes) -> Phases:
         return dataclasses.replace(at_once, reason=reason)
     groups = group_sub_axes(chip, [sub_axis for found in sub_axes for sub_axis in found or ()])
     return _cut(mesh, groups, further)
+
+
+def place_along(
+    place: Callable[..., np.ndarray], devices: Sequence[Any], shape: Sequence[int]
+) -> np.ndarray:
+    """Place devices with a function of `mesh_utils`, axes on whole torus dims or on parts."""
+    for split in (False, True):
+        try:
+            return place(devices, allow_split_physical_axes=split)
+        except (NotImplementedError, ValueError):
+            continue  # this shape doesn't lie along this torus so
+    return np.array(devices).reshape(shape)
 
 
 def in_order(mesh: Mesh) -> Mesh:

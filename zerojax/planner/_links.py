@@ -13,9 +13,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
 from zerojax._types import Axes
 from zerojax.hardware import Hardware
-from zerojax.layout import DIMS, SubAxis, group_sub_axes
+from zerojax.layout import DIMS, find_phases, in_order, place_along
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
@@ -55,12 +59,8 @@ class Network:
         #: how many devices along each axis a domain has, and how many domains the axis crosses
         self.within = _within(hardware.domain, axes)
         self.across = {name: size // self.within[name] for name, size in axes.items()}
-        num_devices = math.prod(self.within.values())
         #: chips along each dim of a slice; empty where a switch joins the devices
-        self.torus = torus_shape(hardware, num_devices)
-        cores = num_devices // math.prod(self.torus) if self.torus else 1
-        self._extents = {**dict(zip(DIMS, self.torus, strict=False)), DIMS[-1]: cores}
-        self._sub_axes = lay_axes((*self.torus, cores), self.within) if self.torus else {}
+        self.torus = torus_shape(hardware, math.prod(self.within.values()))
 
     def seconds(
         self, axes: Axes, num_bytes: float, collective: Collective = "all-gather"
@@ -100,21 +100,7 @@ class Network:
         dims at once as `Hardware.span` allows, all-reduces all of them. Over several slices zerojax
         leaves the order to the compiler, which is taken to do the same.
         """
-        sub_axes = [sub_axis for name in axes for sub_axis in self._sub_axes[name]]
-        is_whole = collective == "all-reduce"
-        groups = [sub_axes] if is_whole else group_sub_axes(self.hardware, sub_axes)
-        return tuple(self._phase(group) for group in groups if group)
-
-    def _phase(self, group: Sequence[SubAxis]) -> Phase:
-        sizes, rates = [], []
-        for dim in dict.fromkeys(sub_axis.dim for sub_axis in group):
-            along = [sub_axis for sub_axis in group if sub_axis.dim == dim]
-            members = math.prod(sub_axis.size for sub_axis in along)
-            extent = max(sub_axis.stride * sub_axis.size for sub_axis in along)
-            sizes.append(members)
-            rates.append(rate_along(self.hardware, dim, members, extent, self._extents[dim]))
-        n = math.prod(sizes)
-        return Phase(n, (1 - 1 / n) / gather_time(sizes, rates))
+        return _phases(self.hardware, (*self.within.items(),), axes, collective == "all-reduce")
 
 
 def rate_along(hardware: Hardware, dim: str, members: int, extent: int, size: int) -> float:
@@ -185,59 +171,47 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
     return min((shape for shape in shapes if math.prod(shape) == num_chips), key=rank)
 
 
-def lay_axes(shape: Sequence[int], axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]]:
-    """Place mesh axes along the dims of a torus: on whole dims where that works, else on parts.
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    """A device that nobody has, as functions that place devices by their coordinates ask of it."""
 
-    `zerojax.make_mesh` and `jax.experimental.mesh_utils.create_device_mesh` do nearly the same.
-
-    Example: on 4 x 4 x 4 chips, {"data": 16, "model": 4} takes whole dims: data x and y, model z.
-    On 4 x 4 chips, {"data": 8, "model": 2} takes parts: model pairs of neighbours along x, data
-    every second chip along x, and y.
-
-    `shape` is chips along each dim, and devices of a chip; the product of `axes`, major first, is
-    that of `shape`. Sub-axes come back major first.
-    """
-    sizes: dict[str, int] = dict(zip((*DIMS[: len(shape) - 1], DIMS[-1]), shape, strict=True))
-    return _lay_whole(sizes, axes) or _lay_parts(sizes, axes)
+    id: int
+    device_kind: str
+    coords: tuple[int, ...]
+    core_on_chip: int
+    process_index: int = 0
+    slice_index: int = 0
+    platform: str = "tpu"
 
 
-def _lay_whole(
-    sizes: Mapping[str, int], axes: Mapping[str, int]
-) -> dict[str, tuple[SubAxis, ...]] | None:
-    free = [dim for dim in [*sizes][::-1] if sizes[dim] > 1]
-    found: dict[str, tuple[SubAxis, ...]] = {}
-    for axis, size in reversed(list(axes.items())):
-        choices = (
-            dims
-            for count in range(len(free), -1, -1)
-            for dims in itertools.combinations(free, count)
-            if math.prod(sizes[dim] for dim in dims) == size
-        )
-        dims = next(choices, None)
-        if dims is None:
-            return None
-        free = [dim for dim in free if dim not in dims]
-        found[axis] = tuple(SubAxis(axis, dim, sizes[dim]) for dim in sorted(dims, key=DIMS.index))
-    return {axis: found[axis] for axis in axes}
+@functools.lru_cache(maxsize=256)
+def _torus_mesh(hardware: Hardware, axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """Return the mesh that zerojax would make of a slice, whose devices count x first."""
+    names, sizes = zip(*axes, strict=True)
+    shape = torus_shape(hardware, math.prod(sizes))
+    dims = (*[1] * (3 - len(shape)), *shape[::-1], math.prod(sizes) // math.prod(shape))
+    kind, places = (*hardware.device_kinds, "")[0], enumerate(np.ndindex(dims))
+    chips = [_Chip(number, kind, at[2::-1], at[3]) for number, at in places]
+    place = functools.partial(mesh_utils.create_device_mesh, sizes)
+    return in_order(Mesh(place_along(place, chips, sizes), names))
 
 
-def _lay_parts(sizes: Mapping[str, int], axes: Mapping[str, int]) -> dict[str, tuple[SubAxis, ...]]:
-    """Assign each axis what divides it of what is left of each dim, minor axes first.
-
-    The devices of a chip (the last dim) go first, then dims from the first on, as jax has it.
-    """
-    taken = dict.fromkeys(sizes, 1)
-    found: dict[str, tuple[SubAxis, ...]] = {}
-    for axis, size in reversed(list(axes.items())):
-        pieces, left = [], size
-        for dim in (DIMS[-1], *[*sizes][:-1]):
-            part = math.gcd(left, sizes[dim] // taken[dim])
-            if part > 1:
-                pieces.append(SubAxis(axis, dim, part, taken[dim]))
-                taken[dim] *= part
-                left //= part
-        found[axis] = tuple(sorted(pieces, key=lambda piece: DIMS.index(piece.dim)))
-    return {axis: found[axis] for axis in axes}
+@functools.lru_cache(maxsize=4096)
+def _phases(
+    hardware: Hardware, within: tuple[tuple[str, int], ...], axes: Axes, is_whole: bool
+) -> tuple[Phase, ...]:
+    mesh, groups, phases = _torus_mesh(hardware, within), (axes,), []
+    links = Interconnect(hardware, mesh.devices.flat)
+    if hardware.span and not is_whole:
+        found = find_phases(mesh, axes)
+        mesh, groups = found.mesh, found.axes
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    for group in groups:
+        first = numbers[tuple(slice(None) if x in group else 0 for x in mesh.axis_names)]
+        if (n := first.size) > 1:
+            seconds = links.transfer("all-gather", [first.ravel()], 1.0).seconds
+            phases.append(Phase(n, (1 - 1 / n) / seconds))
+    return tuple(phases)
 
 
 @dataclasses.dataclass(frozen=True)

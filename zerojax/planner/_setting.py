@@ -71,7 +71,7 @@ class Setting:
 
     @cached_property
     def traced(self) -> tuple[HeldLeaf, ...]:
-        """What each parameter takes in a microbatch: its gradient whole, where it stays a device's."""
+        """What each takes in a microbatch, whose gradient is whole where devices sum once."""
         if self.recipe.reduction(self.layout.kinds) == "each":
             return self.leaves
         return tuple(dataclasses.replace(leaf, gradient=leaf.gathered) for leaf in self.leaves)
