@@ -228,6 +228,17 @@ def test_accumulation_keeps_a_sum_and_the_whole_batch(stage):
     assert least * 0.999 <= sums <= least * 1.01 + four.bytes.parameters
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_microbatchs_gradients_are_whole_where_devices_are_summed_once(count):
+    each, once = (plan_mix(16 * count, accumulate=count, reduce=r) for r in ("each", "once"))
+    cut = once.num_params * 7 / 8  # what a device has of each tensor beyond its shard
+    more = once.bytes.total - each.bytes.total
+    assert more == pytest.approx((4 + 2) * cut, rel=0.02)  # a sum in fp32, a gradient in bf16
+    # The sum: zeros, read and written for each gradient, which is read, and for the mean.
+    least = (4 * (1 + 2 * count + 2) + 2 * count) * cut / HARDWARE["h100"].hbm_bandwidth
+    assert 1 <= (once.time.memory - each.time.memory) / least < 2
+
+
 # ------------------------------------------------------------------ volume
 
 

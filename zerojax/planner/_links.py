@@ -205,11 +205,11 @@ def _phases(
     if hardware.span and not is_whole:
         found = find_phases(mesh, axes)
         mesh, groups = found.mesh, found.axes
-    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    numbers = np.arange(mesh.size).reshape([*mesh.shape.values()])
     for group in groups:
         first = numbers[tuple(slice(None) if x in group else 0 for x in mesh.axis_names)]
-        if (n := first.size) > 1:
-            seconds = links.transfer("all-gather", [first.ravel()], 1.0).seconds
+        if (n := np.size(first)) > 1:
+            seconds = links.transfer("all-gather", [np.ravel(first).tolist()], 1.0).seconds
             phases.append(Phase(n, (1 - 1 / n) / seconds))
     return tuple(phases)
 
