@@ -140,14 +140,14 @@ class Recipe:
         return self.reduce
 
     def gather_dtype(self, kinds: Collection[Kind]) -> Any:
-        """Return the dtype of one byte in which weights are gathered, or None."""
+        """Return the one-byte dtype of gathers, or None; set below stage 3, a ValueError."""
         if (dtype := self.precision.gather) is not None:
             told = f"Precision(gather={dtype.name!r}) is of weights that are gathered for the loss"
             _check_gathered(told, kinds)
         return dtype
 
     def keeps_gathered(self, kinds: Collection[Kind]) -> bool:
-        """Return whether what the forward pass gathers is kept for the backward pass."""
+        """Return whether gathered weights are kept for later; asked below stage 3, a ValueError."""
         if not self.reshard_after_forward:
             told = "reshard_after_forward=False keeps what the forward pass has gathered of weights"
             _check_gathered(told, kinds)
@@ -157,7 +157,8 @@ class Recipe:
         """Return how much of the next layer is gathered while one computes.
 
         Where parameters are partitioned by default half a layer, which costs less time and memory
-        than a whole one (docs/benchmarks.md); on a CPU, where all wait, nothing.
+        than a whole one (docs/benchmarks.md); on a CPU, where all wait, nothing. A
+        ValueError where they are not, and `prefetch` is set.
         """
         if self.prefetch:
             told = f"prefetch={self.prefetch} is of weights that are gathered layer by layer"
