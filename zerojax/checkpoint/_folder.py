@@ -19,7 +19,7 @@ from zerojax.checkpoint._local import Arrays, LocalCopies, cuts
 from zerojax.checkpoint._manifest import MANIFEST, Manifest, read_manifest, to_text, write_manifest
 from zerojax.checkpoint._orbax import require_orbax
 from zerojax.checkpoint._restore import as_stored, read_agreed, read_state, rebuilt
-from zerojax.checkpoint._save import PendingSave, check_step, describe, prepare, start_save
+from zerojax.checkpoint._save import Facts, PendingSave, check_step, describe, prepare, start_save
 from zerojax.layout import Layout, check_layout
 from zerojax.processes import gather_texts, set_remedy, together
 
@@ -106,13 +106,7 @@ class Checkpoints:
                 self._copies.manager.close()
 
     def save(
-        self,
-        step: int,
-        state: PyTree,
-        layout: Layout,
-        *,
-        data: Any = None,
-        metadata: Mapping[str, Any] | None = None,
+        self, step: int, state: PyTree, layout: Layout, *, data: Any = None, metadata: Facts = None
     ) -> PendingSave:
         """Start to save a step, which names the checkpoint; see `zerojax.save`.
 
@@ -141,13 +135,7 @@ class Checkpoints:
         return self._pending
 
     def save_local(
-        self,
-        step: int,
-        state: PyTree,
-        layout: Layout,
-        *,
-        data: Any = None,
-        metadata: Mapping[str, Any] | None = None,
+        self, step: int, state: PyTree, layout: Layout, *, data: Any = None, metadata: Facts = None
     ) -> None:
         """Start to save a copy of a step in the folders `local` of the hosts, for the one before.
 

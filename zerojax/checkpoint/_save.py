@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from zerojax.checkpoint._manifest import ARRAYS, MANIFEST, Manifest, to_text, wr
 from zerojax.checkpoint._orbax import UNFINISHED, Writing, check_dtypes, require_orbax
 from zerojax.layout import Layout, check_layout
 from zerojax.processes import agree, check_copies, gather_texts, together
+
+#: Texts as keys; what they name has to go into JSON.
+Facts: TypeAlias = Mapping[str, Any] | None
 
 _unwaited: weakref.WeakSet["PendingSave"] = weakref.WeakSet()
 
@@ -154,7 +157,7 @@ def describe(
     *,
     step: int | None = None,
     data: Any = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Facts = None,
 ) -> Manifest:
     """Say what a state of arrays or shapes is and lies under."""
     if not isinstance(metadata, Mapping | None):
@@ -262,7 +265,7 @@ def save(
     tx: optax.GradientTransformation | None = None,
     step: int | None = None,
     data: Any = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Facts = None,
 ) -> None:
     """Save a tree of arrays as one checkpoint; returns when it is on disk.
 
