@@ -16,8 +16,7 @@ def made(kind: Any, x: Any) -> Any:
     if get_origin(kind) is tuple and isinstance(x, list):
         return tuple(made(get_args(kind)[0], part) for part in x)
     wanted = int | float if kind is float else kind
-    if kind is not Any and (
-        not isinstance(x, wanted) or (isinstance(x, bool) and kind is not bool)
-    ):
+    is_flag = isinstance(x, bool) and kind is not bool
+    if kind is not Any and (is_flag or not isinstance(x, wanted)):
         raise TypeError(f"{x!r} is no {kind}")
     return x

@@ -283,10 +283,8 @@ def reducing(evidence: Evidence) -> str:
     """Advise a step whose loss the partitioner divides to reduce each gradient once."""
     layout, whole = evidence.layout, not evidence.layout.partitions("parameter")
     if "make_train_step" in evidence.tools:
-        paths = (one.argument.path.split("/") for one in evidence.held)
-        refused = any("model_state" in path for path in paths)  # each device would have its own
-        refused |= evidence.recipe.reduce == "once" or evidence.joins_examples
-        if refused or not whole:
+        has_state = any("model_state" in x.argument.path.split("/") for x in evidence.held)
+        if not whole or has_state or evidence.recipe.reduce == "once" or evidence.joins_examples:
             return ""
         told = "of a mean over examples, have each device add up its gradients, and hold them whole"
         return f"{told}: Recipe(reduce='once')"

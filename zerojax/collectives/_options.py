@@ -87,9 +87,7 @@ def _known(mesh: Mesh, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[str,
             if found is None:
                 raise
             del kept[found[1]]
-            warnings.warn(
-                f"the installed compiler does not know {found[1]}: the step is compiled without it",
-                stacklevel=2,
-            )
+            told = f"the installed compiler does not know {found[1]}: a step is compiled without it"
+            warnings.warn(told, stacklevel=2)
         else:
             return tuple(kept.items())

@@ -150,10 +150,8 @@ def sole_run(folder: Path) -> Iterator[None]:
                 "--num-processes and --process-id, or a launcher that jax knows (srun, mpirun)"
             ) from error
         except (ImportError, OSError) as error:
-            warnings.warn(
-                f"{folder} can't be locked ({error}): keep other runs out of it yourself",
-                stacklevel=2,
-            )
+            told = f"{folder} can't be locked ({error}): keep other runs out of it yourself"
+            warnings.warn(told, stacklevel=2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

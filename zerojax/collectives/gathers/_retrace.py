@@ -209,10 +209,8 @@ class Retracer:
                     "it is partitioned along the dim that the loop slices; make the layout with "
                     f"rules=[zerojax.Rule(path={value.path.text!r}, stacked=1)]"
                 )
-            warnings.warn(
-                f"all layers of leaf {value.path.text!r} are gathered before the loop: {why}",
-                stacklevel=2,
-            )
+            told = f"all layers of leaf {value.path.text!r} are gathered before the loop: {why}"
+            warnings.warn(told, stacklevel=2)
 
     def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
         def branch(program: Any, values: Sequence[Any]) -> list[Any]:

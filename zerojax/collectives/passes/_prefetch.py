@@ -147,14 +147,15 @@ class _Prefetch:
         # Of a stack in the host's memory only a scan's own buffer is never on the device.
         hosted = any(var.aval.memory_space == jax.memory.Space.Host for var in eqn.outvars)
         keeps = self.is_tpu and turn.keeps(self.layout.num_batch_parts)
-        self.late += [KEEPS.format(summarize(eqn.source_info))] * keeps
-        if not turn.gathers or eqn.params["length"] < 2 or hosted or keeps:
+        is_plain = keeps and not turn.reduces
+        self.late += [KEEPS.format(summarize(eqn.source_info))] * is_plain
+        if not turn.gathers or eqn.params["length"] < 2 or hosted or is_plain:
             most = self.waiting if turn.reduces else 0
             ordered = functools.partial(run_in_order, body, layout=self.layout, is_turn=True)
             return _jaxpr.run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
         self.num_ahead += 1
         fixed = [self.fixed.issuperset(_jaxpr.variables([x])) for x in eqn.invars]
-        return _run_ahead(eqn, values, turn, fixed)
+        return _run_ahead(eqn, values, turn, fixed, 2 if self.is_tpu and not keeps else 1)
 
 
 def _held(values: list[Any], alone: Sequence[bool], merges: bool) -> list[Any]:
@@ -192,7 +193,7 @@ def _gathered(program: Any) -> list[bool]:
     return [var in wanted for var in jaxpr.invars]
 
 
-def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool]) -> list[Any]:
+def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool], unroll: int) -> Any:
     consts, start, stacks = _jaxpr.scan_split(eqn.params, values)
     num_carry, length, is_tpu = len(start), eqn.params["length"], turn.is_tpu
 
@@ -234,7 +235,7 @@ def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool]) -
     state = (start, turn.gather(inputs(0, consts, start)[1]), rows)
     # libtpu copies what a turn gathered into the place of the weights at hand. Two layers a turn
     # have two places; the barrier lets a gather wait until its place is free.
-    unroll = max(eqn.params["unroll"], 2 if is_tpu else 1)
+    unroll = max(eqn.params["unroll"], unroll)
     state, _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
     carry, _, rows = layer(length - 1, in_turn(state), [])
     # libtpu starts a reduction as late as it can: without the barrier those of the last layer stood
