@@ -103,3 +103,17 @@ def test_every_device_of_a_slice_is_in_one_group():
         network = Network(HARDWARE[name], axes)
         for axis, size in axes.items():
             assert math.prod(phase.num_devices for phase in network.phases((axis,))) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("v5p", {"replica": 10, "data": 896}),
+        ("v5e", {"replica": 5, "data": 12}),
+        ("v7", {"replica": 6, "data": 896}),
+    ],
+)
+def test_axes_that_no_function_of_jax_places_lie_row_by_row(name, axes):
+    """A function of `mesh_utils` indexes by None where a size has no dims of the torus."""
+    seconds = Network(HARDWARE[name], axes).seconds(("data",), 1e9)
+    assert 0 < seconds.fast + seconds.slow < 1

@@ -136,7 +136,7 @@ def place_along(
     for split in (False, True):
         try:
             return place(devices, allow_split_physical_axes=split)
-        except (NotImplementedError, ValueError):
+        except (NotImplementedError, ValueError, TypeError):  # jax 0.10 and 0.12 index by None
             continue  # this shape doesn't lie along this torus so
     return np.array(devices).reshape(shape)
 
