@@ -15,6 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 from scipy.optimize import linprog
 
+from tests.planner.chips import Chip
 from zerojax.hardware import HARDWARE, find_hardware
 from zerojax.layout import in_order
 from zerojax.layout._torus import find_phases, read_sub_axes
@@ -228,19 +229,6 @@ def test_dims_at_once_take_as_long_as_the_best_mixture_of_orders(sizes, widths):
         b_eq=[1],
     )
     assert gather_time(sizes, widths) == pytest.approx(found.fun, rel=1e-6)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What `create_device_mesh` and `find_phases` ask of a device."""
-
-    device_kind: str
-    coords: tuple[int, ...]
-    core_on_chip: int
-    id: int
-    process_index: int = 0
-    slice_index: int = 0
-    platform: str = "tpu"
 
 
 def mesh_of(network):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -13,6 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 import zerojax
+from tests.planner.chips import Chip
 from zerojax.hardware import HARDWARE
 from zerojax.layout import in_order
 from zerojax.planner import Interconnect
@@ -60,19 +60,6 @@ MESHES = [
     ("v5p", {"data": 64}),
     ("v6e", {"data": 16, "model": 16}),
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What functions that place devices ask of one."""
-
-    device_kind: str
-    coords: tuple[int, ...]
-    core_on_chip: int
-    id: int
-    process_index: int = 0
-    slice_index: int = 0
-    platform: str = "tpu"
 
 
 @pytest.mark.parametrize(("name", "axes"), MESHES)
