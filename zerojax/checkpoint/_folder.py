@@ -194,7 +194,7 @@ class Checkpoints:
         passed_over: dict[Path, str] = {}
         names = " ".join(path.name for path in _folders(self.directory).values())
         named = gather_texts("restore", names)[0].split()  # as the first process sees them
-        for name in reversed(["-1", *named]):
+        for name in reversed(["-1", *named]):  # a copy on the hosts goes before older saves
             if restored := self._restore_local(layout, like, int(name), passed_over):
                 return restored
             if name == "-1":

@@ -171,7 +171,7 @@ class _Search:
     ) -> None:
         self.model, self.recipe, self.space = model, model.recipe, space
         self.num_devices, self.hardware, self.limit = num_devices, hardware, limit
-        given = space.microbatches or [self.recipe.accumulate][self.recipe.accumulate == 1 :]
+        given = space.microbatches or (self.recipe.accumulate,) * (self.recipe.accumulate > 1)
         self.counts = sorted(as_count("microbatches", count) for count in given)  # none: all
         self._placed = functools.cache(self._place)
         self._traced = functools.cache(lambda one: Demand(dataclasses.replace(model, recipe=one)))
