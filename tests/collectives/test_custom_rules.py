@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from zerojax._jaxpr import with_inner
 from zerojax.collectives import gather_where_used
 
 ROWS, COLUMNS, LONG = 32, 64, 2048
@@ -152,3 +153,57 @@ def test_a_rule_may_close_over_an_array_and_give_results_without_gradients(stage
         return jnp.mean(layer(x, None)[0] ** 2)
 
     compared(loss, params, X, layout)
+
+
+CHUNKS, WORDS = 4, 48
+
+
+@jax.custom_vjp
+def fused(x, head, labels):
+    return fused_forward(x, head, labels)[0]
+
+
+def fused_forward(x, head, labels):
+    """Sum a cross-entropy over chunks, and the gradients with it, so that no logits are kept."""
+
+    def chunk(total, given):
+        x, labels = given
+        logits = x @ head.T
+        grad = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, WORDS)) / labels.size / CHUNKS
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
+        return total + jnp.einsum("btv,btd->vd", grad, x), (losses.mean(), grad @ head)
+
+    chunks = [jnp.stack(jnp.split(a, CHUNKS, axis=1)) for a in (x, labels)]
+    total, (losses, grads) = jax.lax.scan(chunk, jnp.zeros_like(head), chunks)
+    return losses.mean(), (jnp.concatenate(grads, axis=1), total)
+
+
+fused.defvjp(fused_forward, lambda kept, g: (kept[0] * g, kept[1] * g, None))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_rule_sums_in_a_loop_is_kept_once(stage, looped, turned, mesh8):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (ROWS, WORDS) if turned else (WORDS, ROWS)
+    params = {
+        "w": jax.random.normal(keys[0], (ROWS, ROWS)),
+        "head": jax.random.normal(keys[1], shape),
+    }
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+    x = jax.random.normal(keys[2], (16, 8, ROWS))
+
+    def loss(params, x):
+        labels = jnp.argmax(x, axis=-1)
+
+        def one(x, _):
+            x, head = jnp.tanh(x @ params["w"] / 8), params["head"]
+            return x, fused(x, head.T if turned else head, labels)
+
+        return jnp.mean(jax.lax.scan(one, x, None, length=2)[1] if looped else one(x, None)[1])
+
+    compared(loss, params, x, layout)
+    traced = jax.make_jaxpr(jax.grad(gather_where_used(loss, layout)))(params, x)
+    made = (var.aval for eqn in traced.eqns for x in with_inner(eqn) for var in x.outvars)
+    assert (CHUNKS, WORDS, ROWS) not in {aval.shape for aval in made}

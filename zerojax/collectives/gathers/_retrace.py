@@ -77,7 +77,9 @@ class Retracer:
         is_run = is_call or name in (_jaxpr.REMATERIALISED, "scan", "cond")
         is_held = self.shielded and is_run and _rematerialises(eqn)
         if not (has_box or is_own or is_grouped or is_held):
-            return _jaxpr.bind(eqn, values)
+            if not self.shielded or name != "custom_vjp_call":
+                return _jaxpr.bind(eqn, values)
+            return _own(lambda *own: _jaxpr.bind(eqn, own), _sealed)(*values)
         if is_call:
             return self.run(_jaxpr.called(eqn), values)
         if name == _jaxpr.REMATERIALISED:
@@ -239,8 +241,9 @@ class Retracer:
         policy = wrap_policy(None, keeps=False) if keeps else None
         again = self._again(use, policy)
         # A rule may count on being run: flax's fp8 scales are its results, of a zero cotangent too.
-        has_rule = again is not use and eqn.primitive.name == "custom_vjp_call"
-        return (_own(again) if has_rule else again)(*values)
+        if again is not use and eqn.primitive.name == "custom_vjp_call":
+            again = _own(self._again(_own(use, _sealed), policy))
+        return again(*values)
 
     @property
     def _gathers_again(self) -> bool:
@@ -261,7 +264,7 @@ class Retracer:
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
 
 
-def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+def _own(function: Callable[..., Any], vjp: Callable[..., Any] = jax.vjp) -> Callable[..., Any]:
     """Make what a function keeps its own matter: jax lets a policy around it decide.
 
     Its backward pass runs for a zero cotangent too. What is not differentiated stays so: jax
@@ -273,7 +276,7 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
             stop = jax.lax.stop_gradient
             return function(*jax.tree.map(lambda x, v: v if x.perturbed else stop(v), values, own))
 
-        return jax.vjp(used, *jax.tree.map(lambda x: x.value, values))
+        return vjp(used, *jax.tree.map(lambda x: x.value, values))
 
     def backward(pull: Any, grads: Any) -> Any:
         return pull(jax.tree.map(_filled, grads))
@@ -281,6 +284,25 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     own = jax.custom_vjp(function)
     own.defvjp(forward, backward, symbolic_zeros=True)
     return own
+
+
+def _sealed(function: Callable[..., Any], *args: Any) -> Any:
+    """Do as `jax.vjp`, each loop one operation, of which a policy around it keeps results alone.
+
+    A fused cross-entropy sums the head's gradient over chunks in its forward rule; jax would stack
+    what the loop carries, a whole gradient for each chunk, to have the last of them.
+    """
+    traced, out = jax.make_jaxpr(functools.partial(jax.vjp, function), return_shape=True)(*args)
+
+    def step(eqn: Any, values: list[Any]) -> list[Any]:
+        if all(x.primitive.name not in _jaxpr.LOOPS for x in _jaxpr.with_inner(eqn)):
+            return _jaxpr.bind(eqn, values)
+        loop = jax.custom_vjp(lambda *own: _jaxpr.bind(eqn, own))
+        loop.defvjp(loop, loop)  # nothing differentiates it
+        return loop(*values)
+
+    leaves = _jaxpr.run(traced, jax.tree.leaves(args), step)
+    return jax.tree.structure(out).unflatten(leaves)
 
 
 def _filled(grad: Any) -> Any:
