@@ -79,7 +79,7 @@ class Retracer:
         if not (has_box or is_own or is_grouped or is_held):
             if not self.shielded or name != "custom_vjp_call":
                 return _jaxpr.bind(eqn, values)
-            return _own(lambda *own: _jaxpr.bind(eqn, own), _sealed)(*values)
+            return self._rule(lambda *own: _jaxpr.bind(eqn, own))(*values)
         if is_call:
             return self.run(_jaxpr.called(eqn), values)
         if name == _jaxpr.REMATERIALISED:
@@ -233,17 +233,22 @@ class Retracer:
             out = self.opening.open_and_bind(eqn, [*values]) if out is None else out
             return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
-        # Of a user's custom derivative the residuals may be kept. Nothing is kept where equations
-        # were recorded, whose results are whole weights, nor of a shard_map, which returns one.
+        name = eqn.primitive.name
+        if name == "custom_vjp_call" and (self._gathers_again or self._widens_again):
+            return self._rule(use)(*values)
+        # Of other derivatives (custom_linear_solve) what is made of examples is kept, unless whole
+        # weights were computed before, as equations that waited, or are returned by a shard_map.
         recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
-        keeps = _jaxpr.has_inside(eqn) and not recorded and eqn.primitive.name != "shard_map"
+        keeps = _jaxpr.has_inside(eqn) and not recorded and name != "shard_map"
         keeps = keeps and not _rematerialises(eqn)
-        policy = wrap_policy(None, keeps=False) if keeps else None
-        again = self._again(use, policy)
-        # A rule may count on being run: flax's fp8 scales are its results, of a zero cotangent too.
-        if again is not use and eqn.primitive.name == "custom_vjp_call":
-            again = _own(self._again(_own(use, _sealed), policy))
-        return again(*values)
+        return self._again(use, wrap_policy(None, keeps=False) if keeps else None)(*values)
+
+    def _rule(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a user's rule decide what it keeps, but for what it has of weights alone.
+
+        It may count on being run: flax's fp8 scales are its results, of a zero cotangent too.
+        """
+        return _own(function, functools.partial(_of_rule, retracer=self))
 
     @property
     def _gathers_again(self) -> bool:
@@ -286,23 +291,45 @@ def _own(function: Callable[..., Any], vjp: Callable[..., Any] = jax.vjp) -> Cal
     return own
 
 
-def _sealed(function: Callable[..., Any], *args: Any) -> Any:
-    """Do as `jax.vjp`, each loop one operation, of which a policy around it keeps results alone.
+def _of_rule(function: Callable[..., Any], *args: Any, retracer: Retracer) -> Any:
+    """Do as `jax.vjp` of a user's rule; what it keeps and has of weights alone is made again.
 
-    A fused cross-entropy sums the head's gradient over chunks in its forward rule; jax would stack
-    what the loop carries, a whole gradient for each chunk, to have the last of them.
+    Of `q = jnp.round(w / s); return x @ (q * s), (x, q, s)` the backward pass gathers `w` for `q`,
+    which is as large, and gets `x` and `s`. Each loop is one operation for a policy around it: of a
+    fused cross-entropy, which sums the head's gradient over chunks in its forward rule, jax would
+    stack what the loop carries, a whole gradient for each chunk, to have the last of them.
     """
     traced, out = jax.make_jaxpr(functools.partial(jax.vjp, function), return_shape=True)(*args)
+    jaxpr, leaves, count = traced.jaxpr, jax.tree.leaves(args), len(jax.tree.leaves(out[0]))
+    flags = [isinstance(x, Boxed | _copies.Copied) for x in args for _ in jax.tree.leaves(x)]
+    weights = [var for var, is_weight in zip(jaxpr.invars, flags, strict=True) if is_weight]
+    least = max((var.aval.size for var in weights), default=0) // retracer.opening.layout.num_shards
+    others = _jaxpr.depending(jaxpr.eqns, {*jaxpr.invars}.difference(weights))
+    of_weights = [
+        bool(weights) and not retracer.opening.keeps and x not in others and x.aval.size > least
+        for x in jaxpr.outvars[count:]
+    ]
 
     def step(eqn: Any, values: list[Any]) -> list[Any]:
-        if all(x.primitive.name not in _jaxpr.LOOPS for x in _jaxpr.with_inner(eqn)):
-            return _jaxpr.bind(eqn, values)
-        loop = jax.custom_vjp(lambda *own: _jaxpr.bind(eqn, own))
-        loop.defvjp(loop, loop)  # nothing differentiates it
-        return loop(*values)
+        loops = (x.primitive.name in _jaxpr.LOOPS for x in _jaxpr.with_inner(eqn))
+        bind = functools.partial(_jaxpr.bind, eqn)
+        return _own(lambda *own: bind(own))(*values) if any(loops) else bind(values)
 
-    leaves = _jaxpr.run(traced, jax.tree.leaves(args), step)
-    return jax.tree.structure(out).unflatten(leaves)
+    found = _jaxpr.run(traced, leaves, step)
+    remade, needed = _jaxpr.needed(traced, [*[False] * count, *of_weights])
+    given = [x for x, is_needed in zip(leaves, needed, strict=True) if is_needed]
+    kept = [x for x, again in zip(found[count:], of_weights, strict=True) if not again]
+
+    def pull(given: list[Any], kept: list[Any], grads: Any) -> Any:
+        if not retracer.looped:  # else compilers keep what was gathered, or gather at once
+            arrays = [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
+            given, _ = jax.lax.optimization_barrier((given, arrays))
+        again, own = iter(_jaxpr.run(remade, given)), iter(kept)
+        both = [next(again if is_again else own) for is_again in of_weights]
+        return jax.tree.structure(out[1]).unflatten(both)(grads)
+
+    value = jax.tree.structure(out[0]).unflatten(found[:count])
+    return value, jax.tree_util.Partial(pull, given, kept)
 
 
 def _filled(grad: Any) -> Any:
