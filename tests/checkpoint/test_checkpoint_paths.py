@@ -66,6 +66,31 @@ def test_a_path_that_is_not_utf8_is_refused(tmp_path, monkeypatch, name):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_path_with_a_backslash_is_refused(tmp_path, monkeypatch, name):
+    """The arrays would lie in another folder, `runs/one`."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="for which orbax takes a /; give another path"):
+        CALLS[name]("runs\\one")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["layers=[64,64]", "run[1]", "a*", "a?", "[[]", "%7B#é 1"])
+def test_a_path_is_no_pattern(tmp_path, name):
+    """orbax lists by `glob` what it joins, and only logs that it found nothing."""
+    for beside in ("run1", "ab", "a*b"):  # what the patterns would find
+        zerojax.save(tmp_path / beside, {"w": X["w"] * 3}, LAYOUT)
+    zerojax.save(tmp_path / name, X, LAYOUT)
+    restored = zerojax.restore(tmp_path / name, LAYOUT, X)
+    np.testing.assert_array_equal(restored["w"], X["w"])
+
+
+def test_local_copies_are_refused_where_orbax_would_read_a_pattern(tmp_path):
+    with pytest.raises(ValueError, match=r"host\[1\]' has a \[, \* or \?"):
+        zerojax.Checkpoints(tmp_path / "run", local=tmp_path / "host[1]")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_export_to_an_object_store_is_refused(tmp_path, monkeypatch):
     zerojax.save(tmp_path / "saved", X, LAYOUT)
     monkeypatch.chdir(tmp_path)

@@ -250,6 +250,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder, capsys):
     assert all(step < lines[-1]["step"] for step in saved)  # a broken state is not saved
 
 
+def test_a_loss_scale_that_mends_nothing_ends_the_run(folder, capsys):
+    """Each step is skipped, and none changes anything once the scale is at its smallest."""
+    wild = ["--precision", "fp16", "--lr", "1e8", "--warmup", "0", "--clip-norm", "0"]
+    assert main(["train", "--steps", "40", "--out", "run", *wild, *SMALL]) == 1
+    assert "training diverged; give a smaller --lr" in capsys.readouterr().err
+    assert lines_of(folder / "run")[-1]["loss_scale"] == 1.0
+
+
 def test_an_update_that_overflows_is_not_saved_over_what_is_whole(folder, capsys):
     """Its own loss is finite: that of the next step would say so, too late."""
     often = ["--save-every", "1", "--keep", "1", "--warmup", "0", "--clip-norm", "0"]

@@ -42,7 +42,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: the path is neither a text nor a `Path`.
-        ValueError: the path is empty, no UTF-8, or a URL: "gs://bucket/run", "gs:/bucket/run".
+        ValueError: the path is empty, no UTF-8, has a backslash, or is a URL: "gs://bucket/run",
+            "gs:/bucket/run".
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -61,6 +62,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     path = Path(text).expanduser().absolute()
     if (name := str(path)) != name.encode(errors="ignore").decode():
         raise ValueError(f"{name!r} is not UTF-8, as orbax needs it; give another path")
+    if "\\" in name and os.sep == "/":
+        raise ValueError(f"{name!r} has a \\, for which orbax takes a /; give another path")
     return path
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import glob
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -84,6 +85,9 @@ class Checkpoints:
             raise ValueError(f"{told}, or use zerojax.restore")
         self._keep, self._tx, self._replicator = keep, tx, replicator
         self._local = None if local is None else _files.local_path(local)
+        if self._local is not None and glob.has_magic(str(self._local)):
+            told = f"local={str(self._local)!r} has a [, * or ?, which orbax takes for a pattern"
+            raise ValueError(f"{told}; give another path")
         self._copies: LocalCopies | None = None
         self._pending: PendingSave | None = None
         self._damaged: set[Path] = set()

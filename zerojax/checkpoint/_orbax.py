@@ -9,8 +9,9 @@ import contextlib
 import importlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,8 @@ class Writing:
 
     def __init__(self, directory: Path, arrays: dict[str, jax.Array]) -> None:
         import orbax.checkpoint as ocp
-        from etils import epath  # orbax's paths
 
-        self._directory, self._handler = epath.Path(directory), _make_handler()
+        self._directory, self._handler = _folder(directory), _make_handler()
         self._futures: Any = ()
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_untold)
@@ -85,6 +85,19 @@ class Writing:
     def join(self) -> None:
         if self._futures:
             self._handler.finalize(self._directory)
+            if not (self._directory / "manifest.ocdbt").exists():  # orbax only logs it
+                raise OSError(f"orbax did not join the arrays in {self._directory}")
+
+
+def _folder(directory: Path) -> Any:
+    """Return a path as orbax knows them, but for `glob`, which takes the folder "[1]" for "1"."""
+    from etils import epath
+
+    class Folder(type(epath.Path(directory))):
+        def glob(self, pattern: str) -> Iterator[Any]:
+            return (self / name for name in glob(pattern, root_dir=self))  # noqa: PTH207
+
+    return Folder(directory)
 
 
 def _make_handler(gigabytes_at_once: Any = None) -> Any:
@@ -108,7 +121,6 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     waits for another here, so that one which finds damage leaves none behind.
     """
     import orbax.checkpoint as ocp
-    from etils import epath  # orbax's paths
 
     held = sum(
         num_bytes(x.sharding.shard_shape(x.shape), x.dtype) * len(x.sharding.addressable_devices)
@@ -128,7 +140,7 @@ def read_arrays(directory: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
         }
         args = ocp.args.PyTreeRestore(some, restore_args=each, partial_restore=True)
         with contextlib.closing(_make_handler(max_bytes / 1e9)) as handler:
-            found |= handler.restore(epath.Path(directory), args=args)
+            found |= handler.restore(_folder(directory), args=args)
     return found
 
 

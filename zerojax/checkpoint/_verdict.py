@@ -122,7 +122,7 @@ def _may_cast(found: str, wanted: str, *, lossy: bool) -> bool:
 
 def _missing_line(path: str, saved: Leaves, extra: list[str]) -> str:
     if path in LOSS_SCALE_LEAVES:
-        return f"{path!r} is not in it (give `like` with the values of a fresh loss scale)"
+        return f"{path!r} is not in it (for a fresh one give as `like` what `step.init` returns)"
     near = difflib.get_close_matches(path, extra or list(saved), n=1, cutoff=0.5)
     return f"{path!r} is not in it" + (f" (near: {near[0]!r})" if near else "")
 

@@ -21,6 +21,7 @@ from zerojax.cli.train._run import TrainRun, sole_run, take_up
 from zerojax.cli.train._screen import Metrics, TrainScreen, measure
 from zerojax.cli.train._signals import LOSSES, UNWRITTEN, Signals
 from zerojax.processes import ProcessError, agree, has_started, initialize, leave, set_remedy
+from zerojax.recipe import DynamicLossScale
 
 #: Steps that may wait for an accelerator while the next is prepared. Virtual devices share one pool
 #: of threads, where queued steps can wait for each other's collectives for ever: none wait there.
@@ -214,7 +215,8 @@ class _Training:
             found = {"the loss": loss, "the norm of the gradients": norm}
             found["the norm of the parameters"] = float(metrics["param_norm"])
             wrong = [f"{name} is {x}" for name, x in found.items() if not math.isfinite(x)]
-            if wrong and not metrics.get("skipped", False):
+            may_mend = line.get("loss_scale", math.inf) > DynamicLossScale.smallest
+            if wrong and not (metrics.get("skipped", False) and may_mend):
                 raise Failure(
                     f"{wrong[0]} at step {number}: training diverged; give a smaller --lr, a "
                     "longer --warmup or a smaller --clip-norm",
