@@ -172,15 +172,8 @@ def used(traced: core.ClosedJaxpr, num_results: int | None = None) -> core.Close
     """Leave out of a program, in loops too, what its first results don't need; None is all."""
     wanted = [True] * len(traced.jaxpr.outvars[:num_results])
     wanted += [False] * (len(traced.jaxpr.outvars) - len(wanted))
-    return needed(traced, wanted, instantiate=True)[0]
-
-
-def needed(
-    traced: core.ClosedJaxpr, wanted: list[bool], *, instantiate: bool = False
-) -> tuple[core.ClosedJaxpr, list[bool]]:
-    """Leave out what some results don't need, and unless `instantiate` inputs; say which it has."""
-    jaxpr, inputs = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate)
-    return core.ClosedJaxpr(jaxpr, traced.consts), inputs
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, traced.consts)
 
 
 def _is_constant(value: Any) -> bool:

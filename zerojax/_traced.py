@@ -50,6 +50,20 @@ class Slice:
         return _jaxpr.run_equations(self.eqns, given, self.outputs, step)
 
 
+def sliced(eqns: Sequence[Any], outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:
+    """Collect what outputs need, back to inputs and to variables at which to stop."""
+    made = {var: n for n, eqn in enumerate(eqns) for var in eqn.outvars}
+    needed, inputs, todo = set[int](), dict[Any, None](), _jaxpr.variables(outputs)
+    while todo:
+        var = todo.pop()
+        if var not in made or stop(var):
+            inputs[var] = None
+        elif (number := made[var]) not in needed:
+            needed.add(number)
+            todo += _jaxpr.variables(eqns[number].invars)
+    return Slice(tuple(inputs), tuple(eqns[n] for n in sorted(needed)), tuple(outputs))
+
+
 class Traced:
     """An update traced to a program of equations `eqns`, calls inlined."""
 
@@ -67,20 +81,6 @@ class Traced:
 
     def run(self, *args: Any) -> Any:
         return self.out_tree.unflatten(_jaxpr.run(self.program, jax.tree.leaves(args)))
-
-    def slice(self, outputs: Sequence[Any], stop: Callable[[Any], bool]) -> Slice:
-        """Collect what outputs need, back to inputs and to variables at which to stop."""
-        needed: set[int] = set()
-        inputs: dict[Any, None] = {}
-        todo = _jaxpr.variables(outputs)
-        while todo:
-            var = todo.pop()
-            if var not in self._made or stop(var):
-                inputs[var] = None
-            elif (number := self._made[var]) not in needed:
-                needed.add(number)
-                todo += _jaxpr.variables(self.eqns[number].invars)
-        return Slice(tuple(inputs), tuple(self.eqns[n] for n in sorted(needed)), tuple(outputs))
 
     def is_zero(self, atom: Any) -> bool:
         """Whether a variable is 0 whatever is given, as a result of `optax.set_to_zero` is."""

@@ -215,6 +215,7 @@ def rounded_product(x, w):
     return rounded_forward(x, w)[0]
 
 
+@jax.jit
 def rounded_forward(x, w):
     scale = jnp.max(jnp.abs(w), axis=0, keepdims=True) / 127
     rounded = jnp.round(w / scale)

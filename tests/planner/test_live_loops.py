@@ -128,3 +128,36 @@ def test_layers_that_are_read_out_of_a_stack_are_gathered_and_reduced_one_by_one
 
     assert found(51) - found(50) == 3 * W / N + inputs * A
     assert found(5) - 5 * (3 * W / N + inputs * A) < 2 * W
+
+
+def test_what_a_scan_keeps_is_made_in_its_stack_on_a_tpu():
+    """libtpu fuses what a body computes with the update of the stack; XLA:GPU copies it there."""
+
+    def keeping(params, x):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+        return jax.lax.scan(layer, x, params)[0].sum()
+
+    params = {"up": shape(4, WIDE, 8 * WIDE), "down": shape(4, 8 * WIDE, WIDE)}
+    gpu, tpu = (peak(keeping, params, shape(4, WIDE), 1024, x, 2) for x in ("gpu", "tpu"))
+    hidden = 4 * 1024 * 8 * WIDE
+    assert 0.5 * hidden < gpu - tpu <= hidden
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_product_writes_its_gradient_either_way_around(stage, platform):
+    """The gradient of `h @ head` comes of a product and a transpose: one buffer has it."""
+
+    def found(turned):
+        def loss(params, x):
+            h = layers(params["layers"], x) + x
+            logits = h @ (params["head"].T if turned else params["head"])
+            return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+        head = (32 * WIDE, WIDE) if turned else (WIDE, 32 * WIDE)
+        params = {"head": shape(*head), "layers": shape(3, WIDE, WIDE)}
+        return peak(loss, params, shape(4, WIDE), 64, platform, stage)
+
+    assert found(turned=False) == found(turned=True)

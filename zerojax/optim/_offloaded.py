@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import compute_on as _compute_on
 
 from zerojax._jaxpr import bind, depending, inputs_of, is_elementwise
-from zerojax._traced import Slice, Traced, is_fill
+from zerojax._traced import Slice, Traced, is_fill, sliced
 from zerojax._types import TreeDef
 from zerojax.collectives.forms import shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
@@ -101,13 +101,14 @@ class OffloadedUpdate:
         parts = []
         for index in sorted(hosted):
             at = tuple(n for n, slot in enumerate(slots) if slot.owner == index)
-            needed = traced.slice([traced.outputs[n] for n in at], is_shared)
+            needed = sliced(traced.eqns, [traced.outputs[n] for n in at], is_shared)
             to_host = tuple(slots[n].on_host for n in at)
             parts.append(_Part(self.layout.leaves[index], needed, at, to_host))
             self._check(index, needed, source)
         shared = list(dict.fromkeys(x for p in parts for x in p.slice.inputs if is_shared(x)))
         rest = [n for n, slot in enumerate(slots) if slot.owner not in hosted]
-        near = traced.slice([*(traced.outputs[n] for n in rest), *shared], lambda _: False)
+        wanted = [*(traced.outputs[n] for n in rest), *shared]
+        near = sliced(traced.eqns, wanted, lambda _: False)
         if mixed := far.intersection(near.inputs):
             told = "computes something for all leaves from states that live there"
             raise _mixes(f"{told} (those of {self._names(source[x].owner for x in mixed)})")

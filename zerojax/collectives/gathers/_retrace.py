@@ -24,18 +24,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from zerojax import _jaxpr
 from zerojax.collectives.gathers import _copies, _structural
 from zerojax.collectives.gathers._boxed import Boxed, Opening, wrap_policy
 from zerojax.collectives.gathers._divided import bind_apart, bind_grouped, has_grouped, is_apart
-
-#: The name of what a loop carries.
-CARRIED = "zerojax_carried"
+from zerojax.collectives.gathers._kept import keep_no_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +43,6 @@ class Retracer:
     saved: bool = False
     # whether a scan is around, of whose two passes nothing can be merged
     looped: bool = False
-    # whether a policy of `_again` is around, which jax would take for rematerialised functions too
-    shielded: bool = False
     # what runs the program of a rematerialised function: jax traces layers that share one once
     layers: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
@@ -74,12 +66,8 @@ class Retracer:
         is_own = not has_box and is_apart(eqn, layout, self.from_batch)
         is_grouped = not has_box and not is_own and has_grouped(eqn, layout, self.from_batch)
         is_call = _jaxpr.runs_in_place(eqn)
-        is_run = is_call or name in (_jaxpr.REMATERIALISED, "scan", "cond")
-        is_held = self.shielded and is_run and _rematerialises(eqn)
-        if not (has_box or is_own or is_grouped or is_held):
-            if not self.shielded or name != "custom_vjp_call":
-                return _jaxpr.bind(eqn, values)
-            return self._rule(lambda *own: _jaxpr.bind(eqn, own))(*values)
+        if not (has_box or is_own or is_grouped):
+            return _jaxpr.bind(eqn, values)
         if is_call:
             return self.run(_jaxpr.called(eqn), values)
         if name == _jaxpr.REMATERIALISED:
@@ -107,14 +95,13 @@ class Retracer:
     def _remat(self, eqn: Any, values: list[Any]) -> list[Any]:
         program = _jaxpr.called(eqn)
         if id(program) not in self.layers:
-            inner = dataclasses.replace(self, saved=True, shielded=False, layers={})
+            inner = dataclasses.replace(self, saved=True, layers={})
             self.layers[id(program)] = lambda *values: inner.run(program, values)
         body = self.layers[id(program)]
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         if self.opening.gathers and (policy is not None or self.opening.keeps):
             policy = wrap_policy(policy, keeps=self.opening.keeps)
-        layer = jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)
-        return (_own(layer) if self.shielded else layer)(*values)
+        return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy)(*values)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Scan with boxed slices: layers are gathered inside the loop.
@@ -126,9 +113,7 @@ class Retracer:
             e    a constant: gathered once, before the first turn
             v    a constant that is sliced: goes in boxed, and each turn opens its slice
 
-        Where something is gathered before the turns, the loop as a whole is rematerialised under a
-        policy that keeps all but that. jax would let this policy decide for rematerialised layers
-        within too, so that these are `shielded` from it.
+        What is gathered before the turns is gathered again before those of the backward pass.
         """
         program = eqn.params["jaxpr"]
         consts, carry, stacks = _jaxpr.scan_split(eqn.params, values)
@@ -141,31 +126,27 @@ class Retracer:
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
         regathers = self._gathers_again and not all(is_sliced)
-        shielded = self.shielded or regathers
-        inner = dataclasses.replace(self, looped=True, saved=False, shielded=shielded, layers={})
-
-        def body(values: list[Any]) -> list[Any]:
-            consts, carry, slices = _jaxpr.scan_split(eqn.params, values)
-            if shielded:  # else jax keeps what it is made of, and stacks it once more from that
-                floats = (jnp.issubdtype(x.dtype, jnp.inexact) for x in carry)
-                pairs = zip(carry, floats, strict=True)
-                carry = [checkpoint_name(x, CARRIED) if is_float else x for x, is_float in pairs]
-            layer = [
-                v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
-                for v, x in zip(stacks, slices, strict=True)
-            ]
-            return [*map(self.opened, inner.run(program, [*consts, *carry, *layer]))]
+        inner = dataclasses.replace(self, looped=True, saved=False, layers={})
 
         def loop(*given: Any) -> list[Any]:
-            consts, carry, arrays = _jaxpr.scan_split(eqn.params, given)
+            consts, carry, boxes = _jaxpr.scan_split(eqn.params, given)
             found = enumerate(zip(consts, is_sliced, strict=True))
             opened = [v if cut else self._constant(program, i, v) for i, (v, cut) in found]
+
+            def body(values: list[Any]) -> list[Any]:
+                consts, carry, slices = _jaxpr.scan_split(eqn.params, values)
+                layer = [
+                    v.moved(x, tuple(range(1, x.ndim + 1))) if isinstance(v, Boxed) else x
+                    for v, x in zip(boxes, slices, strict=True)
+                ]
+                return [*map(self.opened, inner.run(program, [*consts, *carry, *layer]))]
+
+            arrays = [v.value if isinstance(v, Boxed) else v for v in boxes]
             return _jaxpr.run_scan(eqn, [*opened, *carry, *arrays], body)
 
-        arrays = [v.value if isinstance(v, Boxed) else v for v in stacks]
         if regathers:
-            loop = self._again(loop, wrap_policy(None, keeps=False))
-        return loop(*consts, *map(self.opened, carry), *arrays)
+            loop = keep_no_weights(loop, self.opening, looped=self.looped)
+        return loop(*consts, *map(self.opened, carry), *stacks)
 
     def _constant(self, program: Any, index: int, value: Boxed | _copies.Copied) -> Any:
         """Gather what all turns of a loop use; where it meets examples each device has its copy."""
@@ -233,22 +214,11 @@ class Retracer:
             out = self.opening.open_and_bind(eqn, [*values]) if out is None else out
             return [x.astype(var.aval.dtype) for x, var in zip(out, eqn.outvars, strict=True)]
 
-        name = eqn.primitive.name
-        if name == "custom_vjp_call" and (self._gathers_again or self._widens_again):
-            return self._rule(use)(*values)
-        # Of other derivatives (custom_linear_solve) what is made of examples is kept, unless whole
-        # weights were computed before, as equations that waited, or are returned by a shard_map.
-        recorded = any(isinstance(v, Boxed) and v.recorded for v in values)
-        keeps = _jaxpr.has_inside(eqn) and not recorded and name != "shard_map"
-        keeps = keeps and not _rematerialises(eqn)
-        return self._again(use, wrap_policy(None, keeps=False) if keeps else None)(*values)
-
-    def _rule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a user's rule decide what it keeps, but for what it has of weights alone.
-
-        It may count on being run: flax's fp8 scales are its results, of a zero cotangent too.
-        """
-        return _own(function, functools.partial(_of_rule, retracer=self))
+        # A shard_map returns all that it keeps together, weights too.
+        is_told = _jaxpr.has_inside(eqn) and eqn.primitive.name != "shard_map"
+        if is_told and (self._gathers_again or self._widens_again):
+            return keep_no_weights(use, self.opening, looped=self.looped)(*values)
+        return self._again(use)(*values)
 
     @property
     def _gathers_again(self) -> bool:
@@ -258,91 +228,15 @@ class Retracer:
     def _widens_again(self) -> bool:  # else a loop would stack wide weights
         return self.looped and not self.saved and self.opening.reduce_dtype is not None
 
-    def _again(self, use: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
+    def _again(self, use: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function gather again for its backward pass, where it is not rematerialised.
 
         Where gathered weights are kept, what is made of them is not.
         """
         if not (self._gathers_again or self._widens_again):
             return use
-        policy = wrap_policy(policy, keeps=True) if self.opening.keeps else policy
+        policy = wrap_policy(None, keeps=True) if self.opening.keeps else None
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
-
-
-def _own(function: Callable[..., Any], vjp: Callable[..., Any] = jax.vjp) -> Callable[..., Any]:
-    """Make what a function keeps its own matter: jax lets a policy around it decide.
-
-    Its backward pass runs for a zero cotangent too. What is not differentiated stays so: jax
-    refuses to differentiate what a rule of the user's own closes over.
-    """
-
-    def forward(*values: Any) -> tuple[Any, Any]:
-        def used(*own: Any) -> Any:
-            stop = jax.lax.stop_gradient
-            return function(*jax.tree.map(lambda x, v: v if x.perturbed else stop(v), values, own))
-
-        return vjp(used, *jax.tree.map(lambda x: x.value, values))
-
-    def backward(pull: Any, grads: Any) -> Any:
-        return pull(jax.tree.map(_filled, grads))
-
-    own = jax.custom_vjp(function)
-    own.defvjp(forward, backward, symbolic_zeros=True)
-    return own
-
-
-def _of_rule(function: Callable[..., Any], *args: Any, retracer: Retracer) -> Any:
-    """Do as `jax.vjp` of a user's rule; what it keeps and has of weights alone is made again.
-
-    Of `q = jnp.round(w / s); return x @ (q * s), (x, q, s)` the backward pass gathers `w` for `q`,
-    which is as large, and gets `x` and `s`. Each loop is one operation for a policy around it: of a
-    fused cross-entropy, which sums the head's gradient over chunks in its forward rule, jax would
-    stack what the loop carries, a whole gradient for each chunk, to have the last of them.
-    """
-    traced, out = jax.make_jaxpr(functools.partial(jax.vjp, function), return_shape=True)(*args)
-    jaxpr, leaves, count = traced.jaxpr, jax.tree.leaves(args), len(jax.tree.leaves(out[0]))
-    flags = [isinstance(x, Boxed | _copies.Copied) for x in args for _ in jax.tree.leaves(x)]
-    weights = [var for var, is_weight in zip(jaxpr.invars, flags, strict=True) if is_weight]
-    least = max((var.aval.size for var in weights), default=0) // retracer.opening.layout.num_shards
-    others = _jaxpr.depending(jaxpr.eqns, {*jaxpr.invars}.difference(weights))
-    of_weights = [
-        bool(weights) and not retracer.opening.keeps and x not in others and x.aval.size > least
-        for x in jaxpr.outvars[count:]
-    ]
-
-    def step(eqn: Any, values: list[Any]) -> list[Any]:
-        loops = (x.primitive.name in _jaxpr.LOOPS for x in _jaxpr.with_inner(eqn))
-        bind = functools.partial(_jaxpr.bind, eqn)
-        return _own(lambda *own: bind(own))(*values) if any(loops) else bind(values)
-
-    found = _jaxpr.run(traced, leaves, step)
-    remade, needed = _jaxpr.needed(traced, [*[False] * count, *of_weights])
-    given = [x for x, is_needed in zip(leaves, needed, strict=True) if is_needed]
-    kept = [x for x, again in zip(found[count:], of_weights, strict=True) if not again]
-
-    def pull(given: list[Any], kept: list[Any], grads: Any) -> Any:
-        if not retracer.looped:  # else compilers keep what was gathered, or gather at once
-            arrays = [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
-            given, _ = jax.lax.optimization_barrier((given, arrays))
-        again, own = iter(_jaxpr.run(remade, given)), iter(kept)
-        both = [next(again if is_again else own) for is_again in of_weights]
-        return jax.tree.structure(out[1]).unflatten(both)(grads)
-
-    value = jax.tree.structure(out[0]).unflatten(found[:count])
-    return value, jax.tree_util.Partial(pull, given, kept)
-
-
-def _filled(grad: Any) -> Any:
-    if not isinstance(grad, SymbolicZero):
-        return grad
-    aval: Any = grad.aval
-    zeros = np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(aval.shape, aval.dtype)
-
-
-def _rematerialises(eqn: Any) -> bool:
-    """Whether an equation holds a rematerialised function, or is one."""
-    return any(x.primitive.name == _jaxpr.REMATERIALISED for x in _jaxpr.with_inner(eqn))
 
 
 def _uncopied(value: Any) -> Any:

@@ -81,6 +81,8 @@ class Lifetimes:
         }
         self.launches = self._launches(reads)
         self.is_list = all(launch.op.kind != "loop" for launch in self.launches)
+        #: what a body on a TPU makes in the stack of all turns
+        self.laid = set[int]()
         #: in a list of layers on a TPU, products that wait for the rest of a tied table's gradient
         self.waiting = self._waiting() if examples and self.is_list else frozenset[int]()
         #: values outside of loops that vector memory may keep: their last use comes soon
@@ -144,7 +146,11 @@ class Lifetimes:
                 for slot, v in made
                 if slot is not None and v in seen.marked
             }
-            yield Lifetimes(body, parameters, gradients, self.backend)
+            one = Lifetimes(body, parameters, gradients, self.backend)
+            if op.name == "scan" and self.backend.fuses_operands:
+                stacked = {v for v in body.outputs[op.num_carry :] if v is not None}
+                one.laid = stacked - one.weights.marked.keys()
+            yield one
 
     def _stacked(self) -> dict[int, bool]:
         found, values = {}, self.program.values

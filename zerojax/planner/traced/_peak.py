@@ -13,6 +13,7 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
     dw = x.T @ dy              w, x, loss, dy, dw                  388    the peak
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,7 @@ class _Clock:
         change = _changes(self._gathers())
         total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
         leaving = sent = 0.0  # of gradients that are on their way, and of their shards
+        freed: list[float] = []  # buffers of parameters that are read no more
         updated = 0.0  # of parameters whose gradients are there: their new values are gathered
         for launch in self.lifetimes.launches:
             op = launch.op
@@ -147,6 +149,9 @@ class _Clock:
             turned = sum(x for x in turns if x > self.sharing.vector_memory)
             beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
             beyond += min(updated, self.unwritten)
+            if freed and not (launch.bodies or self.lifetimes.is_list):
+                others = [size for v, size in (alive | wanted).items() if v not in held]
+                beyond += _unused(freed, others)
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel" and sent >= self.lifetimes.backend.combines:
                 leaving = sent = 0.0
@@ -160,6 +165,7 @@ class _Clock:
                 sent += alive[v] * (alive[v] < size)
             for v in launch.dies:
                 if v in alive and v not in kept:
+                    freed += [alive[v]] * (v in held)
                     total -= alive.pop(v)
         return worst
 
@@ -175,6 +181,8 @@ class _Clock:
         for v in self.lifetimes.brief - self._logits():
             if sizes[v] <= sharing.vector_memory:
                 sizes[v] = 0.0
+        for v in self.lifetimes.laid:
+            sizes[v] = 0.0
         if sharing.model_axis == 1 and not sharing.offloads:
             return sizes
         stacked, marked = self.lifetimes.stacked, self.weights.marked
@@ -203,7 +211,10 @@ class _Clock:
             part = self.weights.parameters[value]
             return part.share * self.leaves[part.leaf].held
         stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
-        return min(size, self._gradient(value)) if stacked or value in self.weights.sums else size
+        # A product writes its transpose at once. Lists have several gradients on their way.
+        is_view = op.kind == "fused" and len(op.read) == 1 and op.read[0] in self.weights.marked
+        is_part = stacked or value in self.weights.sums or (is_view and not self.lifetimes.is_list)
+        return min(size, self._gradient(value)) if is_part else size
 
     def _gathers(self) -> list[tuple[int, int, float]]:
         if self.group:
@@ -262,6 +273,15 @@ class _Clock:
         copies = [(self.sizes[v], lives.weights.owner.get(v) in ends) for v in op.read[:2]]
         (least, _), (most, is_free) = sorted(copies)
         return written + most + least * (not is_free)
+
+
+def _unused(buffers: Sequence[float], sizes: Sequence[float]) -> float:
+    """Count what parameters' buffers leave unused: one value at a time lies in each, if it fits."""
+    left, unused = sorted(sizes), 0.0
+    for buffer in sorted(buffers):
+        at = bisect.bisect(left, buffer)
+        unused += buffer - (left.pop(at - 1) if at else 0.0)
+    return unused
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:
