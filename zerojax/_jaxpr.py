@@ -22,30 +22,15 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
-#: Primitives that are kernels of their own: their operands and results lie in memory.
-OPAQUE = frozenset(
-    """
-    dot_general ragged_dot_general conv_general_dilated sort top_k cumsum cumlogsumexp cummax cummin
-    cumprod fft cholesky triangular_solve eigh lu qr svd reduce_window reduce_window_sum
-    select_and_scatter_add random_bits random_gamma threefry2x32 ffi_call pallas_call shard_map
-    pure_callback
-    """.split()
-)
+from zerojax._primitives import LISTS, primitives
+
+OPAQUE = primitives("opaque")
 #: What `jax.checkpoint` is called in a trace.
 REMATERIALISED = "remat2"
 #: Calls that say nothing of derivatives, memory or devices: what they hold can run in their place.
 PLAIN_CALLS = frozenset({"jit", "closed_call", "eval_jaxpr"})
-#: Every call, and the parameter that holds its program.
-CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",  # jax 0.10
-    "eval_jaxpr": "call_jaxpr",  # jax 0.12
-    REMATERIALISED: "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-#: Every loop and branch, and the parameter that holds its body or bodies.
-LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
+#: Every call, and every loop and branch, and the parameter that holds its program or programs.
+CALLS, LOOPS = LISTS["calls"], LISTS["loops"]
 
 
 def opened(program: Any) -> tuple[Any, Sequence[Any]]:

@@ -15,12 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from jax.extend import core
 
-from zerojax import _jaxpr
 from zerojax._jaxpr import LOOPS, PLAIN_CALLS, REMATERIALISED, is_elementwise, runs_in_place
-from zerojax.collectives.gathers import _boxed, _copies, _structural
-from zerojax.collectives.gradients import _mixing, _separable
-from zerojax.optim.whole import _dims, _regions
-from zerojax.planner.traced import _reader
+from zerojax._primitives import LISTS, primitives
 
 SIZE = 8
 
@@ -103,24 +99,20 @@ def test_an_operation_has_the_name_and_the_parameters_that_are_read(name):
 
 def test_every_name_that_is_known_is_looked_at():
     known = {
-        *_structural._MOVES, *_structural._JOINS, *_structural._REDUCTIONS, *_boxed.FROM_GATHERED,
+        *primitives("moves", "joins", "reductions", "from_gathered"),
         *PLAIN_CALLS, *LOOPS, REMATERIALISED,
     }  # fmt: skip
     assert known - set(OPERATIONS) == {"closed_call", "eval_jaxpr"}
     assert core.primitives.closed_call_p.name in known
 
 
-LISTS = [_jaxpr, _boxed, _copies, _structural, _mixing, _separable, _dims, _regions, _reader]
-
-
-@pytest.mark.parametrize("module", LISTS, ids=lambda module: module.__name__)
-def test_every_listed_name_is_a_primitive_of_jax(module):
+@pytest.mark.parametrize("trait", LISTS)
+def test_every_listed_name_is_a_primitive_of_jax(trait):
     """Or of one of the two that are run: a `closed_call` is jax 0.10's, an `eval_jaxpr` 0.12's."""
     there = {x.name for x in gc.get_objects() if isinstance(x, core.Primitive)}
     there |= {"closed_call", "eval_jaxpr", pallas.pallas_call.__name__}
-    lists = {k: v for k, v in vars(module).items() if isinstance(v, frozenset | dict)}
-    for name in lists.keys() - {"_STATIC", "_KINDS", "__builtins__", "__annotations__"}:
-        assert {*lists[name]} <= there, name
+    listed = {*LISTS[trait]} if isinstance(LISTS[trait], dict) else primitives(trait)
+    assert listed <= there
 
 
 def test_a_plain_jit_says_nothing_of_placement():

@@ -15,7 +15,6 @@ from tests.planner.live_programs import LOSS, WIDE, N, handmade, leaves_of, peak
 from zerojax.models import gpt
 from zerojax.planner.traced import Sharing, lifetimes_of, peak_of
 from zerojax.planner.traced._operations import BACKENDS
-from zerojax.planner.traced._peak import _unused
 from zerojax.planner.traced._split import is_padded, num_parts
 
 
@@ -65,14 +64,6 @@ def test_new_parameters_wait_to_be_written_beside_the_old_ones():
     # While the gradient of w0 is turned around, the new values of both may be on their way.
     found = [chain_peak(16, "tpu", 1, unwritten=size) for size in (0, W / 2, 3 * W)]
     assert [x - found[0] for x in found] == [0, W / 2, 2 * W]
-
-
-@pytest.mark.parametrize(
-    ("buffers", "sizes", "left"),
-    [([32], [], 32), ([32], [40, 8], 24), ([32, 8], [6, 40], 34), ([8, 32], [8, 30, 30], 2)],
-)
-def test_one_value_at_a_time_lies_in_a_parameter_s_buffer(buffers, sizes, left):
-    assert _unused(buffers, sizes) == left
 
 
 def test_a_gathered_weight_is_there_while_it_is_used_and_no_longer():

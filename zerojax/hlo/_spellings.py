@@ -5,6 +5,8 @@ Lines are shortened; libtpu 0.0.42 and the CUDA 12 plugin are those of jax 0.10.
 """
 
 import re
+import tomllib
+from importlib import resources
 
 # A reduce-scatter: the computation all-reduces, and keeps one part (libtpu, v6e:2x4).
 #   %fusion.66 = bf16[512,1024] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.2
@@ -64,24 +66,8 @@ LIBRARY_CALL = re.compile(
     r"(?:nccl|nvshmem|collective|all_?gather|all_?reduce|megascale)"
 )
 
-_BOTH = """bitcast copy-done opt-barrier parameter constant tuple get-tuple-element while
-    conditional call after-all partition-id async-update"""
-#: Opcodes that are treated specially, by what they do.
-OPCODES = {
-    # moves data between devices
-    "moves": """all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all
-        collective-permute collective-broadcast""",
-    # has the same values, in another place, shape or dtype
-    "keeps": "bitcast convert copy copy-start copy-done reduce-precision reshape opt-barrier",
-    # computes nothing with its operand either
-    "selects": "bitcast-convert broadcast slice transpose all-gather-done",
-    # hands on a tuple as it is
-    "whole": "copy-done opt-barrier all-gather-done",
-    # its result is, or lies in, another's buffer
-    "no buffer": f"{_BOTH} all-gather-done all-reduce-done iota async-done call-done fusion-done",
-    # moves nothing between memories, or is counted at its other end
-    "stays": f"{_BOTH} async-start call-start fusion-start custom-call-done",
-}
+#: Opcodes by what they do.
+OPCODES = tomllib.loads(resources.files("zerojax.hlo").joinpath("opcodes.toml").read_text("utf-8"))
 
 
 def having(trait: str) -> frozenset[str]:

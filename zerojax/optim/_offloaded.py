@@ -107,8 +107,7 @@ class OffloadedUpdate:
             self._check(index, needed, source)
         shared = list(dict.fromkeys(x for p in parts for x in p.slice.inputs if is_shared(x)))
         rest = [n for n, slot in enumerate(slots) if slot.owner not in hosted]
-        wanted = [*(traced.outputs[n] for n in rest), *shared]
-        near = sliced(traced.eqns, wanted, lambda _: False)
+        near = sliced(traced.eqns, [*(traced.outputs[n] for n in rest), *shared], lambda _: False)
         if mixed := far.intersection(near.inputs):
             told = "computes something for all leaves from states that live there"
             raise _mixes(f"{told} (those of {self._names(source[x].owner for x in mixed)})")

@@ -124,8 +124,7 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
         elif match.form == "layer":
             kept += [(moves[0], stored)] if stacked.intersection(match.leaves) else []
         elif _is_reduced(evidence, match):
-            both = [move for move in moves if _is_used_in_both(evidence, move)]
-            kept += [(move, math.prod(key)) for move in both]
+            kept += [(x, math.prod(key)) for x in moves if _is_used_in_both(evidence, x)]
     largest, most = max(kept, key=lambda pair: pair[1], default=(None, 0))
     stays = 0 if largest is None or largest.match.form == "layer" else most
     total = sum(size for _, size in kept)

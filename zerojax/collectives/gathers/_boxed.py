@@ -23,6 +23,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax._jaxpr import bind, num_products, opened
+from zerojax._primitives import primitives
 from zerojax.collectives.forms import constrain, cut, gather_weight, scatter, to_logical
 from zerojax.collectives.gathers._wide import bind_wide
 from zerojax.layout import Entries, Layout, LeafLayout, as_spec
@@ -260,14 +261,6 @@ GATHERED = "zerojax_gathered"
 #: The name of a gradient that has been reduced.
 REDUCED = "zerojax_reduced"
 
-#: What stands between a gather and the use of a weight; cheap to do again.
-FROM_GATHERED = frozenset(
-    """
-    broadcast_in_dim convert_element_type copy reshape sharding_constraint slice squeeze
-    stop_gradient transpose
-    """.split()
-)
-
 
 @functools.cache
 def wrap_policy(policy: Any, *, keeps: bool) -> Any:
@@ -277,7 +270,7 @@ def wrap_policy(policy: Any, *, keeps: bool) -> Any:
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        is_derived = not keeps and primitive.name in FROM_GATHERED
+        is_derived = not keeps and primitive.name in primitives("from_gathered")
         if is_derived or makes_gathered(primitive.name, params):
             # jax rounds what is kept by `reduce_precision`, which takes no complex numbers.
             return keeps and not any(jnp.iscomplexobj(x) for x in avals)

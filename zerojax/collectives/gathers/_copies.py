@@ -33,15 +33,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _jaxpr
+from zerojax._primitives import primitives
 from zerojax.collectives import forms
 from zerojax.collectives.gathers._boxed import GATHERED, Boxed, Opening, pad_rows
 from zerojax.collectives.gathers._structural import keep_boxed, waits_elementwise
 from zerojax.collectives.gathers._wide import bind_wide
 from zerojax.layout import as_spec
-
-#: Operations whose result may be larger than a weight that they take together with constants.
-ENLARGE = frozenset({"dot_general", "gather"})
-_MOVED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "transpose"})
 
 
 @jax.tree_util.register_dataclass
@@ -200,7 +197,7 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
         is_fixed = from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
         others = [*eqn.invars[:place], *eqn.invars[place + 1 :]]
         is_alone = not any(x.aval.ndim for x in others) and _jaxpr.is_elementwise(eqn)
-        if is_fixed and (is_alone or name in ENLARGE | _MOVED):  # exp(w), or 2 * w
+        if is_fixed and (is_alone or name in primitives("enlarge", "moved")):  # exp(w), or 2 * w
             return only(eqn.outvars[0])
         if name in _jaxpr.PLAIN_CALLS | {_jaxpr.REMATERIALISED}:
             return meets_examples(_jaxpr.called(eqn), place, parts, from_batch)
@@ -213,7 +210,7 @@ def meets_examples(program: Any, index: int, parts: int, from_batch: set[Any]) -
 def is_enlarged(eqn: Any, values: list[Any], opening: Opening) -> bool:
     """Return whether a lookup or product of a box with constants is larger than the box."""
     boxes = [v for v in values if isinstance(v, Boxed)]
-    if eqn.primitive.name not in ENLARGE or len(boxes) != 1:
+    if eqn.primitive.name not in primitives("enlarge") or len(boxes) != 1:
         return False
     (box,) = boxes
     is_larger = eqn.outvars[0].aval.size > box.value.size
@@ -261,7 +258,7 @@ def use_copies(
     if any(isinstance(v, Boxed | Copied) for v in others):
         return None
     operands = [*others[:place], None, *others[place:]]
-    is_cheap = eqn.primitive.name in ENLARGE or _jaxpr.is_elementwise(eqn)
+    is_cheap = eqn.primitive.name in primitives("enlarge") or _jaxpr.is_elementwise(eqn)
     if is_fixed and is_cheap and any(map(jnp.ndim, others)):  # relative positions, a mask
         box, origin = (x.record(eqn, operands) for x in (weight.box, weight.origin))
         return [dataclasses.replace(weight, box=box, origin=origin)]

@@ -2,9 +2,8 @@
 
 Of `q = jnp.round(w / s); return x @ (q * s), (x, q, s)`, where `w` is gathered at stage 3, `q` is
 as large as the weight. The backward pass gathers `w` for it again, and is handed `x` and `s`. A
-policy of `jax.checkpoint` can't say so. jax asks it for each operation within loops too, and of a
-fused cross-entropy, which sums the head's gradient over chunks in its forward rule, it would stack
-what the loop carries, a whole gradient for each chunk, to have the last of them.
+policy of `jax.checkpoint` can't say so, and jax asks it for each operation within loops: of what a
+fused cross-entropy carries, a whole gradient, it would stack one for each chunk.
 """
 
 import functools
@@ -26,11 +25,10 @@ from zerojax.collectives.gathers._copies import Copied
 def keep_no_weights(
     function: Callable[..., Any], opening: Opening, *, looped: bool
 ) -> Callable[..., Any]:
-    """Let a function keep all that it would, but for what it has of weights alone.
+    """Let a function keep all that it would, but for what it has of weights (boxes) alone.
 
-    Arguments are arrays, and boxes, which are weights. Its backward pass runs for a zero cotangent
-    too: flax's fp8 scales are results of rules. What is not differentiated stays so: jax refuses to
-    differentiate what a rule of the user's own closes over.
+    Its backward pass runs for a zero cotangent too, of which flax's fp8 scales are results. What is
+    not differentiated stays so: jax refuses it of what a rule of the user's own closes over.
     """
 
     def forward(*values: Any) -> tuple[Any, Any]:
@@ -38,8 +36,7 @@ def keep_no_weights(
             stop = jax.lax.stop_gradient
             return function(*jax.tree.map(lambda x, v: v if x.perturbed else stop(v), values, own))
 
-        primals = jax.tree.map(lambda x: x.value, values)
-        return _vjp(used, primals, opening, looped)
+        return _vjp(used, jax.tree.map(lambda x: x.value, values), opening, looped)
 
     def backward(pull: Any, grads: Any) -> Any:
         return pull(jax.tree.map(_filled, grads))
@@ -83,7 +80,7 @@ def _vjp(function: Callable[..., Any], args: Any, opening: Opening, looped: bool
 
 
 def _inline(eqn: Any, values: list[Any]) -> list[Any]:
-    """Run what a plain call holds: what it makes of weights is told from what it makes of all."""
+    """Run what a plain call holds, so that what it makes of weights alone is told from the rest."""
     if not _jaxpr.runs_in_place(eqn):
         return _jaxpr.bind(eqn, values)
     return _jaxpr.run(_jaxpr.called(eqn), values, _inline)

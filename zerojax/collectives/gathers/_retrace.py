@@ -65,10 +65,9 @@ class Retracer:
         layout = self.opening.layout
         is_own = not has_box and is_apart(eqn, layout, self.from_batch)
         is_grouped = not has_box and not is_own and has_grouped(eqn, layout, self.from_batch)
-        is_call = _jaxpr.runs_in_place(eqn)
         if not (has_box or is_own or is_grouped):
             return _jaxpr.bind(eqn, values)
-        if is_call:
+        if _jaxpr.runs_in_place(eqn):
             return self.run(_jaxpr.called(eqn), values)
         if name == _jaxpr.REMATERIALISED:
             return self._remat(eqn, values)
@@ -229,12 +228,10 @@ class Retracer:
         return self.looped and not self.saved and self.opening.reduce_dtype is not None
 
     def _again(self, use: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a function gather again for its backward pass, where it is not rematerialised.
-
-        Where gathered weights are kept, what is made of them is not.
-        """
+        """Make a function gather again for its backward pass, where it is not rematerialised."""
         if not (self._gathers_again or self._widens_again):
             return use
+        # Where gathered weights are kept, what is made of them is not.
         policy = wrap_policy(None, keeps=True) if self.opening.keeps else None
         return jax.checkpoint(use, prevent_cse=not self.looped, policy=policy)
 

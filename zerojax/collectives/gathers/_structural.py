@@ -22,23 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._jaxpr import bind, called, is_elementwise, opened, with_inner
+from zerojax._primitives import primitives
 from zerojax.collectives.gathers._boxed import Boxed, Opening
 
-#: Operations that only move the elements of their first operand: what was recorded before can run
-#: after them. They wait for the gather themselves where they can't be done on shards, as
-#: elementwise ones do: they are cheap to do again, and kept, their results would be whole weights.
-_MOVES = frozenset(
-    """
-    broadcast_in_dim dynamic_slice gather reshape rev sharding_constraint slice split squeeze
-    transpose
-    """.split()
-)
-#: Those that take every element once. Slices of a stack are shared each by itself: the gradients of
-#: all of them, in fp32, would be the stack's.
-_REARRANGES = frozenset("broadcast_in_dim reshape rev squeeze transpose".split())
-_JOINS = frozenset("concatenate pad stack".split())
-_REDUCTIONS = frozenset("argmax argmin reduce_max reduce_min reduce_prod reduce_sum".split())
-
+_MOVES, _REARRANGES = primitives("moves"), primitives("rearranges")
 #: Old dim of each dim of a result, None for a new one.
 _Dims = tuple[int | None, ...]
 
@@ -187,7 +174,7 @@ def _recorded(eqn: Any, values: list[Any], boxes: list[Boxed]) -> list[Any] | No
         whole = {x.aval.shape for x, v in pairs if isinstance(v, Boxed)}
         if has_arrays and eqn.outvars[0].aval.shape not in whole:
             return None
-    elif has_arrays or eqn.primitive.name not in _MOVES | _JOINS:
+    elif has_arrays or eqn.primitive.name not in primitives("moves", "joins"):
         return None
     return [boxes[0].record(eqn, [None if v is boxes[0] else v for v in values])]
 
@@ -211,7 +198,7 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
         return None if held & set(params["dimensions"]) else same
     if name == "squeeze":
         return tuple(d for d in same if d not in params["dimensions"])
-    if name in _REDUCTIONS:
+    if name in primitives("reductions"):
         return tuple(d for d in same if d not in params["axes"])
     if name == "broadcast_in_dim" and math.prod(new) == math.prod(old):
         places = params["broadcast_dimensions"]

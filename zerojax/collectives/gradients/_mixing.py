@@ -8,55 +8,28 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax._jaxpr import is_elementwise
+from zerojax._primitives import primitives
 
-_SAME = (
-    "convert_element_type copy device_put name optimization_barrier reduce_precision reshard "
-    "sharding_constraint"
-)
-_MOVES = "broadcast_in_dim reshape squeeze"
-#: Operations that mix the elements along the dims that a parameter names: the first of `_DIMS`.
-_MIXES = frozenset(
-    """
-    argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum reduce_and reduce_max
-    reduce_min reduce_or reduce_prod rev sort split top_k unstack
-    """.split()
-)
+#: Parameters that name dims along which an operation mixes elements: the first that it has.
 _DIMS = ("axes", "axis", "dimension", "dimensions")
-#: Operations that keep examples apart, whatever their parameters are.
-_APART = frozenset(f"{_SAME} {_MOVES} bitcast_convert_type dot_general reduce_sum stack".split())
-#: Operations that keep an example's place if their result is as long as what they are given.
-_CUTS = frozenset("dynamic_slice dynamic_update_slice pad slice tile transpose".split())
-#: Operations that mix the last dims: two, or as many as a Fourier transform has lengths.
-_MATRICES = frozenset("cholesky eig eigh fft householder_product lu qr svd".split())
-_PRODUCTS = frozenset("conv_general_dilated div dot_general mul ragged_dot_general".split())
-_RANDOM = frozenset(f"random_{x}" for x in "bits fold_in gamma seed split unwrap wrap".split())
+_TAKES = ("gather", "scatter", "scatter-add")
+_SCALES, _SIGNS = primitives("scales"), primitives("signs")
 #: What a pooled value may go through.
-LINEAR = _PRODUCTS.union(
-    f"{_SAME} {_MOVES} add add_any complex concatenate conj cumsum dynamic_slice fft gather imag "
-    "dynamic_update_slice neg pad real reduce_sum reduce_window_sum rev scatter scatter-add slice "
-    "select_and_scatter_add select_n split stack stop_gradient sub tile transpose triangular_solve "
-    "unstack".split()
-)
+LINEAR = primitives("linear", "scales", "same", "places")
 #: How a loss goes through its batch in parts.
 IN_CHUNKS = (
     "for chunks cut what each example has, x.reshape(len(x), chunks, -1), or take examples alone: "
     "jax.vmap (of one reduction a step lax.map(f, batch) too, without batch_size)"
 )
-#: What asks for signs alone, and what goes with them: a positive factor changes nothing.
-_SIGNS = frozenset("eq ge gt le lt ne sign".split())
-_SIGNED = _SIGNS.union("abs max min".split())
 #: Of these the operands that they are not linear in: what chooses, and a matrix that is inverted.
 _FIXED = {
     "select_n": range(1),
     "triangular_solve": range(1),
-    **dict.fromkeys(("gather", "scatter", "scatter-add", "select_and_scatter_add"), range(1, 2)),
+    **dict.fromkeys((*_TAKES, "select_and_scatter_add"), range(1, 2)),
     "dynamic_slice": range(1, 99),
     "dynamic_update_slice": range(2, 99),
     "ragged_dot_general": range(2, 99),
 }
-#: What positions in the batch, 0, 1, 2, ..., may go through: it picks an element of each example.
-_TAKES = ("gather", "scatter", "scatter-add")
-_PICKS = frozenset((*f"{_SAME} {_MOVES} add concatenate lt select_n".split(), *_TAKES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +68,7 @@ def result_of(
         outer = 1
     if name == "iota":
         return Value(outer, column=0 if params["dimension"] == out else None)
-    if name in _RANDOM:
+    if name in primitives("random"):
         key = dims[0] if name == "random_gamma" else given  # its other operand is no part of a key
         if key is None and not values[0].fresh:
             raise Refused(
@@ -180,15 +153,19 @@ def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None
     pooled = [value for value in values if value.pooled]
     if pooled and of_examples:
         raise Refused("it joins single examples with what was made of all")
-    if pooled and (name not in LINEAR or (len(pooled) > 1 and name in _PRODUCTS)):
+    if pooled and (name not in LINEAR or (len(pooled) > 1 and name in _SCALES)):
         raise Refused("it is not linear in what was made of all examples")
     fixed = [values[n] for n in _FIXED.get(name, ()) if n < len(values)]
     if (name == "div" and values[1].pooled) or any(value.pooled for value in fixed):
         raise Refused("it is not linear in what was made of all examples")
-    by_sign = name in _SIGNED and sum(not value.zero for value in values) == 1
+    by_sign = (
+        name in {*_SIGNS, "abs", "max", "min"} and sum(not value.zero for value in values) == 1
+    )
     if not by_sign and any(value.degree for value in (fixed if name in LINEAR else values)):
         raise Refused("it computes with the number of examples, or with what that divides")
-    if name not in _PICKS and any(value.column is not None for value in values):
+    if name not in {*primitives("positions", "same", "places"), *_TAKES} and any(
+        value.column is not None for value in values
+    ):
         raise Refused("it computes with the place of examples in the batch")
 
 
@@ -248,7 +225,7 @@ def _meet_outer(given: Iterable[int | None]) -> int | None:
 
 
 def _degree(name: str, values: Sequence[Value]) -> float:
-    if name in _PRODUCTS:
+    if name in _SCALES:
         return values[0].degree + (-1 if name == "div" else 1) * values[1].degree
     fixed = _FIXED.get(name, ())
     degrees = {v.degree for n, v in enumerate(values) if not v.zero and n not in fixed}
@@ -287,16 +264,16 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
     name, params, first = eqn.primitive.name, eqn.params, dims[0]
     if not any(dim is not None for dim in dims):
         return out is None or name == "broadcast_in_dim"
-    if name in _APART or is_elementwise(eqn):
+    if name in primitives("apart", "same", "places") or is_elementwise(eqn):
         return True
     if out is None:
         return False
     if name.startswith("dot_product_attention"):  # cuDNN's, of [B, T, N, H] or [B, N, T, H]
         return out == 0 and {*dims} <= {0, None}
-    if name in _MIXES:
+    if name in primitives("named_dims"):
         mixed = next((params[key] for key in _DIMS if key in params), None)
         return not any(d in (mixed if isinstance(mixed, tuple) else (mixed,)) for d in dims)
-    if name in _MATRICES:
+    if name in primitives("last_dims"):
         num_mixed = len(params["fft_lengths"]) if name == "fft" else 2
         return first is not None and first < eqn.invars[0].aval.ndim - num_mixed
     if name == "ragged_dot_general":
@@ -308,7 +285,7 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
         mixed = last - 1 if params["left_side"] else last
         return dims[1] not in (None, mixed) and (first is None or first < last - 1)
     size = eqn.outvars[0].aval.shape[out]
-    if name in _CUTS:
+    if name in primitives("cuts"):
         if name == "pad" and params["padding_config"][first] != (0, 0, 0):
             return False
         pairs = list(zip(eqn.invars, dims, strict=True))

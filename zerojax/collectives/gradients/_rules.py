@@ -21,8 +21,6 @@ from zerojax.collectives.gradients._mixing import Refused, Value, is_real, meet
 
 _JAX = Path(jax.__file__).parent
 _WANTED = "a backward rule has to be linear in the gradient of each example by itself"
-#: What is taken to be linear in gradients where no operand counts examples.
-KERNELS = ("pallas_call", "ffi_call")
 
 
 def is_of_jax(eqn: Any) -> bool:

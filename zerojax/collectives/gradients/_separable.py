@@ -26,6 +26,7 @@ from jax.extend import core, source_info_util
 
 from zerojax import _examples
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
+from zerojax._primitives import primitives
 from zerojax._types import PyTree
 from zerojax.collectives.gradients import _mixing, _rules
 from zerojax.collectives.gradients._mixing import Refused, Value, meet
@@ -205,7 +206,7 @@ class _Reader:
             zero = bool(values) and all(value.zero for value in values)
             zero = zero and (name in _mixing.LINEAR or name in ("gt", "lt", "ne"))
             return [Value(fresh=fresh, zero=zero)] * len(outs)
-        if self.in_rule and name in _rules.KERNELS and not of_examples:
+        if self.in_rule and name in primitives("kernels") and not of_examples:
             return [meet(values)] * len(outs)
         if name == "pallas_call":
             result = _mixing.of_kernel(eqn, values, dims, outs, is_linear=self.in_rule)

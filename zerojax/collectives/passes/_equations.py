@@ -28,10 +28,6 @@ class Planted(NamedTuple):
     source_info: Any
 
 
-def _run_planted(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    return eqn.run(values) if isinstance(eqn, Planted) else bind(eqn, values)
-
-
 class Equations:
     """The equations of a program, by their places in it and by what they make."""
 
@@ -70,7 +66,11 @@ class Equations:
 
     def run(self, args: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
         """Run the program with other equations, of which some may be planted."""
-        return run_equations(eqns, inputs_of(self.program, args), self.jaxpr.outvars, _run_planted)
+
+        def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+            return eqn.run(values) if isinstance(eqn, Planted) else bind(eqn, values)
+
+        return run_equations(eqns, inputs_of(self.program, args), self.jaxpr.outvars, step)
 
 
 def is_gather(eqn: Any) -> bool:

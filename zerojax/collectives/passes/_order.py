@@ -32,6 +32,7 @@ from typing import Any
 import jax
 
 from zerojax._jaxpr import bind, num_products, num_summed, variables, with_inner
+from zerojax._traced import is_fill
 from zerojax.collectives.gathers import REDUCED
 from zerojax.collectives.passes._equations import (
     BACKWARD,
@@ -81,6 +82,8 @@ class _Order(Equations):
         #: the place of the first equation that reads each value
         uses = ((var, at) for at, eqn in enumerate(self.eqns) for var in variables(eqn.invars))
         self.readers = dict(reversed([*uses]))
+        #: maybe zeros: what a loop adds to them becomes shards if XLA sees them
+        self.fills = {var for eqn in self.eqns if is_fill(eqn) for var in eqn.outvars}
         #: shards by the place of the product that they wait for, or that waits for them
         self.tied: dict[int, list[Any]] = {}
         #: results of barriers that wait for something else already
@@ -215,7 +218,8 @@ class _Order(Equations):
         eqns: list[Any] = []
         for at, eqn in enumerate(self.eqns):
             if at in self.tied:
-                held = [*dict.fromkeys((*variables(eqn.invars), *self.tied[at]))]
+                read = (var for var in variables(eqn.invars) if var not in self.fills)
+                held = [*dict.fromkeys((*read, *self.tied[at]))]
                 given = [self.narrow.get(var, var) for var in held]
                 barrier = functools.partial(self._held, given, held)
                 eqns.append(Planted(barrier, given, held, eqn.source_info))

@@ -16,16 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zerojax import _jaxpr
+from zerojax._primitives import primitives
 
 Labels = tuple[int, ...]
 
 #: The owner of scalars that were made of several parameters, as a global norm is.
 SHARED = -1
-#: Operations on matrices, the last two dims; the dims before them count matrices.
-_MATRICES = frozenset("cholesky eigh geqrf householder_product lu qr svd triangular_solve".split())
-#: Those whose dims have other places.
-_OTHERS = frozenset("custom_linear_solve dot_general eig hessenberg schur tridiagonal".split())
-_PLACED = frozenset("broadcast_in_dim reshape squeeze".split())
+_MATRICES, _ALL = primitives("matrices"), primitives("matrices", "other_matrices")
 
 
 class Dims:
@@ -132,7 +129,7 @@ class Dims:
             return [tuple(given[0][d] for d in params["permutation"])]
         if name == "dot_general":
             return [self._product(eqn, *given)]
-        if name in _PLACED:
+        if name in primitives("places"):
             return [self._placed(eqn, given[0])]
         if name.startswith("reduce_") and "axes" in params and len(eqn.outvars) == 1:
             mixed.update(given[0][d] for d in params["axes"])
@@ -143,7 +140,7 @@ class Dims:
         for labels in given:
             self._same(rows, labels[: len(rows)])
             mixed.update(labels[len(rows) :])
-        if name in _MATRICES | _OTHERS:
+        if name in _ALL:
             met.update(mixed)
         results = [self.fresh(len(var.aval.shape) - len(rows)) for var in eqn.outvars]
         mixed.update(*results)
@@ -205,4 +202,4 @@ class Dims:
 
 def has_matrices(eqns: Iterable[Any]) -> bool:
     found = (inner for eqn in eqns for inner in _jaxpr.with_inner(eqn))
-    return any(inner.primitive.name in _MATRICES | _OTHERS for inner in found)
+    return any(inner.primitive.name in _ALL for inner in found)

@@ -13,7 +13,6 @@ w 64 bytes, x 128, y = x @ w 128, dy = cos(y) 128 and dw = x.T @ dy 64:
     dw = x.T @ dy              w, x, loss, dy, dw                  388    the peak
 """
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -129,7 +128,6 @@ class _Clock:
         change = _changes(self._gathers())
         total, beside, worst, clock = sum(alive.values()), 0.0, 0.0, 0
         leaving = sent = 0.0  # of gradients that are on their way, and of their shards
-        freed: list[float] = []  # buffers of parameters that are read no more
         updated = 0.0  # of parameters whose gradients are there: their new values are gathered
         for launch in self.lifetimes.launches:
             op = launch.op
@@ -149,9 +147,6 @@ class _Clock:
             turned = sum(x for x in turns if x > self.sharing.vector_memory)
             beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
             beyond += min(updated, self.unwritten)
-            if freed and not (launch.bodies or self.lifetimes.is_list):
-                others = [size for v, size in (alive | wanted).items() if v not in held]
-                beyond += _unused(freed, others)
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel" and sent >= self.lifetimes.backend.combines:
                 leaving = sent = 0.0
@@ -165,7 +160,6 @@ class _Clock:
                 sent += alive[v] * (alive[v] < size)
             for v in launch.dies:
                 if v in alive and v not in kept:
-                    freed += [alive[v]] * (v in held)
                     total -= alive.pop(v)
         return worst
 
@@ -273,15 +267,6 @@ class _Clock:
         copies = [(self.sizes[v], lives.weights.owner.get(v) in ends) for v in op.read[:2]]
         (least, _), (most, is_free) = sorted(copies)
         return written + most + least * (not is_free)
-
-
-def _unused(buffers: Sequence[float], sizes: Sequence[float]) -> float:
-    """Count what parameters' buffers leave unused: one value at a time lies in each, if it fits."""
-    left, unused = sorted(sizes), 0.0
-    for buffer in sorted(buffers):
-        at = bisect.bisect(left, buffer)
-        unused += buffer - (left.pop(at - 1) if at else 0.0)
-    return unused
 
 
 def _changes(passing: Sequence[tuple[int, int, float]]) -> dict[int, float]:

@@ -7,20 +7,13 @@ from typing import Any
 from jax.extend import core
 
 from zerojax import _jaxpr
+from zerojax._primitives import primitives
 from zerojax._tree import num_bytes
 from zerojax.planner.traced._operations import Line, Op, Operations, Value
 
 #: Kinds of operations by how their primitives' names begin.
 _KINDS = {"scatter": "scatter", "gather": "gather", "random_": "kernel"}
 _KINDS |= dict.fromkeys(("reduce_", "argm"), "reduce")
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-#: Primitives that only name or look at their operand's buffer in another way.
-_VIEWS = frozenset(
-    """
-    bitcast_convert_type copy name optimization_barrier pvary reduce_precision reshape
-    sharding_constraint squeeze stop_gradient
-    """.split()
-)
 
 
 def read_operations(jaxpr: Any, other: Any, batches: tuple[int, int]) -> Operations:
@@ -62,7 +55,7 @@ class _Reader:
                 raise ValueError(f"{name} for one batch is {two.primitive.name} for another")
             if (held := _jaxpr.called(one)) is not None:
                 self._call(one, (_jaxpr.opened(held)[0], _jaxpr.opened(_jaxpr.called(two))[0]), env)
-            elif name in _VIEWS:
+            elif name in primitives("views"):
                 env |= {var: _read(env, x) for var, x in zip(one.outvars, one.invars, strict=True)}
             else:
                 self._op(one, two, env)
@@ -105,7 +98,7 @@ class _Reader:
                 num_carry=carry,
                 flops=self._line(*(0 if held else _flops(x) for x in (one, two))),
                 contracted=self._line(_jaxpr.num_summed(one), _jaxpr.num_summed(two)),
-                is_wide=name in _PRODUCTS
+                is_wide=name in primitives("products")
                 and any(x.aval.dtype.itemsize >= 4 for x in one.invars[:2]),
                 region=self._region,
             )
