@@ -158,14 +158,12 @@ def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None
     fixed = [values[n] for n in _FIXED.get(name, ()) if n < len(values)]
     if (name == "div" and values[1].pooled) or any(value.pooled for value in fixed):
         raise Refused("it is not linear in what was made of all examples")
-    by_sign = (
-        name in {*_SIGNS, "abs", "max", "min"} and sum(not value.zero for value in values) == 1
-    )
+    is_signed = name in primitives("signs", "signed")
+    by_sign = is_signed and sum(not value.zero for value in values) == 1
     if not by_sign and any(value.degree for value in (fixed if name in LINEAR else values)):
         raise Refused("it computes with the number of examples, or with what that divides")
-    if name not in {*primitives("positions", "same", "places"), *_TAKES} and any(
-        value.column is not None for value in values
-    ):
+    picks = primitives("positions", "same", "places")
+    if name not in picks and any(value.column is not None for value in values):
         raise Refused("it computes with the place of examples in the batch")
 
 
