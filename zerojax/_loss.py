@@ -55,13 +55,12 @@ def read_loss(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
             isinstance(out, tuple) and isinstance(out[-1], tuple) and len(out[-1]) == 2
         )
         if not (isinstance(out, tuple) and len(out) == 2 and nested):
-            raise ValueError(f"{why}: loss_fn must return (loss, {more}), got {type(out).__name__}")
+            got = "an array" if isinstance(out, jax.Array) else type(out).__name__
+            raise ValueError(f"{why}: loss_fn must return (loss, {more}), got {got}")
     loss, extra = out if has_aux or has_state else (out, None)
     if isinstance(loss, tuple | list | dict) or loss is None:
-        raise ValueError(
-            f"loss_fn must return a scalar, got {type(loss).__name__}; if it returns (loss, aux), "
-            "write has_aux=True beside it"
-        )
+        why = "is a return missing?" if loss is None else "of (loss, aux) say so by has_aux=True"
+        raise ValueError(f"loss_fn must return a scalar, got {type(loss).__name__}; {why}")
     if jnp.shape(loss):
         told = f"loss_fn must return a scalar, got shape {jnp.shape(loss)}: return the mean over it"
         raise ValueError(told)

@@ -96,6 +96,18 @@ def test_gradients_of_any_shape_are_scattered(target, num_devices, shape):
 
 
 @pytest.mark.aot("libtpu")
+def test_a_part_of_a_torus_needs_no_phases():
+    """Beside a model axis libtpu leaves gathers and scatters what they are (`scripts/phases`)."""
+    axes = {"data": 16, "model": 2}
+    layout, report = audited("v5e:4x8", 16, 3, axes=axes)
+    report.raise_if_problems()
+    assert layout.phases.axes == (("data",),)
+    moved = {c.op for c in report.collectives if c.group_size == 16}
+    assert {"all-gather", "reduce-scatter"} <= moved
+    assert report.volume < 1.05 * 3 * 15 / 16
+
+
+@pytest.mark.aot("libtpu")
 @pytest.mark.parametrize(("stage", "scan"), [(0, True), (2, True), (2, False)])
 def test_sparse_cores_move_beside_work(stage, scan):
     """By default each collective blocks; what waits for them takes little memory."""

@@ -70,6 +70,8 @@ def test_plans_are_drawn_beside_each_other(plans, tmp_path):
     left, right = figure.axes
     assert heights(left) == pytest.approx([one.bytes.total / 1e6 for one in plans.values()])
     assert heights(right) == pytest.approx([one.volume for one in plans.values()])
+    tops = [label.xy[1] for label in left.texts]
+    assert tops == pytest.approx(heights(left)), "it would be read as the theory's"
     assert [tick.get_text() for tick in left.get_xticklabels()] == [f"stage {n}" for n in range(4)]
     assert left.get_ylabel() == "MB per device, which has 84,943 MB"
     assert right.get_ylabel() == "elements per parameter"

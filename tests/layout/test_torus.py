@@ -49,7 +49,7 @@ def torus(kind, dims, axes, cores=1, order=None):
         (V5P, (2, 2, 2), {"data": 8}, [["x", "y"], ["z"]]),
         (V5P, (8, 8, 16), {"data": 1024}, [["x", "y"], ["z"]]),
         (V5P, (8, 8, 16), {"x": 8, "y": 8, "z": 16}, [["x", "y"], ["z"]]),
-        (V5P, (4, 4, 4), {"data": 32, "model": 2}, [["x", "y"], ["z"]]),
+        (V5P, (4, 4, 4), {"data": 32, "model": 2}, []),
         (V5P, (4, 4, 4), {"data": 16, "model": 4}, []),
         (V5P, (2, 2, 1), {"data": 4}, []),
         (V6E, (16, 16), {"data": 256}, [["x"], ["y"]]),
@@ -201,6 +201,17 @@ def test_sparse_cores_move_whole_tiles_at_once(kind, dims):
     for stage in range(4):
         layout = zerojax.make_layout(shapes, mesh, stage=stage)
         assert layout.offloads == (stage > 0)
+
+
+@pytest.mark.parametrize(("kind", "dims"), [("TPU v4", (4, 4, 4)), ("TPU v5 lite", (8, 8))])
+def test_a_train_step_gathers_at_once_and_reduces_in_phases(kind, dims):
+    shapes = {"kernel": jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16)}
+    bare = zerojax.make_layout(shapes, torus(kind, dims, {"data": 64}), stage=3)
+    step = dataclasses.replace(bare, has_options=True)
+    for layout, gathers in ((bare, 2), (step, 1)):
+        assert len(layout.phases_of((4096, 256), 0).axes) == gathers
+        assert len(layout.phases_of((4096, 256), 0, reduces=True).axes) == 2
+    assert step.torus_note.endswith("; a train step gathers at once")
 
 
 def test_the_table_tells_which_leaves_sparse_cores_move_at_once():

@@ -159,25 +159,26 @@ def test_sparse_cores_move_over_all_dims_at_once():
     for collective in ("all-gather", "reduce-scatter"):
         found = network.seconds(("data",), S, collective)
         assert found.fast == pytest.approx(S * 1023 / 1024 / (3 * L))
-    assert len(network_of("v5e", {"data": 16}).phases(("data",))) == 2
+    flat = network_of("v5e", {"data": 16})
+    assert len(flat.phases(("data",), "reduce-scatter")) == 2
+    assert len(flat.phases(("data",), "all-gather")) == 1
 
 
 def test_groups_between_each_others_members_share_the_links():
     axes = {"data": 32, "model": 2}  # v5p:4x4x4: the model axis takes neighbours along x
     network = network_of("v5p", axes)
-    assert network.phases(("model",)) == (Phase(2, about(L / 2)),)
+    assert network.phases(("model",), "reduce-scatter") == (Phase(2, about(L / 2)),)
     # Of the ring of 4, a group has every other chip; the two groups share its links.
-    assert [phase.num_devices for phase in network.phases(("data",))] == [8, 4]
-    bandwidths = [phase.bandwidth for phase in network.phases(("data",))]
-    assert bandwidths == pytest.approx([L / 2 + L, L])
+    assert network.phases(("data",), "reduce-scatter") == (Phase(32, about(L / 2 + L + L)),)
     everything = network.seconds(("data", "model"), S, "all-reduce")  # has the whole ring again
     assert everything.fast == pytest.approx(2 * S * 63 / 64 / (3 * L))
 
 
 def test_devices_of_a_chip_are_a_phase_of_their_own():
-    network = network_of("tpu7x", {"data": 128})
+    bare = dataclasses.replace(HARDWARE["v7"], sparse_cores=False)
+    network = network_of(bare, {"data": 128})
     assert network.torus == (4, 4, 4)
-    cube, chip = network.phases(("data",))
+    cube, chip = network.phases(("data",), "reduce-scatter")
     assert (cube.num_devices, cube.bandwidth) == (64, pytest.approx(3 * 9e10))
     assert (chip.num_devices, chip.bandwidth) == (2, pytest.approx(6 * 9e10))
     whole = network.seconds(("data",), S, "all-reduce").fast
@@ -185,7 +186,7 @@ def test_devices_of_a_chip_are_a_phase_of_their_own():
     assert whole == pytest.approx(2 * S / 2 * 63 / 64 / 2.7e11)
     assert network_of("tpu7x", {"data": 1}).torus == (1, 1, 1)
     pair = network_of("tpu7x", {"data": 4, "model": 2})
-    assert pair.phases(("model",)) == (Phase(2, about(5.4e11)),)
+    assert pair.phases(("model",), "reduce-scatter") == (Phase(2, about(5.4e11)),)
     assert network_of("tpu7x", {"data": 3}).torus == (1, 1, 3)
 
 
@@ -202,7 +203,7 @@ def test_slices_are_joined_by_the_data_centre_network():
 
 def test_a_torus_that_nobody_compiled_for_is_spanned_at_once():
     unknown = dataclasses.replace(HARDWARE["v5p"], span=0, sparse_cores=False)
-    assert len(network_of(unknown, {"data": 64}).phases(("data",))) == 1
+    assert len(network_of(unknown, {"data": 64}).phases(("data",), "reduce-scatter")) == 1
 
 
 @settings(deadline=None)  # the solver's first call takes long on a busy machine
@@ -252,16 +253,17 @@ def mesh_of(network):
         *itertools.product(("v5e", "v6e"), (4, 8, 16, 32, 64, 128, 256)),
     ],
 )
-def test_phases_are_those_in_which_zerojax_gathers(name, num_devices, model):
+def test_phases_are_those_in_which_zerojax_reduces(name, num_devices, model):
     axes = {"data": num_devices // model, "model": model}
-    network = network_of(name, {axis: size for axis, size in axes.items() if size > 1})
+    bare = dataclasses.replace(HARDWARE[name], sparse_cores=False)  # they need no phases
+    network = network_of(bare, {axis: size for axis, size in axes.items() if size > 1})
     mesh = mesh_of(network)
     for over in (*((axis,) for axis in network.axes), tuple(network.axes)):
         found = find_phases(mesh, over)
         if len(over) > 1 and any(read_sub_axes(mesh, axis) is None for axis in over):
             continue  # each axis by itself is one collective in whatever order; both are not
         sizes = [math.prod(found.mesh.shape[part] for part in phase) for phase in found.axes]
-        assert [phase.num_devices for phase in network.phases(over)] == sizes
+        assert [phase.num_devices for phase in network.phases(over, "reduce-scatter")] == sizes
 
 
 @settings(deadline=None)  # a mesh of 4096 devices takes long on a busy machine

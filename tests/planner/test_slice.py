@@ -89,7 +89,10 @@ def test_every_device_of_a_slice_is_in_one_group():
     for name, axes in MESHES:
         network = Network(HARDWARE[name], axes)
         for axis, size in axes.items():
-            assert math.prod(phase.num_devices for phase in network.phases((axis,))) == size
+            assert (
+                math.prod(phase.num_devices for phase in network.phases((axis,), "reduce-scatter"))
+                == size
+            )
 
 
 @pytest.mark.parametrize(

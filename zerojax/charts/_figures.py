@@ -158,7 +158,8 @@ def draw_bars(
     for at, bar in enumerate(bars.values()):
         style = {"color": "black" if bar.fits else TOO_MUCH, "fontweight": "bold", **ABOVE}
         style["fontsize"] = max(6, min(10, 36 / len(bars)))  # else neighbours touch
-        axes.annotate(bar.label or words(sum(bar.parts.values())), (at, bar.top / unit), **style)
+        held = sum(bar.parts.values())  # above the bar, or it would be read as the theory's
+        axes.annotate(bar.label or words(held), (at, held / unit), **style)
     axes.set_xticks(places, list(bars))
     axes.set_ylim(0, ROOM * (max(bar.top for bar in bars.values()) or unit) / unit)
     axes.grid(axis="y", alpha=0.25)

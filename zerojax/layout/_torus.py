@@ -1,9 +1,9 @@
 """Phases: a collective over a whole TPU torus, done along some of its dims after the others.
 
-libtpu turns a gather or a reduce-scatter that spans a whole torus into an all-reduce, which moves
-twice the bytes. Along fewer torus dims at a time it keeps them what they are, and the phases
-together move what one collective would: gathering z and then (x, y) sends (Z - 1) / N and then
-(X Y - 1) / X Y of a leaf, in sum (N - 1) / N.
+libtpu turns a gather or a reduce-scatter over all chips of a slice into an all-reduce, which moves
+twice the bytes; over a part, as beside a model axis, it keeps them what they are. So it does along
+fewer torus dims at a time, and the phases together move what one collective would: gathering z and
+then (x, y) sends (Z - 1) / N and then (X Y - 1) / X Y of a leaf, in sum (N - 1) / N.
 
 Which groups of dims a collective may span is data of the chip (`Hardware.span`), read off compiled
 programs (`scripts/phases` compiles them again). How an axis of the mesh lies on the torus is read
@@ -231,8 +231,10 @@ def _chip_exceeded(mesh: Mesh, axes: Axes) -> Hardware | None:
         return None
     others = [dim for dim, name in enumerate(mesh.axis_names) if name not in axes]
     group = np.ravel(np.moveaxis(mesh.devices, others, range(len(others)))[(0,) * len(others)])
+    slices = {*map(_slice, group)}
+    is_part = len(group) < sum(_slice(device) in slices for device in mesh.devices.flat)
     places = zip(*map(_place, group), strict=True)
-    is_held = len({*map(_slice, group)}) > 1 or chip.may_span(len({*along}) for along in places)
+    is_held = len(slices) > 1 or is_part or chip.may_span(len({*along}) for along in places)
     return None if is_held else chip
 
 

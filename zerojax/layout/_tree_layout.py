@@ -150,12 +150,13 @@ class TreeLayout:
 
     @cached_property
     def at_once(self) -> Phases:
-        """One phase for each group of axes, as SparseCores move whole tiles."""
+        """One phase for each group of axes, as compiler options let gathers be."""
         return Phases(self.auto_mesh, self.groups)
 
     def phases_of(self, shape: Shape, dim: int | None, *, reduces: bool = False) -> Phases:
         """Return the phases in which a leaf is gathered, or its gradient reduced."""
-        if not (self.has_options and self.offloads and fills_tiles(shape, dim, self.num_shards)):
+        at_once = fills_tiles(shape, dim, self.num_shards) if self.offloads else not reduces
+        if not (self.has_options and self.platform == "tpu" and at_once):
             return self.phases
         is_split = reduces and dim != len(shape) - 1 and not self.at_once.scatters(shape[-1])
         return self.phases if is_split and self.phases.scatters(shape[-1]) else self.at_once
@@ -165,7 +166,7 @@ class TreeLayout:
         """How a train step moves leaves over a whole torus; empty where that is nothing special."""
         phases = str(self.phases) if self.kinds else ""
         if not phases or not self.offloads:
-            return phases
+            return phases + "; a train step gathers at once" * bool(phases and self.phases.dims)
         cut = [leaf for leaf in self.leaves if leaf.dim is not None]
         whole = sum(fills_tiles(x.stored_shape, x.dim, self.num_shards) for x in cut)
         told = f"in a train step SparseCores gather and reduce {whole} of {len(cut)} leaves"

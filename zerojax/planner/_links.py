@@ -72,16 +72,15 @@ class Network:
         S (n - 1) / n / m each (nccl-tests, doc/PERFORMANCE.md). On a torus a phase over p devices
         takes S (p - 1) / p over the bandwidth of its dims together (`gather_time`) and leaves S / p
         to the next; the network between slices has what the last one leaves. An all-reduce is both,
-        a reduce-scatter and a gather, and on a torus needs no phases, as nothing does on
-        SparseCores. `num_bytes` is S, the whole tensor.
+        a reduce-scatter and a gather, and on a torus needs no phases, as no gather does, and
+        nothing on SparseCores. `num_bytes` is S, the whole tensor.
         """
         within = math.prod(self.within[name] for name in axes)
         across = math.prod(self.across[name] for name in axes)
         slow = self.hardware.slow_bandwidth
         if self.torus:
             fast, left = 0.0, 1.0
-            kind = "all-reduce" if self.hardware.sparse_cores else collective
-            for phase in self.phases(axes, kind):
+            for phase in self.phases(axes, collective):
                 fast += left * (1 - 1 / phase.num_devices) / phase.bandwidth
                 left /= phase.num_devices
             rate = Seconds(fast, left * (1 - 1 / across) / slow)
@@ -93,14 +92,14 @@ class Network:
             )
         return (rate * 2 if collective == "all-reduce" else rate) * num_bytes
 
-    def phases(self, axes: Axes, collective: Collective = "all-gather") -> tuple[Phase, ...]:
+    def phases(self, axes: Axes, collective: Collective) -> tuple[Phase, ...]:
         """Return the phases of a collective on a torus, in a reduction's order.
 
-        They are those of `layout.find_phases`: gathers and reduce-scatters span as many
-        dims at once as `Hardware.span` allows, all-reduces all of them. Over several slices zerojax
-        leaves the order to the compiler, which is taken to do the same.
+        A reduce-scatter has those of `layout.find_phases` where no SparseCores make it. Over
+        several slices zerojax leaves the order to the compiler, which is taken to do the same.
         """
-        return _phases(self.hardware, (*self.within.items(),), axes, collective == "all-reduce")
+        at_once = self.hardware.sparse_cores or collective != "reduce-scatter"
+        return _phases(self.hardware, (*self.within.items(),), axes, at_once)
 
 
 def rate_along(hardware: Hardware, dim: str, members: int, extent: int, size: int) -> float:
@@ -198,11 +197,11 @@ def _torus_mesh(hardware: Hardware, axes: tuple[tuple[str, int], ...]) -> Mesh:
 
 @functools.lru_cache(maxsize=4096)
 def _phases(
-    hardware: Hardware, within: tuple[tuple[str, int], ...], axes: Axes, is_whole: bool
+    hardware: Hardware, within: tuple[tuple[str, int], ...], axes: Axes, at_once: bool
 ) -> tuple[Phase, ...]:
     mesh, groups, phases = _torus_mesh(hardware, within), (axes,), []
     links = Interconnect(hardware, mesh.devices.flat)
-    if hardware.span and not is_whole:
+    if hardware.span and not at_once:
         found = find_phases(mesh, axes)
         mesh, groups = found.mesh, found.axes
     numbers = np.arange(mesh.size).reshape([*mesh.shape.values()])
