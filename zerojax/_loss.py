@@ -55,8 +55,7 @@ def read_loss(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
             isinstance(out, tuple) and isinstance(out[-1], tuple) and len(out[-1]) == 2
         )
         if not (isinstance(out, tuple) and len(out) == 2 and nested):
-            got = "an array" if isinstance(out, jax.Array) else type(out).__name__
-            raise ValueError(f"{why}: loss_fn must return (loss, {more}), got {got}")
+            raise ValueError(f"{why}: loss_fn must return (loss, {more}), which it does not")
     loss, extra = out if has_aux or has_state else (out, None)
     if isinstance(loss, tuple | list | dict) or loss is None:
         why = "is a return missing?" if loss is None else "of (loss, aux) say so by has_aux=True"

@@ -142,12 +142,12 @@ def draw_bars(
     places, bottoms = range(len(bars)), [0.0] * len(bars)
     names = dict.fromkeys(name for bar in bars.values() for name in bar.parts)
     free = itertools.cycle([*(SHADES[name] for name in SHADES if name not in names), PLAIN])
-    seen = 0.01 * max(bar.top for bar in bars.values()) / unit  # less has no row in the legend
+    highest = (max(bar.top for bar in bars.values()) or unit) / unit
     for name in names:
         sizes = [bar.parts.get(name, 0) / unit for bar in bars.values()]
         shade = SHADES.get(name) or next(free)
         look = {"color": shade, "edgecolor": "white", "linewidth": 0.5}
-        look["label"] = name if max(sizes) > seen else "_"
+        look["label"] = name if max(sizes) > 0.01 * highest else "_"  # less is in no legend
         look["hatch"] = "///" if shade in HATCHED else ""
         axes.bar(places, sizes, 2 * HALF, bottom=bottoms, **look)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
@@ -155,13 +155,14 @@ def draw_bars(
         at, heights = np.array(lines).T
         dashed: dict[str, Any] = {"color": "#222222", "linestyles": (0, (3, 2)), "linewidth": 1.3}
         axes.hlines(heights, at - REACH, at + REACH, zorder=4, label="by the theory", **dashed)
-    for at, bar in enumerate(bars.values()):
+    for at, (bar, held) in enumerate(zip(bars.values(), bottoms, strict=True)):
         style = {"color": "black" if bar.fits else TOO_MUCH, "fontweight": "bold", **ABOVE}
         style["fontsize"] = max(6, min(10, 36 / len(bars)))  # else neighbours touch
-        held = sum(bar.parts.values())  # above the bar, or it would be read as the theory's
-        axes.annotate(bar.label or words(held), (at, held / unit), **style)
+        # Above a line of the theory that is near, else below it: it would be read as the theory's.
+        top = bar.top / unit if bar.top / unit < held + 0.08 * highest else held
+        axes.annotate(bar.label or words(held * unit), (at, top), **style)
     axes.set_xticks(places, list(bars))
-    axes.set_ylim(0, ROOM * (max(bar.top for bar in bars.values()) or unit) / unit)
+    axes.set_ylim(0, ROOM * highest)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
 
