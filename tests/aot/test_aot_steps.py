@@ -108,6 +108,18 @@ def test_a_part_of_a_torus_needs_no_phases():
 
 
 @pytest.mark.aot("libtpu")
+@pytest.mark.parametrize(("target", "num_devices"), [("v5e:4x4", 16), ("v4:2x2x2", 8)])
+def test_gathers_go_over_a_whole_torus_at_once(target, num_devices):
+    """By all links, and beside products; their gradients are reduced in phases."""
+    _, report = audited(target, num_devices, 3)
+    report.raise_if_problems()
+    large = [c for c in report.collectives if c.elements >= 512**2]
+    sizes = {op: {c.group_size for c in large if c.op == op} for op in ("all-gather", "all-reduce")}
+    assert sizes == {"all-gather": {num_devices}, "all-reduce": set()}
+    assert report.schedule.blocking_share < 0.8, "it was all of them"
+
+
+@pytest.mark.aot("libtpu")
 @pytest.mark.parametrize(("stage", "scan"), [(0, True), (2, True), (2, False)])
 def test_sparse_cores_move_beside_work(stage, scan):
     """By default each collective blocks; what waits for them takes little memory."""
