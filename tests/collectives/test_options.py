@@ -41,9 +41,7 @@ def options_of(platform, stage):
     rows = [
         row
         for row in OPTIONS.values()
-        if row["platform"] == platform
-        and "v5p" in row.get("chips", ["v5p"])
-        and row.get("sparse_cores", True)
+        if row["platform"] == platform and "v5p" in row.get("chips", ["v5p"])
     ]
     kinds = {None, *(kind for kind, first in STAGES.items() if stage >= first)}
     kinds |= set() if stage else {"nothing"}

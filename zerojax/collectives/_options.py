@@ -66,11 +66,10 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
 
 def _is_for(row: Mapping[str, Any], layout: Layout) -> bool:
     chip = layout.hardware
-    has_them = chip is not None and chip.sparse_cores
     return (
         layout.platform == row["platform"]
         and ("chips" not in row or (chip is not None and chip.name in row["chips"]))
-        and row.get("sparse_cores", has_them) == has_them
+        and (not row.get("sparse_cores") or (chip is not None and chip.sparse_cores))
         and row.get("partitions", "any") in {"any", *(layout.kinds or {"nothing"})}
     )
 
