@@ -51,11 +51,10 @@ def read_loss(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
     more = "(aux, model_state)" if has_aux and has_state else "aux" if has_aux else "model_state"
     if has_aux or has_state:
         why = "with has_aux=True" if has_aux else "a loss that asks for model_state"
-        nested = not (has_aux and has_state) or (
-            isinstance(out, tuple) and isinstance(out[-1], tuple) and len(out[-1]) == 2
-        )
-        if not (isinstance(out, tuple) and len(out) == 2 and nested):
-            raise ValueError(f"{why}: loss_fn must return (loss, {more}), which it does not")
+        tuples = (out, *out[1:]) if has_aux and has_state and isinstance(out, tuple) else (out,)
+        if not all(isinstance(x, tuple) and len(x) == 2 for x in tuples):
+            got = "an array" if isinstance(out, jax.Array) else type(out).__name__
+            raise ValueError(f"{why}: loss_fn must return (loss, {more}), got {got}")
     loss, extra = out if has_aux or has_state else (out, None)
     if isinstance(loss, tuple | list | dict) or loss is None:
         why = "is a return missing?" if loss is None else "of (loss, aux) say so by has_aux=True"

@@ -195,7 +195,7 @@ MISUSES = {
         r"params/w is float32\[64, 64\] where bf",
     ),
     "aux without has_aux": (lambda: use(make(lambda p, b: (loss_fn(p, b), {}))), "has_aux=True"),
-    "has_aux without aux": (lambda: use(make(has_aux=True)), r"must return \(loss, aux\), which"),
+    "has_aux without aux": (lambda: use(make(has_aux=True)), r"\(loss, aux\), got an array"),
     "a loss per example": (
         lambda: use(make(lambda p, b: b.sum(1))),
         r"shape \(32,\): return the mean",

@@ -166,7 +166,8 @@ class TreeLayout:
         """How a train step moves leaves over a whole torus; empty where that is nothing special."""
         phases = str(self.phases) if self.kinds else ""
         if not phases or not self.offloads:
-            return phases + "; a train step gathers at once" * bool(phases and self.phases.dims)
+            is_cut = phases and self.phases.dims
+            return f"{phases}; a train step gathers at once" if is_cut else phases
         cut = [leaf for leaf in self.leaves if leaf.dim is not None]
         whole = sum(fills_tiles(x.stored_shape, x.dim, self.num_shards) for x in cut)
         told = f"in a train step SparseCores gather and reduce {whole} of {len(cut)} leaves"
