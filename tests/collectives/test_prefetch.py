@@ -86,6 +86,19 @@ def in_a_branch(params, x):
     return jax.lax.scan(layer, x, (params, jnp.arange(NUM_LAYERS)))[0]
 
 
+def twice_in_a_layer(stack, x):
+    def body(x, p):
+        return step(step(x, p)[0], p)
+
+    return jax.lax.scan(body, x, stack)[0]
+
+
+def in_other_numbers(stack, x):
+    for i in range(2):
+        x = step(x, jax.tree.map(lambda w, i=i: w[0] * (1.0 + i), stack))[0]
+    return x
+
+
 def of_one_layer(stack, x):
     return jax.lax.scan(step, x, jax.tree.map(lambda w: w[:1], stack))[0]
 
@@ -128,6 +141,8 @@ ODD = {
         in_groups,
         counted_down,
         chosen_by_the_loop,
+        twice_in_a_layer,
+        in_other_numbers,
         of_one_layer,
         in_part_again,
         unrolled,

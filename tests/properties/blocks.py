@@ -87,6 +87,24 @@ def _in_list_remat(block: Block, h: jax.Array, p: Tree) -> jax.Array:
     return h
 
 
+def _doubled(block: Block, h: jax.Array, layer: Tree) -> jax.Array:
+    """Use a layer, and the same in other numbers and other halves."""
+    a, b = jnp.split(_layer(block, h, layer), 2, axis=-1)
+    other = {name: sum(jnp.split(w, w.shape[0], axis=0)[:2]) * 0.5 for name, w in layer.items()}
+    mixed = jnp.concatenate([b, a], -1) + 0.1 * h * other["down"][..., : h.shape[-1]]
+    return _layer(block, mixed.astype(h.dtype), jax.tree.map(lambda w: 0.5 * w, layer))
+
+
+def _in_list_twice(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    for layer in p:
+        h = _doubled(block, h, layer)
+    return h
+
+
+def _scan_twice(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    return jax.lax.scan(lambda h, layer: (_doubled(block, h, layer), None), h, p)[0]
+
+
 def _scanned(wrap: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., jax.Array]:
     def run(block: Block, h: jax.Array, p: Tree) -> jax.Array:
         body = wrap(lambda h, layer: (_layer(block, h, layer), None))
@@ -259,6 +277,8 @@ KINDS: dict[str, tuple[Callable[..., Tree], Callable[..., jax.Array]]] = {
     "list of checkpoints": (_listed, _in_list_remat),
     "scan": (_stacked(_pair), _scanned(_plain, _plain)),
     "scan of checkpoints": (_stacked(_pair), _scanned(jax.checkpoint, _plain)),
+    "list, layers twice": (_listed, _in_list_twice),
+    "scan, layers twice": (_stacked(_pair), _scan_twice),
     "checkpoint of a scan": (_stacked(_pair), _scanned(_plain, jax.checkpoint)),
     "scan of a shared checkpoint": (lambda key, n, D, F: _pair(key, D, F), _shared),
     "jit of a scan": (_stacked(_pair), _scanned(_plain, jax.jit)),

@@ -11,7 +11,7 @@ the path to `b` is `b`, `w`; before the product `_order` plants a barrier that h
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from zerojax._jaxpr import bind, inputs_of, opened, run_equations, variables
+from zerojax._jaxpr import bind, inputs_of, is_variable, opened, run_equations, variables
 from zerojax._tree import num_bytes
 from zerojax.collectives.gathers import makes_gathered
 
@@ -54,7 +54,10 @@ class Equations:
             elif len(inputs) != 1:
                 break
             else:
-                steps.append((eqn.primitive, str(eqn.params)))
+                # `mul w 0.5` and `mul w 2.0` differ in a literal, both results of a split in which
+                given = [None if is_variable(x) else str(x) for x in eqn.invars]
+                which = eqn.outvars.index(path[-1])
+                steps.append((eqn.primitive, str(eqn.params), *given, which))
             path += inputs
         return path, ((path[-1], *steps), (*barriers,))
 
