@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zerojax
+from tests import llama
 from zerojax.collectives import OPTIONS
 from zerojax.models import gpt
 
@@ -229,6 +230,22 @@ def test_gradients_of_a_list_do_not_wait_whole():
     config = dataclasses.replace(CONFIG, scan=False, **size)
     _, report = audited("h100:1x8", 8, 2, config, precision="fp32")
     report.raise_if_problems()
+
+
+@pytest.mark.aot("cuda")
+def test_experts_are_not_turned_around_whole():
+    """New parameters are gathered along the third dim of [layers, experts, width, hidden]."""
+    config = llama.Config(num_layers=2, width=512, vocab_size=512, context=128, num_experts=8)
+    shapes = jax.eval_shape(functools.partial(llama.init, config), jax.random.key(0))
+    layout = zerojax.make_layout(shapes, zerojax.topology_mesh("h100:1x8", {"data": 8}), stage=2)
+    recipe = zerojax.Recipe(precision=PRECISION)
+    step = zerojax.make_train_step(functools.partial(llama.loss, config), TX, layout, recipe)
+    batch = jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32)
+    text = step.lower(step.abstract_state(), batch).compile().as_text()
+    written = {tuple(map(int, x.split(","))) for x in re.findall(r"= bf16\[([\d,]+)\]", text)}
+    stacks = {shapes["layers"][name].shape for name in ("gate", "down")}
+    assert stacks <= written
+    assert not [x for x in written - stacks if sorted(x) == sorted(min(stacks))]
 
 
 @pytest.mark.aot("cuda")

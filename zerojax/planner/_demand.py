@@ -35,9 +35,7 @@ class Demand:
         if load.loss_fn is not None:
             self.trace = trace = Trace(load, model.params, recipe.precision.params, recipe.remat)
             self.num_examples = trace.num_examples
-            self._lifetimes = functools.cache(
-                lambda *key: traced.lifetimes_of(trace.operations, *key)
-            )
+            self._read = functools.cache(functools.partial(traced.lifetimes_of, trace.operations))
         elif recipe.remat is not None and recipe.remat.keep:
             told = f"RematPolicy(keep={recipe.remat.keep}) names values of a loss: give"
             raise ValueError(f"{told} Workload(loss_fn=, batch=) to plan it")
@@ -51,22 +49,26 @@ class Demand:
         """Find the most bytes in memory: parameters, gradients, activations, buffers."""
         if self.trace is None:
             return sum(leaf.held + leaf.kept + leaf.gradient for leaf in given.traced)
-        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
+        lifetimes = self._lifetimes(given, count)
         options = {"frees": given.frees, "accumulate": given.recipe.accumulate}
         return self._peaks(lifetimes, given.traced, count, sharing=given.sharing, **options)
+
+    def _lifetimes(self, given: Setting, count: int) -> Any:
+        waits, platform = not given.sharing.ahead, given.hardware.platform
+        return self._read(len(given.leaves), platform, count, waits=waits)
 
     def work(self, given: Setting, count: int) -> traced.Work:
         """Count products and traffic with the device's memory; without a loss three reads."""
         if self.trace is None:
             return traced.Work.of(0.0, 3 * sum(x.gathered for x in given.leaves), given.hardware)
-        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
+        lifetimes = self._lifetimes(given, count)
         parts = given.sharing.model_axis
         return self._works(lifetimes, given.traced, count, given.hardware, model_axis=parts)
 
     def checkpoints(self, given: Setting, count: int) -> float:
         if self.trace is None or not given.sharing.offloads:
             return 0.0
-        lifetimes = self._lifetimes(len(given.leaves), given.hardware.platform, count)
+        lifetimes = self._lifetimes(given, count)
         return traced.checkpoint_bytes(lifetimes, count, given.sharing)
 
     def carried_elements(self, count: int) -> float:

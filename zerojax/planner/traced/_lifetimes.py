@@ -37,12 +37,17 @@ class Launch(NamedTuple):
     bodies: "tuple[Lifetimes, ...]"  # of a loop, or the branches of a cond
 
 
-def lifetimes_of(program: Operations, num_leaves: int, platform: str, n: int = 1) -> "Lifetimes":
-    """Analyse `loss, *gradients = f(*parameters, *batch)` of n examples as a platform runs it."""
+def lifetimes_of(
+    program: Operations, num_leaves: int, platform: str, n: int = 1, *, waits: bool = False
+) -> "Lifetimes":
+    """Analyse `loss, *gradients = f(*parameters, *batch)` of n examples as a platform runs it.
+
+    `waits`: no loop gathers ahead, so that gradients wait behind it (`run_late`).
+    """
     outputs = program.outputs[1 : 1 + num_leaves]
     parameters = {v: Part(n) for n, v in enumerate(program.inputs[:num_leaves])}
     gradients = {v: Part(n) for n, v in enumerate(outputs) if v is not None}
-    return Lifetimes(program, parameters, gradients, BACKENDS[platform], n)
+    return Lifetimes(program, parameters, gradients, BACKENDS[platform], n, waits=waits)
 
 
 class Lifetimes:
@@ -55,10 +60,13 @@ class Lifetimes:
         gradients: Parts,
         backend: Backend,
         examples: int = 0,  # of the whole program; 0 for the body of a loop
+        *,
+        waits: bool = False,
     ) -> None:
         self.weights = Weights(program, parameters, gradients)
         if backend.runs_late:
-            program = run_late(program, gradients.keys() | self.weights.layers, examples)
+            made = gradients.keys() | self.weights.layers
+            program = run_late(program, made, examples, waits=waits)
         self.program, self.backend, self.is_body = program, backend, not examples
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
         self.readers = program.readers()
@@ -105,7 +113,7 @@ class Lifetimes:
             op, gone = self.program.ops[t], tuple(dies.get(t, ()))
             results = tuple(v for v in op.outputs if v in self.stored)
             unread = tuple(v for v in results if v not in last and v not in self.results)
-            taken, bodies = self._takes_over(op, gone), tuple(self._bodies(op))
+            taken, bodies = self._takes_over(op, gone, read), tuple(self._bodies(op))
             launches.append(Launch(t, op, results, gone + unread, taken, read, bodies))
         return tuple(launches)
 
@@ -254,9 +262,12 @@ class Lifetimes:
     def itemsize(self, value: int) -> int:
         return self.program.values[value].dtype.itemsize
 
-    def _takes_over(self, op: Op, gone: tuple[int, ...]) -> tuple[int, ...]:
+    def _takes_over(self, op: Op, gone: tuple[int, ...], read: frozenset[int]) -> tuple[int, ...]:
         if op.kind in ("fused", "scatter"):
-            return gone
+            # A GPU's kernel of a softmax, elementwise behind a reduction, writes elsewhere.
+            makers = (self.program.ops[self.maker[v]] for v in read & self.maker.keys())
+            is_softmax = op.kind == "fused" and any(x.kind == "reduce" for x in makers)
+            return () if is_softmax and self.backend.splits_products else gone
         if op.kind == "loop" and op.name != "cond":
             carried = op.inputs[op.num_consts : op.num_consts + op.num_carry]
             return tuple(v for v in gone if v in carried)

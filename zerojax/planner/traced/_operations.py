@@ -133,7 +133,9 @@ BACKENDS: Mapping[str, Backend] = {
 }
 
 
-def run_late(program: Operations, gradients: Collection[int], examples: int = 0) -> Operations:
+def run_late(
+    program: Operations, gradients: Collection[int], examples: int = 0, *, waits: bool = False
+) -> Operations:
     """Return the operations as late as possible, as XLA's scheduler runs them on a GPU.
 
     It goes backwards from the results, and puts each operation right before the first that reads
@@ -144,6 +146,7 @@ def run_late(program: Operations, gradients: Collection[int], examples: int = 0)
 
     Outside of loops (in a loop's body `examples` is 0) what the loss is made of, the first output,
     comes in its place, and a gradient that one product makes is reduced beside the next product.
+    It `waits` behind a loop unless that gathers ahead: nothing else asks for a product before it.
     """
     if not examples:
         gradients = ()
@@ -160,16 +163,19 @@ def run_late(program: Operations, gradients: Collection[int], examples: int = 0)
     for op in reversed(program.ops):
         if not loss.isdisjoint(op.outputs):
             loss.update(op.read)
-    order, waits, product = [end], {}, end  # what each waits for; the first product
+    order, waiting, product = [end], {}, end  # what each waits for; the first product
+    is_behind = False  # whether a loop comes in between
     for t in reversed(range(end)):
         op = program.ops[t]
         least = end if reduced.isdisjoint(op.outputs) else product
         found = {least}.union(*(readers.get(v, ()) for v in op.outputs))
         at = 0 if not loss.isdisjoint(op.outputs) else min(map(order.index, found))
-        waits[t] = order[at]
-        while at and waits[order[at - 1]] == waits[t]:
+        waiting[t] = order[at]
+        while at and waiting[order[at - 1]] == waiting[t]:
             at -= 1
         order.insert(at, t)
-        if op.kind == "kernel" and reduced.isdisjoint(op.outputs) and at < order.index(product):
+        is_beside = op.kind == "kernel" and reduced.isdisjoint(op.outputs) and not is_behind
+        if is_beside and at < order.index(product):
             product = t
+        is_behind = is_behind or (waits and op.kind == "loop")
     return dataclasses.replace(program, ops=tuple(program.ops[t] for t in order[:-1]))
