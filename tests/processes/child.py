@@ -22,6 +22,7 @@ import zerojax
 from zerojax import processes
 from zerojax._tree import leaves_by_path
 from zerojax.checkpoint import _orbax, _save
+from zerojax.processes import _texts
 
 SIZE, ROWS, STEPS = 64, 16, 3
 #: 66 rows are divided by no number of devices here, and so are padded.
@@ -294,6 +295,9 @@ def waits(folder):
             assert os.waitpid(forked, 0)[1] == 0
         else:
             time.sleep(10 if what == "slow" else 600)
+    if what == "slow":
+        _texts.NOTED = 1.0
+        processes.gather_texts("a note", "")
     multihost_utils.sync_global_devices("a step")
 
 

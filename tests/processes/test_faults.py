@@ -64,6 +64,8 @@ def test_a_process_that_is_slow_is_waited_for(tmp_path, what):
     (tmp_path / "fault").write_text(what)
     started = start(child.__file__, tmp_path, "waits", PATIENCE)
     assert end(started, 100) == [0] * COUNT, logs(tmp_path)
+    told = ["'a note' waits since 1 s for process 1; all have" in log for log in logs(tmp_path)]
+    assert told == [what == "slow 1", False]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -61,6 +61,17 @@ def shared(method, part):
     return use(step, dataclasses.replace(state, **{part: getattr(best, part)}), method=method)
 
 
+def twice(method, *, in_batch):
+    """Use a state with an array that is in it twice, or in the batch too."""
+    averaged = make(lambda p, x, model_state: (loss_fn(p, x), model_state), model_state=init())
+    state = averaged.init(init)
+    if not in_batch:
+        return use(averaged, dataclasses.replace(state, model_state=state.params), method=method)
+    step = make(lambda p, b: loss_fn(p, b["x"]) + jnp.mean((p["w"] - b["old"]["w"]) ** 2))
+    state = step.init(init)
+    return use(step, state, {"x": X, "old": zerojax.Whole(state.params)}, method)
+
+
 def untrained(leaf):
     shapes = {**SHAPES, "steps": leaf}
     with pytest.warns(UserWarning, match="no gradient trains: steps; hand over what is trained"):
@@ -176,6 +187,14 @@ MISUSES = {
         lambda: shared("evaluate", "opt_state"),
         "earlier step, 'opt_state/0/count' at least",
     ),
+    "weights in the batch": (
+        lambda: twice("__call__", in_batch=True),
+        "'params/w' of the state is 'old/value/w' of the batch too, .* hand over jnp.copy of it",
+    ),
+    "weights as the model's state": (
+        lambda: twice("__call__", in_batch=False),
+        "'params/w' of the state is 'model_state/w' of the state too",
+    ),
     "text to audit": (lambda: make().audit("x"), "batch leaf '.' is a str; a step takes arrays"),
     "another stage": (
         lambda: use(make(stage=3)),
@@ -266,6 +285,10 @@ def test_a_misuse_ends_in_one_sentence(misuse, match):
     with pytest.raises((ValueError, TypeError, RuntimeError), match=match) as caught:
         misuse()
     assert "\n" not in str(caught.value).split("\n-----")[0]
+
+
+def test_evaluate_takes_the_weights_in_the_batch():
+    assert twice("evaluate", in_batch=True) == twice("evaluate", in_batch=False)
 
 
 def test_threads_that_share_a_state_are_told_that_it_was_donated():

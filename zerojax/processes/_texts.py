@@ -5,6 +5,7 @@ Collectives of devices can do neither: they wait for ever, and must run in one o
 
 import contextlib
 import itertools
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import jax
 
 #: Seconds to wait for the others, who may still read data, trace a program or write to a disk.
 WORK = 20 * 60.0
+#: Seconds after which one of those that wait says for whom.
+NOTED = 60.0
 _rounds: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
@@ -50,6 +53,9 @@ def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
     channel = "main" if threading.current_thread() is threading.main_thread() else name
     client, root = connection().client, f"zerojax/{channel}/{next(_rounds[channel])}"
     client.key_value_set(f"{root}/{index}", f"{name}\n{text}")
+    note = threading.Timer(NOTED, _note, (client, root, name))
+    note.daemon = True
+    note.start()
     try:
         client.wait_at_barrier(root, int(seconds * 1000))
         said = _said(client, root)
@@ -62,12 +68,25 @@ def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
             f"of {count} processes, {', '.join(map(str, missing)) or 'one'} did not come to "
             f"{name!r} within {seconds:.0f} s; do all run the same program?"
         ) from error
+    finally:
+        note.cancel()
     client.key_value_delete(f"{root}/{index}")
     names, texts = zip(*(said[i].split("\n", 1) for i in range(count)), strict=True)
     if len(set(names)) > 1:
         come = ", ".join(f"process {i} came to {name!r}" for i, name in enumerate(names))
         raise ProcessesDifferError(f"the processes do not run the same program: {come}")
     return list(texts)
+
+
+def _note(client: Any, root: str, name: str) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # meanwhile the run may have ended
+        come = _said(client, root)
+        missing = sorted({*range(jax.process_count())} - {*come})
+        if missing and jax.process_index() == min(come):
+            told = f"{name!r} waits since {NOTED:.0f} s for process {', '.join(map(str, missing))}"
+            why = "all have to call it, as all compile where the shapes of a batch change"
+            sys.stderr.write(f"zerojax: {told}; {why}\n")
+            sys.stderr.flush()
 
 
 def _said(client: Any, root: str) -> dict[int, str]:

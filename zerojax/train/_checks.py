@@ -49,6 +49,22 @@ def check_usable(state: TrainState, layout: Layout) -> None:
             )
 
 
+def check_apart(state: TrainState, batch: PyTree) -> None:
+    """Refuse an array that is in the state twice, or in the batch too: jaxlib crashes on it."""
+    held = [id(x) for x in jax.tree.leaves(state)]
+    apart = {*held}
+    if len(apart) == len(held) and apart.isdisjoint(map(id, jax.tree.leaves(batch))):
+        return
+    seen: dict[int, str] = {}
+    for tree, where in ((state, "state"), (batch, "batch")):
+        for name, x in zip(*flatten_with_names(tree)[:2], strict=True):
+            if isinstance(x, jax.Array) and id(x) in seen:
+                told = f"{seen[id(x)]!r} of the state is {name!r} of the {where} too"
+                raise ValueError(f"{told}, and a step donates its state: hand over jnp.copy of it")
+            if tree is state:
+                seen[id(x)] = name
+
+
 def check_context(layout: Layout) -> None:
     """Refuse a step where jit is disabled, or a mesh is set that it can't use."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,6 +16,7 @@ from zerojax._tree import UNNAMED, num_bytes, unwrapped
 from zerojax._types import PyTree, Shape
 from zerojax.collectives.forms import auto_region, constrain, to_logical
 from zerojax.layout import Layout, check_layout
+from zerojax.processes import gather_texts
 from zerojax.recipe import HOST_MEMORY
 
 
@@ -159,6 +160,9 @@ def unpad(tree: PyTree, layout: Layout) -> PyTree:
         return [constrain(x, layout, spec) for x, spec in zip(logical, specs, strict=True)]
 
     if padded:
+        one = given[padded[0]]
+        if isinstance(one, jax.Array) and not (isinstance(one, Tracer) or one.is_fully_addressable):
+            gather_texts("unpad", "")  # all have to call it: the collective itself waits for ever
         run = jax.jit(auto_region(cut, layout, specs), out_shardings=[*map(layout.sharding, specs)])
         for number, x in zip(padded, run([given[n] for n in padded]), strict=True):
             given[number] = x

@@ -29,7 +29,14 @@ from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._checks import Loss, check_batch, check_placement, check_state, check_usable
+from zerojax.train._checks import (
+    Loss,
+    check_apart,
+    check_batch,
+    check_placement,
+    check_state,
+    check_usable,
+)
 from zerojax.train._initial import InitialState
 from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
@@ -130,7 +137,8 @@ class TrainStep(Shown):
 
         Args:
             batch: numpy or jax arrays on this process, whose leading dim counts its rows. Scalars
-                and what is marked `Whole` have to be the same on all processes.
+                and what is marked `Whole` have to be the same on all processes. JAX may read a
+                numpy array until the step is done: write the next batch into another one.
 
         >>> index, count = step.batch_part
         >>> state, metrics = step(state, step.place(x[index::count]))
@@ -190,6 +198,8 @@ class TrainStep(Shown):
     def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
         with _CALLING:
             check_usable(state, self.layout)
+            if what == "step":
+                check_apart(state, batch)
             jitted = self._jitted(what, batch)
             try:
                 if jitted not in self._agreed:
