@@ -73,6 +73,7 @@ OPERATIONS = {
     "squeeze": (lambda w: w[:1].squeeze(0), "dimensions"),
     "stack": (lambda w: jnp.stack([w, w]), "axis"),
     "stop_gradient": (lax.stop_gradient, ""),
+    "tile": (lambda w: jnp.tile(w, (2, 1)), "reps"),
     "transpose": (jnp.transpose, "permutation"),
     "while": (lambda w: lax.while_loop(lambda w: w[0, 0] < 1, lambda w: w + 1, w), "body_jaxpr"),
 }  # fmt: skip

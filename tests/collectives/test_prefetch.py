@@ -150,7 +150,7 @@ ODD = {
 }
 ALL = LOOPS | ODD | LISTS
 #: Loops that gather a layer of a branch, each layer more than once, or several together.
-OTHERS = {"branches", "repeated", "pairs"}
+OTHERS = {"branches", "repeated", "each twice", "tiled", "pairs"}
 
 
 def gradient_of(names, mesh, sizes=WIDE, **options):

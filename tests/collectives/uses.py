@@ -216,6 +216,16 @@ def repeated(stack, x):
     return jax.lax.scan(jax.checkpoint(lambda x, _: (scan(stack, x), None)), x, length=2)[0]
 
 
+def each_twice(stack, x):
+    """Share each layer between two turns in a row, as small models do (arXiv 2402.14905)."""
+    order = jnp.arange(2 * NUM_LAYERS) // 2
+    return scan({"w": jnp.repeat(stack["w"], 2, axis=0), "v": stack["v"][order]}, x)
+
+
+def tiled(stack, x):
+    return scan(jax.tree.map(lambda w: jnp.tile(w, (2, 1, 1)), stack), x)
+
+
 LOOPS = {
     "scan": scan,
     "scan of remat": scan_of_remat,
@@ -228,6 +238,8 @@ LOOPS = {
     "pairs": pairs,
     "branches": branches,
     "repeated": repeated,
+    "each twice": each_twice,
+    "tiled": tiled,
     "stacked in the loss": stacked_in_the_loss,
 }
 

@@ -88,11 +88,12 @@ def _in_list_remat(block: Block, h: jax.Array, p: Tree) -> jax.Array:
 
 
 def _doubled(block: Block, h: jax.Array, layer: Tree) -> jax.Array:
-    """Use a layer, and the same in other numbers and other halves."""
-    a, b = jnp.split(_layer(block, h, layer), 2, axis=-1)
-    other = {name: sum(jnp.split(w, w.shape[0], axis=0)[:2]) * 0.5 for name, w in layer.items()}
-    mixed = jnp.concatenate([b, a], -1) + 0.1 * h * other["down"][..., : h.shape[-1]]
-    return _layer(block, mixed.astype(h.dtype), jax.tree.map(lambda w: 0.5 * w, layer))
+    """Use a layer, its two halves apart, and the same in other numbers."""
+    h, half = _layer(block, h, layer), block.width // 2
+    up, down = layer["up"], layer["down"]
+    for first, then in ((up[:, :half], down[-half:]), (up[:, -half:], down[:half])):
+        h = (h + 0.1 * jnp.tanh(h @ first) @ then).astype(h.dtype)
+    return _layer(block, h, jax.tree.map(lambda w: 0.5 * w, layer))
 
 
 def _in_list_twice(block: Block, h: jax.Array, p: Tree) -> jax.Array:
@@ -103,6 +104,14 @@ def _in_list_twice(block: Block, h: jax.Array, p: Tree) -> jax.Array:
 
 def _scan_twice(block: Block, h: jax.Array, p: Tree) -> jax.Array:
     return jax.lax.scan(lambda h, layer: (_doubled(block, h, layer), None), h, p)[0]
+
+
+def _scan_of_repeats(block: Block, h: jax.Array, p: Tree) -> jax.Array:
+    order = jnp.array([*range(block.num_layers), 0])
+    turns = {"up": p["up"][order], "down": jnp.repeat(p["down"], 2, axis=0)[: len(order)]}
+    h = jax.lax.scan(lambda h, layer: (_layer(block, h, layer), None), h, turns)[0]
+    turns = jax.tree.map(lambda w: jnp.tile(w, (2, 1, 1)), p)
+    return jax.lax.scan(lambda h, layer: (_layer(block, h, layer), None), h, turns)[0]
 
 
 def _scanned(wrap: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -278,7 +287,8 @@ KINDS: dict[str, tuple[Callable[..., Tree], Callable[..., jax.Array]]] = {
     "scan": (_stacked(_pair), _scanned(_plain, _plain)),
     "scan of checkpoints": (_stacked(_pair), _scanned(jax.checkpoint, _plain)),
     "list, layers twice": (_listed, _in_list_twice),
-    "scan, layers twice": (_stacked(_pair), _scan_twice),
+    "loop, layers twice": (_stacked(_pair), _scan_twice),
+    "scan of repeated layers": (_stacked(_pair), _scan_of_repeats),
     "checkpoint of a scan": (_stacked(_pair), _scanned(_plain, jax.checkpoint)),
     "scan of a shared checkpoint": (lambda key, n, D, F: _pair(key, D, F), _shared),
     "jit of a scan": (_stacked(_pair), _scanned(_plain, jax.jit)),

@@ -36,7 +36,7 @@ from zerojax import _jaxpr
 from zerojax._primitives import primitives
 from zerojax.collectives import forms
 from zerojax.collectives.gathers._boxed import GATHERED, Boxed, Opening, pad_rows
-from zerojax.collectives.gathers._structural import keep_boxed, waits_elementwise
+from zerojax.collectives.gathers._structural import dims_after, keep_boxed, waits_elementwise
 from zerojax.collectives.gathers._wide import bind_wide
 from zerojax.layout import as_spec
 
@@ -213,7 +213,9 @@ def is_enlarged(eqn: Any, values: list[Any], opening: Opening) -> bool:
     if eqn.primitive.name not in primitives("enlarge") or len(boxes) != 1:
         return False
     (box,) = boxes
+    # But layers of a stack that are taken several times each stay shards.
     is_larger = eqn.outvars[0].aval.size > box.value.size
+    is_larger = is_larger and dims_after(eqn, box, opening) is None
     is_alone = not any(isinstance(v, Copied) for v in values) and waits_elementwise(box)
     return is_larger and is_alone and box.value.ndim > 1 and opening.layout.num_batch_parts > 1
 

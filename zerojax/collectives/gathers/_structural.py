@@ -26,6 +26,8 @@ from zerojax._primitives import primitives
 from zerojax.collectives.gathers._boxed import Boxed, Opening
 
 _MOVES, _REARRANGES = primitives("moves"), primitives("rearranges")
+#: How often layers may be used, to be repeated in their stack.
+_MOST_USES = 8
 #: Old dim of each dim of a result, None for a new one.
 _Dims = tuple[int | None, ...]
 
@@ -188,6 +190,8 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
     name, params = eqn.primitive.name, eqn.params
     old, new = boxed.value.shape, eqn.outvars[0].aval.shape
     same, held = tuple(range(len(old))), boxed.held
+    # Layers of a stack that a model uses several times each; what examples repeat is far larger.
+    is_stack = len(old) > 2 and 0 not in held and math.prod(new) <= _MOST_USES * math.prod(old)
     if name == "transpose":
         return tuple(params["permutation"])
     if name == "stack":
@@ -200,12 +204,14 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
         return tuple(d for d in same if d not in params["dimensions"])
     if name in primitives("reductions"):
         return tuple(d for d in same if d not in params["axes"])
-    if name == "broadcast_in_dim" and math.prod(new) == math.prod(old):
+    if name == "tile":
+        return same if is_stack and all(new[d] == old[d] for d in held) else None
+    if name == "broadcast_in_dim" and (math.prod(new) == math.prod(old) or is_stack):
         places = params["broadcast_dimensions"]
         return tuple(places.index(d) if d in places else None for d in range(len(new)))
     if name == "reshape" and params["dimensions"] is None:
         return _dims_of_reshape(old, new, {d: opening.num_parts(boxed, d) for d in held})
-    if name == "gather" and is_slice(eqn):
+    if name == "gather" and (is_slice(eqn) or is_stack):
         numbers = params["dimension_numbers"]
         whole = all(params["slice_sizes"][d] == old[d] for d in held)
         left = (d for d in same if d not in numbers.collapsed_slice_dims)
