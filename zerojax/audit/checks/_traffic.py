@@ -105,6 +105,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
     if not is_too_much(evidence):  # gradients of weights that the loss has joined
         joins = Matcher(evidence.layout).joins
         reduced = [move for move in reduced if not joins(move.record.shape)]
+        # A step gathers weights itself: else it is the gradient of one that others generate.
+        reduced = [] if "make_train_step" in evidence.tools else reduced
     least = SHARE * _local_elements(evidence)
     heavy = sum_moved(reduced, "judged") >= least
     few = all(move.record.elements < evidence.floor for move in gathered)
