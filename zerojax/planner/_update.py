@@ -1,7 +1,7 @@
 """What an optimizer that needs whole matrices asks of a device beside its states' traffic.
 
 Its update is traced on the mesh of the plan, where matrices go to devices that own them
-(`optim/_whole.py`), and the equations of one device are counted.
+(`optim/whole/`), and the equations of one device are counted.
 
 Example: an all-to-all of fp32 [8, 1000] over 8 devices moves 7,000 elements, 28,000 bytes. Of a
 cond that gives owners different matrices the branch with the most products counts: the busiest.

@@ -64,16 +64,15 @@ class Lifetimes:
         waits: bool = False,
     ) -> None:
         self.weights = Weights(program, parameters, gradients)
-        if backend.runs_late:
+        if backend.is_gpu:
             made = gradients.keys() | self.weights.layers
             program = run_late(program, made, examples, waits=waits)
         self.program, self.backend, self.is_body = program, backend, not examples
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
         self.readers = program.readers()
         self.results = {v for v in program.outputs if v is not None}
+        #: scatters, and the sums that they are written into, in memory
         self.summed = self._sums()
-        #: sums that a scatter is written into, in memory
-        self.written = set(self.summed.values())
         self.stored = {v for v in range(len(program.values)) if self._is_stored(v)}
         #: the buffers that values are made from
         self.sources: dict[int, frozenset[int]] = {}
@@ -201,7 +200,7 @@ class Lifetimes:
             return t not in self.summed
         if op.kind != "fused" or value in self.results:
             return True
-        return t in self.written or self._is_operand(value)
+        return t in self.summed.values() or self._is_operand(value)
 
     def _is_operand(self, value: int) -> bool:
         """Return whether an elementwise result is read by something that wants it in memory."""
@@ -244,7 +243,7 @@ class Lifetimes:
     def num_parts(self, op: Op, examples: float) -> int:
         """Count the parts that a dot product is made in; see `_split`."""
         k = op.contracted.at(examples)
-        if op.name != "dot_general" or not self.backend.splits_products or not k:
+        if op.name != "dot_general" or not self.backend.is_gpu or not k:
             return 1
         read = [self.program.values[v] for v in (*op.read[:2], op.outputs[0])]
         left, right, made = (x.bytes.at(examples) / x.dtype.itemsize for x in read)
@@ -267,7 +266,7 @@ class Lifetimes:
             # A GPU's kernel of a softmax, elementwise behind a reduction, writes elsewhere.
             makers = (self.program.ops[self.maker[v]] for v in read & self.maker.keys())
             is_softmax = op.kind == "fused" and any(x.kind == "reduce" for x in makers)
-            return () if is_softmax and self.backend.splits_products else gone
+            return () if is_softmax and self.backend.is_gpu else gone
         if op.kind == "loop" and op.name != "cond":
             carried = op.inputs[op.num_consts : op.num_consts + op.num_carry]
             return tuple(v for v in gone if v in carried)

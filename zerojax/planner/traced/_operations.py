@@ -56,7 +56,7 @@ class Op:
     outputs: tuple[int, ...]  # indices of values
     bodies: "tuple[Operations, ...]" = ()  # of a scan, a while loop or the branches of a cond
     length: Line = Line(1.0)  # how often a scan runs; of a while loop nobody knows, and 1 is taken
-    num_consts: int = 0  # of a scan
+    num_consts: int = 0  # of a scan or a while loop
     num_carry: int = 0
     #: floating-point operations of dot products and convolutions; multiply and add are two
     flops: Line = Line(0.0)
@@ -116,18 +116,17 @@ class Backend:
     #: them, and reductions into the one that makes what they read (TPU); else operands of a dot
     #: product lie in memory, and what a gather reads is merged into it (GPU, CPU)
     fuses_operands: bool = False
-    #: whether dot products are made in parts that are added up (GPU; `_split`)
-    splits_products: bool = False
+    #: whether it is XLA:GPU, which runs operations as late as possible, makes dot products in parts
+    #: that are added up (`_split`), and gives the kernel of a softmax a buffer of its own
+    is_gpu: bool = False
     #: whether a gradient is on its way into shards, whole, while the next product runs (stage 3)
     overlaps: bool = False
     #: bytes of shards up to which gradients wait to be reduced together (GPU; `options.toml`)
     combines: float = 0.0
-    #: whether operations run as late as possible (GPU); else in their order
-    runs_late: bool = False
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "gpu": Backend(splits_products=True, overlaps=True, combines=1e6, runs_late=True),
+    "gpu": Backend(is_gpu=True, overlaps=True, combines=1e6),
     "tpu": Backend(fuses_operands=True, overlaps=True),
     "cpu": Backend(),
 }
