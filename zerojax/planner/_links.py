@@ -38,14 +38,6 @@ class Seconds:
         return Seconds(self.fast * times, self.slow * times)
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A part of a collective that goes along some torus dims at once."""
-
-    num_devices: int  # devices that take part
-    bandwidth: float  # bytes/s that each of them receives
-
-
 class Network:
     """The links that a mesh of devices has; `axes` are its sizes, major first.
 
@@ -80,9 +72,9 @@ class Network:
         slow = self.hardware.slow_bandwidth
         if self.torus:
             fast, left = 0.0, 1.0
-            for phase in self.phases(axes, collective):
-                fast += left * (1 - 1 / phase.num_devices) / phase.bandwidth
-                left /= phase.num_devices
+            for num_devices, seconds in self.phases(axes, collective):
+                fast += left * seconds
+                left /= num_devices
             rate = Seconds(fast, left * (1 - 1 / across) / slow)
         else:
             moved = 1 - 1 / (within * across)
@@ -92,8 +84,8 @@ class Network:
             )
         return (rate * 2 if collective == "all-reduce" else rate) * num_bytes
 
-    def phases(self, axes: Axes, collective: Collective) -> tuple[Phase, ...]:
-        """Return the phases of a collective on a torus, in a reduction's order.
+    def phases(self, axes: Axes, collective: Collective) -> tuple[tuple[int, float], ...]:
+        """Return the devices and the seconds per byte of phases on a torus, in a reduction's order.
 
         A reduce-scatter has those of `layout.find_phases` where no SparseCores make it. Over
         several slices zerojax leaves the order to the compiler, which is taken to do the same.
@@ -198,7 +190,7 @@ def _torus_mesh(hardware: Hardware, axes: tuple[tuple[str, int], ...]) -> Mesh:
 @functools.lru_cache(maxsize=4096)
 def _phases(
     hardware: Hardware, within: tuple[tuple[str, int], ...], axes: Axes, at_once: bool
-) -> tuple[Phase, ...]:
+) -> tuple[tuple[int, float], ...]:
     mesh, groups, phases = _torus_mesh(hardware, within), (axes,), []
     links = Interconnect(hardware, mesh.devices.flat)
     if hardware.span and not at_once:
@@ -208,8 +200,8 @@ def _phases(
     for group in groups:
         first = numbers[tuple(slice(None) if x in group else 0 for x in mesh.axis_names)]
         if (n := np.size(first)) > 1:
-            seconds = links.transfer("all-gather", [np.ravel(first).tolist()], 1.0).seconds
-            phases.append(Phase(n, (1 - 1 / n) / seconds))
+            moved = links.transfer("all-gather", [np.ravel(first).tolist()], 1.0)
+            phases.append((n, moved.seconds))
     return tuple(phases)
 
 
