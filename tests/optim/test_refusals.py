@@ -60,7 +60,9 @@ def audit(compiled: Any, layout: Any = LAYOUT, recipe: Any = None):
 
 
 LOWERED: Any = jax.jit(lambda p: jax.tree.map(jnp.sin, p)).lower(PARAMS)
-A_LAYOUT = r"a Layout is expected, got {}; write {} with layout = zerojax.make_layout\(params, mesh"
+A_LAYOUT = (
+    r"a Layout is expected, got {}: make one as in {} with layout = zerojax.make_layout\(params"
+)
 AN_OPTIMIZER = (
     r"GradientTransformation \(init and update\) is expected, got {}; .*optax.adamw\(1e-3\)"
 )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 from rich.text import Text
 
-from zerojax._arguments import is_whole_number
+from zerojax._arguments import as_given, is_whole_number
 from zerojax._display import Shown, decimal
 from zerojax._tree import leaves_by_path, path_name
 from zerojax._types import AnyMesh, PyTree
@@ -121,9 +121,7 @@ class Layout(Shown, TreeLayout):
 
 def check_layout(given: Any, call: str) -> None:
     """Raise a TypeError that shows the call where something else is given as a layout."""
-    if not isinstance(given, Layout):
-        told = f"a Layout is expected, got {type(given).__name__}; write {call} with layout ="
-        raise TypeError(f"{told} zerojax.make_layout(params, mesh, stage=...)")
+    as_given(Layout, given, f"{call} with layout = zerojax.make_layout(params, mesh, stage=...)")
 
 
 def make_layout(
