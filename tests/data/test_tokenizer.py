@@ -19,6 +19,13 @@ def archive():
     return content.getvalue()
 
 
+def with_shape(shape):
+    """A file of bytes whose header says another shape."""
+    np.save(content := io.BytesIO(), np.zeros(400, np.uint8))
+    before, after = content.getvalue().split(b"(400,), }" + b" " * len(shape))
+    return before + b"(400,), }".replace(b"(400,)", shape) + b" " * 6 + after
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
     return data.Tokenizer(save_tokenizer(tmp_path / "tokenizer.json", TEXT))
@@ -88,7 +95,13 @@ def test_a_file_of_no_tokens_is_refused(tmp_path, tokenizer):
         data.load_corpus([tmp_path / "t.npy"], context=16, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("content", [b"", b"The cat sat on the mat.\n", b"PK\3\4", archive()])
+SHAPES = (b"(36893488147419103232,)", b"(-400,)", b"(True,)", b"((((", b"(400.0,)")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"The cat sat on the mat.\n", b"PK\3\4", archive(), *map(with_shape, SHAPES)],
+)
 def test_a_file_that_numpy_did_not_write_is_refused(tmp_path, content):
     (tmp_path / "t.npy").write_bytes(content)
     with pytest.raises(ValueError, match=r"t.npy is no .npy file of tokens; write one with numpy"):
@@ -117,6 +130,24 @@ def test_a_tokenizer_without_tokens_is_refused(tmp_path):
     tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="?")).save(f"{tmp_path}/t.json")
     with pytest.raises(ValueError, match=r"the tokenizer .*t\.json has no tokens"):
         data.Tokenizer(tmp_path / "t.json")
+
+
+def test_how_a_model_cuts_and_fills_its_inputs_is_left_out(tmp_path, tokenizer):
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.enable_truncation(512)
+    inner.enable_padding(length=1024)
+    inner.save(str(tmp_path / "cut.json"))
+    tokens = data.Tokenizer(tmp_path / "cut.json").encode([TEXT])
+    assert np.array_equal(tokens, tokenizer.encode([TEXT]))
+
+
+def test_text_that_a_tokenizer_has_no_tokens_for_is_refused(tmp_path):
+    path = tmp_path / "t.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?")).save(str(path))
+    (tmp_path / "t.txt").write_bytes(TEXT)
+    told = r"the tokenizer .*t\.json can't encode the text: .*; give one that has tokens for all"
+    with pytest.raises(ValueError, match=told):
+        data.load_corpus([tmp_path / "t.txt"], context=16, tokenizer=data.Tokenizer(path))
 
 
 def test_a_token_outside_the_vocabulary_is_an_error_and_no_other_row(tmp_path):

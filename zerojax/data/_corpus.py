@@ -27,12 +27,12 @@ class Tokenizer:
         reads_bytes: whether tokens are bytes.
 
     Raises:
-        ValueError: the file can't be read.
+        ValueError: the file can't be read; in `encode`, it has no tokens for some text.
     """
 
     def __init__(self, path: StrPath | None = None) -> None:
         self._inner: Any = None
-        self.vocab_size, self.reads_bytes = 256, path is None
+        self._path, self.vocab_size, self.reads_bytes = path, 256, path is None
         if path is None:
             return
         with extra("tokenizers", "a tokenizer"):
@@ -45,13 +45,19 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._inner.get_vocab().values(), default=-1)
         if not self.vocab_size:
             raise ValueError(f"the tokenizer {os.fspath(path)} has no tokens; give one that has")
+        self._inner.no_truncation()  # a file may say how a model's inputs are cut and filled up
+        self._inner.no_padding()
 
     def encode(self, contents: Sequence[bytes]) -> np.ndarray:
         """Return the tokens of texts, one after the other, in the least integers that hold them."""
         if self.reads_bytes:
             return np.frombuffer(b"".join(contents), np.uint8)
         texts = [content.decode(errors="replace") for content in contents]
-        found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # which is all that the package raises
+            told = f"the tokenizer {self._path!s} can't encode the text: {error}; give one that has"
+            raise ValueError(f"{told} tokens for all text, or one for what is unknown") from error
         dtype = np.min_scalar_type(self.vocab_size - 1)
         return np.concatenate([np.empty(0, dtype), *(np.asarray(x.ids, dtype) for x in found)])
 
@@ -172,7 +178,9 @@ def load_corpus(
 def _mapped(path: str, tokenizer: Tokenizer) -> np.ndarray:
     try:  # numpy.load would read an archive, a .npz, too
         tokens = np.lib.format.open_memmap(Path(path).expanduser(), mode="r")
-    except (EOFError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a header may bring any: tokenize's, overflows
         raise ValueError(f"{path} is no .npy file of tokens; write one with numpy.save") from error
     kind = tokens.dtype.str[1:] if tokenizer.reads_bytes else tokens.dtype.kind
     if tokens.ndim != 1 or kind not in ("u1", "u", "i"):
