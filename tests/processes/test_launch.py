@@ -86,8 +86,22 @@ def test_a_launch_that_nobody_reads_ends_its_processes(monkeypatch):
     program = [sys.executable, "-c", "while True: print('a line', flush=True)"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(program, **pipes) as process:
-        _launch._print(1, process)
+        with pytest.raises(BrokenPipeError):
+            _launch._print(1, process)
         assert process.wait(timeout=PATIENCE)
+
+
+@LINUX
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_launch_that_can_not_write_says_so(tmp_path, status):
+    (tmp_path / "own.py").write_text(f"print('a line')\nraise SystemExit({status})\n")
+    command = [*LAUNCH[:-1], str(tmp_path / "own.py")]
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        pipes = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, **pipes, timeout=PATIENCE, check=False)
+    assert done.returncode == (status or 1)
+    assert "zerojax: can't write to stdout: [Errno 28] No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def interrupted(environment, arguments, until, number, victim=1):
@@ -208,6 +222,29 @@ def test_a_program_that_was_launched_and_is_alone_is_told_so(monkeypatch):
     monkeypatch.setenv(LAUNCHED, "127.0.0.1:1 2 1")
     with pytest.warns(UserWarning, match=r"started this, and it works alone: call .*initialize"):
         zerojax.make_mesh({"data": 2})
+
+
+@LINUX
+def test_a_signal_while_processes_are_started_leaves_none(tmp_path):
+    (tmp_path / "own.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "start.py").write_text(
+        "import os, signal, subprocess, sys\n"
+        "from zerojax.cli import main\n"
+        "class Started(subprocess.Popen):\n"
+        "    def __init__(self, *given, **more):\n"
+        "        super().__init__(*given, **more)\n"
+        "        sys.stderr.write(f'{self.pid} ')\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "subprocess.Popen = Started\n"
+        "sys.exit(main(['launch', '-n', '2', 'own.py']))\n"
+    )
+    command = [sys.executable, "start.py"]
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(command, **pipes, cwd=tmp_path, env=env, timeout=PATIENCE, check=False)
+    started = re.findall(r"\d{2,} ", done.stderr)
+    assert not [pid for pid in started if Path("/proc", pid.strip()).exists()]
+    assert (done.returncode, len(started)) == (128 + signal.SIGTERM, 2), done.stderr
 
 
 def test_what_a_signal_does_not_end_is_killed(tmp_path):

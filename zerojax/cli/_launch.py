@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from zerojax.cli.shared._command import CommandOptions, Failure, argument, command, option
@@ -56,7 +56,10 @@ def launch(options: LaunchOptions) -> None:
         run = f"{HERE}:{free.getsockname()[1]} {options.processes}"
     zerojax = ["-m", "zerojax"] * (options.words[0] == "train")
     command = [sys.executable, *zerojax, *options.words]
-    started: list[subprocess.Popen[bytes]] = []
+    started, printed = list[subprocess.Popen[bytes]](), list[Future[None]]()
+    signals, threads = list[int](), ThreadPoolExecutor(options.processes)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: signals.append(number))
     try:
         for index in range(options.processes):
             process = subprocess.Popen(
@@ -68,23 +71,22 @@ def launch(options: LaunchOptions) -> None:
                 start_new_session=True,  # a terminal's Ctrl-C comes once, through this process
             )
             started.append(process)
-        status = _wait(started)
+            printed.append(threads.submit(_print, index, process))
+        status = _wait(started, signals)
     finally:
         for process in started:
             with contextlib.suppress(ProcessLookupError):  # what it has started holds its pipe
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    if unwritten := next(filter(None, (one.exception() for one in printed)), None):
+        raise Failure(f"can't write to stdout: {unwritten}; send it elsewhere", status or 1)
     if status:
         raise Failure("", status)
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(started: Sequence[subprocess.Popen[bytes]], signals: list[int]) -> int:
     """Wait for all processes, so long after the first failure or signal; return its status."""
-    failed, until, signals = None, float("inf"), list[int]()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: signals.append(number))
-    for each in enumerate(started):
-        threading.Thread(target=_print, args=each).start()
+    failed, until = None, float("inf")
     while None in (codes := [process.poll() for process in started]) and time.monotonic() < until:
         if failed is None and any(codes):
             failed, until = next(filter(None, codes)), time.monotonic() + GRACE
@@ -105,7 +107,7 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
 def _print(index: int, process: subprocess.Popen[bytes]) -> None:
     """Pass on what a process prints, a line at a time, but not what its collectives greet with."""
     assert process.stdout is not None
-    with contextlib.suppress(OSError), process.stdout:  # a pipe that is closed, for it as well
+    with process.stdout:  # where stdout is closed, that is closed for the process as well
         for line in process.stdout:
             if b"[Gloo] Rank" not in line and b"peer ranks" not in line:  # gloo's greetings
                 sys.stdout.buffer.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))
