@@ -11,7 +11,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.cli.running import COMMAND
 from zerojax.cli import main
+from zerojax.lock import find_steps
 
 STEPS = """
 import jax, jax.numpy as jnp, numpy as np, optax, zerojax
@@ -54,6 +56,12 @@ def twice(devices):
     step = lambda state: {"w": state["w"] + 1}
     return jax.jit(step, out_shardings=whole).lower(state)
 """
+#: It hands over a lowered step with the layout of another mesh.
+OTHER = """
+    other = zerojax.make_layout(params, zerojax.make_mesh({"data": 2}), stage=2)
+    batch = jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
+    return step.lower(step.abstract_state(), batch), other
+    """
 MARK = '@zerojax.checked("cpu:4")\ndef audited(devices):\n'
 
 
@@ -132,6 +140,18 @@ def test_a_file_that_starts_jax_is_checked_on_all_its_devices(steps):
         (["steps.py", (MARK, f"{MARK}    jax.ShapeDtypeStruct((1,), 0.5)\n")], " (at jax/_src/"),
         (["steps.py", (MARK, f"{MARK}    raise SystemExit(0)\n")], "steps.py:22: SystemExit: 0"),
         (["steps.py", (MARK, f"raise SystemExit\n{MARK}")], "SystemExit"),
+        (
+            ["steps.py", ("audited", "plain")],
+            ":16 marks 'plain', and line 20 takes its name: ",
+        ),
+        (
+            ["steps.py", (MARK, f"plain = 4\n{MARK}")],
+            "marks 'plain', and it is not kept: keep",
+        ),
+        (
+            ["steps.py", ("    return step, ", OTHER)],
+            "audit it with the layout that",
+        ),
         (["steps.py", ("devices), (", "devices[:1]), (")], "for 1 cpu device(s), not for the 8 of"),
     ],
 )
@@ -143,6 +163,36 @@ def test_a_mistake_is_told_in_one_line(steps, capsys, arguments, told):
     err = capsys.readouterr().err
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_a_step_that_the_compiler_refuses_is_told(steps, capsys):
+    call = "jax.ffi.ffi_call('nobody', jax.ShapeDtypeStruct((), 'float32'))()"
+    steps.write_text(STEPS.replace("jnp.mean((x @ w) ** 2))(w)", f"x[0] @ w[0])(w) + {call}"))
+    assert main(["check", "steps.py"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("zerojax: plain @ cpu:8: the compiler failed: NOT_FOUND: ")
+    assert err.count("\n") == 1
+
+
+def test_targets_of_several_marks_add_up(steps):
+    steps.write_text(STEPS.replace(MARK, f'@zerojax.checked("cpu:4")\n{MARK}'.replace("4", "2", 1)))
+    assert [one.name for one in find_steps(steps)] == [
+        *("plain @ cpu:8", "audited @ cpu:2", "audited @ cpu:4")
+    ]
+
+
+def test_a_name_that_stdout_can_not_write_is_told_in_escapes(steps):
+    steps.write_text(STEPS.replace("plain", "größe"))
+    done = subprocess.run(
+        [*COMMAND, "check", "steps.py", "--accept"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gr\\xf6\\xdfe @ cpu:8: peak" in done.stdout
 
 
 @pytest.mark.parametrize("held", [b"\0\1\2", b"\xff\xfe def", "# ü cpu:4\nx = é".encode("latin-1")])

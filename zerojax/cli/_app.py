@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if sys.stdout is None:  # Python's name for a stream that is closed
             raise Failure("stdout is closed: send it to a file, or to /dev/null")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # which may lack letters of a user's names
+            sys.stdout.reconfigure(errors="backslashreplace")
         status = app(given, prog_name="zerojax", standalone_mode=False) or 0
         # typer itself catches Ctrl-C in a command and gives its status without a word.
         return _end("interrupted", status) if status == INTERRUPTED else status

@@ -109,12 +109,14 @@ def _read(
 ) -> tuple[StepRecord, Sequence[Problem]]:
     with screen.task(f"{step.name}: lowering"):
         given, layout, recipe = _told(lambda: step.lower(devices), path)
-    with screen.task(f"{step.name}: compiling"):
+    with screen.task(f"{step.name}: compiling"), _command.refusing():
         try:
             is_done = isinstance(given, jax.stages.Compiled)
             program = Program.of(given) if is_done else compile_step(given)
         except DoesNotFit as refusal:
             raise _command.Failure(f"{step.name}: {refusal}", 1) from refusal
+        except jax.errors.JaxRuntimeError as error:
+            raise _command.Failure(f"{step.name}: the compiler failed: {error}", 1) from error
     count, is_cpu = parse_module(program.text).num_devices, step.target.startswith("cpu:")
     platform = "cpu" if is_cpu else find_hardware(parse_topology(step.target).chip).platform
     if (count, program.platform) != (len(devices), platform):
@@ -124,7 +126,8 @@ def _read(
         )
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     record = StepRecord.of(program, devices, versions)
-    return record, () if layout is None else audit(program, layout, recipe).problems
+    with _command.refusing():  # the layout of another step
+        return record, () if layout is None else audit(program, layout, recipe).problems
 
 
 def _told(work: Callable[[], Result], path: Path) -> Result:
