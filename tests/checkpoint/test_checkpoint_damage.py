@@ -268,6 +268,15 @@ def test_where_all_are_damaged_every_one_is_named(tmp_path, saved):
         assert str(tmp_path / step) in str(caught.value)
 
 
+def test_a_checkpoint_that_lost_its_manifest_is_named_before_a_save_replaces_it(tmp_path, saved):
+    source, layout, like = saved
+    shutil.copytree(source / "2", tmp_path / "2")
+    (tmp_path / "2" / MANIFEST).unlink()
+    told = f"{tmp_path / '2'} is a save that was cut short: it has no {MANIFEST}; the next save"
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        assert Checkpoints(tmp_path).restore_latest(layout, like) is None
+
+
 def test_a_manifest_of_other_arrays_is_damage_though_every_digest_is_right(tmp_path):
     layout, _ = place()
     save(tmp_path / "1", {"v": np.array([1, 2, 3], np.float32)}, layout)

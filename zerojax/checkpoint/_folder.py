@@ -187,7 +187,8 @@ class Checkpoints:
     def restore_latest(self, layout: Layout, like: PyTree) -> Restored | None:
         """Restore the newest checkpoint that is whole, as `zerojax.restore` does; None without any.
 
-        With `local` that may be a copy on the hosts, for the same layout alone.
+        With `local` that may be a copy on the hosts, for the same layout alone. Where None comes of
+        saves that were cut short, a warning names them.
 
         Raises:
             DamagedCheckpointError: there are checkpoints, and all are damaged.
@@ -216,6 +217,9 @@ class Checkpoints:
         is_gone = any(not (self.directory / name).exists() for name in named)
         if self._damaged & passed_over.keys() or is_gone:  # removed while it was read
             raise _files.DamagedCheckpointError(self.directory, passed_over.values())
+        if passed_over:
+            told = f"nothing is restored: {'; '.join(passed_over.values())}; the next save of the"
+            warnings.warn(f"{told} step replaces it: move away what you need of it", stacklevel=2)
         return None
 
     def _restore_local(
