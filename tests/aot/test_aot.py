@@ -57,7 +57,7 @@ def test_every_known_name_is_one():
         ("h100", "is not a topology", "h100:"),
         ("h100:8", "needs 2 dims for h100 (nodes x GPUs per node)", "h100:"),
         ("v5p:2x4", "needs 3 dims for v5p (chips along each torus dim)", "v5p:2x"),
-        ("v6e:0x4", "needs 2 dims", "v6e:"),
+        ("v6e:0x4", "has a 0; each of its numbers is at least 1", "v6e:"),
         ("h100:2x8x2slices", "has slices, which only TPUs have", "h100:2x8"),
     ],
 )

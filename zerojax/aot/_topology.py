@@ -101,7 +101,9 @@ def parse_topology(name: str) -> Topology:
     num_dims, unit = 2, "nodes x GPUs per node"
     if chip in TPU_CHIPS:
         num_dims, unit = TPU_CHIPS[chip].torus, "chips along each torus dim"
-    if len(dims) != num_dims or not all(dims) or not num_slices:
+    if not all(dims) or not num_slices:
+        raise ValueError(_unknown(name, "has a 0; each of its numbers is at least 1"))
+    if len(dims) != num_dims:
         raise ValueError(_unknown(name, f"needs {num_dims} dims for {chip} ({unit})"))
     if num_slices > 1 and chip in GPU_CHIPS:
         raise ValueError(_unknown(name, "has slices, which only TPUs have"))
