@@ -249,6 +249,14 @@ MISUSES = {
         lambda: use(batch={"x": X, "name": "one"}),
         "leaf 'name' is a str; a step",
     ),
+    "numbers in lists": (
+        lambda: use(batch={"x": X.tolist()}),
+        r"the batch is numbers in Python's lists, not arrays: write np.asarray\(x\)",
+    ),
+    "an optimizer with leaves of the same names": (
+        lambda: use(zerojax.make_train_step(loss_fn, optax.adam(1e-3), lay())),
+        r"recipe and optimizer: ScaleByAdamState( > EmptyState){2} where ScaleByAdamState > Empty",
+    ),
     "text in an array": (
         lambda: use(batch=X.astype(str)),
         r"leaf '\.' holds <U\d+; a step takes num",

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._examples import count_examples, example_leaves, map_batch, per_microbatch, unmarked
 from zerojax._loss import parameters_of, read_loss
-from zerojax._tree import as_shapes, flatten_with_names
+from zerojax._tree import as_shapes, flatten_with_names, named_tuples
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
@@ -108,7 +108,12 @@ def difference(given: PyTree, like: PyTree) -> str:
     texts = (_difference(name, by_name[name], x) for name, x in zip(others, likes, strict=True))
     if wrong := list(filter(None, texts)):
         return "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
-    return "" if found == wanted else f"{found} where {wanted} is expected"  # adam, adabelief
+    if found == wanted:
+        return ""
+    has, wants = (" > ".join(named_tuples(tree).values()) for tree in (given, like))
+    if not (has and wants) or has == wants:  # else of adam and adabelief
+        has, wants = found, wanted
+    return f"{has} where {wants} is expected"
 
 
 def _difference(name: str, x: Any, want: Any) -> str:
@@ -129,6 +134,9 @@ def _lies_otherwise(x: Any, wanted: NamedSharding) -> bool:
 
 def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
     """Refuse what is no array, or no examples, or not divided by devices and microbatches."""
+    parts = jax.tree.leaves(batch, is_leaf=_is_numbers)
+    if any(map(_is_numbers, parts)) and not any(hasattr(x, "dtype") for x in parts):
+        raise TypeError("the batch is numbers in Python's lists, not arrays: write np.asarray(x)")
     for name, x in zip(*flatten_with_names(batch)[:2], strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
@@ -138,6 +146,10 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
             raise TypeError(f"{told} of this machine: x.astype(x.dtype.newbyteorder('='))")
     for size, name in count_examples(batch).items():
         per_microbatch(f"batch leaf {name!r}", size, layout.num_batch_parts, num_microbatches)
+
+
+def _is_numbers(x: Any) -> bool:
+    return isinstance(x, list) and {*map(type, x)} in ({int}, {float}, {int, float})
 
 
 def check_placement(batch: PyTree, layout: Layout) -> None:
