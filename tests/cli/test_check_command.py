@@ -142,11 +142,7 @@ def test_a_file_that_starts_jax_is_checked_on_all_its_devices(steps):
         (["steps.py", (MARK, f"raise SystemExit\n{MARK}")], "SystemExit"),
         (
             ["steps.py", ("audited", "plain")],
-            ":16 marks 'plain', and line 20 takes its name: ",
-        ),
-        (
-            ["steps.py", (MARK, f"plain = 4\n{MARK}")],
-            "marks 'plain', and it is not kept: keep",
+            "'plain' is marked twice: give each step a name of its own",
         ),
         (
             ["steps.py", ("    return step, ", OTHER)],

@@ -1,7 +1,6 @@
 """Functions that give the step to be checked, found in a file of the user's."""
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from zerojax.layout import Layout
 from zerojax.recipe import Recipe
 from zerojax.train import TrainStep
 
-#: What a marked function has; and its module: all that are marked, though a name is taken again.
-_TARGETS, _MARKED = "__zerojax_targets__", "__zerojax_marked__"
+_TARGETS = "__zerojax_targets__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +67,18 @@ def checked(*targets: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         raise TypeError('name the targets: @zerojax.checked("h100:1x8", "cpu:8")')
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = getattr(function, "__name__", "")
+        if hasattr(getattr(function, "__globals__", {}).get(name), _TARGETS):
+            raise ValueError(f"{name!r} is marked twice: give each step a name of its own")
         setattr(function, _TARGETS, (*targets, *getattr(function, _TARGETS, ())))
-        getattr(function, "__globals__", {}).setdefault(_MARKED, []).append(function)
         return function
 
     return mark
 
 
 def find_steps(path: Path) -> list[CheckedStep]:
-    """Find the steps that a Python file marks, which is run; a ValueError of none or a lost one."""
-    module = vars(_load(path))
-    marked = {key: x for key, x in module.items() if hasattr(x, _TARGETS)}
-    for lost in module.get(_MARKED, ()):
-        if inspect.unwrap(lost) not in map(inspect.unwrap, marked.values()):
-            name, line = lost.__name__, lost.__code__.co_firstlineno
-            other = getattr(module.get(name), "__code__", None)
-            told = f"line {other.co_firstlineno} takes its name" if other else "it is not kept"
-            raise ValueError(f"{path}:{line} marks {name!r}, and {told}: keep it by its own name")
+    """Find the steps that a Python file marks, which is run; a ValueError where it marks none."""
+    marked = {key: x for key, x in vars(_load(path)).items() if hasattr(x, _TARGETS)}
     if not marked:
         raise ValueError(f"{path} marks no step: decorate one with @zerojax.checked('h100:1x8')")
     return [

@@ -2,9 +2,11 @@
 
 import dataclasses
 import difflib
+import functools
 import math
+import tomllib
 from collections.abc import Mapping
-from types import MappingProxyType
+from importlib import resources
 
 from jax.typing import DTypeLike
 
@@ -69,35 +71,10 @@ def check_parts(config: Config, num_parts: int) -> None:
         )
 
 
-def _gpt2(num_layers: int, width: int, num_heads: int) -> Config:
-    return Config(
-        num_layers=num_layers, width=width, num_heads=num_heads, vocab_size=50257, context=1024
-    )
-
-
-# `tiny` reads bytes. The `zero-` models are those of the ZeRO paper's figure 2 (arXiv 1910.02054)
-# and 13B, its largest without model parallelism. Its table 4 prints a width of 4096 for 40B and 60B
-# where 12*L*D^2 asks for 6144.
-PRESETS: Mapping[str, Config] = MappingProxyType(
-    {
-        "tiny": Config(
-            num_layers=4, width=128, num_heads=4, vocab_size=256, context=64, init_scale=0.05
-        ),
-        "gpt2-small": _gpt2(12, 768, 12),
-        "gpt2-medium": _gpt2(24, 1024, 16),
-        "gpt2-large": _gpt2(36, 1280, 20),
-        "gpt2-xl": _gpt2(48, 1600, 25),
-        "zero-8b": _gpt2(72, 3072, 24),
-        "zero-13b": _gpt2(62, 4096, 32),
-        "zero-40b": _gpt2(88, 6144, 32),
-        "zero-60b": _gpt2(132, 6144, 32),
-        "zero-80b": _gpt2(100, 8192, 64),
-        "zero-100b": _gpt2(125, 8192, 64),
-        "zero-120b": _gpt2(150, 8192, 64),
-        "zero-140b": _gpt2(175, 8192, 64),
-        "zero-170b": _gpt2(212, 8192, 64),
-    }
-)
+_FILE = resources.files("zerojax.models").joinpath("presets.toml")
+_TABLE = tomllib.loads(_FILE.read_text("utf-8"))
+PRESETS: Mapping[str, Config] = {name: Config(**sizes) for name, sizes in _TABLE.items()}
+_gpt2 = functools.partial(Config, vocab_size=50257, context=1024)
 
 
 def of_size(num_params: int) -> Config:
@@ -108,13 +85,14 @@ def of_size(num_params: int) -> Config:
     depth = (num_params / (12 * 64**2)) ** (1 / 3)
     found: list[tuple[float, Config]] = []
     for layers in range(max(1, round(0.6 * depth)), round(1.6 * depth) + 2):
-        one = _gpt2(layers, 64, 1)
         # 12 L h^2 + (V + C + 2 + 13 L) h is the count.
-        linear = one.vocab_size + one.context + 2 + 13 * layers
+        linear = 50257 + 1024 + 2 + 13 * layers
         width = (math.sqrt(linear**2 + 48 * layers * num_params) - linear) / (24 * layers)
         heads = max(1, round(width / 64))
         count = 12 * layers * (64 * heads) ** 2 + linear * 64 * heads
-        found.append((abs(count - num_params), _gpt2(layers, 64 * heads, heads)))
+        found.append(
+            (abs(count - num_params), _gpt2(num_layers=layers, width=64 * heads, num_heads=heads))
+        )
     return min(found, key=lambda one: one[0])[1]
 
 

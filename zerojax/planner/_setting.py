@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives.forms import BLOCK, TOGETHER
 from zerojax.hardware import Hardware
-from zerojax.layout import Description, Layout, fills_tiles, make_layout
+from zerojax.layout import Description, Layout, make_layout
 from zerojax.planner._formulas import Theory, theory_of
 from zerojax.planner._links import Network
 from zerojax.planner._update import Matrices, matrices_of
@@ -180,7 +180,7 @@ def place(
         rules=placement.rules,
         min_size=placement.min_size,
     )
-    leaves = tuple(_held_leaves(layout, recipe, hardware.platform == "tpu"))
+    leaves = tuple(_held_leaves(layout, recipe))
     states = layout.describe(model.tx, recipe)
     matrices = matrices_of(model.tx, layout, recipe) if model.multiplies else Matrices()
     return Setting(devices, Network(hardware, axes), layout, states, leaves, recipe, matrices)
@@ -215,7 +215,7 @@ def _cut(leaf: jax.ShapeDtypeStruct, parts: int) -> P:
     return P(*(MODEL if d == wanted else None for d in range(len(shape))))
 
 
-def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> Iterator[HeldLeaf]:
+def _held_leaves(layout: Layout, recipe: Recipe) -> Iterator[HeldLeaf]:
     """Yield what each parameter takes on a device while a gradient is computed."""
     gathers, keeps = layout.partitions("parameter"), recipe.keeps_gathered(layout.kinds)
     for placed in layout.leaves:
@@ -224,9 +224,6 @@ def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> Iterator[HeldL
         shape = placed.stored_shape if gathers else placed.shape
         whole = num_bytes(layout.local_shape(placed, shape), dtype)
         is_gathered = gathers and placed.dim is not None
-        # libtpu turns a table's gradient that is cut along its minor dim before it scatters it.
-        is_turned = is_tpu and not placed.stacked and 0 < (placed.dim or 0) == len(placed.shape) - 1
-        is_turned &= not fills_tiles(placed.stored_shape, placed.dim, placed.num_shards)
         yield HeldLeaf(
             held=placed.bytes_per_device("parameter", dtype=dtype),
             gathered=whole,
@@ -234,5 +231,4 @@ def _held_leaves(layout: Layout, recipe: Recipe, is_tpu: bool) -> Iterator[HeldL
             is_gathered=is_gathered and not keeps,
             kept=whole if is_gathered and keeps else 0.0,
             parts=placed.own_parts,
-            turned=whole * is_turned,
         )

@@ -54,7 +54,6 @@ def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
     client, root = connection().client, f"zerojax/{channel}/{next(_rounds[channel])}"
     client.key_value_set(f"{root}/{index}", f"{name}\n{text}")
     note = threading.Timer(NOTED, _note, (client, root, name))
-    note.daemon = True
     note.start()
     try:
         client.wait_at_barrier(root, int(seconds * 1000))
@@ -81,12 +80,10 @@ def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
 def _note(client: Any, root: str, name: str) -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # meanwhile the run may have ended
         come = _said(client, root)
-        missing = sorted({*range(jax.process_count())} - {*come})
-        if missing and jax.process_index() == min(come):
-            told = f"{name!r} waits since {NOTED:.0f} s for process {', '.join(map(str, missing))}"
-            why = "all have to call it, as all compile where the shapes of a batch change"
-            sys.stderr.write(f"zerojax: {told}; {why}\n")
-            sys.stderr.flush()
+        if jax.process_index() == min(come) and len(come) < jax.process_count():
+            missing = ", ".join(str(i) for i in range(jax.process_count()) if i not in come)
+            told = f"{name!r} waits since {NOTED:.0f} s for process {missing}; all have to call it,"
+            sys.stderr.write(f"zerojax: {told} as all compile where a batch's shapes change\n")
 
 
 def _said(client: Any, root: str) -> dict[int, str]:

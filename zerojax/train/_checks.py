@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._examples import count_examples, example_leaves, map_batch, per_microbatch, unmarked
 from zerojax._loss import parameters_of, read_loss
-from zerojax._tree import as_shapes, flatten_with_names, named_tuples
+from zerojax._tree import as_shapes, flatten_with_names
 from zerojax._types import LossFn, PyTree
 from zerojax.layout import Layout
 from zerojax.train._state import TrainState
 
 
-def check_usable(state: TrainState, layout: Layout) -> None:
+def check_usable(state: TrainState, layout: Layout, beside: PyTree = None) -> None:
     """Refuse no state, one that was donated or is of other devices: jaxlib 0.10 can crash on it."""
     if not isinstance(state, TrainState):
         told = f"a step and its evaluate take a TrainState first, got {type(state).__name__}"
@@ -35,6 +35,8 @@ def check_usable(state: TrainState, layout: Layout) -> None:
         path = flatten_with_names(state)[0][donated.index(True)]
         told = f"the state was donated to an earlier step, {path!r} at least: use the state that"
         raise ValueError(f"{told} the step returned, or a copy: jax.tree.map(jnp.copy, state)")
+    if beside is not None:
+        _check_apart(state, beside)
     mesh = getattr(getattr(state.step, "sharding", None), "mesh", layout.mesh)
     if mesh != layout.mesh and isinstance(mesh, Mesh):
         found, wanted = [*mesh.devices.flat], [*layout.devices.flat]
@@ -49,20 +51,18 @@ def check_usable(state: TrainState, layout: Layout) -> None:
             )
 
 
-def check_apart(state: TrainState, batch: PyTree) -> None:
+def _check_apart(state: TrainState, beside: PyTree) -> None:
     """Refuse an array that is in the state twice, or in the batch too: jaxlib crashes on it."""
     held = [id(x) for x in jax.tree.leaves(state)]
-    apart = {*held}
-    if len(apart) == len(held) and apart.isdisjoint(map(id, jax.tree.leaves(batch))):
+    if len({*held}) == len(held) and {*held}.isdisjoint(map(id, jax.tree.leaves(beside))):
         return
-    seen: dict[int, str] = {}
-    for tree, where in ((state, "state"), (batch, "batch")):
+    seen = dict[int, str]()
+    for tree in (state, beside):
         for name, x in zip(*flatten_with_names(tree)[:2], strict=True):
             if isinstance(x, jax.Array) and id(x) in seen:
-                told = f"{seen[id(x)]!r} of the state is {name!r} of the {where} too"
-                raise ValueError(f"{told}, and a step donates its state: hand over jnp.copy of it")
-            if tree is state:
-                seen[id(x)] = name
+                told = f"{seen[id(x)]!r} of the state is {name!r} too, and a step donates its state"
+                raise ValueError(f"{told}: hand over jnp.copy of it")
+            seen |= {id(x): name} if tree is state else {}
 
 
 def check_context(layout: Layout) -> None:
@@ -108,12 +108,7 @@ def difference(given: PyTree, like: PyTree) -> str:
     texts = (_difference(name, by_name[name], x) for name, x in zip(others, likes, strict=True))
     if wrong := list(filter(None, texts)):
         return "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
-    if found == wanted:
-        return ""
-    has, wants = (" > ".join(named_tuples(tree).values()) for tree in (given, like))
-    if not (has and wants) or has == wants:  # else of adam and adabelief
-        has, wants = found, wanted
-    return f"{has} where {wants} is expected"
+    return "" if found == wanted else f"{found} where {wanted} is expected"  # adam, adabelief
 
 
 def _difference(name: str, x: Any, want: Any) -> str:
@@ -134,9 +129,6 @@ def _lies_otherwise(x: Any, wanted: NamedSharding) -> bool:
 
 def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
     """Refuse what is no array, or no examples, or not divided by devices and microbatches."""
-    parts = jax.tree.leaves(batch, is_leaf=_is_numbers)
-    if any(map(_is_numbers, parts)) and not any(hasattr(x, "dtype") for x in parts):
-        raise TypeError("the batch is numbers in Python's lists, not arrays: write np.asarray(x)")
     for name, x in zip(*flatten_with_names(batch)[:2], strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             raise TypeError(f"batch leaf {name!r} is a {type(x).__name__}; a step takes arrays")
@@ -146,10 +138,6 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
             raise TypeError(f"{told} of this machine: x.astype(x.dtype.newbyteorder('='))")
     for size, name in count_examples(batch).items():
         per_microbatch(f"batch leaf {name!r}", size, layout.num_batch_parts, num_microbatches)
-
-
-def _is_numbers(x: Any) -> bool:
-    return isinstance(x, list) and {*map(type, x)} in ({int}, {float}, {int, float})
 
 
 def check_placement(batch: PyTree, layout: Layout) -> None:

@@ -29,14 +29,7 @@ from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
 from zerojax.recipe import Recipe
-from zerojax.train._checks import (
-    Loss,
-    check_apart,
-    check_batch,
-    check_placement,
-    check_state,
-    check_usable,
-)
+from zerojax.train._checks import Loss, check_batch, check_placement, check_state, check_usable
 from zerojax.train._initial import InitialState
 from zerojax.train._processes import agree_on, batch_part, place_rows
 from zerojax.train._state import TrainState, hold
@@ -197,9 +190,7 @@ class TrainStep(Shown):
 
     def _call(self, what: str, state: TrainState, batch: PyTree) -> Any:
         with _CALLING:
-            check_usable(state, self.layout)
-            if what == "step":
-                check_apart(state, batch)
+            check_usable(state, self.layout, {"batch": batch} if what == "step" else None)
             jitted = self._jitted(what, batch)
             try:
                 if jitted not in self._agreed:

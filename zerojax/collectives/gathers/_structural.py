@@ -26,8 +26,6 @@ from zerojax._primitives import primitives
 from zerojax.collectives.gathers._boxed import Boxed, Opening
 
 _MOVES, _REARRANGES = primitives("moves"), primitives("rearranges")
-#: How often layers may be used, to be repeated in their stack.
-_MOST_USES = 8
 #: Old dim of each dim of a result, None for a new one.
 _Dims = tuple[int | None, ...]
 
@@ -191,12 +189,12 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
     old, new = boxed.value.shape, eqn.outvars[0].aval.shape
     same, held = tuple(range(len(old))), boxed.held
     # Layers of a stack that a model uses several times each; what examples repeat is far larger.
-    is_stack = len(old) > 2 and 0 not in held and math.prod(new) <= _MOST_USES * math.prod(old)
+    is_stack = len(old) > 2 and 0 not in held and math.prod(new) <= 8 * math.prod(old)
     if name == "transpose":
         return tuple(params["permutation"])
     if name == "stack":
         return (*same[: params["axis"]], None, *same[params["axis"] :])
-    if name in ("concatenate", "dynamic_slice", "pad", "slice", "split"):
+    if name in ("concatenate", "dynamic_slice", "pad", "slice", "split", "tile"):
         return same if all(new[d] == old[d] for d in held) else None
     if name == "rev":
         return None if held & set(params["dimensions"]) else same
@@ -204,8 +202,6 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
         return tuple(d for d in same if d not in params["dimensions"])
     if name in primitives("reductions"):
         return tuple(d for d in same if d not in params["axes"])
-    if name == "tile":
-        return same if is_stack and all(new[d] == old[d] for d in held) else None
     if name == "broadcast_in_dim" and (math.prod(new) == math.prod(old) or is_stack):
         places = params["broadcast_dimensions"]
         return tuple(places.index(d) if d in places else None for d in range(len(new)))

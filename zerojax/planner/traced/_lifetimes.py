@@ -67,7 +67,7 @@ class Lifetimes:
         if backend.is_gpu:
             made = gradients.keys() | self.weights.layers
             program = run_late(program, made, examples, waits=waits)
-        self.program, self.backend, self.is_body = program, backend, not examples
+        self.program, self.backend = program, backend
         self.maker = {v: t for t, op in enumerate(program.ops) for v in op.outputs}
         self.readers = program.readers()
         self.results = {v for v in program.outputs if v is not None}
@@ -88,8 +88,6 @@ class Lifetimes:
         }
         self.launches = self._launches(reads)
         self.is_list = all(launch.op.kind != "loop" for launch in self.launches)
-        #: what a body on a TPU makes in the stack of all turns
-        self.laid = set[int]()
         #: in a list of layers on a TPU, products that wait for the rest of a tied table's gradient
         self.waiting = self._waiting() if examples and self.is_list else frozenset[int]()
         #: values outside of loops that vector memory may keep: their last use comes soon
@@ -153,15 +151,11 @@ class Lifetimes:
                 for slot, v in made
                 if slot is not None and v in seen.marked
             }
-            one = Lifetimes(body, parameters, gradients, self.backend)
-            if op.name == "scan" and self.backend.fuses_operands:
-                stacked = {v for v in body.outputs[op.num_carry :] if v is not None}
-                one.laid = stacked - one.weights.marked.keys()
-            yield one
+            yield Lifetimes(body, parameters, gradients, self.backend)
 
     def _stacked(self) -> dict[int, bool]:
         found, values = {}, self.program.values
-        of_weights = self.weights.marked.keys() | self.weights.kept
+        of_weights = self.weights.marked.keys()
         for launch in self.launches:
             op = launch.op
             carried = {values[v].shape for v in op.outputs[: op.num_carry]}
@@ -194,7 +188,7 @@ class Lifetimes:
     def _is_stored(self, value: int) -> bool:
         t = self.maker.get(value)
         if t is None or value in self.weights.owner:
-            return value in self.weights.kept
+            return False
         op = self.program.ops[t]
         if op.kind == "scatter":
             return t not in self.summed
@@ -251,13 +245,6 @@ class Lifetimes:
         m, n = left / (batch * k), right / (batch * k)
         return num_parts(m, n, k, batch, self.itemsize(op.outputs[0]))
 
-    def added(self, value: int) -> Part | None:
-        """Return what is written of a stack's gradient where layers' are added: in a loop, one."""
-        if value not in self.weights.sums:
-            return None
-        part, layers = self.weights.marked[value], self.program.values[value].shape[0]
-        return Part(part.leaf, part.share / layers) if self.is_body else part
-
     def itemsize(self, value: int) -> int:
         return self.program.values[value].dtype.itemsize
 
@@ -267,7 +254,4 @@ class Lifetimes:
             makers = (self.program.ops[self.maker[v]] for v in read & self.maker.keys())
             is_softmax = op.kind == "fused" and any(x.kind == "reduce" for x in makers)
             return () if is_softmax and self.backend.is_gpu else gone
-        if op.kind == "loop" and op.name != "cond":
-            carried = op.inputs[op.num_consts : op.num_consts + op.num_carry]
-            return tuple(v for v in gone if v in carried)
         return ()

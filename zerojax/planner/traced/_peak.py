@@ -36,7 +36,6 @@ class HeldLeaf:
     is_gathered: bool = False  # whether it is made whole for each use
     kept: float = 0.0  # bytes of what is made whole once, for the forward and the backward pass
     parts: int = 1  # parts that model parallelism cuts it into
-    turned: float = 0.0  # bytes of its whole gradient where that is turned around to be scattered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,9 +142,7 @@ class _Clock:
             within = max((one.peak() for one in inside), default=0.0)
             reused = _reused(launch, alive, wanted, kept)
             marks = [self.weights.marked[v] for v in wanted if v in self.weights.marked]
-            turns = (self.leaves[x.leaf].turned for x in marks)
-            turned = sum(x for x in turns if x > self.sharing.vector_memory)
-            beyond = within + self._parts(launch, kept) + beside + leaving + turned - apart
+            beyond = within + self._parts(launch, kept) + beside + leaving - apart
             beyond += min(updated, self.unwritten)
             worst = max(worst, total + sum(wanted.values()) - reused + beyond)
             if op.kind == "kernel" and sent >= self.lifetimes.backend.combines:
@@ -175,8 +172,6 @@ class _Clock:
         for v in self.lifetimes.brief - self._logits():
             if sizes[v] <= sharing.vector_memory:
                 sizes[v] = 0.0
-        for v in self.lifetimes.laid:
-            sizes[v] = 0.0
         if sharing.model_axis == 1 and not sharing.offloads:
             return sizes
         stacked, marked = self.lifetimes.stacked, self.weights.marked
@@ -201,9 +196,6 @@ class _Clock:
     def _result(self, value: int, op: Op) -> float:
         """Count a result; parameters and gradients that a loop stacks are shards."""
         size = self.sizes[value]
-        if value in self.weights.kept:
-            part = self.weights.parameters[value]
-            return part.share * self.leaves[part.leaf].held
         stacked = op.kind == "loop" and value not in op.outputs[: op.num_carry]
         # A product writes its transpose at once. Lists have several gradients on their way.
         is_view = op.kind == "fused" and len(op.read) == 1 and op.read[0] in self.weights.marked

@@ -9,10 +9,10 @@ Example, for `w` of 3 x 4 x 8, a stack of three layers that a Python loop indexe
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from zerojax.planner.traced._operations import Op, Operations, Value
+from zerojax.planner.traced._operations import Operations, Value
 
 
 class Part(NamedTuple):
@@ -39,8 +39,6 @@ class Weights:
         self.maker = {v: op for op in program.ops for v in op.outputs}
         #: what is made whole for its uses; with layers that are read out of stacks
         self.parameters = dict(parameters)
-        #: layers that a loop has read out of a stack, and stacks again for the backward pass
-        self.kept = set[int]()
         #: values that are a parameter seen in another way, with that parameter
         self.owner = {v: v for v in parameters}
         self._find_parameters()
@@ -61,11 +59,6 @@ class Weights:
         """
         owner = self.owner
         for op in self._program.ops:
-            if op.name == "scan":
-                for v, stack in _restacked(op):
-                    if stack in owner:
-                        owner[v], self.parameters[v] = v, self.parameters[owner[stack]]
-                        self.kept.add(v)
             if op.kind != "fused":
                 continue
             found = {owner.get(v) for v in op.read if self.elements(v) > 1}
@@ -87,12 +80,6 @@ class Weights:
             found |= {v} if one == part else set()
             if (op := self.maker.get(v)) is None:
                 continue
-            if op.name == "scan" and v in op.outputs[: op.num_carry]:
-                at, body = op.outputs.index(v), op.bodies[0]
-                first, made = op.inputs[op.num_consts + at], body.outputs[at]
-                if made is not None and Weights(body, {}, {made: one}).sums:
-                    todo += [] if first is None else [(first, one)]
-                    has_layers = True
             if op.kind == "fused":
                 todo += [(i, one) for i in op.read if self.elements(i) == self.elements(v)]
                 layers = [i for i in op.read if self._is_layer(i, v)]
@@ -106,14 +93,3 @@ class Weights:
     def _is_layer(self, value: int, stack: int) -> bool:
         one, whole = (self._program.values[v].shape for v in (value, stack))
         return one[1:] == whole[1:] and one[:1] == (1,) < whole[:1]
-
-
-def _restacked(op: Op) -> Iterator[tuple[int, int]]:
-    """Pair what a scan stacks that its body has read out of an array from outside with that."""
-    body, first = op.bodies[0], op.num_carry
-    outside = dict(zip(body.inputs, op.inputs[: op.num_consts], strict=False))
-    slices = (x for x in body.ops if x.name == "dynamic_slice")
-    read = {x.outputs[0]: outside.get(x.read[0]) for x in slices}
-    for v, inner in zip(op.outputs[first:], body.outputs[first:], strict=True):
-        if inner is not None and (stack := read.get(inner)) is not None:
-            yield v, stack

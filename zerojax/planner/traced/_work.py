@@ -55,8 +55,6 @@ def work_of(
     def moved(scope: Lifetimes, value: int) -> float:
         if (part := scope.weights.parameters.get(value)) is not None:
             return part.share * leaves[part.leaf].gathered
-        if (part := scope.added(value)) is not None:
-            return part.share * leaves[part.leaf].gradient
         size = scope.program.values[value].bytes.at(examples) / model_axis
         # Half of what lies in vector memory goes to memory all the same, by libtpu's estimates.
         return size / 2 if (value in scope.brief and size <= hardware.vector_memory) else size
@@ -82,8 +80,6 @@ def work_of(
         """Count what a turn of a loop copies out of stacks of weights, and into gradients'."""
         copies = 0.0 if scope.backend.fuses_operands else 2.0
         parts = [(copies, x, leaves[x.leaf].held) for x in scope.weights.parameters.values()]
-        # What is kept is written into a stack, and copied out of it for its two uses.
-        parts += [(2.0, x, leaves[x.leaf].kept) for x in scope.weights.parameters.values()]
         # Zeros are written before, and what is there is read.
         parts += [(3.0, x, leaves[x.leaf].gradient) for x in scope.weights.gradients.values()]
         size = sum(times * x.share * size for times, x, size in parts if x.share < 1)
