@@ -214,8 +214,7 @@ def is_enlarged(eqn: Any, values: list[Any], opening: Opening) -> bool:
         return False
     (box,) = boxes
     # But layers of a stack that are taken several times each stay shards.
-    is_larger = eqn.outvars[0].aval.size > box.value.size
-    is_larger = is_larger and dims_after(eqn, box, opening) is None
+    is_larger = eqn.outvars[0].aval.size > box.value.size and dims_after(eqn, box, opening) is None
     is_alone = not any(isinstance(v, Copied) for v in values) and waits_elementwise(box)
     return is_larger and is_alone and box.value.ndim > 1 and opening.layout.num_batch_parts > 1
 

@@ -188,12 +188,15 @@ def dims_after(eqn: Any, boxed: Boxed, opening: Opening) -> _Dims | None:
     name, params = eqn.primitive.name, eqn.params
     old, new = boxed.value.shape, eqn.outvars[0].aval.shape
     same, held = tuple(range(len(old))), boxed.held
-    # Layers of a stack that a model uses several times each; what examples repeat is far larger.
-    is_stack = len(old) > 2 and 0 not in held and math.prod(new) <= 8 * math.prod(old)
+    # Layers of a stack that a model uses several times each; [1, 64, 32] is one for all examples.
+    is_stack = len(old) > 2 and 0 not in held and old[0] > 1
+    is_stack = is_stack and math.prod(new) <= 8 * math.prod(old)  # what examples repeat is larger
     if name == "transpose":
         return tuple(params["permutation"])
     if name == "stack":
         return (*same[: params["axis"]], None, *same[params["axis"] :])
+    if name == "tile" and not is_stack:
+        return None
     if name in ("concatenate", "dynamic_slice", "pad", "slice", "split", "tile"):
         return same if all(new[d] == old[d] for d in held) else None
     if name == "rev":
