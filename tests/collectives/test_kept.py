@@ -26,8 +26,8 @@ from tests.collectives.uses import (
 from zerojax.collectives import gather_where_used
 from zerojax.collectives.forms import store, to_logical
 
-#: Beside other models, gathers in the branches of a cond can stall XLA's CPU runtime (jax 0.12).
-ALONE = ("branches", "repeated")
+#: Beside other models, these can stall XLA's CPU runtime (jax 0.12).
+ALONE = ("branches", "repeated", "each twice", "tiled")
 
 
 @functools.cache
