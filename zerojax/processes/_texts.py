@@ -54,7 +54,8 @@ def gather_texts(name: str, text: str, seconds: float = WORK) -> list[str]:
     client, root = connection().client, f"zerojax/{channel}/{next(_rounds[channel])}"
     client.key_value_set(f"{root}/{index}", f"{name}\n{text}")
     note = threading.Timer(NOTED, _note, (client, root, name))
-    note.start()
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it ends
+        note.start()
     try:
         client.wait_at_barrier(root, int(seconds * 1000))
         said = _said(client, root)

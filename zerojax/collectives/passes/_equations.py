@@ -56,8 +56,7 @@ class Equations:
             else:
                 # `mul w 0.5` and `mul w 2.0` differ in a literal, both results of a split in which
                 given = [None if is_variable(x) else str(x) for x in eqn.invars]
-                which = eqn.outvars.index(path[-1])
-                steps.append((eqn.primitive, str(eqn.params), *given, which))
+                steps.append((eqn.primitive, str(eqn.params), *given, eqn.outvars.index(path[-1])))
             path += inputs
         return path, ((path[-1], *steps), (*barriers,))
 
