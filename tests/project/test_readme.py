@@ -45,7 +45,7 @@ def test_the_programs_run_and_learn(capsys):
     losses = [float(line) for line in printed[0].splitlines()[:3]]
     assert losses[2] < losses[0]
     assert "params/layers_0/kernel" in printed[0], "describe has a row per leaf"
-    assert printed[3].count("'loss'") == 3
+    assert printed[2].count("'loss'") == 3
 
 
 @pytest.mark.parametrize("stage", STAGES)
