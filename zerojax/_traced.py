@@ -119,7 +119,9 @@ class _Inline:
             return _jaxpr.run_bodies(eqn, values, run)
         if name == "dot_general" and not (result := eqn.outvars[0].aval).shape:
             x, y = (self._rows.get(id(v), (v, v))[1] for v in values)
-            if jnp.ndim(x) > 1 and x.shape == y.shape and jnp.issubdtype(result.dtype, jnp.inexact):
+            (of_x, of_y), _ = eqn.params["dimension_numbers"]
+            is_sum = of_x == of_y and jnp.ndim(x) > 1 and x.shape == y.shape  # no trace(x @ y)
+            if is_sum and jnp.issubdtype(result.dtype, jnp.inexact):
                 wide = jnp.promote_types(result.dtype, jnp.float32)
                 products = x.astype(wide) * y.astype(wide)
                 return [jax.lax.reduce_sum(products, [*range(x.ndim)]).astype(result.dtype)]

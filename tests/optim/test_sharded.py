@@ -340,3 +340,22 @@ def test_dot_products_of_trees_gather_nothing(name, mesh8):
         strict=True,
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("sums", ["ij,ji->", "ij,ij->", "ij,kj->"])
+def test_scalars_that_products_of_matrices_make_are_those(sums, stage, mesh8):
+    """The trace of g @ w is no sum of g * w, though both are [16, 16]."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g, w: g * (1 + jnp.einsum(sums, g, w)), grads, params), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    draw = np.random.default_rng(0).standard_normal
+    params, grads = ({"w": draw((16, 16)).astype(np.float32)} for _ in range(2))
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+    want, _ = tx.update(grads, optax.EmptyState(), params)
+    wrapped = zerojax.sharded(tx, layout)
+    placed = jax.device_put(params, layout.params)
+    got, _ = wrapped.update(jax.device_put(grads, layout.grads), wrapped.init(placed), placed)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5, atol=1e-4)
