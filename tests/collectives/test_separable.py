@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -119,6 +120,36 @@ def test_what_is_no_mean_over_examples_is_refused_with_the_operation(loss, match
     assert "Recipe(reduce='each')" in str(caught.value)
     if re.search(": [a-z]", match):
         assert "losses.py:" in str(caught.value), "it names the user's line"
+
+
+def picked(table, b, dim=0):
+    """Pick the last of as many as there are examples."""
+    return jax.lax.slice_in_dim(table, len(b["y"]) - 1, len(b["y"]), axis=dim)
+
+
+def turned(w):
+    """Clip the gradient in what is a transpose."""
+    clip = functools.partial(jnp.clip, min=-1e-3, max=1e-3)
+    return jax.custom_derivatives.linear_call(lambda _, w: w, lambda _, g: clip(g), (), w)
+
+
+#: What Python chooses by the number of examples, in shapes that are alike; and what else passed.
+BY_NUMBER = {
+    "a power": (lambda p, b: logits(p, b).mean() * p["out"][0, 0] ** len(b["y"]), "pow"),
+    "a number": (lambda p, b: logits(p, b).mean() * picked(jnp.arange(64.0), b)[0], "slice"),
+    "a column": (lambda p, b: jnp.mean(picked(b["x"] @ jnp.ones((8, 64)), b, dim=2)), "slice"),
+    "half of the rows": (
+        lambda p, b: jnp.mean((b["x"].reshape(-1, 8) @ p["out"])[jnp.arange(len(b["y"]))] ** 2),
+        "gather",
+    ),
+    "a transpose": (lambda p, b: jnp.mean((b["x"] @ turned(p["out"])) ** 2), "linear_call"),
+}
+
+
+@pytest.mark.parametrize(("loss", "name"), BY_NUMBER.values(), ids=BY_NUMBER)
+def test_what_is_chosen_by_the_number_of_examples_is_refused(loss, name, mesh8):
+    with pytest.raises(ValueError, match=f": (integer_)?{name} at .*test_separable.py:"):
+        lowered(mesh8, loss, 1, "once")
 
 
 @pytest.mark.parametrize("loss", LINEAR_RULES.values(), ids=LINEAR_RULES)

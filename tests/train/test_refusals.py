@@ -61,6 +61,14 @@ def shared(method, part):
     return use(step, dataclasses.replace(state, **{part: getattr(best, part)}), method=method)
 
 
+def start_from_donated():
+    """Start from weights whose buffers went with what `device_put` made of them."""
+    params = jax.tree.map(jnp.asarray, init())
+    placed = jax.device_put(params, lay(2).params)
+    jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(placed)
+    return make().init(params)
+
+
 def twice(method, *, in_batch):
     """Use a state with an array that is in it twice, or in the batch too."""
     averaged = make(lambda p, x, model_state: (loss_fn(p, x), model_state), model_state=init())
@@ -187,6 +195,10 @@ MISUSES = {
         lambda: shared("evaluate", "opt_state"),
         "earlier step, 'opt_state/0/count' at least",
     ),
+    "a start from donated weights": (
+        start_from_donated,
+        "parameter 'w' was donated to a jitted function",
+    ),
     "weights in the batch": (
         lambda: twice("__call__", in_batch=True),
         "'params/w' of the state is 'batch/old/value/w' too, .* hand over jnp.copy of it",
@@ -212,6 +224,17 @@ MISUSES = {
     "params of another dtype": (
         lambda: use(make(recipe=zerojax.Recipe(precision=zerojax.Precision(params="bfloat16")))),
         r"params/w is float32\[64, 64\] where bf",
+    ),
+    "a key of several microbatches": (
+        lambda: use(
+            make(
+                lambda p, b: (loss_fn(p, b["x"]), {"key": b["key"]}),
+                recipe=zerojax.Recipe(accumulate=2),
+                has_aux=True,
+            ),
+            batch={"x": X, "key": jax.random.key(0)},
+        ),
+        "aux leaf 'key' is a key",
     ),
     "aux without has_aux": (lambda: use(make(lambda p, b: (loss_fn(p, b), {}))), "has_aux=True"),
     "has_aux without aux": (lambda: use(make(has_aux=True)), r"\(loss, aux\), got an array"),
@@ -289,6 +312,17 @@ def test_a_misuse_ends_in_one_sentence(misuse, match):
 
 def test_evaluate_takes_the_weights_in_the_batch():
     assert twice("evaluate", in_batch=True) == twice("evaluate", in_batch=False)
+
+
+@pytest.mark.filterwarnings("ignore:with accumulate=2")
+def test_a_loss_that_counts_examples_is_told_how_many_it_had():
+    def counting(params, x):
+        assert len(x) == len(X) // 2
+        return loss_fn(params, x), x.mean(1)
+
+    with pytest.raises(AssertionError) as caught:
+        use(make(counting, recipe=zerojax.Recipe(accumulate=2), has_aux=True))
+    assert f"with {len(X)} examples" in caught.value.__notes__[0]
 
 
 def test_threads_that_share_a_state_are_told_that_it_was_donated():

@@ -77,6 +77,12 @@ def result_of(
             )
         return Value(outer)
     column = _column(eqn, values)
+    if (
+        column is not None
+        and name == "reshape"
+        and _size(eqn.invars[0], given) != _size(eqn.outvars[0], out)
+    ):
+        raise Refused("it computes with the place of examples in the batch")
     # Rows of examples are added to rows of what all share.
     if name == "scatter-add" and dims[0] is None and dims[2] is not None:
         if values[1].column is not None:
@@ -134,6 +140,10 @@ def of_kernel(
 def is_real(atom: Any) -> bool:
     """Whether a value has a gradient: no whole number, truth value or key."""
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _size(atom: Any, dim: int | None) -> int:
+    return 0 if dim is None else atom.aval.shape[dim]
 
 
 def _is_summed(eqn: Any, dims: list[int | None]) -> bool:
@@ -295,7 +305,10 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
         numbers, column = params["dimension_numbers"], values[1].column
         if column is not None:
             picked = numbers.scatter_dims_to_operand_dims[column]
-            return picked == first and dims[1] is not None and dims[2] is not None
+            is_own = picked == first and _size(eqn.invars[1], dims[1]) == _size(
+                eqn.invars[0], first
+            )
+            return is_own and dims[1] is not None and dims[2] is not None
         if first is not None and dims[1] is None:
             return dims[2] is not None and first not in numbers.scatter_dims_to_operand_dims
         return first in numbers.operand_batching_dims
@@ -315,6 +328,7 @@ def _picks(eqn: Any, indices: Value, of: int | None, by: int | None) -> bool:
         return indices.column is None
     if by is None:
         return sizes[of] == eqn.invars[0].aval.shape[of]
-    if indices.column is not None:
-        return numbers.start_index_map[indices.column] == of
+    if indices.column is not None:  # of [examples * 2] its first half would be picked
+        is_own = _size(eqn.invars[1], by) == _size(eqn.invars[0], of)
+        return is_own and numbers.start_index_map[indices.column] == of
     return of in numbers.operand_batching_dims

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _examples
-from zerojax._tree import flatten_with_names, floating_dtype
+from zerojax._tree import flatten_with_names, floating_dtype, is_key
 from zerojax._types import PyTree
 from zerojax.collectives.forms import PerDevice, constrain, shard_spec, to_stored
 from zerojax.collectives.gradients._separable import REMEDY, why_no_mean
@@ -95,13 +95,20 @@ def row_leaves(
     loss_fn: StepLoss, params: PyTree, batch: PyTree, carried: PyTree, aux: PyTree
 ) -> list[bool]:
     """Return which leaves of aux have a row per example: the dim that grows with the batch."""
-    leaves, size = jax.tree.leaves(aux), _examples.num_examples(batch)
+    names, leaves, _ = flatten_with_names(aux)
+    if keys := [name for name, x in zip(names, leaves, strict=True) if is_key(x)]:
+        raise ValueError(f"aux leaf {keys[0]!r} is a key, which several parts can't average")
+    size = _examples.num_examples(batch)
     if size is None or not any(x.ndim for x in leaves):
         return [False] * len(leaves)
     larger = _examples.resized(batch, 2 * size)
-    names, twice, _ = flatten_with_names(
-        jax.eval_shape(lambda batch: loss_fn(params, batch, carried)[1][1], larger)
-    )
+    try:
+        found = jax.eval_shape(lambda batch: loss_fn(params, batch, carried)[1][1], larger)
+    except Exception as error:
+        told = f"Called with {2 * size} examples, to find what of aux has a row for each, and with"
+        error.add_note(f"{told} {size} for a microbatch: take the number from the batch, len(x)")
+        raise
+    twice = jax.tree.leaves(found)
     for name, x, y in zip(names, leaves, twice, strict=True):
         if x.shape != y.shape and x.shape != (size, *y.shape[1:]):
             raise ValueError(

@@ -24,10 +24,12 @@ _WANTED = "a backward rule has to be linear in the gradient of each example by i
 
 
 def is_of_jax(eqn: Any) -> bool:
-    """Whether JAX wrote the function that has a custom rule, as relu or odeint."""
+    """Whether JAX wrote a function and its custom rule, as those of relu or odeint."""
+    rule = eqn.params["bwd" if "bwd" in eqn.params else "jvp_jaxpr_fun"]
     _, where = _source(opened(called(eqn))[0])
+    both = (where, _source(rule)[1])
     # `jax.custom_gradient` makes the function that it returns in that file.
-    return Path(where).is_relative_to(_JAX) and "custom_derivatives.py:" not in where
+    return all(Path(x).is_relative_to(_JAX) for x in both) and "custom_derivatives.py:" not in where
 
 
 def _source(function: Any) -> tuple[str, str]:

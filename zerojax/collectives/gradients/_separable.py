@@ -36,6 +36,9 @@ REMEDY = (
     "a loss that is a mean over examples; for the mean over a mask, divide the mask by its mean "
     "over the batch before the step, and return jnp.mean(losses * mask)"
 )
+#: Parameters that give the shape of a result, and that say where one is cut out.
+_SHAPES = {"new_sizes", "shape", "sizes", "slice_sizes"}
+_ENDS = {"limit_indices", "start_indices"}
 _DIFFERS = "it is another program for another number of examples"
 
 
@@ -106,6 +109,30 @@ def _varying(one: Any, two: Any) -> int | None:
     if len(found) > 1:
         raise Refused("it joins examples with each other")
     return found[0] if found else None
+
+
+def _check_params(eqn: Any, other: Any, dim: int | None = None, *, grows: bool = False) -> None:
+    """Refuse parameters that Python chose by the number of examples, as in `w ** len(x)`.
+
+    Of examples shapes grow, and so do the ends of a slice along `dim`, which counts them.
+    """
+    for name, one in eqn.params.items():
+        two = other.params[name]
+        if not (_is_plain(one) and _is_plain(two)) or repr(one) == repr(two):  # nan is not nan
+            continue
+        if grows and name in _ENDS:
+            pairs = enumerate(zip(one, two, strict=True))
+            is_size = {n for n, (a, b) in pairs if a != b} == {dim}
+        else:
+            is_size = grows and name in _SHAPES
+        if not is_size:
+            raise Refused("it computes with the number of examples")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | complex | str | np.dtype | None)
 
 
 def _constant(one: Any, two: Any, times: int) -> Value:
@@ -186,6 +213,8 @@ class _Reader:
         has_rule = self.differentiated and name in ("custom_jvp_call", "custom_vjp_call")
         if has_rule and not _rules.is_of_jax(eqn):
             return self._custom(eqn, other, values)
+        if name == "linear_call":  # what its transpose does with gradients is the user's
+            raise Refused("whether it joins examples can't be told")
         if name == "shard_map":
             return self._shards(eqn, other, values)
         if (inner := _held(eqn)) is not None:
@@ -202,6 +231,8 @@ class _Reader:
         outs = [_varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
         fresh = any(value.fresh for value in values)
         of_examples = any(dim is not None for dim in (*dims, *outs))
+        if not of_examples:
+            _check_params(eqn, other)
         if not of_examples and not any(value.pooled or value.degree for value in values):
             zero = bool(values) and all(value.zero for value in values)
             zero = zero and (name in _mixing.LINEAR or name in ("gt", "lt", "ne"))
@@ -217,6 +248,8 @@ class _Reader:
                 raise Refused("it cuts the batch at a number of examples that is fixed")
         _mixing.check_operands(name, values, of_examples=of_examples)
         found = [_mixing.result_of(eqn, values, dims, out, self.num_examples) for out in outs]
+        if of_examples:
+            _check_params(eqn, other, dims[0] if dims else None, grows=True)
         return [dataclasses.replace(value, fresh=fresh) for value in found]
 
     def _custom(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
