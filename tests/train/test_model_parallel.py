@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.models import gpt
@@ -53,6 +54,28 @@ def check(found):
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_branches_return_weights_that_the_user_cuts_otherwise(stage):
+    def loss(params, x):
+        is_even = jnp.sum(x).astype(jnp.int32) % 2 == 0
+        w = jax.lax.cond(is_even, lambda: params["up"], lambda: params["down"] * 2)
+        return jnp.mean((x @ w) ** 2)
+
+    draw = np.random.default_rng(0).standard_normal
+    params = {name: draw((16, 16)).astype(np.float32) for name in ("up", "down")}
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    specs = {"up": P("model"), "down": P(None, "model")}
+    layout = zerojax.make_layout(params, mesh, stage=stage, specs=specs, min_size=1)
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
+    x = np.arange(32 * 16, dtype=np.float32).reshape(32, 16) / 512
+    for batch in (x, x + 1 / 512):
+        want, grads = jax.value_and_grad(loss)(params, batch)
+        state, metrics = step(step.init(params), batch)
+        assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-5)
+        for name, found in zerojax.unpad(state.params, layout).items():
+            np.testing.assert_allclose(found, params[name] - 0.1 * grads[name], atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -198,7 +198,11 @@ class Retracer:
         def branch(program: Any, values: Sequence[Any]) -> list[Any]:
             # What a branch keeps for its backward pass is a result of it, and would lie whole.
             placed = [self.opening.placed(v) if isinstance(v, Boxed) else v for v in values]
-            return [*map(self.opened, self.run(program, placed))]
+            # XLA refuses branches whose results are placed otherwise, as weights may be.
+            found = [(x, self.opened(x)) for x in self.run(program, placed)]
+            return [
+                jax.lax.optimization_barrier(y) if isinstance(x, Boxed) else y for x, y in found
+            ]
 
         return _jaxpr.run_bodies(eqn, [self.opened(values[0]), *values[1:]], branch)
 
