@@ -16,6 +16,7 @@ import optax
 from hypothesis import strategies as st
 
 import zerojax
+from tests.platforms import CHIPS
 from tests.properties.blocks import KINDS, LAYERED, STEPS, Block, Tree, drawn_blocks
 
 #: Examples of a step, on 3 devices three times as many; no dim of a weight is as large, so that a
@@ -121,6 +122,7 @@ class Program:
     beside: str = "nothing"
     prefetch: float | None = None
     reshard: bool = True
+    chip: str = "cpu"
 
     def init(self, key: jax.Array) -> Tree:
         """Draw the parameters."""
@@ -251,6 +253,7 @@ def strategy() -> st.SearchStrategy[Program]:
         beside=st.sampled_from(BESIDE),
         prefetch=st.sampled_from([None, 1, 0.5]),
         reshard=st.sampled_from([True, True, False]),
+        chip=st.sampled_from(["cpu", *CHIPS]),
     ).map(_possible)
 
 

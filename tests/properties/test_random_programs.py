@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from jax.interpreters import partial_eval
 
 import zerojax
+from tests.platforms import built_for
 from tests.properties import programs
 from tests.properties.programs import Program
 from zerojax.collectives import gather_where_used
@@ -223,7 +224,8 @@ def test_programs_have_the_numbers_of_plain_jax_and_keep_no_weight(number):
         with warnings.catch_warnings():
             for told in (TOLD, NOT_AHEAD):
                 warnings.filterwarnings("ignore", told)
-            check(program)
+            with built_for(program.chip):
+                check(program)
 
     run()
 
