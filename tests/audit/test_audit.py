@@ -272,6 +272,16 @@ def test_an_all_to_all_is_caught(make, mesh8):
     assert "all-to-all" in problem.seen
 
 
+def test_chunks_of_several_examples_are_told(make):
+    def loss(params, x):
+        chunks = jnp.tanh(x @ params["up"]).reshape(8, -1, HIDDEN)  # of [BATCH, 4, HIDDEN]
+        return jax.lax.map(lambda one: jnp.mean((one @ params["down"]) ** 2), chunks).mean()
+
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), make(1))
+    report = step.audit(jax.ShapeDtypeStruct((BATCH, 4, WIDTH), jnp.float32))
+    assert "cut the tokens of each example" in only(report, "shuffle").remedy
+
+
 def test_what_cannot_be_read_is_never_clean(good, make):
     text = good[1].text.replace("replica_groups=", "lattice=")
     report = audit(dataclasses.replace(good[1], text=text), make(1))

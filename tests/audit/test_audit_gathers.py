@@ -60,6 +60,7 @@ def test_layers_kept_by_a_scan_for_the_backward_pass_are_caught(make, mesh8):
     report = audit(compile_step(scan_loss(mesh8, inside=True, remat=False), layout), layout)
     problem = only(report, "kept gather")
     assert "jax.checkpoint" in problem.remedy
+    assert "(make_train_step and gather_where_used do so)" in problem.remedy
 
 
 @pytest.mark.parametrize("tree", ["list", "stack"])

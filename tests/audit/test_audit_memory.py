@@ -94,3 +94,22 @@ def test_no_remedy_names_what_the_step_was_made_with(make):
         compile_step(pair_loss, make(1), opt=make(0).opt_state(optax.adam(1e-3))), make(1)
     )
     assert "make_train_step and sharded(tx, layout) do so" in only(by_hand, "placement").remedy
+
+
+def test_a_loop_that_lacks_a_wrapper_is_told_of_it(make):
+    """`apply_updates` stands in the file of `sharded`, and is used without it."""
+    layout, tx = make(1), optax.adam(1e-3)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, x):
+        loss = zerojax.gather_where_used(pair_loss, layout)
+        updates, opt_state = tx.update(jax.grad(loss)(params, x), opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    params = jax.device_put(
+        jax.tree.map(lambda s: jnp.zeros(s.shape), layout.shapes), layout.params
+    )
+    x = jax.device_put(jnp.zeros((BATCH, WIDTH)), layout.batch)
+    report = audit(step.lower(params, tx.init(params), x).compile(), layout)
+    (found,) = [x for x in report.problems if x.kind == "placement"]
+    assert "sharded(tx, layout) do so" in found.remedy

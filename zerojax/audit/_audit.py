@@ -53,6 +53,8 @@ def volume_table(report: "AuditReport") -> Table:
         table.add_row("of which padding", f"{padding:.4f}", "", beside(padding, theory)[2])
     if report.judged_volume != report.volume:
         table.add_row("as judged", *beside(report.judged_volume, theory, ".4f"))
+    if any(move.role == "sliced" and move.judged < move.moved for move in report.moves):
+        table.caption = "as judged: TPUs and GPUs make an all-reduce + slice a reduce-scatter"
     return table
 
 
@@ -152,7 +154,8 @@ class AuditReport(Shown):
 
     @property
     def _summary(self) -> str:
-        moved = f"{self.volume:.3f} elements moved per parameter"
+        judged = f", judged as {self.judged_volume:.3f}" * (self.judged_volume != self.volume)
+        moved = f"{self.volume:.3f} elements moved per parameter{judged}"
         return f"{self.verdict}; {moved}, peak {decimal(self.memory.peak)}"
 
     @property

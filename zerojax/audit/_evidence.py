@@ -1,5 +1,6 @@
 """What a check returns, a `Problem`; and everything that it may look at, worked out once."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +25,10 @@ from zerojax.recipe import Recipe, as_recipe
 #: The least share of the volume by theory for which unexpected traffic is a problem.
 SHARE = 0.01
 
-#: A file whose lines a program has where it was written with a part of zerojax.
+#: A file or function whose lines a program has where it was written with a part of zerojax.
 TOOLS = {
     "make_train_step": "zerojax/train/_step.py",
-    "sharded(tx, layout)": "zerojax/optim/_sharded.py",
+    "sharded(tx, layout)": "sharded.<locals>.update",
     "gather_where_used": "zerojax/collectives/gathers/_gather.py",
 }
 
@@ -100,9 +101,10 @@ class Evidence:
         dtypes = ((one.parameter, one.argument.dtype) for one in self.states("parameter"))
         #: by leaf of the layout, the bits of the dtype that its parameter is held in
         self.parameter_bits = {leaf: item_bits(x) for leaf, x in dtypes if leaf is not None}
-        files = "\n".join(module.tables["FileNames"].values())
+        tables = (module.tables[name].values() for name in ("FileNames", "FunctionNames"))
+        names = "\n".join(itertools.chain(*tables))
         #: the parts of zerojax that the step was written with, as its source lines tell
-        self.tools = frozenset(tool for tool, file in TOOLS.items() if file in files)
+        self.tools = frozenset(tool for tool, file in TOOLS.items() if file in names)
 
     def _find_steps(self, records: Sequence[hlo.Collective]) -> Iterator[hlo.Loop]:
         """Visit the loops that give a large parameter its new value, and reduce in each turn.

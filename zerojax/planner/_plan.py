@@ -85,7 +85,7 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
         moved[axes] += elements
     if model := demand.model_elements(given, count):
         moved[MODEL,] += model
-    beside = max(demand.peak(given, count), given.update_peak)
+    beside = demand.peak(given, count)
     return Plan(
         stage=layout.stage,
         num_params=layout.num_params,

@@ -133,14 +133,6 @@ class Setting:
         return moved / (self.layout.num_shards if self.layout.partitions("optimizer") else 1)
 
     @property
-    def update_peak(self) -> float:
-        """The bytes beside optimizer states while they are updated.
-
-        The update reads every gradient, those of parameters that the loss leaves out too.
-        """
-        return max(sum(leaf.held for leaf in self.leaves), sum(x.gradient for x in self.leaves))
-
-    @property
     def sums(self) -> int:
         """The bytes of the running sum of gradients over microbatches.
 

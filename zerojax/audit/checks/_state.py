@@ -13,7 +13,8 @@ from zerojax.hlo import HANDS_ON, Frame, Value, uses_of
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
-    "parameter": "place the parameters as layout.params says, in in_shardings and out_shardings",
+    "parameter": "place the parameters as layout.params says, and so return them from the step: "
+    "zerojax.apply_updates(params, updates, layout) does",
     "optimizer": "give jit in_shardings and out_shardings of layout.opt_state(tx), and make the "
     "state as shards from the start",
 }

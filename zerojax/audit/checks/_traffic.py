@@ -143,7 +143,13 @@ def check_shuffle(evidence: Evidence) -> Iterator[Problem]:
         "partition states and gradients along the same dim, with ZeRO's axes in the same order in "
         "every spec (the user's axes first), so that no shard has to change places"
     )
-    if evidence.program.platform == "tpu" and "make_train_step" in evidence.tools:
+    is_step = "make_train_step" in evidence.tools
+    if is_step and "all-to-all" in ops:
+        remedy = (
+            "the loss moves examples to other devices, as a reshape of [examples, tokens] to "
+            "[chunks, tokens] does: cut the tokens of each example into chunks"
+        )
+    elif is_step and evidence.program.platform == "tpu":
         remedy = (  # GPT-2 XL over 64 devices: 1600 = 16 x 100 rows, reduced as 16 x 120
             "libtpu pads shards of rows that are no whole tiles, and moves the rows to their "
             f"places: make dims that are cut multiples of 8 x {evidence.layout.num_shards}, or "

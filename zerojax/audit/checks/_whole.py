@@ -135,8 +135,8 @@ def check_kept(evidence: Evidence) -> Iterator[Problem]:
         expected="two gathers per microbatch, for the forward and for the backward pass",
         seen=f"weights gathered once and kept for the backward pass: {total:,} elements stay whole "
         "on every device",
-        remedy="rematerialise the function in which the weight is gathered (jax.checkpoint around "
-        f"the layer, gathering inside of it){hint(evidence, 'make_train_step')}",
+        remedy="gather each weight within the function that jax.checkpoint wraps, so that it is "
+        f"gathered again{hint(evidence, 'make_train_step', 'gather_where_used')}",
     )
 
 
