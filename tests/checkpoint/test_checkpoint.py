@@ -134,8 +134,10 @@ def test_a_save_that_was_cut_short_is_no_checkpoint(tmp_path):
     (tmp_path / "notes").mkdir()
     assert list(find_checkpoints(tmp_path)) == [3, 12]
     assert find_checkpoints(tmp_path / "nowhere") == {}
-    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+    with pytest.raises(FileNotFoundError, match="one that was saved whole"):
         restore(tmp_path / "20", layout, tree)
+    with pytest.raises(FileNotFoundError, match=f"one of {tmp_path / '12'}, {tmp_path / '3'}$"):
+        restore(tmp_path, layout, tree)
     save(tmp_path / "20", tree, layout)  # what the cut-short save left is in nobody's way
     np.testing.assert_array_equal(restore(tmp_path / "20", layout, tree)["x"], np.arange(8.0))
 

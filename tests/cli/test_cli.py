@@ -53,7 +53,7 @@ SMALL = ["--context", "16", "--save-every", "3", *TEXT, *QUICK]
         ("--batch-size 30", "multiple of 8, such as 32"),
         ("--batch-size 24 --accumulate 2", "multiple of 16, such as 32"),
         ("--devices 9", "only 8"),
-        ("--devices 100000", "at most 4,096"),
+        ("--devices 100000", "at most 256"),
         ("--steps 0", "--steps"),
         ("--steps 3000000000", "--steps"),
         ("--steps 99999999999999999999", "--steps"),

@@ -110,7 +110,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     path = root / MANIFEST
     if not path.is_file():
         told = f"no checkpoint in {directory}: it has no {MANIFEST}, which is written last"
-        raise FileNotFoundError(f"{told}; give the folder of a checkpoint that was saved whole")
+        within = sorted(str(found.parent) for found in root.glob(f"*/{MANIFEST}"))
+        remedy = f"one of {', '.join(within[:3])}" if within else "one that was saved whole"
+        raise FileNotFoundError(f"{told}; give the folder of a checkpoint, {remedy}")
     try:
         text = path.read_bytes().decode()
         found = json.loads(text)

@@ -28,7 +28,7 @@ checkpoint = typer.Typer(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(_command.CommandOptions):
     directory: Path = _command.argument("DIR")
-    """A checkpoint, or a run's folder, of which the newest whole one is meant."""
+    """A checkpoint, or a run's folder: all of its checkpoints for `verify`, else the newest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

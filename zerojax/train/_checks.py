@@ -30,9 +30,7 @@ def check_usable(state: TrainState, layout: Layout, beside: PyTree = None) -> No
     check_context(layout)
     if isinstance(state.step, Tracer):
         raise TypeError("a train step is compiled by itself: call it outside of jax.jit")
-    donated = [getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)]
-    if any(donated):
-        path = flatten_with_names(state)[0][donated.index(True)]
+    if path := _first_deleted(state):
         told = f"the state was donated to an earlier step, {path!r} at least: use the state that"
         raise ValueError(f"{told} the step returned, or a copy: jax.tree.map(jnp.copy, state)")
     if beside is not None:
@@ -49,6 +47,21 @@ def check_usable(state: TrainState, layout: Layout, beside: PyTree = None) -> No
                 f"{told}, {dict(layout.mesh.shape)}: make one with step.init, or save it and write "
                 "zerojax.restore(folder, step.layout, step.abstract_state())"
             )
+
+
+def check_kept(params: PyTree) -> None:
+    """Refuse parameters that were donated, maybe as what `jax.device_put` made of them."""
+    if path := _first_deleted(params):
+        raise ValueError(
+            f"parameter {path!r} was donated to a jitted function, itself or as what it shares its "
+            "buffer with: jax.device_put(params, layout.params) copies no leaf that lies so "
+            "already. Hand over jax.device_put(jax.tree.map(np.asarray, params), layout.params)"
+        )
+
+
+def _first_deleted(tree: PyTree) -> str:
+    deleted = [getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(tree)]
+    return flatten_with_names(tree)[0][deleted.index(True)] if any(deleted) else ""
 
 
 def _check_apart(state: TrainState, beside: PyTree) -> None:

@@ -17,7 +17,7 @@ from zerojax._types import PyTree
 from zerojax.collectives.forms import auto_region, constrain, shard_tree, store
 from zerojax.optim import as_params, store_state
 from zerojax.recipe import HOST_MEMORY
-from zerojax.train._checks import check_context, check_key, difference
+from zerojax.train._checks import check_context, check_kept, check_key, difference
 from zerojax.train._processes import agree_on, place_whole
 from zerojax.train._state import TrainState, hold
 from zerojax.train._update import LossScale, Update, cast_floating, first_loss_scale
@@ -55,6 +55,7 @@ class InitialState:
         elif any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)):
             raise ValueError("step.init takes arrays, got shapes; they are for step.abstract_state")
         else:
+            check_kept(given)
             told = {"arguments": as_params(given, self.update.layout, "params")}
             build = jax.jit(self._build, out_shardings=shardings)
             values = (place_whole(told["arguments"], self.update.layout.params),)

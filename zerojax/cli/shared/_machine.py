@@ -13,7 +13,7 @@ from zerojax.checkpoint import find_checkpoints, read_manifest
 from zerojax.cli.shared._command import Screen
 
 #: Virtual devices where no number is asked for, and the most that a CPU is divided into.
-NUM_VIRTUAL, MOST_VIRTUAL = 8, 4096
+NUM_VIRTUAL, MOST_VIRTUAL = 8, 256
 
 
 def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
@@ -26,7 +26,8 @@ def find_devices(num_devices: int | None, num_processes: int = 1) -> list[Any]:
         raise ValueError(f"--devices {num_devices} is no multiple of its {num_processes} processes")
     own = (num_devices or NUM_VIRTUAL) // num_processes
     if own > MOST_VIRTUAL:
-        raise ValueError(f"--devices {num_devices}: give at most {MOST_VIRTUAL:,} a process")
+        told = f"--devices {num_devices}: give at most {MOST_VIRTUAL} a process"
+        raise ValueError(f"{told}; zerojax compile --topology v5p:8x8x16 needs no devices")
     divided = "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )

@@ -179,8 +179,10 @@ class _Training:
             rows = next(self.run.batches)
         batch = self.run.step.place(rows)
         before = time.perf_counter()
+        if self.number == self.first_step:
+            self.screen.say("compiling the step ...")
         self.state, metrics = self.run.step(self.state, batch)
-        if self.number == self.first_step:  # the first call compiled the step
+        if self.number == self.first_step:
             self.clock = time.perf_counter()
             self.screen.say(f"compiled the step in {self.clock - before:.1f} s")
         self.number += 1
