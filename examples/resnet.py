@@ -90,7 +90,8 @@ def train(stage, num_steps=60):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
     parser.add_argument("--cpu", type=int, nargs="?", const=8, help="virtual CPU devices (8)")
     args = parser.parse_args()

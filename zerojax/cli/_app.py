@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # typer itself catches Ctrl-C in a command and gives its status without a word.
         return _end("interrupted", status) if status == INTERRUPTED else status
     except _UsageError as error:
-        return _end(error.format_message(), 2)
+        return _end(error.format_message().replace("Value error, ", ""), 2)
     except (MissingExtra, Failure) as failure:
         return _end(str(failure), getattr(failure, "status", 2))
     except (KeyboardInterrupt, typer.Abort):

@@ -218,7 +218,7 @@ def stages_table(plans: Sequence[Plan], size: float) -> Table:
 
 def notes(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield what the columns mean where their names don't tell, and what the figures rest on."""
-    yield "parameters, gradients, optimizer: as the layout places them, masters with the optimizer"
+    yield "params, grads, optimizer: as the layout places them, masters with the optimizer"
     yield "states: their sum by the formula of the stage"
     yield "volume: elements that a device moves in a step, per parameter of the model"
     if any(one.bytes.total < one.bytes.states for one in plans):
