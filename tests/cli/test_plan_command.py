@@ -90,7 +90,7 @@ def test_no_figure_is_cut_where_columns_are_few(monkeypatch, capsys):
     for asked in (FIGURE_1, [*FIGURE_1, "--offload", "optimizer"]):
         assert main(asked) == 0
         out = capsys.readouterr().out
-        table = out[out.index("one device") : out.index("parameters, gradients")]
+        table = out[out.index("one device") : out.index("params, grads")]
         assert "…" not in table
         assert max(map(len, table.splitlines())) <= 80
         assert [row[3] for row in rows(out).values()] == list(paper.FIGURE_1.values())
