@@ -38,7 +38,7 @@ def has_layers(program: Any) -> bool:
     """Whether a function has layers that a policy can be applied to."""
     return any(
         eqn.primitive.name in (_jaxpr.REMATERIALISED, "scan")
-        or (eqn.primitive.name in _jaxpr.PLAIN_CALLS and has_layers(_jaxpr.called(eqn)))
+        or (_jaxpr.runs_in_place(eqn) and has_layers(_jaxpr.called(eqn)))
         for eqn in _jaxpr.opened(program)[0].eqns
     )
 
@@ -152,21 +152,16 @@ class _Runner:
 
         def step(eqn: Any, values: list[Any]) -> list[Any]:
             flags = [_jaxpr.is_variable(x) and x in moves for x in eqn.invars]
-            return self._eqn(eqn, values, flags)
+            inner = _jaxpr.called(eqn)
+            if eqn.primitive.name == _jaxpr.REMATERIALISED:
+                return self.layer(inner, flags, prevent_cse=eqn.params["prevent_cse"])(values)
+            if _jaxpr.runs_in_place(eqn) and has_layers(inner):
+                return self.run(inner, values, flags)
+            if eqn.primitive.name == "scan":
+                return self._scan(eqn, values, flags)
+            return _jaxpr.bind(eqn, values)
 
         return _jaxpr.run(program, args, step)
-
-    def _eqn(self, eqn: Any, values: list[Any], moving: list[bool]) -> list[Any]:
-        name = eqn.primitive.name
-        inner = _jaxpr.called(eqn)
-        if name == _jaxpr.REMATERIALISED:
-            return self.layer(inner, moving, prevent_cse=eqn.params["prevent_cse"])(values)
-        if name in _jaxpr.PLAIN_CALLS and has_layers(inner):
-            given = _placed(values, eqn.params.get("in_shardings"))
-            return _placed(self.run(inner, given, moving), eqn.params.get("out_shardings"))
-        if name == "scan":
-            return self._scan(eqn, values, moving)
-        return _jaxpr.bind(eqn, values)
 
     def layer(
         self, program: Any, moving: Sequence[bool], *, prevent_cse: bool = True
@@ -198,14 +193,6 @@ class _Runner:
         # What the last layer gives is whole, and so is its gradient, with which the backward pass
         # begins: how a loop starts decides how it carries on.
         return [*[whole(x, self.policy.partition) for x in out[:num_carry]], *out[num_carry:]]
-
-
-def _placed(values: Sequence[Any], shardings: Sequence[Any] | None) -> list[Any]:
-    """Place values as a nested jit of the user's asks for; the partitioner places the others."""
-    return [
-        x if _jaxpr.is_unspecified(wanted) else jax.lax.with_sharding_constraint(x, wanted)
-        for x, wanted in zip(values, shardings or [None] * len(values), strict=True)
-    ]
 
 
 def _saves(policy: RematPolicy) -> Callable[..., Any] | None:
