@@ -6,13 +6,7 @@ import re
 
 import pytest
 
-from zerojax.hlo import (
-    find_host_moves,
-    host_parameters,
-    parse_collectives,
-    parse_module,
-    parse_schedule,
-)
+from zerojax.hlo import find_host_moves, parse_collectives, parse_module, parse_schedule
 from zerojax.hlo._spellings import OPCODES, having
 
 REDUCE = "all-reduce(%p), replica_groups={{0,1}}, to_apply=%add"
@@ -112,7 +106,7 @@ def test_what_the_host_holds_and_computes_is_read():
     (copied,) = find_host_moves(parse_module(program(LINES["host memory"])))
     assert (copied.to_host, copied.is_computed) == (32, False)
     held = parse_module(program("%y = f32[8]{0:S(5)} parameter(1)"))
-    assert host_parameters(held) == {1}
+    assert held.host_parameters == {1}
 
 
 @pytest.mark.parametrize("name", ["cycles", "rematerialised"])

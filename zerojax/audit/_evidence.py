@@ -72,7 +72,7 @@ class Evidence:
         self.reshards_after_use = is_cut and not self.recipe.keeps_gathered(layout.kinds)
         self.module = module = hlo.parse_module(program.text)
         #: every argument leaf with its kind
-        self.held = held = tuple(classify(program, layout, hlo.host_parameters(module)))
+        self.held = held = tuple(classify(program, layout, module.host_parameters))
         found = hlo.parse_collectives(module)
         scales = _scales_shapes(layout) if self.recipe.precision.gather is not None else {}
         #: leaves whose weights the recipe gathers in one byte an element

@@ -129,11 +129,6 @@ def find_host_moves(module: Module) -> Iterator[HostMove]:
             yield HostMove(line.name, down, up, num_runs(site.loops), computed)
 
 
-def host_parameters(module: Module) -> set[int]:
-    parameters = module.entry.parameters.items()
-    return {number for number, line in parameters if any(x.on_host for x in line.shapes)}
-
-
 def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
     by_name = frame.computation.by_name
     given = [x for name in line.operands if name in by_name for x in by_name[name].shapes]

@@ -160,6 +160,11 @@ class Module:
         text = self.header.partition("input_output_alias={")[2]
         return frozenset(map(int, _ALIAS.findall(text[: _closing(text, "{}")])))
 
+    @property
+    def host_parameters(self) -> set[int]:
+        parameters = self.entry.parameters.items()
+        return {number for number, line in parameters if any(x.on_host for x in line.shapes)}
+
     def source(self, instruction: Instruction) -> str:
         """Return "file:line" of the user's code, or nothing where the text doesn't tell.
 

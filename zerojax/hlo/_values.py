@@ -58,6 +58,16 @@ class Value:
     def line(self) -> Instruction:
         return self.frame.computation.by_name[self.name]
 
+    def is_widened(self, module: Module) -> bool:
+        """Return whether it was cast to a wider dtype just before, and only handed on since."""
+        found = source_of(module, self.frame, self.name, through=HANDS_ON - {"convert"})
+        if found is None or found[1].opcode != "convert":
+            return False
+        inside, cast = found
+        narrow = inside.computation.by_name[cast.operands[0]].shapes[0].bits
+        wide = cast.shapes[0].bits
+        return narrow is not None and wide is not None and narrow < wide
+
 
 def source_of(
     module: Module, frame: Frame, name: str, through: Collection[str] = KEEPS
@@ -91,17 +101,6 @@ def source_of(
 def is_zero(module: Module, frame: Frame, name: str) -> bool:
     found = source_of(module, frame, name, through=KEEPS | {"broadcast"})
     return found is not None and found[1].opcode == "constant" and found[1].literal in _ZEROS
-
-
-def is_widened(module: Module, value: Value) -> bool:
-    """Return whether a value was cast to a wider dtype just before, and only handed on since."""
-    found = source_of(module, value.frame, value.name, through=HANDS_ON - {"convert"})
-    if found is None or found[1].opcode != "convert":
-        return False
-    inside, cast = found
-    narrow = inside.computation.by_name[cast.operands[0]].shapes[0].bits
-    wide = cast.shapes[0].bits
-    return narrow is not None and wide is not None and narrow < wide
 
 
 def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None) -> bool:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from zerojax.audit._arguments import item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, describe_move, whose
 from zerojax.audit._traffic import REDUCTIONS, Move
-from zerojax.hlo import is_widened, sum_moved
+from zerojax.hlo import sum_moved
 
 
 def check_dtype(evidence: Evidence) -> Iterator[Problem]:
@@ -79,7 +79,7 @@ def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     own, bits = _own_bits(evidence, move), move.record.item_bits
     if own and own < bits:
         return own if evidence.has_scatter else None  # a CPU's own promotion
-    if not own or (not evidence.has_scatter and is_widened(evidence.module, move.record.operand)):
+    if not own or (not evidence.has_scatter and move.record.operand.is_widened(evidence.module)):
         return None
     # As wide as the parameter: every use may cast it.
     cast = {item_bits(use.casts[0]) if use.casts else bits for use in evidence.uses(move)}
