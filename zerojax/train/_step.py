@@ -329,7 +329,7 @@ class TrainStep(Shown):
         return passes.fenced(ahead, layout.platform, layout.num_batch_parts)
 
 
-def _scaled(loss_fn: Callable[..., Any]) -> gradients.StepLoss:
+def _scaled(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(params: PyTree, given: dict[str, Any], carried: PyTree) -> Any:
         loss, aux, carried = loss_fn(params, given, carried)
         return scaled(loss, given["scale"]), (loss, aux, carried)

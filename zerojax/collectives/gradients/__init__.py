@@ -1,9 +1,3 @@
 """Gradients of microbatches, when they are summed, and whether a loss is a mean over examples."""
 
-from zerojax.collectives.gradients._reduce import (
-    StepLoss,
-    accumulate,
-    reduce_once,
-    warn_unless_mean,
-    wide,
-)
+from zerojax.collectives.gradients._reduce import accumulate, reduce_once, warn_unless_mean, wide
