@@ -13,7 +13,6 @@ is a reduce-scatter where the gradient is born.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +41,6 @@ class Label:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """An equation that waits for the gather."""
-
     eqn: Any = dataclasses.field(metadata=_STATIC)  # the equation, of one result
     operands: tuple[Any, ...]  # its inputs: scalars, other boxes, and None in the place of the box
 
@@ -110,8 +107,6 @@ class Boxed:
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """How parameters are boxed and opened."""
-
     layout: Layout  # the placement
     reduce_dtype: Any = None  # dtype in which gradients are summed over devices; None is their own
     # int8 or float8_e4m3fn, in which weights are gathered; None is their own
@@ -180,7 +175,7 @@ class Opening:
 
     def num_parts(self, boxed: Boxed, dim: int) -> int:
         axes = (*boxed.entries[dim], *(self.layout.axis if dim == boxed.dim else ()))
-        return math.prod(self.layout.mesh.shape[axis] for axis in axes)
+        return self.layout.num_parts(axes)
 
     def padding(self, boxed: Boxed) -> int:
         """Count the rows that a box lacks along its cut dim for parts that are as large."""

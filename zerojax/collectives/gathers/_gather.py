@@ -58,7 +58,6 @@ def gather_where_used(
 
 
 def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
-    """Gather where used as a recipe says."""
     opening = Opening(
         layout,
         recipe.precision.reduce,

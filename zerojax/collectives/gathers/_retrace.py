@@ -34,8 +34,6 @@ from zerojax.collectives.gathers._kept import keep_no_weights
 
 @dataclasses.dataclass(frozen=True)
 class Retracer:
-    """Runs a loss's program again with parameters in boxes."""
-
     opening: Opening  # how boxes are opened
     from_batch: set[Any]  # variables computed from the batch; others are of weights and constants
     often: set[Any]  # variables that several equations read

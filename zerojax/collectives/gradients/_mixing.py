@@ -34,8 +34,6 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What is known of a value."""
-
     # parts before examples in a dim that a reshape merged: 1 for [examples * tokens]; None: any
     outer: int | None = None
     degree: float = 0.0  # the power of the number of examples that it grows with

@@ -20,8 +20,6 @@ BACKWARD = "zerojax_backward"
 
 
 class Planted(NamedTuple):
-    """What a pass runs among equations."""
-
     run: Callable[[list[Any]], Sequence[Any]]  # takes the values of `invars` to those of `outvars`
     invars: Sequence[Any]
     outvars: Sequence[Any]
@@ -89,5 +87,4 @@ def is_named(eqn: Any, name: str) -> bool:
 
 
 def bytes_of(found: Iterable[Any]) -> int:
-    """Add up the bytes of values."""
     return sum(num_bytes(var.aval.shape, var.aval.dtype) for var in variables(found))

@@ -37,8 +37,6 @@ JOINED = "gather_joined"
 
 
 class _Member(NamedTuple):
-    """A gather of a group."""
-
     eqn: Any
     start: Any  # what is there by then of what its shard is made of
     late: list[tuple[Any, Any]]  # the equations that make the shard of that, and their results

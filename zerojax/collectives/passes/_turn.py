@@ -25,8 +25,6 @@ MERGED = 0.12
 
 
 class Turn(Equations):
-    """A turn of a loop, cut where weights come out of their gathers."""
-
     def __init__(self, body: Any, params: Any, layers: float, parts: int, is_tpu: bool) -> None:
         """Choose what is gathered ahead, of `layers` by bytes.
 
