@@ -42,7 +42,6 @@ class Collective:
     groups: Groups = field(repr=False)  # of a permute: (source, target) pairs
     group_size: int
     loops: tuple[Loop, ...] = field(default=(), repr=False)  # outermost first
-    # (conditional, branch), outermost first
     branches: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     # whether it could have been added to another all-reduce's operand
     is_added: bool = field(default=False, repr=False)
@@ -129,7 +128,7 @@ def parse_groups(text: str, num_devices: int) -> Groups | None:
     if (groups := parse_pairs(text)) is not None:
         return groups or (tuple(range(num_devices)),)
     if (match := _IOTA.match(text)) and match[1]:
-        return _rows(_iota(match).reshape(_numbers(match[1])))
+        return tuple(map(tuple, _iota(match).reshape(_numbers(match[1])).tolist()))
     match = _MESH.match(text)
     return match and _mesh_groups(match[1], match[2], match[3])
 
@@ -190,16 +189,12 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups | No
         inside.append(digit)
         width *= count
     order = np.lexsort((*inside[::-1], *list(outside.values())[::-1]))
-    return _rows(ids[order].reshape(-1, width))
+    return tuple(map(tuple, ids[order].reshape(-1, width).tolist()))
 
 
 def _iota(match: re.Match[str]) -> np.ndarray:
     ids = np.arange(math.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
     return (ids.transpose(_numbers(match[3])) if match[3] else ids).ravel()
-
-
-def _rows(array: np.ndarray) -> Groups:
-    return tuple(tuple(row) for row in array.tolist())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

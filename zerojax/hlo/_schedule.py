@@ -145,8 +145,6 @@ Held = tuple[Computation, Instruction]  # a collective and the computation that 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """Hold one instruction in the order of its schedule."""
-
     name: str
     op_name: str
     source: str  # file:line

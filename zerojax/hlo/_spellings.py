@@ -66,7 +66,6 @@ LIBRARY_CALL = re.compile(
     r"(?:nccl|nvshmem|collective|all_?gather|all_?reduce|megascale)"
 )
 
-#: Opcodes by what they do.
 OPCODES = tomllib.loads(resources.files("zerojax.hlo").joinpath("opcodes.toml").read_text("utf-8"))
 
 

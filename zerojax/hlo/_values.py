@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from zerojax.hlo._module import Computation, Instruction, Module
 from zerojax.hlo._spellings import TRANSFER, having
 
-#: What hands on the same values, in another place, shape or dtype.
 KEEPS = having("keeps")
 _ZEROS = ("0", "-0", "false")
-#: What computes nothing with its operand.
 HANDS_ON = KEEPS | having("selects")
 _WHOLE = having("whole")
 _ENTERED = ("fusion", "call", "while")
