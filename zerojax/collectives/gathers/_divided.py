@@ -56,7 +56,6 @@ def is_apart(eqn: Any, layout: Layout, from_batch: set[Any]) -> bool:
 
 
 def bind_apart(eqn: Any, values: Sequence[Any], layout: Layout) -> list[jax.Array]:
-    """Let each device do an operation for its own examples."""
     spec, names = P(layout.batch_axes), {*layout.batch_axes}
     how: Any = {"in_specs": spec, "out_specs": spec, "axis_names": names}
     return on_devices(layout.auto_mesh, lambda *xs: bind_here(eqn, xs), *values, **how)

@@ -12,7 +12,6 @@ scanned layer's weights are gathered inside the loop, and the gradient leaves th
 
 Outside a function that the user rematerialises, and in every loop, the operation that opens a box
 is rematerialised alone: the backward pass gathers again instead of keeping the gathered weight.
-With `reshard_after_forward=False` it is the inverse: policies always keep what was gathered.
 
 Source: arXiv 1910.02054, section 7.2.2 (stage 3 gathers in the forward and the backward pass).
 """

@@ -65,8 +65,6 @@ class Equations:
         return next(filter(is_it, eqns), None)
 
     def run(self, args: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
-        """Run the program with other equations, of which some may be planted."""
-
         def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
             return eqn.run(values) if isinstance(eqn, Planted) else bind(eqn, values)
 

@@ -13,11 +13,8 @@ which is given its result. The loop then carries the weights of the layer at han
     o = dot_general h v; p = tanh o
 
 The last layer stands behind the loop, so that nothing is gathered in vain. What is carried is not
-kept for a backward pass: there is nothing left to differentiate.
-
-A backward loop reduces gradients too, and compilers start both as late as they can: at its end
-each waited for the others. Barriers end the gathers, the last where most of the layer is computed,
-so that the last reductions have the links for themselves. Lists of layers have an order (`_order`).
+kept for a backward pass: there is nothing left to differentiate. `_turn` says when the gathers and
+reductions of a turn end, `_order` those of a list of layers.
 """
 
 import functools

@@ -1,8 +1,9 @@
 """A turn of a loop that gathers, cut where weights come out of their gathers.
 
 What it gathers, which must not depend on what the loop computes, can be gathered a turn ahead; the
-rest computes the layer. A backward turn reduces gradients as well, so barriers say when its gathers
-and reductions end. `_prefetch` has an example.
+rest computes the layer. A backward turn reduces gradients as well, and compilers start both as late
+as they can: at its end each waited for the others. Barriers end the gathers, the last where most of
+the layer is computed, so that the last reductions have the links for themselves.
 """
 
 import bisect
@@ -33,7 +34,6 @@ class Turn(Equations):
         super().__init__(body)
         self.parts, self.is_tpu = parts, is_tpu
         _, self.carried, sliced = _jaxpr.scan_split(params, self.jaxpr.invars)
-        #: which carried values only count turns
         self.counters = {*filter(self._is_counter, self.carried)}
         self.reduces = any(is_named(eqn, REDUCED) for eqn in self.eqns)
         self.pure = [eqn for eqn in self.eqns if not eqn.effects]
@@ -81,7 +81,6 @@ class Turn(Equations):
         return any(eqn.outvars[0] is out and _jaxpr.variables(eqn.invars) == [var] for eqn in sums)
 
     def _ends(self) -> list[Any]:
-        """Return before which product each gather of a backward layer ends."""
         products = [(eqn, work) for eqn in self.eqns if (work := _jaxpr.num_products(eqn))]
         done = [*itertools.accumulate(work for _, work in products)]
         moved = [*itertools.accumulate(eqn.outvars[0].aval.size for eqn in self.gathers)]
