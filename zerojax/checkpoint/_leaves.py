@@ -58,8 +58,6 @@ LOSS_SCALE_LEAVES = (f"{LOSS_SCALE}scale", f"{LOSS_SCALE}good_steps")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
-    """One leaf of a state."""
-
     shape: Shape  # logical shape
     stored_shape: Shape  # shape with padding, as the arrays on disk have it
     dtype: str  # its name; of typed PRNG keys `key<...>`, whose integers are what is stored

@@ -78,8 +78,6 @@ def read_requests(options: CompileOptions) -> list[CompileRequest]:
 
 @dataclasses.dataclass(frozen=True)
 class CompileResult:
-    """The answer for one stage."""
-
     request: CompileRequest
     # the audit of the program; None where the compiler refused it for its memory
     report: AuditReport | None

@@ -20,8 +20,6 @@ _TARGETS = "__zerojax_targets__"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedStep:
-    """A step for one target."""
-
     name: str  # of the function and the target, "train_step @ h100:1x8"
     target: str  # "cpu:8", or a topology as `topology_mesh` takes it
     make: Callable[[Sequence[Any]], Any]  # `make(devices)` gives the step

@@ -26,8 +26,6 @@ Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """For how long links are busy."""
-
     fast: float = 0.0  # those within a domain: a node, a slice
     slow: float = 0.0  # those between domains
 

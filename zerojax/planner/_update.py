@@ -26,8 +26,6 @@ from zerojax.recipe import Recipe
 
 
 class Matrices(NamedTuple):
-    """What a device moves and multiplies in an update."""
-
     elements: Mapping[Axes, float] = {}  # by mesh axes
     num_bytes: Mapping[Axes, float] = {}  # the same in bytes
     flops: float = 0.0  # of products

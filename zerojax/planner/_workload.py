@@ -46,8 +46,6 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """What is planned."""
-
     params: PyTree  # arrays or shapes
     tx: optax.GradientTransformation  # the optimizer
     recipe: Recipe  # how a step is computed
@@ -100,8 +98,6 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """How devices are shared out."""
-
     num_devices: int  # all of them
     num_shards: int  # N, devices that ZeRO partitions over
     model_axis: int  # devices that model parallelism cuts over

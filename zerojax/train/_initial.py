@@ -25,8 +25,6 @@ from zerojax.train._update import LossScale, Update, cast_floating, first_loss_s
 
 @dataclasses.dataclass(frozen=True)
 class InitialState:
-    """Makes the first state of a step."""
-
     update: Update  # knows the optimizer, the layout, the recipe and where states live
     has_key: bool  # whether the state has a PRNG key
     model_state: PyTree  # arrays or shapes; None where there is none

@@ -203,8 +203,6 @@ VOCAB_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltStepOptions(StepOptions):
-    """A step that is run or compiled."""
-
     stage: int = option(2, min=0, max=3, metavar="0|1|2|3", panel=ZERO)
 
     def __post_init__(self) -> None:

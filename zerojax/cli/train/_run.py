@@ -52,8 +52,6 @@ BATCH_SIZE = 32
 
 
 class TrainRun:
-    """A run that is ready to start."""
-
     def __init__(self, options: TrainOptions, checkpoint: Path | None, num_processes: int) -> None:
         found = _machine.find_devices(options.devices, num_processes)
         axes = options.mesh_axes(len(found))

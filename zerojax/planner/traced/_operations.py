@@ -46,8 +46,6 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One operation."""
-
     name: str  # the primitive's
     #: "fused" (an elementwise operation that compilers merge with its neighbours), "reduce" (merged
     #: with what comes before it), "gather", "scatter", "kernel" or "loop"

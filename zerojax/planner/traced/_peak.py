@@ -28,8 +28,6 @@ _ROOM = 4 / 9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldLeaf:
-    """What a parameter takes on one device."""
-
     held: float = 0.0  # bytes that lie there between steps
     gathered: float  # bytes when it is whole (along the ZeRO axes); equal to `held` below stage 3
     gradient: float = 0.0  # bytes of its gradient when it has been reduced
