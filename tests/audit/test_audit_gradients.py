@@ -136,6 +136,25 @@ def test_the_gradient_of_a_tied_weight_counts_once_where_a_cpu_sums_its_uses(mes
     assert report.judged_volume == pytest.approx((accumulate + 1) * 7 / 8, rel=0.01)
 
 
+def test_plain_data_parallelism_with_a_tied_weight_is_clean(mesh8):
+    """A CPU sums both uses of the table over devices; others add them up before."""
+    layout = zerojax.make_layout(shapes_of({"embed": (128, 64)}), mesh8, stage=0)
+
+    def step(params, tokens):
+        def loss(params):
+            logits = params["embed"][tokens[:, :-1]] @ params["embed"].T
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    given = {"embed": jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=layout.sharding(P()))}
+    tokens = jax.ShapeDtypeStruct((32, 9), jnp.int32, sharding=layout.batch)
+    report = audit(jax.jit(step, donate_argnums=0).lower(given, tokens).compile(), layout)
+    assert report.problems == ()
+    assert report.judged_volume == pytest.approx(2 * 7 / 8, rel=0.01)
+    assert report.volume == pytest.approx(4 * 7 / 8, rel=0.01)
+
+
 @pytest.mark.parametrize(("groups", "gathers"), [(8, False), (2, False), (1, False), (8, True)])
 def test_the_gradient_of_a_grouped_kernel_that_is_summed_over_replicas_is_named(groups, gathers):
     mesh = zerojax.make_mesh({"data": 4, "model": 2})
