@@ -120,7 +120,9 @@ class _Inline:
         if name == "dot_general" and not (result := eqn.outvars[0].aval).shape:
             x, y = (self._rows.get(id(v), (v, v))[1] for v in values)
             (of_x, of_y), _ = eqn.params["dimension_numbers"]
-            is_sum = of_x == of_y and jnp.ndim(x) > 1 and x.shape == y.shape  # no trace(x @ y)
+            if of_x != of_y:  # the trace of x @ y, which XLA gets wrong of some placements
+                y = y.transpose([of_y[of_x.index(dim)] for dim in range(len(of_x))])
+            is_sum = jnp.ndim(x) > 1 and x.shape == y.shape
             if is_sum and jnp.issubdtype(result.dtype, jnp.inexact):
                 wide = jnp.promote_types(result.dtype, jnp.float32)
                 products = x.astype(wide) * y.astype(wide)

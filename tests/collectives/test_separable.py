@@ -139,7 +139,7 @@ BY_NUMBER = {
     "a number": (lambda p, b: logits(p, b).mean() * picked(jnp.arange(64.0), b)[0], "slice"),
     "a column": (lambda p, b: jnp.mean(picked(b["x"] @ jnp.ones((8, 64)), b, dim=2)), "slice"),
     "half of the rows": (
-        lambda p, b: jnp.mean((b["x"].reshape(-1, 8) @ p["out"])[jnp.arange(len(b["y"]))] ** 2),
+        lambda p, b: jnp.mean((b["x"].reshape(-1, 8) @ p["out"])[count(b, "uint32")] ** 2),
         "gather",
     ),
     "a transpose": (lambda p, b: jnp.mean((b["x"] @ turned(p["out"])) ** 2), "linear_call"),
@@ -150,6 +150,74 @@ BY_NUMBER = {
 def test_what_is_chosen_by_the_number_of_examples_is_refused(loss, name, mesh8):
     with pytest.raises(ValueError, match=f": (integer_)?{name} at .*test_separable.py:"):
         lowered(mesh8, loss, 1, "once")
+
+
+def column(p, b):
+    return logits(p, b)[:, 0]
+
+
+def count(b, dtype=jnp.int32):
+    return jnp.arange(len(b["y"]), dtype=dtype)
+
+
+#: What takes the place of an example in the batch, the order of the batch, or its size.
+BY_PLACE = {
+    "a mask of NumPy's": lambda p, b: jnp.mean(column(p, b) * (np.arange(len(b["y"])) < 3)),
+    "a triangle": lambda p, b: jnp.mean(logits(p, b) * np.tri(len(b["y"]), 5, dtype=bool)),
+    "places of places": lambda p, b: jnp.mean(column(p, b) * count(b)[count(b)]),
+    "places written": lambda p, b: jnp.mean(
+        column(p, b) * jnp.zeros(len(b["y"]), int).at[count(b)].set(count(b))
+    ),
+    "places added up": lambda p, b: jnp.mean(
+        p["out"][0] * jax.ops.segment_sum(count(b), b["y"], 5) / len(b["y"])
+    ),
+    "a diagonal": lambda p, b: jnp.mean(
+        (logits(p, b) @ jnp.ones((5, 64)))[count(b, "uint32"), count(b, "uint32")]
+    ),
+    "rolled by a half": lambda p, b: jnp.mean(
+        column(p, b) * column(p, b)[count(b) + (-(len(b["y"]) // 2))]
+    ),
+    "windows": lambda p, b: jnp.mean(
+        jnp.abs(
+            jax.vmap(lambda i: jax.lax.dynamic_slice(logits(p, b), (i, 0), (2, 5)))(count(b))
+        ).max(1)
+    ),
+    "by columns": lambda p, b: jnp.mean(jnp.ravel(logits(p, b), order="F").reshape(-1, 5).max(1)),
+    "merged in any order": lambda p, b: jnp.mean(
+        jnp.broadcast_to(p["out"][0], (2 * len(b["y"]), 5)).reshape(-1)
+        * jnp.concatenate([logits(p, b), jnp.tanh(logits(p, b))]).T.reshape(-1)
+    ),
+    "applied": lambda p, b: (
+        jnp.mean(column(p, b)) + jnp.sum(p["out"][0] * b["x"].mean((0, 1))[:5].at[:].apply(jnp.exp))
+    ),
+    "divided whole": lambda p, b: jnp.mean(
+        column(p, b) * (b["y"].astype("uint32") // len(b["y"])).astype(jnp.float32)
+    ),
+    "a square of them": lambda p, b: (
+        jnp.mean(column(p, b)) + jnp.sum(jnp.ones(len(b["y"]) ** 2)) / len(b["y"]) * p["out"][0, 0]
+    ),
+    "one less": lambda p, b: (
+        jnp.mean(column(p, b)) + jnp.sum(jnp.ones(len(b["y"]) - 1)) / len(b["y"]) * p["out"][0, 0]
+    ),
+    "bytes": lambda p, b: (
+        jnp.mean(column(p, b))
+        + jnp.sum(b["y"].astype("uint8"), dtype="uint8").astype(jnp.float32) * p["out"][0, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", BY_PLACE.values(), ids=BY_PLACE)
+def test_what_depends_on_the_place_of_examples_is_refused(loss, mesh8):
+    with pytest.raises(ValueError, match="each device computes the loss of its own examples"):
+        lowered(mesh8, loss, 1, "once")
+
+
+def test_a_token_of_a_class_is_tiled_over_examples(mesh8):
+    def loss(p, b):
+        first = jnp.tile(p["embed"][:1, None], (len(b["y"]), 1, 1))
+        return jnp.mean(jnp.tanh(jnp.concatenate([first, b["x"]], 1) @ p["out"]) ** 2)
+
+    test_a_mean_over_examples_is_that_of_the_whole_batch(loss, mesh8)
 
 
 @pytest.mark.parametrize("loss", LINEAR_RULES.values(), ids=LINEAR_RULES)

@@ -342,6 +342,26 @@ def test_dot_products_of_trees_gather_nothing(name, mesh8):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_a_trace_of_stacks_that_the_user_cuts_is_that():
+    """XLA's partitioner gets the product over all dims wrong where both are cut so."""
+    mesh = zerojax.make_mesh({"data": 4, "model": 2})
+    draw = np.random.default_rng(0).standard_normal
+    params, grads = ({"w": draw((8, 8, 8)).astype(np.float32)} for _ in range(2))
+    layout = zerojax.make_layout(
+        params, mesh, stage=3, axis="data", specs={"w": P(None, "model")}, min_size=1
+    )
+
+    def update(grads, state, params=None):
+        traces = jax.tree.map(lambda g, w: g * jnp.einsum("kij,kji->", g, w), grads, params)
+        return traces, state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    want, _ = tx.update(grads, optax.EmptyState(), params)
+    wrapped, placed = zerojax.sharded(tx, layout), jax.device_put(params, layout.params)
+    got, _ = wrapped.update(jax.device_put(grads, layout.grads), wrapped.init(placed), placed)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("sums", ["ij,ji->", "ij,ij->", "ij,kj->"])
 def test_scalars_that_products_of_matrices_make_are_those(sums, stage, mesh8):

@@ -314,17 +314,6 @@ def test_evaluate_takes_the_weights_in_the_batch():
     assert twice("evaluate", in_batch=True) == twice("evaluate", in_batch=False)
 
 
-@pytest.mark.filterwarnings("ignore:with accumulate=2")
-def test_a_loss_that_counts_examples_is_told_how_many_it_had():
-    def counting(params, x):
-        assert len(x) == len(X) // 2
-        return loss_fn(params, x), x.mean(1)
-
-    with pytest.raises(AssertionError) as caught:
-        use(make(counting, recipe=zerojax.Recipe(accumulate=2), has_aux=True))
-    assert f"with {len(X)} examples" in caught.value.__notes__[0]
-
-
 def test_threads_that_share_a_state_are_told_that_it_was_donated():
     """They all check it first; jaxlib crashes on one that is donated meanwhile."""
     step, told = make(), []

@@ -41,7 +41,6 @@ def labelled(texts: Mapping[str, str], style: str = "") -> Table:
 
 
 def volume_table(report: "AuditReport") -> Table:
-    """Make a table of what moves beside theory, by axis."""
     table = make_table("axis", *BESIDE, title="volume (elements per parameter)")
     for axis, volume in report.volume_by_axis.items():
         if volume.theory is None:
@@ -59,7 +58,6 @@ def volume_table(report: "AuditReport") -> Table:
 
 
 def collective_table(moves: Iterable[Move]) -> Table:
-    """Make a table of collectives by spelling, axes and dtype, the heaviest first."""
     groups = grouped(moves, lambda x: (x.record.spelling, " x ".join(x.spans), x.record.dtype))
     names = ("what", "along", "dtype", ">sites", ">per step", ">largest", ">B / device")
     table = make_table(*names, title="collectives")

@@ -120,7 +120,6 @@ class Layout(Shown, TreeLayout):
 
 
 def check_layout(given: Any, call: str) -> None:
-    """Raise a TypeError that shows the call where something else is given as a layout."""
     as_given(Layout, given, f"{call} with layout = zerojax.make_layout(params, mesh, stage=...)")
 
 

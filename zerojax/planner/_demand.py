@@ -46,7 +46,6 @@ class Demand:
         return self.trace is not None and self.trace.has_layers
 
     def peak(self, given: Setting, count: int) -> float:
-        """Find the most bytes in memory: parameters, gradients, activations, buffers."""
         if self.trace is None:
             return sum(leaf.held + leaf.kept + leaf.gradient for leaf in given.traced)
         lifetimes = self._lifetimes(given, count)

@@ -183,7 +183,6 @@ def hosts_inputs(recipe: Recipe) -> bool:
 
 
 def check_recipe(recipe: Recipe, model_axis: int) -> None:
-    """Refuse what a plan can't count."""
     remat = recipe.remat
     if remat is None:
         return

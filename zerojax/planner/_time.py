@@ -35,8 +35,6 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step."""
-
     compute: float  # products at the peak rate
     memory: float  # all traffic with the device's memory, the optimizer's included
     busy: float  # each operation's longer of the two, added up, and the optimizer's update

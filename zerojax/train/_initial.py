@@ -30,7 +30,6 @@ class InitialState:
     model_state: PyTree  # arrays or shapes; None where there is none
 
     def make(self, given: PyTree, args: tuple[Any, ...], key: Any) -> TrainState:
-        """Make the state from parameters, or from the function that returns them."""
         check_context(self.update.layout)
         check_key(key, asked=self.has_key)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.model_state)):

@@ -90,16 +90,25 @@ def result_of(
     is_free = column is not None or name in _SIGNS
     degree = 0.0 if is_free else _degree("an index" if whole else name, values)
     if given is not None and _is_summed(eqn, dims):
+        if not is_real(eqn.outvars[0]) and eqn.outvars[0].aval.dtype.itemsize < 4:
+            raise Refused("it sums whole numbers of fewer than 32 bits, which may overflow")
         return Value(degree=degree + 1, pooled=True)
     if name in ("reshape", "squeeze") and outer is not None:
         outer = _reshaped(eqn, outer, given, out, num_examples)
+    elif (
+        name == "reshape"
+        and given is not None
+        and _size(eqn.outvars[0], out) != _size(eqn.invars[0], given)
+    ):
+        raise Refused("it joins examples, or whether it does can't be told")
     elif outer and column is None and (joined := _joined(eqn, outer, dims)):
         outer = joined
     elif not _keeps(eqn, values, dims, out):
         raise Refused("it joins examples, or whether it does can't be told")
     pooled = any(value.pooled for value in values)
     rounded = name not in _SIGNS and any(map(is_real, eqn.invars))
-    if not is_real(eqn.outvars[0]) and ((pooled and given is None) or (degree and rounded)):
+    rounds = (pooled and given is None) or (degree and (rounded or name == "div"))
+    if not is_real(eqn.outvars[0]) and rounds:
         raise Refused("it rounds what was made of all examples, or what their number divides")
     zero = name in LINEAR and all(value.zero for value in values)
     return Value(outer, degree, pooled, column=column, zero=zero)
@@ -177,7 +186,8 @@ def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None
 
 def _reshaped(eqn: Any, outer: int, given: int | None, out: int | None, num_examples: int) -> int:
     """Return the parts that are more major than examples: [2, 8, 3] as [16, 3] has 2."""
-    if given is None or out is None:
+    is_turned = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
+    if given is None or out is None or is_turned:
         raise Refused("it joins examples, or whether it does can't be told")
     before = math.prod(eqn.invars[0].aval.shape[:given]) * outer
     shape = eqn.outvars[0].aval.shape
@@ -253,14 +263,17 @@ def _column(eqn: Any, values: list[Value]) -> int | None:
     """
     name = eqn.primitive.name
     columns = [value.column for value in values]
-    number = next((n for n, column in enumerate(columns) if column is not None), None)
-    if number is None or name in _TAKES or (name == "lt" and values[1].zero):
+    found = [n for n, column in enumerate(columns) if column is not None]
+    if not found or (name in _TAKES and found == [1]) or (name == "lt" and values[1].zero):
         return None
+    number, *others = found
     if name == "select_n" and len({*columns[1:]}) > 1:
         raise Refused("it picks examples by their number")
-    if name == "concatenate":
+    if name == "concatenate" and not others:
         return sum((x.aval.shape[-1] for x in eqn.invars[:number]), start=columns[number] or 0)
-    if name == "lt" or (name == "add" and values[1 - number] != Value(degree=1)):
+    own = eqn.invars[number].aval.shape
+    is_moved = name == "add" and getattr(eqn.invars[1 - number], "val", None) not in own
+    if is_moved or name in (*_TAKES, "concatenate", "lt"):
         raise Refused("it computes with the place of examples in the batch")
     return columns[number]
 
@@ -269,7 +282,8 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
     """Whether examples stay apart in an operation, each in its place."""
     name, params, first = eqn.primitive.name, eqn.params, dims[0]
     if not any(dim is not None for dim in dims):
-        return out is None or name == "broadcast_in_dim"
+        is_copied = name == "tile" and _size(eqn.invars[0], out) == 1
+        return out is None or name == "broadcast_in_dim" or is_copied
     if name in primitives("apart", "same", "places") or is_elementwise(eqn):
         return True
     if out is None:
@@ -306,7 +320,8 @@ def _keeps(eqn: Any, values: list[Value], dims: list[int | None], out: int | Non
             is_own = picked == first and _size(eqn.invars[1], dims[1]) == _size(
                 eqn.invars[0], first
             )
-            return is_own and dims[1] is not None and dims[2] is not None
+            is_one = is_own and first in numbers.inserted_window_dims
+            return is_one and dims[1] is not None and dims[2] is not None
         if first is not None and dims[1] is None:
             return dims[2] is not None and first not in numbers.scatter_dims_to_operand_dims
         return first in numbers.operand_batching_dims
@@ -328,5 +343,5 @@ def _picks(eqn: Any, indices: Value, of: int | None, by: int | None) -> bool:
         return sizes[of] == eqn.invars[0].aval.shape[of]
     if indices.column is not None:  # of [examples * 2] its first half would be picked
         is_own = _size(eqn.invars[1], by) == _size(eqn.invars[0], of)
-        return is_own and numbers.start_index_map[indices.column] == of
+        return is_own and sizes[of] == 1 and numbers.start_index_map[indices.column] == of
     return of in numbers.operand_batching_dims

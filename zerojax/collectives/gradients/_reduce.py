@@ -102,12 +102,7 @@ def row_leaves(
     if size is None or not any(x.ndim for x in leaves):
         return [False] * len(leaves)
     larger = _examples.resized(batch, 2 * size)
-    try:
-        found = jax.eval_shape(lambda batch: loss_fn(params, batch, carried)[1][1], larger)
-    except Exception as error:
-        told = f"Called with {2 * size} examples, to find what of aux has a row for each, and with"
-        error.add_note(f"{told} {size} for a microbatch: take the number from the batch, len(x)")
-        raise
+    found = jax.eval_shape(lambda batch: loss_fn(params, batch, carried)[1][1], larger)
     twice = jax.tree.leaves(found)
     for name, x, y in zip(names, leaves, twice, strict=True):
         if x.shape != y.shape and x.shape != (size, *y.shape[1:]):

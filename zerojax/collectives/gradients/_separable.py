@@ -27,6 +27,7 @@ from jax.extend import core, source_info_util
 from zerojax import _examples
 from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
 from zerojax._primitives import primitives
+from zerojax._tree import is_key
 from zerojax._types import PyTree
 from zerojax.collectives.gradients import _mixing, _rules
 from zerojax.collectives.gradients._mixing import Refused, Value, meet
@@ -37,7 +38,7 @@ REMEDY = (
     "over the batch before the step, and return jnp.mean(losses * mask)"
 )
 #: Parameters that give the shape of a result, and that say where one is cut out.
-_SHAPES = {"new_sizes", "shape", "sizes", "slice_sizes"}
+_SHAPES = {"new_sizes", "reps", "shape", "sizes", "slice_sizes"}
 _ENDS = {"limit_indices", "start_indices"}
 _DIFFERS = "it is another program for another number of examples"
 
@@ -136,14 +137,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _constant(one: Any, two: Any, times: int) -> Value:
-    # NumPy takes bfloat16 for no number.
-    is_number = jnp.issubdtype(getattr(one, "dtype", float), np.number)
-    if isinstance(one, Tracer) or not is_number:
+    if isinstance(one, Tracer):
         return Value()
-    a, b = np.asarray(one), np.asarray(two)
+    if is_key(one) and one.shape == two.shape:
+        return Value()
+    a, b = (np.zeros(x.shape) if is_key(x) else np.asarray(x) for x in (one, two))
+    is_number = jnp.issubdtype(a.dtype, np.number)  # NumPy takes bfloat16 for none
     if (a.shape, a.tobytes()) == (b.shape, b.tobytes()):
-        return Value(zero=not a.any())
-    ratio = complex(b.item()) / complex(a.item()) if a.size == b.size == 1 and a.any() else 0j
+        return Value(zero=is_number and not a.any())
+    has_ratio = is_number and a.size == b.size == 1 and a.any()
+    ratio = complex(b.item()) / complex(a.item()) if has_ratio else 0j
     if ratio.real > 0 and not ratio.imag:
         return Value(degree=_power(ratio.real, times, a.dtype))
     raise Refused("a constant in it has entries that depend on the number of examples")
@@ -213,7 +216,9 @@ class _Reader:
         has_rule = self.differentiated and name in ("custom_jvp_call", "custom_vjp_call")
         if has_rule and not _rules.is_of_jax(eqn):
             return self._custom(eqn, other, values)
-        if name == "linear_call":  # what its transpose does with gradients is the user's
+        applied = opened(eqn.params["update_jaxpr"])[0] if name == "scatter" else None
+        # What a transpose does with gradients is the user's, and what x.at[i].apply(f) does.
+        if name == "linear_call" or (applied is not None and applied.eqns):
             raise Refused("whether it joins examples can't be told")
         if name == "shard_map":
             return self._shards(eqn, other, values)
@@ -250,6 +255,9 @@ class _Reader:
         found = [_mixing.result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         if of_examples:
             _check_params(eqn, other, dims[0] if dims else None, grows=True)
+            for one, two, dim in zip(eqn.outvars, other.outvars, outs, strict=True):
+                if dim is not None and one.aval.shape[dim] * self.times != two.aval.shape[dim]:
+                    raise Refused("it computes with the number of examples")
         return [dataclasses.replace(value, fresh=fresh) for value in found]
 
     def _custom(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:

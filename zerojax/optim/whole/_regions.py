@@ -43,8 +43,6 @@ def update_whole(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """A part of an update that needs whole matrices."""
-
     owner: int  # the parameter whose update it is
     slice: Slice  # its equations, inputs and results
     dims: Dims  # the labels of all dims

@@ -235,7 +235,6 @@ class Lifetimes:
         return frozenset({value}) if value in self.stored else self.sources[value]
 
     def num_parts(self, op: Op, examples: float) -> int:
-        """Count the parts that a dot product is made in; see `_split`."""
         k = op.contracted.at(examples)
         if op.name != "dot_general" or not self.backend.is_gpu or not k:
             return 1
