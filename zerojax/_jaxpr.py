@@ -181,6 +181,11 @@ def bind_here(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def is_real(atom: Any) -> bool:
+    """Whether a value has a gradient: no whole number, truth value or key."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
 def is_elementwise(eqn: Any) -> bool:
     """Whether each element of the result comes of the same element of the operands, or of scalars.
 

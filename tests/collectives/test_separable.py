@@ -20,6 +20,7 @@ from tests.collectives.losses import (
     OTHERS,
     PARAMS,
     TOKENS,
+    WIDTH,
     entropy,
     logits,
 )
@@ -272,6 +273,23 @@ def test_what_python_makes_of_the_size_of_the_whole_batch_is_seen(loss, mesh8):
     for accumulate in (1, 2):
         with pytest.raises(ValueError, match="number of examples"):
             lowered(mesh8, loss, accumulate, "once")
+
+
+def squeezed(params, batch):
+    x = batch["x"].squeeze()  # of one example [tokens, width]
+    return jnp.mean(jax.nn.logsumexp(x.reshape(len(x), -1)[:, :WIDTH] @ params["out"], axis=-1))
+
+
+def if_several(params, batch):
+    z = logits(params, batch)
+    return jnp.mean(jnp.tanh(z) if len(z) > 1 else z)
+
+
+@pytest.mark.parametrize("loss", [squeezed, if_several])
+def test_what_python_makes_of_a_single_example_is_seen(loss, mesh8):
+    lowered(mesh8, loss, 1, "once")
+    with pytest.raises(ValueError, match=r"for a single example: .*test_separable\.py:"):
+        lowered(mesh8, loss, 2, "once")
 
 
 def test_an_error_of_the_loss_tells_how_many_examples_it_had(mesh8):

@@ -5,10 +5,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from zerojax._jaxpr import is_elementwise
+from zerojax._jaxpr import is_elementwise, is_real
 from zerojax._primitives import primitives
+from zerojax.collectives.gradients._traces import Refused
 
 #: Parameters that name dims along which an operation mixes elements: the first that it has.
 _DIMS = ("axes", "axis", "dimension", "dimensions")
@@ -45,16 +44,6 @@ class Value:
     zero: bool = False  # whether it is nothing but zeros
 
 
-class Refused(Exception):
-    """Why a value is not separable; the operation and the user's line once they are known."""
-
-    name = where = ""
-
-    def __str__(self) -> str:
-        operation = (self.name and f": {self.name}") + (self.where and f" at {self.where}")
-        return super().__str__() + operation
-
-
 def result_of(
     eqn: Any, values: list[Value], dims: list[int | None], out: int | None, num_examples: int
 ) -> Value:
@@ -75,11 +64,8 @@ def result_of(
             )
         return Value(outer)
     column = _column(eqn, values)
-    if (
-        column is not None
-        and name == "reshape"
-        and _size(eqn.invars[0], given) != _size(eqn.outvars[0], out)
-    ):
+    resizes = name == "reshape" and _size(eqn.invars[0], given) != _size(eqn.outvars[0], out)
+    if column is not None and resizes:
         raise Refused("it computes with the place of examples in the batch")
     # Rows of examples are added to rows of what all share.
     if name == "scatter-add" and dims[0] is None and dims[2] is not None:
@@ -95,11 +81,7 @@ def result_of(
         return Value(degree=degree + 1, pooled=True)
     if name in ("reshape", "squeeze") and outer is not None:
         outer = _reshaped(eqn, outer, given, out, num_examples)
-    elif (
-        name == "reshape"
-        and given is not None
-        and _size(eqn.outvars[0], out) != _size(eqn.invars[0], given)
-    ):
+    elif given is not None and resizes:
         raise Refused("it joins examples, or whether it does can't be told")
     elif outer and column is None and (joined := _joined(eqn, outer, dims)):
         outer = joined
@@ -142,11 +124,6 @@ def of_kernel(
         raise Refused("it computes with the number of examples, or with what that divides")
     outer = _meet_outer(v.outer for v, dim in zip(values, dims, strict=True) if dim is not None)
     return Value(outer, sum(degrees))
-
-
-def is_real(atom: Any) -> bool:
-    """Whether a value has a gradient: no whole number, truth value or key."""
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def _size(atom: Any, dim: int | None) -> int:

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from zerojax._jaxpr import bind, called, opened, used
-from zerojax.collectives.gradients._mixing import Refused, Value, is_real, meet
+from zerojax._jaxpr import bind, called, is_real, opened, used
+from zerojax.collectives.gradients._mixing import Value, meet
+from zerojax.collectives.gradients._traces import Refused
 
 _JAX = Path(jax.__file__).parent
 _WANTED = "a backward rule has to be linear in the gradient of each example by itself"

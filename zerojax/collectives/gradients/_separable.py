@@ -22,25 +22,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core, source_info_util
 
 from zerojax import _examples
-from zerojax._jaxpr import bodies, called, is_variable, opened, scan_parts, used
+from zerojax._jaxpr import bodies, called, is_real, is_variable, opened, scan_parts
 from zerojax._primitives import primitives
 from zerojax._tree import is_key
 from zerojax._types import PyTree
 from zerojax.collectives.gradients import _mixing, _rules
-from zerojax.collectives.gradients._mixing import Refused, Value, meet
+from zerojax.collectives.gradients._mixing import Value, meet
+from zerojax.collectives.gradients._traces import (
+    DIFFERS,
+    Refused,
+    check_params,
+    differs_alone,
+    trace_loss,
+    varying,
+)
 
 #: What a loss should be where parts of the batch are averaged.
 REMEDY = (
     "a loss that is a mean over examples; for the mean over a mask, divide the mask by its mean "
     "over the batch before the step, and return jnp.mean(losses * mask)"
 )
-#: Parameters that give the shape of a result, and that say where one is cut out.
-_SHAPES = {"new_sizes", "reps", "shape", "sizes", "slice_sizes"}
-_ENDS = {"limit_indices", "start_indices"}
-_DIFFERS = "it is another program for another number of examples"
 
 
 def why_no_mean(
@@ -66,7 +69,7 @@ def why_no_mean(
 
     def why(times: int) -> Refused | None:
         try:
-            one, two = (_traced(loss_fn, params, batch, few * n, num_parts) for n in (1, times))
+            one, two = (trace_loss(loss_fn, params, batch, few * n, num_parts) for n in (1, times))
             (loss,) = _Reader(few, times).run(one, two, values)
         except Refused as refused:
             return refused
@@ -75,23 +78,9 @@ def why_no_mean(
 
     refused = why(max(count * num_parts, 2))
     # JAX may sort many examples otherwise than few: of sizes near to each other more is told.
-    return refused and (why(2) or refused)
-
-
-def _traced(loss_fn: Any, params: PyTree, batch: PyTree, size: int, parts: int) -> core.ClosedJaxpr:
-    try:
-        traced = jax.make_jaxpr(loss_fn)(params, _examples.resized(batch, size), None)
-    except Exception as error:
-        if size == _examples.num_examples(batch):
-            if parts > 1:
-                error.add_note(
-                    f"Under reduce='once' the loss is called with {size} examples, what a device "
-                    "has of a microbatch. Recipe(reduce='each') calls it with the whole one; or "
-                    "leave out a shard_map along the batch, if there is one."
-                )
-            raise
-        raise Refused(f"it can't be traced for {size} examples: {error}") from error
-    return used(traced, 1)
+    if refused or _examples.num_examples(batch) != 1:
+        return refused and (why(2) or refused)
+    return differs_alone(*(trace_loss(loss_fn, params, batch, n, num_parts) for n in (1, 2)))
 
 
 def _held(eqn: Any) -> Any:
@@ -100,40 +89,6 @@ def _held(eqn: Any) -> Any:
         given = jax.tree.unflatten(of.in_tree, [x.aval for x in eqn.invars])
         return jax.make_jaxpr(of.expand)(*given)
     return eqn.params["fwd_jaxpr"] if eqn.primitive.name == "remat_opt" else called(eqn)
-
-
-def _varying(one: Any, two: Any) -> int | None:
-    if one.aval.ndim != two.aval.ndim:
-        raise Refused(_DIFFERS)
-    pairs = enumerate(zip(one.aval.shape, two.aval.shape, strict=True))
-    found = [dim for dim, (a, b) in pairs if a != b]
-    if len(found) > 1:
-        raise Refused("it joins examples with each other")
-    return found[0] if found else None
-
-
-def _check_params(eqn: Any, other: Any, dim: int | None = None, *, grows: bool = False) -> None:
-    """Refuse parameters that Python chose by the number of examples, as in `w ** len(x)`.
-
-    Of examples shapes grow, and so do the ends of a slice along `dim`, which counts them.
-    """
-    for name, one in eqn.params.items():
-        two = other.params[name]
-        if not (_is_plain(one) and _is_plain(two)) or repr(one) == repr(two):  # nan is not nan
-            continue
-        if grows and name in _ENDS:
-            pairs = enumerate(zip(one, two, strict=True))
-            is_size = {n for n, (a, b) in pairs if a != b} == {dim}
-        else:
-            is_size = grows and name in _SHAPES
-        if not is_size:
-            raise Refused("it computes with the number of examples")
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float | complex | str | np.dtype | None)
 
 
 def _constant(one: Any, two: Any, times: int) -> Value:
@@ -171,14 +126,14 @@ class _Reader:
         """Return what is known of a program's results, from what is known of its inputs."""
         (one, mine), (two, others) = opened(one), opened(two)
         if (len(one.eqns), len(mine)) != (len(two.eqns), len(others)):
-            raise Refused(_DIFFERS)
+            raise Refused(DIFFERS)
         known = dict(zip(one.invars, values, strict=True))
         same = (_constant(a, b, self.times) for a, b in zip(mine, others, strict=True))
         known.update(zip(one.constvars, same, strict=True))
 
         def read(atoms: Sequence[Any], same: Sequence[Any]) -> list[Value]:
             if [*map(is_variable, atoms)] != [*map(is_variable, same)]:
-                raise Refused(_DIFFERS)
+                raise Refused(DIFFERS)
             return [
                 known[a] if is_variable(a) else _constant(a.val, b.val, self.times)
                 for a, b in zip(atoms, same, strict=True)
@@ -192,8 +147,7 @@ class _Reader:
                 results = self._step(eqn, other, read(eqn.invars, other.invars))
             except Refused as refused:
                 # What JAX's own functions hold has no line of the user's; what calls them has.
-                refused.name = refused.name or eqn.primitive.name
-                refused.where = refused.where or source_info_util.summarize(eqn.source_info)
+                refused.at(eqn)
                 raise
             known.update(zip(eqn.outvars, results, strict=True))
         return read(one.outvars, two.outvars)
@@ -232,12 +186,12 @@ class _Reader:
             return self.run(first, second, [*consts, *values[sum(lengths) :]])
         if name == "select_n" and values[0].zero:  # of x[:, t]: select_n (lt 0 0) 0 16
             return [values[1]]
-        dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
-        outs = [_varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
+        dims = [varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+        outs = [varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
         fresh = any(value.fresh for value in values)
         of_examples = any(dim is not None for dim in (*dims, *outs))
         if not of_examples:
-            _check_params(eqn, other)
+            check_params(eqn, other)
         if not of_examples and not any(value.pooled or value.degree for value in values):
             zero = bool(values) and all(value.zero for value in values)
             zero = zero and (name in _mixing.LINEAR or name in ("gt", "lt", "ne"))
@@ -254,7 +208,7 @@ class _Reader:
         _mixing.check_operands(name, values, of_examples=of_examples)
         found = [_mixing.result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         if of_examples:
-            _check_params(eqn, other, dims[0] if dims else None, grows=True)
+            check_params(eqn, other, dims[0] if dims else None, grows=True)
             for one, two, dim in zip(eqn.outvars, other.outvars, outs, strict=True):
                 if dim is not None and one.aval.shape[dim] * self.times != two.aval.shape[dim]:
                     raise Refused("it computes with the number of examples")
@@ -266,7 +220,7 @@ class _Reader:
 
         def gradients(atoms: Any, others: Any, values: list[Value]) -> list[Value]:
             known = zip(atoms, others, values, strict=True)
-            real = ((v, _varying(a, b)) for a, b, v in known if _mixing.is_real(a))
+            real = ((v, varying(a, b)) for a, b, v in known if is_real(a))
             return [_rules.gradient_of(v, dim) for v, dim in real]
 
         given = gradients(eqn.outvars, other.outvars, found)
@@ -284,7 +238,7 @@ class _Reader:
     def _shards(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         """Read what each device does with its part of the examples, of which all have as many."""
         inner = eqn.params["jaxpr"].invars
-        dims = [_varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+        dims = [varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
         found = zip(eqn.invars, inner, dims, strict=True)
         parts = {x.aval.shape[d] // own.aval.shape[d] for x, own, d in found if d is not None}
         if len(parts) != 1:
