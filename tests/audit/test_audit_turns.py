@@ -74,6 +74,20 @@ def test_a_loop_within_the_loss_is_told_from_microbatches(mesh8):
     assert "if it is the loss's own, differentiate gather_where_used" in note
 
 
+@pytest.mark.parametrize("stage", range(3))
+def test_microbatches_that_are_not_told_are_named_with_the_recipe_they_have(mesh8, stage):
+    layout = zerojax.make_layout(shapes_of(BIASED), mesh8, stage=stage)
+    recipe = zerojax.Recipe(accumulate=4, reduce="each")
+    step = zerojax.make_train_step(pair_loss, optax.adam(1e-3), layout, recipe)
+    compiled = step.lower(
+        step.abstract_state(), jax.ShapeDtypeStruct((BATCH, WIDTH), "float32")
+    ).compile()
+    only(report := audit(compiled, layout), "volume")
+    (note,) = (one for one in report.notes if "4 microbatches" in one)
+    assert "audit with Recipe(accumulate=4, reduce='each')" in note
+    assert audit(compiled, layout, recipe).problems == ()
+
+
 def joined_loss(params, x):
     """Join weights in each turn, as flax's OptimizedLSTMCell does; CPUs reduce in each."""
 

@@ -13,6 +13,7 @@ import pytest
 
 import zerojax
 from zerojax.audit import Program
+from zerojax.hardware import find_hardware
 from zerojax.hlo import find_host_moves, parse_module
 from zerojax.memory import _remat
 from zerojax.models import gpt
@@ -185,7 +186,7 @@ def test_every_spelling_of_a_move_is_counted():
     assert [name for name, m in moves.items() if m.is_computed] == ["x-start"]
 
 
-def compiled_step(target, stage, *, config=None):
+def compiled_step(target, stage, *, config=None, **chosen):
     """Compile a scanned GPT; a small one by default."""
     config = config or gpt.Config(
         num_layers=2, width=64, num_heads=4, vocab_size=256, context=32
@@ -197,11 +198,33 @@ def compiled_step(target, stage, *, config=None):
     )
     make, key, tx = functools.partial(gpt.init, config), jax.random.key(0), optax.adamw(1e-3)
     layout = zerojax.make_layout(jax.eval_shape(make, key), mesh, stage=stage)
-    recipe = zerojax.Recipe(precision=MIXED, clip_norm=1.0, offload=True)
+    recipe = zerojax.Recipe(precision=MIXED, clip_norm=1.0, offload=True, **chosen)
     step = zerojax.make_train_step(functools.partial(gpt.loss, config), tx, layout, recipe)
-    shape = (8, config.context + 1)
+    shape = (8 * recipe.accumulate, config.context + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.batch)
     return layout, step.lower(step.abstract_state(), batch).compile()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "each"),
+    [
+        ({}, 12),  # a gradient and a parameter down, the new one up
+        ({"precision": "bf16"}, 4),
+        ({"precision": "bf16", "accumulate": 4}, 6),  # of a sum in fp32
+        ({"precision": zerojax.Precision(params=jnp.bfloat16), "accumulate": 4}, 6),
+    ],
+    ids=["fp32", "bf16", "accumulated", "without masters"],
+)
+def test_a_plan_counts_what_an_audit_expects_between_device_and_host(chosen, each, mesh8):
+    params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    tx, recipe = optax.adam(1e-3), zerojax.Recipe(offload=True, **chosen)
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+    step = zerojax.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, layout, recipe)
+    report = step.audit(jax.ShapeDtypeStruct((32, 512), jnp.float32))
+    planned = zerojax.plan(params, tx, hardware="h100", num_devices=8, stage=2, recipe=recipe)
+    bandwidth = find_hardware("h100").host_bandwidth
+    assert report.host_traffic.theory == each * 512 * 512 // 8
+    assert planned.time.host * bandwidth == pytest.approx(report.host_traffic.theory)
 
 
 def test_a_host_that_is_given_too_much_is_caught():
@@ -224,6 +247,15 @@ def test_a_host_that_is_given_too_much_is_caught():
 
 #: 1.2e9 parameters: a step holds one layer's gradients whole, 1 / (24 * 1.125) of the bound.
 LARGE = gpt.Config(num_layers=24, width=2048, num_heads=16, vocab_size=8192, context=128)
+
+
+@pytest.mark.aot("cuda")
+def test_gradients_that_are_summed_once_lie_as_the_host_takes_them():
+    """Biases of layers are scattered by columns, which XLA refused: f32[2,64]{0,1}."""
+    layout, compiled = compiled_step("h100:1x8", 1, accumulate=2)
+    report = zerojax.audit(compiled, layout, dataclasses.replace(HOSTED, accumulate=2))
+    report.raise_if_problems()
+    assert report.host_traffic.total == pytest.approx(report.host_traffic.theory, rel=0.01)
 
 
 @pytest.mark.parametrize(

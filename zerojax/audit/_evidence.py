@@ -47,10 +47,6 @@ class Problem:
         parts = (f"  {name}: {getattr(self, name)}" for name in ("seen", "expected", "remedy"))
         return wrapped(f"{self.kind}: {self.where}", *parts)
 
-    def __contains__(self, words: str) -> bool:
-        """Whether its text has some words: `any("optimizer" in p for p in report.problems)`."""
-        return words in " ".join(str(self).split())
-
 
 class Evidence:
     """A program, the layout that it should follow, and what was read off them.
@@ -160,12 +156,17 @@ class Evidence:
 
     @cached_property
     def theory(self) -> Theory:
+        return self.theory_with(self.recipe)
+
+    def theory_with(self, recipe: Recipe) -> Theory:
+        """Return what such a step had to move with another recipe."""
+
         def is_handed_on(new: hlo.Value) -> bool:  # as it came, and so not gathered
             found = hlo.source_of(self.module, new.frame, new.name)
             return found is not None and (found[1].opcode, found[0].parent) == ("parameter", None)
 
         untouched = {x for x in self.frozen if is_handed_on(self.updated[x]["parameter"])}
-        return theory_of(self.layout, self.recipe, frozen=self.frozen, untouched=untouched)
+        return theory_of(self.layout, recipe, frozen=self.frozen, untouched=untouched)
 
     @cached_property
     def frozen(self) -> frozenset[int]:

@@ -12,6 +12,7 @@ from zerojax.audit._arguments import STATES, Held, item_bits
 from zerojax.audit._evidence import Evidence
 from zerojax.hlo import Result, find_host_moves, largest_results
 from zerojax.layout import PLURALS
+from zerojax.planner import host_theory
 
 #: How kinds of argument are called in a report.
 NAMES: dict[str, str] = {**PLURALS, "batch": "batch", "copy": "other", "other": "other"}
@@ -158,17 +159,9 @@ def traffic_of(evidence: Evidence) -> HostTraffic:
 
 
 def _updated_theory(evidence: Evidence) -> int:
-    """Count what ZeRO-Offload's update moves: of each leaf a gradient down and a parameter up."""
     states = [one for one in evidence.states("master", "optimizer") if one.on_host]
     owners = {one.parameter for one in states if one.parameter is not None}
     has_masters = bool(evidence.states("master"))
-    wide = evidence.recipe.accumulate > 1 or evidence.recipe.precision.reduce is not None
-    bits = 0.0
-    for index in owners:
-        leaf = evidence.layout.leaves[index]
-        own = evidence.parameter_bits.get(index, item_bits(str(leaf.dtype)))
-        gradient = max(own, 32) if wide else own
-        # Without masters the parameters themselves are updated, and go down as well.
-        each = gradient + own if has_masters else gradient + 2 * own
-        bits += leaf.bytes_per_device("optimizer", dtype="uint8") * each
-    return round(bits / 8)
+    leaves, bits = evidence.layout.leaves, evidence.parameter_bits
+    held = {n: bits.get(n, item_bits(str(leaves[n].dtype))) / 8 for n in owners}
+    return round(host_theory(evidence.layout, evidence.recipe, held, has_masters=has_masters))

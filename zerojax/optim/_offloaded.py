@@ -7,6 +7,7 @@ Source: ZeRO-Offload, arXiv 2101.06840, sections 3 and 4.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jax.experimental import compute_on as _compute_on
 from zerojax._jaxpr import bind, depending, inputs_of, is_elementwise
 from zerojax._traced import Slice, Traced, is_fill, sliced
 from zerojax._types import TreeDef
-from zerojax.collectives.forms import shard
+from zerojax.collectives.forms import row_major, shard
 from zerojax.layout import Layout, LeafLayout, OptimizerLayout
 from zerojax.memory import check_host_memory
 
@@ -147,7 +148,9 @@ class OffloadedUpdate:
         return ", ".join([repr(self.layout.leaves[n].path) for n in sorted({*owners})][:3])
 
     def _run(self, part: _Part, values: list[Any], hosted: Sequence[bool], token: Any) -> list[Any]:
-        near = [x for x, far in zip(values, hosted, strict=True) if not far]
+        near = [
+            self._in_order(x, part.leaf) for x, far in zip(values, hosted, strict=True) if not far
+        ]
         if token is not None:  # hold them back until it is there
             near = list(jax.lax.optimization_barrier((*near, token)))[:-1]
         anchor = hosted.index(True)
@@ -172,6 +175,14 @@ class OffloadedUpdate:
         leaf, near = part.leaf, [jax.typeof(x).memory_space != _HOST for x in out]
         is_cut = [here and x.shape == leaf.shape for x, here in zip(out, near, strict=True)]
         return [shard(x, leaf, self.layout) if y else x for x, y in zip(out, is_cut, strict=True)]
+
+    def _in_order(self, x: Any, leaf: LeafLayout) -> Any:
+        """Hold a gradient as the host's program takes it; XLA on GPUs does not see to it."""
+        if self.layout.platform != "gpu" or x.shape != leaf.shape:
+            return x
+        mesh, spec = self.layout.auto_mesh, leaf.shard_spec
+        held = functools.partial(row_major, layout=self.layout)
+        return jax.shard_map(held, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
 def _mixes(does: str) -> ValueError:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from zerojax._arguments import as_count
 from zerojax._types import Axes
 from zerojax.layout import STAGES, Layout, check_stage
@@ -130,3 +132,19 @@ def theory_of(
         left = tuple(axis for axis in batch if axis not in own_axes)
         add(found.summed, left, 2 * reductions * part)
     return found
+
+
+def host_theory(
+    layout: Layout, recipe: Recipe, held: Mapping[int, float], *, has_masters: bool
+) -> float:
+    """Count the bytes between a device and its host for an update there, the least of all ways.
+
+    Gradients go down and parameters come up, 4 Psi / N with 16 bits (ZeRO-Offload, arXiv
+    2101.06840, section 3). Without masters the parameters themselves are updated, and go down too.
+    `held` has the leaves that the host updates, and the bytes of an element of each.
+    """
+    summed = recipe.accumulator
+    least = 0 if summed is None else jnp.dtype(summed).itemsize
+    size = [leaf.bytes_per_device("optimizer", dtype="uint8") for leaf in layout.leaves]
+    times = 1 if has_masters else 2
+    return sum(size[n] * (max(own, least) + times * own) for n, own in held.items())

@@ -15,7 +15,7 @@ from zerojax._tree import as_shapes, floating_dtype, num_bytes
 from zerojax.collectives.forms import BLOCK, TOGETHER
 from zerojax.hardware import Hardware
 from zerojax.layout import Description, Layout, make_layout
-from zerojax.planner._formulas import Theory, theory_of
+from zerojax.planner._formulas import Theory, host_theory, theory_of
 from zerojax.planner._links import Network
 from zerojax.planner._update import Matrices, matrices_of
 from zerojax.planner._workload import DATA, MODEL, REPLICA, Devices, Model, Placement
@@ -122,15 +122,12 @@ class Setting:
 
     @property
     def update_traffic(self) -> float:
-        """The bytes between device and host for the update.
-
-        Two bytes of every gradient go there and two of every parameter come back, the least of all
-        ways to cut Adam between the two (ZeRO-Offload, arXiv 2101.06840, section 3).
-        """
+        """The bytes between device and host for the update."""
         if not self.hosted:
             return 0.0
-        moved = 4 * self.layout.num_params / self.devices.model_axis
-        return moved / (self.layout.num_shards if self.layout.partitions("optimizer") else 1)
+        given, leaves = self.recipe.precision, enumerate(self.layout.leaves)
+        held = {n: floating_dtype(leaf.dtype, given.params).itemsize for n, leaf in leaves}
+        return host_theory(self.layout, self.recipe, held, has_masters=given.master is not None)
 
     @property
     def sums(self) -> int:

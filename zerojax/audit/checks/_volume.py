@@ -9,7 +9,6 @@ from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, redu
 from zerojax.audit._traffic import Move
 from zerojax.audit.checks._state import note_undivided
 from zerojax.hlo import sum_moved
-from zerojax.planner import theory_of
 
 #: Volume over theory that is still as good: for partitions gathered at once, and in stages, whose
 #: last step some backends write as an all-reduce.
@@ -214,13 +213,14 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
         return
     if is_too_much(evidence):
         for length in sorted({trips[0] or 1 for trips in found if trips} - {1}):
-            theory = theory_of(layout, replace(recipe, accumulate=length)).elements
+            each = replace(recipe, accumulate=length, reduce="each")
+            theory = evidence.theory_with(each).elements
             if LEAST * theory <= judged <= tolerance(evidence) * theory:
                 advice = reducing(evidence)
                 yield (
                     f"the volume is that of {length} microbatches, and collectives stand in a loop "
                     f"of {length} turns: if these are microbatches, audit with "
-                    f"Recipe(accumulate={length})"
+                    f"Recipe(accumulate={length}, reduce='each')"
                     + (advice and f"; if it is the loss's own, {advice}")
                 )
         return

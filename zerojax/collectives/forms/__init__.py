@@ -23,5 +23,5 @@ from zerojax.collectives.forms._forms import (
     view,
 )
 from zerojax.collectives.forms._products import bind_narrow, is_narrow, labels_of, product
-from zerojax.collectives.forms._tiles import as_state, scattered_shape, scatters_at_once
+from zerojax.collectives.forms._tiles import as_state, row_major, scattered_shape, scatters_at_once
 from zerojax.collectives.forms._writeback import TOGETHER, widened, write_back
