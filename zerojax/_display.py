@@ -122,7 +122,7 @@ def decimal(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Write a time in ms, from a second on in s: 28.13 ms, 17.97 s."""
-    return f"{1e3 * seconds:#.4g} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{1e3 * seconds:#.4g} ms" if seconds < 0.99995 else f"{seconds:.2f} s"
 
 
 def amount(value: float) -> str:

@@ -1,7 +1,9 @@
-"""Dataclasses of what JSON holds."""
+"""Plain data: tables in TOML, and dataclasses of what JSON holds."""
 
 import dataclasses
+import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any, get_args, get_origin
 
 
@@ -20,3 +22,8 @@ def made(kind: Any, x: Any) -> Any:
     if kind is not Any and (is_flag or not isinstance(x, wanted)):
         raise TypeError(f"{x!r} is no {kind}")
     return x
+
+
+def read_table(package: str, name: str) -> dict[str, Any]:
+    """Read a TOML file that lies in a package."""
+    return tomllib.loads(resources.files(package).joinpath(name).read_text("utf-8"))

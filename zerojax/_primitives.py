@@ -1,14 +1,12 @@
 """Primitives of JAX by what they do, as `primitives.toml` lists them."""
 
 import functools
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
-LISTS: Mapping[str, Any] = tomllib.loads(
-    resources.files("zerojax").joinpath("primitives.toml").read_text("utf-8")
-)
+from zerojax._plain import read_table
+
+LISTS: Mapping[str, Any] = read_table("zerojax", "primitives.toml")
 
 
 @functools.cache

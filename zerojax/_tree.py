@@ -160,3 +160,10 @@ def as_shapes(tree: PyTree, dtype: Any = None) -> PyTree:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), floating_dtype(own, dtype))
 
     return jax.tree.map(shape_of, tree)
+
+
+def mixed_bits(bits: jax.Array) -> jax.Array:
+    """Mix the bits of uint32 so that they look random (the multipliers of MurmurHash3)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)

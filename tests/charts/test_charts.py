@@ -62,7 +62,8 @@ def plans():
 
 
 def test_a_step_of_many_seconds_has_a_label_of_few_digits():
-    assert [duration(x) for x in (0.02813, 0.9, 17.97)] == ["28.13 ms", "900.0 ms", "17.97 s"]
+    given = {0.02813: "28.13 ms", 0.9: "900.0 ms", 0.99996: "1.00 s", 17.97: "17.97 s"}
+    assert {x: duration(x) for x in given} == given
 
 
 def test_plans_are_drawn_beside_each_other(plans, tmp_path):

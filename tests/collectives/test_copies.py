@@ -92,7 +92,8 @@ def test_the_sum_of_both_gradients_has_the_dtype_that_was_asked_for(mesh8):
     params = {"emb": PARAMS["emb"].astype(jnp.bfloat16)}
     layout = zerojax.make_layout(params, mesh8, stage=2)
     loss = functools.partial(loss_of, HEADS["transposed"])
-    gathered = gather_where_used(loss, layout, reduce_dtype=jnp.float32)
+    recipe = zerojax.Recipe(precision=zerojax.Precision(reduce=jnp.float32))
+    gathered = gather_where_used(loss, layout, recipe)
     text = jax.jit(jax.grad(gathered)).lower(params, TOKENS).as_text()
     sums = [line for line in text.splitlines() if "reduce_scatter" in line]
     assert sums

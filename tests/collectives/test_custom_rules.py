@@ -241,7 +241,7 @@ def test_what_a_rule_makes_of_weights_alone_is_made_again(looped, reshard, mesh8
         return jnp.mean(layer(layer(x, params["w"][0])[0], params["w"][1])[0] ** 2)
 
     compared(loss, params, X, layout)
-    boxed = gather_where_used(loss, layout, reshard_after_forward=reshard)
+    boxed = gather_where_used(loss, layout, zerojax.Recipe(reshard_after_forward=reshard))
     _, pull = jax.vjp(boxed, jax.device_put(params, layout.params), X)
     kept = [x for x in jax.tree.leaves(pull) if x.ndim > 1 and x.shape[-2:] == (ROWS, ROWS)]
     whole = [x for x in kept if x.sharding.is_fully_replicated]

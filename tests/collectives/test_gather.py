@@ -145,7 +145,8 @@ def stored_params(params, layout):
 
 def gradients(model, layout, params, x, reduce_dtype=None):
     """Run the re-traced loss; return loss, aux and logical gradients."""
-    loss = gather_where_used(functools.partial(loss_of, model), layout, reduce_dtype=reduce_dtype)
+    recipe = zerojax.Recipe(precision=zerojax.Precision(reduce=reduce_dtype))
+    loss = gather_where_used(functools.partial(loss_of, model), layout, recipe)
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, aux), grads = run(stored_params(params, layout), jax.device_put(x, layout.batch))
     return value, aux, layout.map_leaves(lambda leaf, g: to_logical(g, leaf), grads)
@@ -215,7 +216,8 @@ def test_gradients_are_summed_in_the_reduce_dtype(model, mesh8):
     x = normal(0, 16, WIDTH).astype(jnp.bfloat16)
 
     def reduced(dtype):
-        loss = gather_where_used(functools.partial(loss_of, model), layout, reduce_dtype=dtype)
+        recipe = zerojax.Recipe(precision=zerojax.Precision(reduce=dtype))
+        loss = gather_where_used(functools.partial(loss_of, model), layout, recipe)
         lowered = jax.jit(jax.grad(lambda p, x: loss(p, x)[0])).lower(
             stored_params(params, layout), jax.device_put(x, layout.batch)
         )

@@ -57,7 +57,7 @@ def test_every_model_has_the_numbers_of_plain_jax(stage, reshard, alone, mesh8):
     models, params, x, losses, want, want_grads = plain(alone)
     layout = layout_of(params, stage, mesh8)
     stored = jax.jit(lambda p: layout.map_leaves(lambda leaf, w: store(w, leaf, layout), p))(params)
-    loss = gather_where_used(losses, layout, reshard_after_forward=reshard)
+    loss = gather_where_used(losses, layout, zerojax.Recipe(reshard_after_forward=reshard))
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, got), grads = run(stored, jax.device_put(x, layout.batch))
     for name in models:
@@ -73,7 +73,8 @@ def memory_of(model, name, mesh, function, **options):
     """Compile what `function` makes of a loss; return bytes of all weights, and its memory."""
     params = {name: jax.eval_shape(lambda: params_of(model, WIDE))}
     layout = layout_of(params, 3, mesh)
-    loss = gather_where_used(lambda p, x: loss_of(model, p[name], x), layout, **options)
+    recipe = zerojax.Recipe(**options)
+    loss = gather_where_used(lambda p, x: loss_of(model, p[name], x), layout, recipe)
     x = jax.ShapeDtypeStruct((NUM_DEVICES, WIDE[0]), jnp.float32)
     run = jax.jit(functools.partial(function, loss), in_shardings=(layout.params, layout.batch))
     memory = run.lower(params, x).compile().memory_analysis()
@@ -142,7 +143,7 @@ def test_no_weight_is_kept_for_a_shard_map_of_the_user_s_own(scan, mesh8):
 def stacks_of(loss, layout, **options):
     """Return the shapes of the weights of three layers, and of what the forward loop stacks."""
     params = {"w": jnp.ones((3, 16, 64), jnp.bfloat16), "v": jnp.ones((3, 64, 16), jnp.bfloat16)}
-    run = jax.grad(gather_where_used(loss, layout(params), **options))
+    run = jax.grad(gather_where_used(loss, layout(params), zerojax.Recipe(**options)))
     traced = jax.make_jaxpr(run)(params, jnp.ones((32, 16), jnp.bfloat16))
     forward = next(eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
     return {x.shape for x in params.values()}, {var.aval.shape for var in forward.outvars}
@@ -174,7 +175,7 @@ def test_below_stage_3_a_loop_keeps_no_copy_of_its_weights(stage, reduce, mesh8)
 
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
-    weights, stacked = stacks_of(loss, make, reduce_dtype=reduce)
+    weights, stacked = stacks_of(loss, make, precision=zerojax.Precision(reduce=reduce))
     assert stacked.isdisjoint(weights)
 
 

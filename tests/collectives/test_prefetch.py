@@ -164,7 +164,7 @@ def gradient_of(names, mesh, sizes=WIDE, **options):
         return sum(loss_of(ALL[name], params[name], x) for name in names)
 
     placed = stored_params(params, layout), jax.device_put(x, layout.batch)
-    return jax.grad(gather_where_used(loss, layout, **options)), layout, placed
+    return jax.grad(gather_where_used(loss, layout, zerojax.Recipe(**options))), layout, placed
 
 
 def gathers(program, times=1, looped=False):

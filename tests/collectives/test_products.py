@@ -101,7 +101,8 @@ def test_attention_whose_heads_lie_behind_tokens_trains(stage, mesh8):
     narrow = {"w": params["w"].astype(BF16)}
     np.testing.assert_allclose(metrics["loss"], loss(narrow, x), rtol=0.01)
 
-    own = jax.jit(jax.grad(zerojax.gather_where_used(loss, layout, reduce_dtype=FP32)))
+    wide = zerojax.Recipe(precision=zerojax.Precision(reduce=FP32))
+    own = jax.jit(jax.grad(zerojax.gather_where_used(loss, layout, wide)))
     grads = own(jax.device_put(narrow, layout.params), x)
     want = jax.grad(loss)({"w": narrow["w"].astype(FP32)}, x)
     np.testing.assert_allclose(grads["w"].astype(FP32), want["w"], rtol=0.1, atol=5e-4)
@@ -195,7 +196,8 @@ def test_gradients_summed_in_fp32_of_products_that_xla_can_not_run_as_they_are(s
 
     layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
     narrow = {"w": params["w"].astype(BF16)}
-    gathered = zerojax.gather_where_used(loss, layout, reduce_dtype=FP32)
+    wide = zerojax.Recipe(precision=zerojax.Precision(reduce=FP32))
+    gathered = zerojax.gather_where_used(loss, layout, wide)
     grads = jax.jit(jax.grad(gathered))(jax.device_put(narrow, layout.params), x)
     want = jax.grad(loss)(narrow, x)
     np.testing.assert_allclose(*(np.asarray(g["w"], np.float32) for g in (grads, want)), rtol=0.02)

@@ -103,7 +103,7 @@ def kept(loss, params, x) -> int:
 def test_no_more_is_kept_for_the_backward_pass_than_by_plain_jax(loss, keeps, mesh8):
     params, x = made(), jnp.ones((ROWS, WIDTH))
     layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1)
-    ours = gather_where_used(loss, layout, reshard_after_forward=not keeps)
+    ours = gather_where_used(loss, layout, zerojax.Recipe(reshard_after_forward=not keeps))
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
     # Beside shards there may be a gathered weight, where that is asked for, for each of 8 devices;
     # and what a product with examples takes, in the shape for a copy of the weight per device.

@@ -57,7 +57,9 @@ def test_every_use_of_a_narrow_weight_works(stage, mesh8):
         return jax.jit(jax.value_and_grad(run, has_aux=True))
 
     (_, want), want_grads = total(loss_of)(params, x)
-    wide = gather_where_used(loss_of, layout, reduce_dtype=jnp.float32)
+    wide = gather_where_used(
+        loss_of, layout, zerojax.Recipe(precision=zerojax.Precision(reduce=jnp.float32))
+    )
     stored = jax.device_put(params, layout.params)
     (_, got), grads = total(wide)(stored, jax.device_put(x, layout.batch))
     for name in USES:
@@ -79,7 +81,9 @@ def test_what_waits_for_the_gather_is_summed_wide_too(name, mesh8):
     def loss(params, x):
         return jnp.sum(USES[name](*params, x).astype(jnp.float32))
 
-    wide = gather_where_used(loss, layout, reduce_dtype=jnp.float32)
+    wide = gather_where_used(
+        loss, layout, zerojax.Recipe(precision=zerojax.Precision(reduce=jnp.float32))
+    )
     text = jax.jit(jax.grad(wide)).lower(params, jnp.ones((SIZE, SIZE), BF16)).as_text()
     reduced = re.findall(r"sharding_constraint .*tensor<(?:\d+x)+(bf16|f32)>", text)
     assert reduced
@@ -91,7 +95,11 @@ def test_the_gradient_of_a_product_is_accumulated_wide(use, mesh8):
     """Not rounded to bf16 between the product and the sum over devices."""
     w = jnp.ones((SIZE, SIZE), BF16)
     layout = zerojax.make_layout(w, mesh8, stage=2, min_size=1)
-    wide = gather_where_used(lambda w, x: jnp.sum(use(w, x)), layout, reduce_dtype=jnp.float32)
+    wide = gather_where_used(
+        lambda w, x: jnp.sum(use(w, x)),
+        layout,
+        zerojax.Recipe(precision=zerojax.Precision(reduce=jnp.float32)),
+    )
     text = jax.jit(jax.grad(wide)).lower(w, w).as_text()
     assert re.findall(r"dot_general .*-> tensor<16x16x(bf16|f32)>", text)[-1] == "f32"
 
@@ -104,7 +112,9 @@ def test_what_waits_for_the_gather_is_rounded_as_the_program_has_it(mesh8):
         return jnp.broadcast_to(s[:, None], (SIZE, SIZE)) * 0.3 * x
 
     # Not compiled as one program, as below.
-    got = gather_where_used(outer, layout, reduce_dtype=jnp.float32)(s, x)
+    got = gather_where_used(
+        outer, layout, zerojax.Recipe(precision=zerojax.Precision(reduce=jnp.float32))
+    )(s, x)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(outer(s, x)))
 
 
@@ -210,7 +220,7 @@ def test_a_complex_number_made_of_weights_is_no_wider_weight(reshard, mesh8):
         return jnp.mean(jnp.abs(h.astype(jnp.complex64) @ both))
 
     layout = zerojax.make_layout(params, mesh8, stage=3, min_size=1)
-    gathering = gather_where_used(loss, layout, reshard_after_forward=reshard)
+    gathering = gather_where_used(loss, layout, zerojax.Recipe(reshard_after_forward=reshard))
     placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
     got = jax.jit(jax.grad(gathering))(*placed)
     want = jax.grad(loss)(params, x)

@@ -175,7 +175,6 @@ def test_a_scan_knows_constants_carry_slices_and_how_often_it_runs():
     (scan,) = [op for op in read(function, (3,)).ops if op.name == "scan"]
     assert (scan.kind, scan.length) == ("loop", Line(5.0))
     assert scan.num_carry == 2
-    assert scan.num_consts == len(scan.inputs) - 3
     (body,) = scan.bodies
     assert len(body.inputs) == len(scan.inputs)
     assert len(body.outputs) == len(scan.outputs) == 3
@@ -194,8 +193,7 @@ def test_a_while_loop_knows_constants_and_carry():
     program = read(function, (3,))
     (loop,) = [op for op in program.ops if op.name == "while"]
     assert loop.num_carry == len(loop.outputs) == 2
-    assert loop.num_consts == 2  # the condition's and the body's
-    carried = loop.inputs[loop.num_consts :]
+    carried = loop.inputs[2:]  # after the condition's constant and the body's
     assert carried == program.inputs * 2
     (body,) = loop.bodies
     assert len(body.inputs) == 1 + loop.num_carry, "without what the condition reads"

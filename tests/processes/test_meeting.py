@@ -45,8 +45,9 @@ def test_those_that_do_not_start_are_named_to_all_others(here, missing):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"num_processes": "2"}, "num_processes must be a finite number of at least 0, got '2'"),
+        ({"num_processes": "2"}, "num_processes must be a whole number of at least 1, got '2'"),
         ({"process_id": True}, "process_id must be a finite number of at least 0, got True"),
+        ({"num_processes": 2.5}, "num_processes must be a whole number of at least 1, got 2.5"),
         ({"patience": "50"}, "patience must be a finite number of at least 0, got '50'"),
         ({"wait": -1}, "wait must be a finite number of at least 0, got -1"),
     ],

@@ -28,10 +28,9 @@ RECIPES = (
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_comes_back_from_json_equal(recipe):
-    back = Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))
-    assert back == recipe
-    assert hash(back) == hash(recipe)
+def test_a_recipe_is_written_as_json(recipe):
+    read = json.loads(json.dumps(recipe.to_dict()))
+    assert read.keys() == {field.name for field in dataclasses.fields(recipe)}
 
 
 def test_names_stand_for_policies():
@@ -84,7 +83,7 @@ def test_numbers_of_numpy_are_plain_numbers():
     numbers: Any = {"clip_norm": np.float32(1), "accumulate": np.int64(2)}
     recipe = Recipe(**numbers)
     assert recipe == Recipe(clip_norm=1.0, accumulate=2)
-    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert json.dumps(recipe.to_dict()) == json.dumps(Recipe(clip_norm=1.0, accumulate=2).to_dict())
 
 
 @pytest.mark.parametrize(
@@ -92,22 +91,11 @@ def test_numbers_of_numpy_are_plain_numbers():
     [
         (zerojax.RematPolicy, {"keep": None}, "keep must be a tuple of names"),
         (zerojax.RematPolicy, {"partition": ("data",)}, "partition must name one mesh axis"),
-        (
-            Recipe.from_dict,
-            {"given": {"precision": {"parms": "x"}}},
-            "precision of a recipe",
-        ),
-        (Recipe.from_dict, {"given": "bf16"}, "read from a dict, got 'bf16'"),
     ],
 )
 def test_policies_of_the_wrong_type_are_refused(policy, given, match):
     with pytest.raises(ValueError, match=match):
         policy(**given)
-
-
-def test_unknown_names_in_json_are_refused():
-    with pytest.raises(ValueError, match="a recipe has no stage; it has precision"):
-        Recipe.from_dict({"stage": 2})
 
 
 def test_what_is_no_recipe_is_refused():

@@ -102,8 +102,7 @@ def test_a_step_that_is_not_finite_is_skipped_where_the_recipe_says_so(stage, ac
 def test_a_recipe_says_whether_it_skips():
     assert not zerojax.Recipe().skips
     assert zerojax.Recipe(precision="fp16").skips
-    recipe = zerojax.Recipe(skip_nonfinite=True)
-    assert zerojax.Recipe.from_dict(recipe.to_dict()) == recipe
+    assert zerojax.Recipe(skip_nonfinite=True).skips
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from zerojax._display import binary
 from zerojax._quiet import quiet_stderr
 from zerojax.aot._plugin import version_of
 from zerojax.audit import Program
@@ -41,10 +42,8 @@ class DoesNotFit(RuntimeError):
         needed, available = self.needed, self.available
         if needed is None or available is None:
             return f"does not fit the memory of a device: {self.message}"
-        return (
-            f"does not fit: it needs {needed / 2**30:,.2f} GiB of a device's "
-            f"{available / 2**30:,.2f} GiB, {(needed - available) / 2**30:,.2f} GiB too much"
-        )
+        told = f"does not fit: it needs {binary(needed)} of a device's {binary(available)}"
+        return f"{told}, {binary(needed - available)} too much"
 
 
 def _find(key: str) -> Program | DoesNotFit | None:

@@ -4,7 +4,6 @@ import difflib
 import functools
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -16,15 +15,14 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from zerojax._plain import read_table
 from zerojax.aot._plugin import gpu_devices, tpu_devices
 from zerojax.hardware import HARDWARE, Hardware, find_hardware
 from zerojax.layout import check_axes, in_order, place_along
 
 _FILES = resources.files("zerojax.aot")
 #: What XLA asks of a GPU beside what the planner knows of it; see chips.toml.
-GPU_CHIPS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    tomllib.loads(_FILES.joinpath("chips.toml").read_text(encoding="utf-8"))
-)
+GPU_CHIPS: Mapping[str, Mapping[str, Any]] = read_table("zerojax.aot", "chips.toml")
 #: libtpu knows TPUs itself, by the last of their device kinds: "TPU v5p", "TPU7x".
 TPU_CHIPS: Mapping[str, Hardware] = MappingProxyType(
     {x.device_kinds[-1].lower().removeprefix("tpu "): x for x in HARDWARE.values() if x.torus}

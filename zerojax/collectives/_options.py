@@ -11,10 +11,8 @@ fewer collectives and more memory (CB, arXiv 1910.02054, section 6.2).
 import functools
 import os
 import re
-import tomllib
 import warnings
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
 import jax
@@ -22,12 +20,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._plain import read_table
 from zerojax.layout import Layout
 
 #: Sets of options by name, as `options.toml` has them.
-OPTIONS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    resources.files("zerojax.collectives").joinpath("options.toml").read_text(encoding="utf-8")
-)
+OPTIONS: Mapping[str, Mapping[str, Any]] = read_table("zerojax.collectives", "options.toml")
 #: What bounds the bytes that are combined into one collective, by platform. libtpu combines
 #: all-reduces and the reduce-scatters it makes of them; it leaves gathers alone.
 _BUCKETS = {

@@ -6,14 +6,13 @@ What a program reaches of them is for a plan to say, not for this table.
 
 import difflib
 import functools
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from zerojax._arguments import as_amount, as_count
+from zerojax._plain import read_table
 
 Platform = Literal["gpu", "tpu", "cpu"]
 
@@ -114,8 +113,7 @@ class Hardware:
 
 
 def _read_table() -> dict[str, Hardware]:
-    file = resources.files("zerojax.hardware").joinpath("hardware.toml")
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    table = read_table("zerojax.hardware", "hardware.toml")
     for name, figures in table.items():
         lists = {key: tuple(value) for key, value in figures.items() if isinstance(value, list)}
         table[name] = Hardware(name=name, **(figures | lists))

@@ -239,10 +239,8 @@ def _place(layout: Layout, path: str, leaf: Any, entries: Entries, stacked: int)
 
 
 def _shape_of(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, bool | int | float | complex):
-        return jax.eval_shape(jax.numpy.asarray, leaf)
-    if isinstance(leaf, np.ndarray):  # without x64 jax reads float64 as float32
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if isinstance(leaf, bool | int | float | complex | np.ndarray):  # without x64 in 32 bits
+        return jax.eval_shape(jnp.asarray, leaf)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf
     told = f"leaf {name!r} of the parameters is a {type(leaf).__name__}, and arrays are expected"

@@ -205,13 +205,9 @@ class TreeLayout:
         """Return whether the stage partitions a kind of tensor."""
         return kind in self.kinds
 
-    def parts(self, kind: Kind) -> int:
-        """Count the parts that the stage cuts a kind of tensor into: 1 where it stays whole."""
-        return self.num_parts(self.axes[kind]) if self.partitions(kind) else 1
-
     def by_formula(self, kind: Kind, whole: float) -> int:
         """Return what a device holds of whole bytes by the stage's formula, whole / N."""
-        return round(whole / self.parts(kind))
+        return round(whole / (self.num_parts(self.axes[kind]) if self.partitions(kind) else 1))
 
     @cached_property
     def layers(self) -> tuple[tuple[LeafLayout, ...], ...]:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import numbers
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -44,7 +45,7 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if field.type is int and (type(size) is not int or size < 1):
+            if field.type is int and (not isinstance(size, numbers.Integral) or size < 1):
                 raise ValueError(f"gpt.Config: {field.name} is {size!r}; give at least 1")
         if self.width % self.num_heads:
             told = f"gpt.Config: num_heads={self.num_heads} does not divide width={self.width};"

@@ -15,7 +15,7 @@ import optax
 
 from zerojax._jaxpr import depending
 from zerojax._traced import Traced
-from zerojax._tree import named_tuples
+from zerojax._tree import mixed_bits, named_tuples
 from zerojax._types import PyTree
 from zerojax.layout import as_transformation
 
@@ -113,7 +113,7 @@ def _encode(x: jax.Array) -> Quantized:
     share = (wide / jnp.where(scales > 0, scales, 1)[..., None]).astype(jnp.float32)
     low = jnp.clip(jnp.floor(jnp.sqrt(jnp.sqrt(share)) * _CODES), 0, _CODES - 1)
     below, above = _share(low), _share(low + 1)
-    noise = _noise(jax.lax.bitcast_convert_type(share, jnp.uint32)) / jnp.float32(2**32)
+    noise = mixed_bits(jax.lax.bitcast_convert_type(share, jnp.uint32)) / jnp.float32(2**32)
     goes_up = (share - below > noise * (above - below)) | ((low == 0) & (share > 0))
     return Quantized((jnp.sign(x) * (low + goes_up)).astype(jnp.int8), scales)
 
@@ -125,10 +125,3 @@ def _decode(x: Quantized) -> jax.Array:
 
 def _share(code: jax.Array) -> jax.Array:
     return (code / _CODES) ** _POWER
-
-
-def _noise(bits: jax.Array) -> jax.Array:
-    """Mix the bits of values to uint32 that look random (the multipliers of MurmurHash3)."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return bits ^ (bits >> 16)

@@ -11,11 +11,10 @@ Source: Williams et al., "Roofline", CACM 52(4), 2009.
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
+from zerojax._plain import read_table
 from zerojax._types import Axes
 from zerojax.planner._demand import Demand
 from zerojax.planner._links import Collective, Seconds
@@ -48,9 +47,7 @@ class StepTime:
 
 
 #: What runs beside work: by chip or platform (or SparseCores), and by what the stage partitions.
-OVERLAP: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    resources.files("zerojax.planner").joinpath("overlap.toml").read_text(encoding="utf-8")
-)
+OVERLAP: Mapping[str, Mapping[str, Any]] = read_table("zerojax.planner", "overlap.toml")
 
 
 def step_time(given: Setting, demand: Demand, count: int) -> StepTime:

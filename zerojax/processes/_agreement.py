@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._tree import is_key, leaves_by_path
+from zerojax._tree import is_key, leaves_by_path, mixed_bits
 from zerojax._types import AnyMesh, PyTree
 from zerojax.processes._texts import ProcessesDifferError, connection, gather_texts
 
@@ -120,9 +120,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
     places = lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B9)
     mixed = bits.reshape(-1).astype(jnp.uint32) + places
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
-    return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
+    return mixed_bits(mixed).sum(dtype=jnp.uint32)
 
 
 class CommonStop:

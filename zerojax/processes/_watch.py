@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from zerojax._arguments import as_amount
+from zerojax._arguments import as_amount, as_count
 from zerojax.processes._meeting import meet
 from zerojax.processes._relay import relay
 from zerojax.processes._texts import ProcessError, connection, gather_texts
@@ -71,9 +71,9 @@ def initialize(
     given = coordinator, num_processes, process_id
     if given == (None, None, None) and (told := os.environ.pop(LAUNCHED, "").split()):
         given = coordinator, num_processes, _ = told[0], int(told[1]), int(told[2])
-    numbers = {"num_processes": num_processes or 1, "process_id": process_id or 0}
-    _ = [as_amount(*x) for x in (numbers | {"patience": patience, "wait": wait}).items()]
-    if num_processes == 1:
+    numbers = {"process_id": process_id or 0, "patience": patience, "wait": wait}
+    _ = [as_amount(*x) for x in numbers.items()]
+    if num_processes is not None and as_count("num_processes", num_processes) == 1:
         return 1
     host, _, port = ("found:0" if coordinator is None else str(coordinator)).rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:

@@ -114,11 +114,6 @@ class Precision:
         held = dataclasses.asdict(self)
         return {name: x.name if isinstance(x, jnp.dtype) else x for name, x in held.items()}
 
-    @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> "Precision":
-        scale = given.get("loss_scale")
-        return cls(**given | {"loss_scale": scale and DynamicLossScale(**scale)})
-
 
 #: What precisions are called: the paper's mixed precision is "fp16", today's is "bf16".
 PRECISIONS: MappingProxyType[str, Precision] = MappingProxyType(

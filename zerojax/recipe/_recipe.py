@@ -147,7 +147,7 @@ class Recipe:
         return dtype
 
     def keeps_gathered(self, kinds: Collection[Kind]) -> bool:
-        """Return whether gathered weights are kept for later; asked below stage 3, a ValueError."""
+        """Return whether gathered weights are kept for later; below stage 3 a ValueError if so."""
         if not self.reshard_after_forward:
             told = "reshard_after_forward=False keeps what the forward pass has gathered of weights"
             _check_gathered(told, kinds)
@@ -185,31 +185,6 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as JSON values."""
         return dataclasses.asdict(self) | {"precision": self.precision.to_dict()}
-
-    @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> "Recipe":
-        """Read what `to_dict` returned, from JSON or not.
-
-        Raises:
-            ValueError: a name that a recipe does not have.
-        """
-        known = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(given, dict):
-            raise ValueError(f"a recipe is read from a dict, got {given!r}")
-        if unknown := sorted(map(str, given.keys() - known)):
-            raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
-        given = dict(given)
-        policies = {
-            "precision": _policies.Precision.from_dict,
-            "remat": lambda x: _policies.RematPolicy(**x),
-        }
-        for name, read in policies.items():
-            if isinstance(given.get(name), dict):
-                try:
-                    given[name] = read(given[name])
-                except TypeError as error:
-                    raise ValueError(f"{name} of a recipe: {error}") from None
-        return cls(**given)
 
 
 def _check_gathered(told: str, kinds: Collection[Kind]) -> None:

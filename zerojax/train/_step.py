@@ -249,7 +249,7 @@ class TrainStep(Shown):
         return lambda x: self.layout.batch.spec if x.ndim and x.shape[0] == rows else P()
 
     def _given(self, state: TrainState, batch: PyTree) -> dict[str, Any]:
-        """Return what a loss may ask for; scalars of it go to every device and microbatch."""
+        """Return what goes to every device and microbatch beside parameters and model state."""
         return {
             "batch": batch,
             "key": None if state.key is None else jax.random.fold_in(state.key, state.step),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import itertools
 import os
@@ -137,8 +138,6 @@ def sole_run(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+") as file:
         try:
-            import fcntl  # which Windows has not
-
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
@@ -147,7 +146,7 @@ def sole_run(folder: Path) -> Iterator[None]:
                 "Are these processes of one run? Then let them find each other: --coordinator, "
                 "--num-processes and --process-id, or a launcher that jax knows (srun, mpirun)"
             ) from error
-        except (ImportError, OSError) as error:
+        except OSError as error:
             told = f"{folder} can't be locked ({error}): keep other runs out of it yourself"
             warnings.warn(told, stacklevel=2)
         file.truncate(0)

@@ -19,19 +19,12 @@ from zerojax.collectives.gathers._copies import copied_if_tied, is_used_in_turns
 from zerojax.collectives.gathers._retrace import Retracer
 from zerojax.collectives.gathers._writes import trace_writing, write_variables
 from zerojax.layout import Layout, check_layout
-from zerojax.recipe import Precision, Recipe
+from zerojax.recipe import Recipe, as_recipe
 
 _CALL = "gather_where_used(loss_fn, layout)"
 
 
-def gather_where_used(
-    loss_fn: LossFn,
-    layout: Layout,
-    *,
-    reduce_dtype: Any = None,
-    gather_dtype: Any = None,
-    reshard_after_forward: bool = True,
-) -> LossFn:
+def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = None) -> LossFn:
     """Make `loss_fn(params, *args)` take stored parameters, and gather each where it is used.
 
     >>> grads = jax.grad(zerojax.gather_where_used(loss_fn, layout))(params, batch)
@@ -39,22 +32,19 @@ def gather_where_used(
     Args:
         loss_fn: the user's function of logical parameters.
         layout: the placement; at stage 3 the parameters come partitioned, else whole.
-        reduce_dtype: dtype in which gradients are summed over devices; None is their own.
-        gather_dtype: "int8" or "float8_e4m3fn", as `Precision.gather`; None is the weights' own.
-        reshard_after_forward: whether the backward pass gathers again; see `Recipe`.
+        recipe: of it `reshard_after_forward` and the dtypes in which weights are gathered and
+            gradients summed.
 
     Returns:
         A function of stored parameters; gradients are stored shards, or lie as Explicit parameters.
 
     Raises:
-        ValueError: an unknown dtype; a `gather_dtype`, or weights kept gathered, below stage 3.
+        ValueError: narrow gathers, or weights kept gathered, below stage 3.
     """
     if not callable(loss_fn):
         raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
     check_layout(layout, _CALL)
-    precision = Precision(reduce=reduce_dtype, gather=gather_dtype)
-    recipe = Recipe(precision=precision, reshard_after_forward=reshard_after_forward)
-    return gathering(loss_fn, layout, recipe)
+    return gathering(loss_fn, layout, as_recipe(recipe))
 
 
 def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:

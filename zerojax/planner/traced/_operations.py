@@ -54,8 +54,7 @@ class Op:
     outputs: tuple[int, ...]  # indices of values
     bodies: "tuple[Operations, ...]" = ()  # of a scan, a while loop or the branches of a cond
     length: Line = Line(1.0)  # how often a scan runs; of a while loop nobody knows, and 1 is taken
-    num_consts: int = 0  # of a scan or a while loop
-    num_carry: int = 0
+    num_carry: int = 0  # of a scan or a while loop
     #: floating-point operations of dot products and convolutions; multiply and add are two
     flops: Line = Line(0.0)
     is_wide: bool = False  # whether these are in fp32 or wider

@@ -80,12 +80,9 @@ class _Reader:
             _Reader(self._batches).read((_jaxpr.opened(body)[0], _jaxpr.opened(twin)[0]))
             for body, twin in zip(_jaxpr.bodies(one), _jaxpr.bodies(two), strict=True)
         )
-        consts, carry = 0, 0
+        carry = len(one.outvars) if name == "while" else 0
         if name == "scan":
-            consts, carry = _jaxpr.scan_parts(params)
-        elif name == "while":
-            consts = params["cond_nconsts"] + params["body_nconsts"]
-            carry = len(one.outvars)
+            _, carry = _jaxpr.scan_parts(params)
         self._ops.append(
             Op(
                 name=name,
@@ -94,7 +91,6 @@ class _Reader:
                 outputs=outputs,
                 bodies=held,
                 length=self._line(params.get("length", 1), two.params.get("length", 1)),
-                num_consts=consts,
                 num_carry=carry,
                 flops=self._line(*(0 if held else _flops(x) for x in (one, two))),
                 contracted=self._line(_jaxpr.num_summed(one), _jaxpr.num_summed(two)),
